@@ -50,7 +50,7 @@ async def test_a_cancelled_load_touches_nothing_afterwards(
     keys = chain(spec, 6)
     near.blocks.hold(keys)
     blocking = make_client(near, copy_chunk_bytes=2 * spec.block_bytes)
-    session = blocking._core.local.session()  # type: ignore[union-attr]
+    session = blocking._context.local.session()  # type: ignore[union-attr]
     copying, go_on, copied = threading.Event(), threading.Event(), []
     copy_out = session.arena.copy_out  # type: ignore[union-attr]
 

@@ -118,7 +118,7 @@ def test_a_copy_that_outlived_its_lease_does_not_count_but_is_tried_again(
     keys = chain(spec, 8)
     node.blocks.hold(keys)
     client = make_client(node)
-    session = client._core.local.session()  # type: ignore[union-attr]
+    session = client._context.local.session()  # type: ignore[union-attr]
     copy_out, slow = session.arena.copy_out, [5]  # type: ignore[union-attr]
 
     def copying(offsets: object, buffer: object, first: int, *layers: int) -> None:
@@ -278,7 +278,7 @@ def test_the_first_layer_comes_before_the_last_is_copied(
     keys = chain(spec, 8)
     near.blocks.hold(keys)
     client = make_client(near)
-    session = client._core.local.session()  # type: ignore[union-attr]
+    session = client._context.local.session()  # type: ignore[union-attr]
     copy_out, may_go_on = session.arena.copy_out, threading.Event()  # type: ignore[union-attr]
 
     def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: int) -> None:
@@ -504,7 +504,7 @@ def test_a_lost_session_is_opened_anew(spec: CacheSpec, near: FakeNode, make_cli
     del near.fail["Load"]
     near.wait_called("OpenSession", 1)
     for _ in range(200):
-        client._core.local.wait_reopened(5)  # type: ignore[union-attr]
+        client._context.local.wait_reopened(5)  # type: ignore[union-attr]
         result = client.load(keys, out := fresh(spec, 3))
         if result.hit_blocks:
             break

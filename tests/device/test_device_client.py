@@ -153,7 +153,7 @@ def test_leases_are_held_until_the_device_is_done(connect: Connect, layerwise: b
     keys, _ = fill(connect, seed)
     engine = Engine(seed + 100)
     client = connect(engine)
-    local = client._core.local
+    local = client._context.local
     session = local.session() if local is not None else None
     assert session is not None
     given_back: list[int] = []
@@ -229,7 +229,7 @@ def test_a_bit_that_flipped_in_the_arena_is_found_where_it_is_asked_for(connect:
     keys, _ = fill(connect, 80)
     engine = Engine(180)
     client = connect(engine)
-    local = client._core.local
+    local = client._context.local
     session = local.session() if local is not None else None
     assert session is not None
     copied = session.arena.begin_copy_out
@@ -250,7 +250,7 @@ def test_slots_that_a_device_may_still_write_to_are_not_given_back(
     monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
     engine = Engine(90)
     client = connect(engine)
-    local = client._core.local
+    local = client._context.local
     session = local.session() if local is not None else None
     assert session is not None
     aborted: list[bytes] = []

@@ -481,7 +481,7 @@ def test_what_lies_on_the_nodes_disk_comes_into_pages_by_the_pool_alone() -> Non
         pages = rng.sample(range(40), BLOCKS)
         expected = block_bytes(cache, pages)
         assert client.store(keys, copier.blocks(pages), durable=True).durable
-        near, session = client._core.near, client._core.local.session()  # type: ignore[union-attr]
+        near, session = client._context.pool, client._context.local.session()  # type: ignore[union-attr]
         assert near is not None
         assert session is not None
         end = time.monotonic() + WAIT_S

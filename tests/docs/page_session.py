@@ -3,7 +3,7 @@
 What a fenced block is for stands above it, for readers as well:
 
 * ``sh`` without a title is run by bash and must succeed;
-* ``sh title="In a terminal of its own"`` is started and goes on, until a comment ``<!-- test: Ctrl-C -->`` (the last one that was
+* ``sh title="In a separate terminal"`` is started and goes on, until a comment ``<!-- test: Ctrl-C -->`` (the last one that was
   started, or the one that begins with what follows ``Ctrl-C``) or the end of the page;
 * ``sh title="This is refused"`` must fail;
 * ``sh title="Not run by the tests: WHY"`` is left out here;
@@ -29,11 +29,11 @@ from typing import Final, Self
 from docs_site.markdown import Fence, fences
 
 from kvstore.embedded.children import die_with_parent
-from kvstore.embedded.temp_dirs import ScratchFolder
+from kvstore.embedded.temp_dirs import TempDir
 from support.ports import free_ports
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
-TERMINAL: Final = "In a terminal of its own"
+TERMINAL: Final = "In a separate terminal"
 REFUSED: Final = "This is refused"
 PRINTS: Final = "It prints"
 NOT_RUN: Final = "Not run by the tests: "
@@ -94,7 +94,7 @@ class Session:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._run = ScratchFolder("kvs-", Path("/tmp"))
+        self._run = TempDir("kvs-", Path("/tmp"))
         self._ports: dict[int, int] = {}
         self._terminals: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         self._printed: str | None = None

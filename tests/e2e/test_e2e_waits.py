@@ -19,7 +19,7 @@ BLOCKS, WAITING = 8, 12
 SPEC = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096)
 
 
-def test_loads_of_a_block_that_is_never_written_stop_no_others(tmp_path: Path) -> None:
+def test_loads_of_unwritten_block_delay_no_others(tmp_path: Path) -> None:
     """There are more such loads than threads. At the same time stores wait for space, and loads read from disk."""
     node = NodeSpec("a", dram_bytes=16 << 20, nvme_bytes=32 << 20, settings=(("load_threads", "2"),))
     options = ClientOptions(default_deadline_s=CALL_S)
@@ -33,7 +33,7 @@ def test_loads_of_a_block_that_is_never_written_stop_no_others(tmp_path: Path) -
         data = np.random.default_rng(1).integers(0, 256, (BLOCKS, SPEC.block_bytes), np.uint8)
         assert client.store(keys, data, durable=True).durable
         assert call(stub.Evict, node_pb2.EvictRequest(operation_id=bytes(16), tier=common_pb2.TIER_DRAM), CALL_S).evicted_blocks
-        session = client._core.local.session() if client._core.local is not None else None
+        session = client._context.local.session() if client._context.local is not None else None
         assert session is not None
         run = common_pb2.BlockRun(namespace_id=SPEC.namespace, keys=secrets.token_bytes(16))
         asked = node_pb2.PrepareRequest(session_id=session.session_id, operation_id=secrets.token_bytes(16), blocks=run)

@@ -411,7 +411,7 @@ class Bed:
         session = self.engine._core.local.session()
         assert session is not None
         self.volumes = session.volumes
-        near = self.engine._core.near
+        near = self.engine._context.pool
         assert near is not None
         wait_until(lambda: near.reads_disks(self.volumes))
 
@@ -569,8 +569,8 @@ def test_who_comes_over_the_network_is_not_told_where_blocks_lie(bed: Bed) -> No
     keys, data = bed.on_disk(9)
     options = ClientOptions(default_deadline_s=20.0)
     with KVClient.connect(None, SPEC, node=bed.cluster.node("n").address, options=options, hbm=bed.pool) as client:
-        assert client._core.local is not None
-        session = client._core.local.session()
+        assert client._context.local is not None
+        session = client._context.local.session()
         assert session is not None
         assert session.volumes == ()
         with pytest.raises(InvalidArgument, match="unix socket"):

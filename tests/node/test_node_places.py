@@ -52,8 +52,9 @@ class Node:
             self.table.restore(node_volume, NAMESPACE, record, slot)
         self.target = LocalTarget(self.table, self.counters, self.clock)
         tiers = {DRAM: Tier.DRAM, NVME: Tier.NVME}
-        self.lives = {
-            volume: index.open_life(volume, NodeId("n"), tier, BootId(bytes([boot]) * 16)) for volume, tier in tiers.items()
+        self.volume_epochs = {
+            volume: index.open_volume_epoch(volume, NodeId("n"), tier, BootId(bytes([boot]) * 16))
+            for volume, tier in tiers.items()
         }
 
     def begin(self, run: BlockRun, namespace: NodeNamespace = NAMESPACE) -> StoreGrant:
@@ -76,7 +77,7 @@ class Node:
 
     def publish(self) -> None:
         for taken in self.log.take(1000):
-            self.index.publish(self.lives[taken.volume], taken.stored, taken.removed)
+            self.index.publish(self.volume_epochs[taken.volume], taken.stored, taken.removed)
             self.log.acknowledge(taken.volume, taken.events)
 
     def publish_all(self) -> None:
@@ -84,13 +85,13 @@ class Node:
             self.publish()
 
     def found(self) -> int:
-        return self.index.lookup(NAMESPACE.namespace_id, b"".join(KEYS), set(self.lives.values())).blocks
+        return self.index.lookup(NAMESPACE.namespace_id, b"".join(KEYS), set(self.volume_epochs.values())).blocks
 
     def inventory(self) -> None:
         """As after the loss of an index."""
-        for volume, life in self.lives.items():
+        for volume, volume_epoch in self.volume_epochs.items():
             held = [block for block in self.table.snapshot() if (block.dram if volume == DRAM else block.nvme) is not None]
-            self.index.publish(life, runs_of(sorted(held, key=lambda block: block.depth)), [])
+            self.index.publish(volume_epoch, runs_of(sorted(held, key=lambda block: block.depth)), [])
 
     def close(self) -> None:
         self.table.check()
@@ -135,8 +136,8 @@ def test_heads_of_chains_take_their_places_together(node: Node) -> None:
     node.end(prepared)
     node.write_behind()
     node.publish_all()
-    lives = set(node.lives.values())
-    assert [node.index.lookup(NAMESPACE.namespace_id, key, lives).blocks for key in KEYS[:6]] == [1, 1, 1, 1, 1, 0]
+    volume_epochs = set(node.volume_epochs.values())
+    assert [node.index.lookup(NAMESPACE.namespace_id, key, volume_epochs).blocks for key in KEYS[:6]] == [1, 1, 1, 1, 1, 0]
     assert {(block.parent, block.depth) for block in node.table.snapshot()} == {(None, 0)}
     assert node.store(right(0, 2)) == [StoreOutcome.EXISTS, StoreOutcome.STORED], "who knows the chain puts them into it"
 
@@ -319,7 +320,9 @@ def test_after_any_slips_a_writer_that_is_right_is_found(history: list[tuple[obj
         node.publish_all()
         rebuilt = LmdbIndex.open(Path(folder) / "rebuilt")
         node.index = rebuilt
-        node.lives = {volume: rebuilt.open_life(volume, NodeId("n"), Tier.DRAM, BootId(b"r" * 16)) for volume in node.lives}
+        node.volume_epochs = {
+            volume: rebuilt.open_volume_epoch(volume, NodeId("n"), Tier.DRAM, BootId(b"r" * 16)) for volume in node.volume_epochs
+        }
         node.inventory()
         assert node.found() == BLOCKS
         node.close()

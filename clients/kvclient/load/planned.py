@@ -310,7 +310,7 @@ def _needs_plan(request: LoadRequest, session: Session | None) -> Mask:
 
 
 def _storage_runs(runs: Sequence[Run], session: Session) -> list[Run]:
-    """Return runs that other hosts read over storage links. A node is asked once for its blocks on NVMe, even if they are in DRAM."""
+    """Return runs that other hosts read over storage links. A node is asked once for its blocks on NVMe."""
     stored: list[Run] = []
     for run in sorted((run for run in runs if _over_storage_link(run)), key=lambda run: run.distance, reverse=True):
         covered = any(one.node_id == run.node_id and one.start <= run.start and run.end <= one.end for one in stored)

@@ -267,7 +267,7 @@ class PrefixStore:
 
     def stats(self) -> dict[str, int]:
         """Totals by name: the hook's (``hook_…``) and its client's."""
-        return {**self._client.stats(), **self.incidents.snapshot()}
+        return {**self._client.stats(), **self.incidents.counters.snapshot()}
 
     def close(self) -> None:
         """Stores what was offered and lets go of the model. Caches made before go on, without the store."""

@@ -25,7 +25,7 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.types import Outcome, Tier
-from kvstore.observe.context import outgoing
+from kvstore.observe.context import inject
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 from kvstore.transport.liveness import WatchedServer
@@ -148,7 +148,7 @@ class NodeLoadStream:
         """
         began_s = self._clock.now_s()
         try:
-            call = self._session.stub.Load(self._message, timeout=max(_MIN_TIMEOUT_S, self._scope.left_s()), metadata=outgoing())
+            call = self._session.stub.Load(self._message, timeout=max(_MIN_TIMEOUT_S, self._scope.left_s()), metadata=inject())
         except ValueError:  # the channel was closed
             self.error = LeaseLost("the session ended during the load")
             return
