@@ -119,7 +119,7 @@ def test_a_copy_that_outlived_its_lease_does_not_count_but_is_tried_again(
     node.blocks.hold(keys)
     client = make_client(node)
     session = client._context.local.session()  # type: ignore[union-attr]
-    copy_out, slow = session.arena.copy_out, [5]  # type: ignore[union-attr]
+    copy_out, slow = session.arena.begin_copy_out, [5]  # type: ignore[union-attr]
 
     def copying(offsets: object, buffer: object, first: int, *layers: int) -> None:
         copy_out(offsets, buffer, first, *layers)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def test_a_copy_that_outlived_its_lease_does_not_count_but_is_tried_again(
             slow.remove(first)
             clock.ahead_s += 1.0
 
-    monkeypatch.setattr(session.arena, "copy_out", copying)  # type: ignore[union-attr]
+    monkeypatch.setattr(session.arena, "begin_copy_out", copying)  # type: ignore[union-attr]
     out = fresh(spec, 8)
     result = client.load(keys, out)
     assert result.hit_blocks == 8
@@ -279,13 +279,13 @@ def test_the_first_layer_comes_before_the_last_is_copied(
     near.blocks.hold(keys)
     client = make_client(near)
     session = client._context.local.session()  # type: ignore[union-attr]
-    copy_out, may_go_on = session.arena.copy_out, threading.Event()  # type: ignore[union-attr]
+    copy_out, may_go_on = session.arena.begin_copy_out, threading.Event()  # type: ignore[union-attr]
 
     def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: int) -> None:
         assert first_layer == 0 or may_go_on.wait(10)
         copy_out(offsets, buffer, first, first_layer, *further)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(session.arena, "copy_out", paused)  # type: ignore[union-attr]
+    monkeypatch.setattr(session.arena, "begin_copy_out", paused)  # type: ignore[union-attr]
     out = fresh(spec, 8)
     handle = client.start_load(keys, out)
     assert handle.wait_layer(0, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -14,14 +15,14 @@ from kvclient.load.outcomes import BlockOutcomes, spans
 
 from kvclient.load.layer_progress import LayerTracker
 from kvclient.load.layerwise import LayerBarrier
-from kvclient.load.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto, told_ranges
+from kvclient.load.paths import Paths, Plan, PlannedPart, largest_ranges, plan_from_proto, replan_from_proto
 from kvclient.load.plan_progress import MAX_PLANS, PlanProgressReporter
 from kvclient.results import PATH_DECODE, NodeRef
 from kvproto.v1 import metadata_pb2 as pb
-from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Internal, InvalidArgument, Unavailable
 from kvstore.core.limits import MAX_REPLAN_RANGES
 from kvstore.core.types import NodeId, Outcome, Tier
+from kvstore.observe.limited_log import LimitedLog
 
 LAYERS = 6
 WAIT_S = 10.0
@@ -101,10 +102,10 @@ def test_a_new_plan_is_for_what_is_missing_of_the_part_and_nothing_else() -> Non
 
 def test_no_more_ranges_are_told_than_a_server_takes() -> None:
     few = [(10, 3), (15, 1)]
-    assert told_ranges(few) == few
+    assert largest_ranges(few) == few
     many = [(3 * at, 2 if at % 4 else 1) for at in range(MAX_REPLAN_RANGES * 4 // 3 + 1)]
-    assert told_ranges(many) == [span for span in many if span[1] == 2], "the largest, in order"
-    assert len(told_ranges(many)) == MAX_REPLAN_RANGES
+    assert largest_ranges(many) == [span for span in many if span[1] == 2], "the largest, in order"
+    assert len(largest_ranges(many)) == MAX_REPLAN_RANGES
 
 
 def test_choices_are_checked() -> None:
@@ -232,7 +233,7 @@ def told(request: pb.ReportLoadsRequest) -> Mapping[int, tuple[dict[int, int], b
 
 
 def test_reports_go_together_and_the_last_word_counts() -> None:
-    server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
+    server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
     reporter = PlanProgressReporter(server, incidents)
     reporter.tell({1: [(0, 3)]}, finished=False)
     reporter.tell({1: [(0, 5), (1, 2)], 2: [(0, 1)]}, finished=False)
@@ -243,7 +244,7 @@ def test_reports_go_together_and_the_last_word_counts() -> None:
 
 
 def test_a_server_that_fails_is_told_again_of_what_moves_later() -> None:
-    server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
+    server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
     reporter = PlanProgressReporter(server, incidents)
     server.fail = True
     reporter.tell({1: [(0, 3)]}, finished=False)
@@ -257,7 +258,7 @@ def test_a_server_that_fails_is_told_again_of_what_moves_later() -> None:
 
 
 def test_the_queue_of_reports_is_bounded_and_close_ends_the_thread() -> None:
-    server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
+    server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
     server.hold.clear()
     reporter = PlanProgressReporter(server, incidents)
     for plan in range(3 * MAX_PLANS):
