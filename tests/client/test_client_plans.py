@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvclient.load.outcomes import BlockOutcomes, spans
 
 from kvclient.load.layer_progress import LayerTracker
 from kvclient.load.layerwise import LayerBarrier
 from kvclient.load.paths import Paths, Plan, PlannedPart, largest_ranges, plan_from_proto, replan_from_proto
 from kvclient.load.plan_progress import MAX_PLANS, PlanProgressReporter
+from kvclient.load.sink import BlockSink, spans
 from kvclient.results import PATH_DECODE, NodeRef
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import Internal, InvalidArgument, Unavailable
@@ -162,7 +162,7 @@ def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], i
     board, naive = LayerTracker(8, LAYERS, gate), NaiveBoard(8)
     for step in steps:
         if isinstance(step, int):
-            board.lost(np.array([step]))
+            board.mark_failed(np.array([step]))
             naive.lost(step)
         elif isinstance(step, frozenset):
             positions = sorted(step)
@@ -173,7 +173,6 @@ def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], i
             naive.arrived(positions, first, count)
         assert board.ready(np.arange(8)).tolist() == naive.ready
         assert gate.promised_blocks == naive.promised
-        assert board.announced == (naive.announced > 0)
         for layer in range(LAYERS):
             assert gate.wait(layer, 0.0) == (layer < naive.announced)
             if layer < naive.announced:
@@ -181,20 +180,31 @@ def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], i
     assert board.complete().tolist() == [ready == LAYERS for ready in naive.ready]
 
 
-# ---- accounts ----
-def test_the_account_of_a_part_is_taken_over() -> None:
-    whole, part = BlockOutcomes(6), BlockOutcomes(3)
-    whole.record(np.array([0, 1]), Outcome.HIT, Tier.NVME, whole.node_number("a"), "prefill")
-    part.record(np.array([0, 2]), Outcome.HIT, Tier.DRAM, part.node_number("b"), "local")
+# ---- the sink ----
+def test_sink_result_adds_up_bytes_by_source() -> None:
+    sink = BlockSink(6, 1)
+    sink.record(np.array([0, 1]), Outcome.HIT, Tier.NVME, "a", "prefill")
+    sink.record(np.array([3, 5]), Outcome.HIT, Tier.DRAM, "b", "local")
     error = Unavailable("x")
-    part.note(error)
-    whole.absorb(3, part)
-    result = whole.result(10)
+    sink.record_error(error)
+    sink.record_error(Unavailable("later"))
+    result = sink.result(10)
     assert result.outcomes.tolist() == [1, 1, *[int(Outcome.MISS)], 1, *[int(Outcome.MISS)], 1]
     assert result.bytes_by_node == {"a": 20, "b": 20}
     assert result.bytes_by_path == {"prefill": 20, "local": 20}
     assert result.bytes_by_tier == {Tier.NVME: 20, Tier.DRAM: 20}
     assert result.error is error
+
+
+@given(blocks=st.integers(0, 12), data=st.data())
+def test_sink_missing_excludes_hits_and_given_up_blocks(blocks: int, data: st.DataObject) -> None:
+    some = st.sets(st.integers(0, blocks - 1)) if blocks else st.just(set[int]())
+    hits, lost, among = data.draw(some), data.draw(some), data.draw(some)
+    sink = BlockSink(blocks, 1)
+    sink.record(np.array(sorted(hits), np.intp), Outcome.HIT, Tier.DRAM, "a", "local")
+    sink.give_up(np.array(sorted(lost), np.intp))
+    assert sink.missing().tolist() == sorted(set(range(blocks)) - hits - lost)
+    assert sink.missing(np.array(sorted(among), np.intp)).tolist() == sorted(among - hits - lost)
 
 
 @given(st.sets(st.integers(0, 30)))

@@ -22,10 +22,9 @@ import pytest
 from conftest import HANG_S, Engine, Store
 from kvclient import LoadResult, Lookup, Paths
 from kvclient.load.paths import Plan, PlannedPart
-from kvclient.load.sources.storage_path import Wanted
+from kvclient.load.sources.node_stream import NodeLoadStream
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.results import NodeRef
-from kvproto.v1 import node_pb2
 from kvstore.core.types import Outcome, Tier
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
@@ -310,18 +309,15 @@ def test_paths_storage_link_of_others_fails(
     assert local is not None
     session = local.session()
     assert session is not None
-    asked = Wanted.request
+    build = NodeLoadStream.__init__
 
-    def request(
-        self: Wanted, session_id: bytes, start: int, stop: int, layer_group: int, first_layer: int
-    ) -> node_pb2.LoadRequest:
-        made = asked(self, session_id, start, stop, layer_group, first_layer)
-        if session_id != session.session_id:
-            for source in made.sources:
+    def build_with_bad_address(self: NodeLoadStream, *arguments: Any, **options: Any) -> None:
+        build(self, *arguments, **options)
+        if self.message.session_id != session.session_id:
+            for source in self.message.sources:
                 source.data_address = bad.address
-        return made
 
-    monkeypatch.setattr(Wanted, "request", request)
+    monkeypatch.setattr(NodeLoadStream, "__init__", build_with_bad_address)
     result = load_by_layers(engine, slowly(store, found, proxies), paths("split", layer_group))
     assert result.hit_blocks == BLOCKS
     assert result.bytes_by_path["prefill"] > 0

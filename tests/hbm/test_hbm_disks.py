@@ -407,8 +407,8 @@ class Bed:
         )
         self.engine = stack.enter_context(self.connect(self.pool))
         self.writer = stack.enter_context(self.connect(None))
-        assert self.engine._core.local is not None
-        session = self.engine._core.local.session()
+        assert self.engine._context.local is not None
+        session = self.engine._context.local.session()
         assert session is not None
         self.volumes = session.volumes
         near = self.engine._context.pool
@@ -506,7 +506,7 @@ def test_without_an_index_the_node_is_asked_where_blocks_lie(bed: Bed) -> None:
 
 def test_a_damaged_block_is_no_hit_and_the_others_are(bed: Bed) -> None:
     keys, data = bed.on_disk(5)
-    session = bed.engine._core.local.session()  # type: ignore[union-attr]
+    session = bed.engine._context.local.session()  # type: ignore[union-attr]
     assert session is not None
     answer = call(session.stub.Locate, node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys)), 10.0)
     offset = int(np.frombuffer(answer.runs[0].offsets, "<u8")[17])
@@ -551,7 +551,7 @@ def test_a_read_that_hangs_is_done_by_the_node_in_time(bed: Bed, monkeypatch: py
 
 def test_located_blocks_stay_until_their_lease_ends(bed: Bed) -> None:
     keys, _ = bed.on_disk(8)
-    session = bed.engine._core.local.session()  # type: ignore[union-attr]
+    session = bed.engine._context.local.session()  # type: ignore[union-attr]
     assert session is not None
     request = node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys[10:20]))
     leases = []

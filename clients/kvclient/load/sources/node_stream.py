@@ -128,7 +128,7 @@ class NodeLoadStream:
         self._lease_s = session.lease_s - request.context.options.lease_margin_s if isinstance(session, Session) else math.inf
         self._want_checksums = want_checksums
         part = request.chain.part(start, stop)
-        self._message = node_pb2.LoadRequest(
+        self.message = node_pb2.LoadRequest(
             session_id=session.session_id,
             operation_id=new_operation_id(),
             keys=part.packed,
@@ -148,7 +148,7 @@ class NodeLoadStream:
         """
         began_s = self._clock.now_s()
         try:
-            call = self._session.stub.Load(self._message, timeout=max(_MIN_TIMEOUT_S, self._scope.left_s()), metadata=inject())
+            call = self._session.stub.Load(self.message, timeout=max(_MIN_TIMEOUT_S, self._scope.left_s()), metadata=inject())
         except ValueError:  # the channel was closed
             self.error = LeaseLost("the session ended during the load")
             return
