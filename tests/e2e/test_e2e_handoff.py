@@ -380,7 +380,9 @@ def test_abandon_reaches_restarted_decode_node(store: Store) -> None:
     process = store.cluster.node("decode-0").process
     process.send_signal(signal.SIGSTOP)
     try:
-        wait_until(lambda: "decode-0" not in {one.node_id for one in prefill.client._directory.nodes(5.0)}, "the node is missed")
+        wait_until(
+            lambda: "decode-0" not in {one.node_id for one in prefill.client._context.metadata.nodes(5.0)}, "the node is missed"
+        )
         with ThreadPoolExecutor(1) as pool:
             telling = pool.submit(prefill.client.abandon_prompt, "stopped", "decode-0", deadline_s=30.0)
             time.sleep(0.1)

@@ -446,9 +446,9 @@ def test_paths_expired_remote_session_costs_no_path(ready: Ready) -> None:
     how = paths("split", 2, relays=False)
     assert load(engine, found, how).bytes_by_path["decode"] > 0
     found = only_stored(store, engine, "c", BLOCKS)
-    open_stages = engine.client._context.stages._open
-    for node, stage in open_stages.items():  # the node forgot the session, as after a minute without use
-        open_stages[node] = replace(stage, session_id=os.urandom(16))
+    open_sessions = engine.client._context.remote_sessions._open
+    for node, session in open_sessions.items():  # the node forgot the session, as after a minute without use
+        open_sessions[node] = replace(session, session_id=os.urandom(16))
     results: list[LoadResult] = []
     threads = [threading.Thread(target=lambda: results.append(load(engine, found, how))) for _ in range(3)]
     for thread in threads:
