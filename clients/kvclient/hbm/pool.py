@@ -83,7 +83,7 @@ class HbmPool:
         advertise_host: str | None = None,
         allow_insecure_remote: bool = False,
         tls: TlsConfig | None = None,
-        policy: str = "gap",
+        policy: str = "reuse-distance",
         demote: bool = True,
         room_wait_s: float = 0.02,
         anti_entropy_interval_s: float = 60.0,
