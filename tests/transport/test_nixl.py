@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.node.config import NodeConfig
-from kvstore.node.loads.nixl import NixlPorts
+from kvstore.node.loads.nixl import NixlAgents
 from kvstore.observe.counters import Counters
 from kvstore.transport.nixl.agent import NixlOptions, Region
 
@@ -51,4 +51,4 @@ def test_node_nixl_without_trusted_network_is_refused() -> None:
 def test_node_on_loopback_nixl_beyond_host_is_refused() -> None:
     config = NodeConfig(node_id="n1", nixl=NixlOptions(devices="eth0"), nixl_trusted_network=True)
     with pytest.raises(InvalidArgument, match="beyond this host"):
-        NixlPorts(config, Region(1 << 20, 1 << 20), Counters())
+        NixlAgents(config, Region(1 << 20, 1 << 20), Counters()).open()
