@@ -16,27 +16,30 @@ Threads: any. Waiting ends at the caller's deadline, or if the caller has gone (
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvstore.core.clock import Clock
+from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
 from kvstore.node.base.cancellation import wait
 from kvstore.node.eviction.arena import ArenaEvictor
 from kvstore.node.eviction.cascade import with_parents
 from kvstore.node.eviction.quotas import Accounts, first_victims, give_first, holds_nothing, is_full, make_own_room, may_come
 from kvstore.node.eviction.volumes import VolumeEvictor
-from kvstore.node.state.chain_conflicts import make_way
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.eviction_reason import Leaving
 from kvstore.node.state.invariants import check_invariants
 from kvstore.node.state.model import Block, Claim, KeyWaiter, NodeVolume, Recent, StoreGrant
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
 from kvstore.tiers.eviction.policy import LruPolicy
 
+_limited = LimitedLog(logging.getLogger(__name__))
 PIECE_BLOCKS = 64
 """Room is made for so many blocks at a time: large enough for contiguous slots, small enough to grant what there is."""
 PENDING_SHARE = 0.75
@@ -109,25 +112,44 @@ class BlockTable:
 
         Grants are prefix-first: from the first block without room on, everything is SKIPPED. Where there is room for none, waits
         for some until the deadline. ``heads``: each key is the head of a chain of its own.
+
+        The first writer of a key decides its namespace, parent and depth. A run ends before a key that it claims otherwise.
+
+        Raises:
+            Conflict: the first key is held or being written with another namespace, parent or depth.
         """
         prepared = StoreGrant(namespace, run, [])
         with self._lock:
             wanted: list[int] = []
             known: list[BlockKey] = []
-            clear = make_way(self, namespace, run, deadline_s, heads=heads)
-            for position, key in enumerate(run.keys[:clear]):
-                if key in self._blocks:
+            parent, depth = run.parent, run.depth
+            for position, key in enumerate(run.keys):
+                block, writer = self._blocks.get(key), self._preparing.get(key)
+                if block is not None:
+                    if block.namespace is not namespace or block.parent != parent or block.depth != depth:
+                        break
                     prepared.outcomes.append(StoreOutcome.EXISTS)
                     known.append(key)
-                elif key in self._preparing or key in self._loading:  # a load may be fetching it from elsewhere right now
+                elif writer is not None:
+                    claimed = (writer.namespace, writer.parents[key], writer.depths[key])
+                    if writer is not prepared and claimed != (namespace, parent, depth):
+                        break
+                    prepared.outcomes.append(StoreOutcome.IN_PROGRESS)
+                elif key in self._loading:  # a load may be fetching it from another node
                     prepared.outcomes.append(StoreOutcome.IN_PROGRESS)
                 else:
                     prepared.outcomes.append(StoreOutcome.STORED)
-                    self._preparing[key] = prepared  # taken now: a key twice in one run is IN_PROGRESS the second time
-                    prepared.depths[key] = run.depth if heads else run.depth + position
-                    prepared.parents[key] = run.keys[position - 1] if position and not heads else run.parent
+                    self._preparing[key] = prepared  # a key twice in one run is IN_PROGRESS the second time
+                    prepared.depths[key], prepared.parents[key] = depth, parent
                     wanted.append(position)
-            prepared.outcomes += [StoreOutcome.SKIPPED] * (len(run.keys) - clear)
+                if not heads:
+                    parent, depth = key, depth + 1
+            else:
+                position = len(run.keys)
+            if position < len(run.keys):
+                if position == 0:
+                    raise self._conflict(namespace, run)
+                prepared.outcomes += [StoreOutcome.SKIPPED] * (len(run.keys) - position)
             self._arena.touch(namespace, known)
             if not wanted:
                 return prepared
@@ -138,6 +160,20 @@ class BlockTable:
             self._grant(prepared, wanted, deadline_s)
             self._settle(prepared)  # nothing granted: nobody will complete or abandon it
         return prepared
+
+    def _conflict(self, namespace: NodeNamespace, run: BlockRun) -> Conflict:
+        """The error for a run whose first key has another namespace, parent or depth; counted and logged."""
+        key = run.keys[0]
+        block, writer = self._blocks.get(key), self._preparing.get(key)
+        first = block.namespace if block is not None else writer.namespace if writer is not None else namespace
+        depth = block.depth if block is not None else writer.depths[key] if writer is not None else run.depth
+        reason = f"with another parent or depth (depth {depth})" if first is namespace else "for another namespace"
+        error = Conflict(
+            f"the key is held {reason}: derive keys from the chain, and give its parent and depth", key=key.hex(), depth=run.depth
+        )
+        self._counters.add("store_conflicts_total")
+        _limited.warning("store refused: %s", error)
+        return error
 
     def _grant(self, prepared: StoreGrant, wanted: list[int], deadline_s: float) -> None:
         shape, run = prepared.namespace.shape, prepared.run

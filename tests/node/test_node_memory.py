@@ -67,20 +67,16 @@ def test_block_keeps_every_field_apart() -> None:
 
     def state() -> dict[str, object]:
         flags = ("expendable", "elsewhere", "ours", "pending", "arriving", "passing", "leaving")
-        return {name: getattr(block, name) for name in (*flags, "depth", "row", "disputed", "nvme", "nvme_volume", "durable")}
+        return {name: getattr(block, name) for name in (*flags, "depth", "row", "nvme", "nvme_volume", "durable")}
 
     expected = state()
     assert expected == dict.fromkeys(expected, False) | {
-        "ours": True, "depth": (1 << 24) - 1, "row": 0, "disputed": 0, "nvme": None, "nvme_volume": None,
+        "ours": True, "depth": (1 << 24) - 1, "row": 0, "nvme": None, "nvme_volume": None,
         "leaving": Leaving.STAYS,
     }  # fmt: skip
     for name, value in (("pending", True), ("expendable", True), ("ours", False), ("arriving", True), ("passing", True)):
         setattr(block, name, value)
         expected[name] = value
-        assert state() == expected
-    for count in range(1, 300):
-        block.dispute()
-        expected["disputed"] = min(count, 255)
         assert state() == expected
     for row in (1, (1 << 32) - 1, 7):
         block.row = expected["row"] = row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 _PENDING, _EXPENDABLE, _ELSEWHERE, _OURS, _ARRIVING, _PASSING = (1 << bit for bit in range(6))
 _LEAVING_AT, _LEAVING_MASK = 6, 3
-_DISPUTED_AT, _DISPUTED_MASK = 8, (1 << 8) - 1
 _DEPTH_AT, _DEPTH_MASK = 16, (1 << 32) - 1
 _ROW_AT, _ROW_MASK = 48, (1 << 32) - 1
 _PAGE_AT, _PAGE_MASK = 80, (1 << 48) - 1
@@ -106,16 +104,6 @@ class Block:
     def depth(self) -> int:
         """Position in its chain."""
         return self._bits >> _DEPTH_AT & _DEPTH_MASK
-
-    @property
-    def disputed(self) -> int:
-        """Stores that claimed another place for its key and were refused."""
-        return self._bits >> _DISPUTED_AT & _DISPUTED_MASK
-
-    def dispute(self) -> None:
-        """One more; 255 at most are counted."""
-        if self.disputed < _DISPUTED_MASK:
-            self._bits += 1 << _DISPUTED_AT
 
     @property
     def row(self) -> int:
@@ -204,39 +192,11 @@ class Recent(Generic[Key]):
         return key in self._keys
 
 
-class Outdated:
-    """Slots of blocks that left because they were stored at another place, which the catalog names until its next commit.
-
-    Whoever commits takes them, in the order of commits: a key among them may be stored anew, and committed. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._slots: dict[BlockKey, Slot] = {}
-        self._lock = threading.Lock()
-
-    def add(self, key: BlockKey, slot: Slot) -> None:
-        """A block left."""
-        with self._lock:
-            self._slots[key] = slot
-
-    def take(self) -> dict[BlockKey, Slot]:
-        """All of them, for one commit; then they are the volume's to free, or come back with ``add``."""
-        with self._lock:
-            taken, self._slots = self._slots, {}
-            return taken
-
-    def slots(self) -> list[Slot]:
-        """A look at them."""
-        with self._lock:
-            return list(self._slots.values())
-
-
 @dataclass(slots=True)
 class NodeVolume:
     """A durable volume, and what its node keeps of it."""
 
     volume: DurableVolume
-    outdated: Outdated = field(default_factory=Outdated)
     quarantined: int = 0
     """Replicas that proved bad: their slots are out of use until the next start."""
     resting_until_s: float = 0.0
