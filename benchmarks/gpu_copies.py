@@ -25,8 +25,8 @@ from harness import Figure, Reference, Target
 from kvclient.device.copier import STRATEGIES, DeviceCopier
 from kvclient.device.driver import CudaDriver
 from kvclient.device.layouts import PagedCache
-from kvclient.device.pinning import PinnedRange, cpus_near
-from kvclient.far import PoolMemory
+from kvclient.device.pinned_range import PinnedRange, cpus_near
+from kvclient.memory.device_buffer import PoolMemory
 from kvstore.observe.counters import Counters
 from kvstore.transport.layout import address_of
 

@@ -16,9 +16,9 @@ import torch
 import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import CacheSpec
+from kvclient.call.operation import Operation
 from kvclient.hbm import HbmPool
 from kvclient.hbm.tensors import until_done
-from kvclient.operation import Operation
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KeyChain

@@ -21,8 +21,8 @@ import numpy as np
 import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import KVClient
-from kvclient.hits import LoadAccounts
-from kvclient.operation import Operation
+from kvclient.call.operation import Operation
+from kvclient.load.accounting import LoadAccounts
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored

@@ -1,6 +1,6 @@
-"""Makes ``benchmarks/RESULTS.md`` and the table in ``README.md`` from the newest record of each figure.
+"""Write ``benchmarks/RESULTS.md`` from the newest record of each figure.
 
-A full run's record stands before a quick one's, whatever their dates; smoke runs are never shown.
+The record of a full run replaces that of a quick run, whatever their dates. Smoke runs are not shown.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ ORDER = (
 LAB = ("netlab_", "engines_", "traffic_class_", "planner_", "scheduling_")
 """Figures of loading over two storage links, mostly on emulated hosts: a table of their own. By the beginning of their names."""
 ENGINES = ("engine_", "sglang_", "router_", "transformers_")
-"""Figures of real engines, on the CPU, with the hooks. The README shows those whose names begin as the first."""
+"""Prefixes of figures of real engines, on the CPU, with the hooks."""
 ELSEWHERE = ("simulate_",)
 """Figures that have a table of their own elsewhere (``simulate.md``)."""
-
-BEGIN, END = "<!-- benchmark table: begin, made by benchmarks/report.py -->", "<!-- benchmark table: end -->"
 
 HEAD = """# Measured
 
@@ -152,7 +150,7 @@ def circumstances(records: list[Record]) -> str:
 
 
 def write() -> list[Record]:
-    """Writes all tables, the README's with only those figures that matter most and have a target; answers the records shown."""
+    """Write all tables. Returns the records shown."""
     records = [
         record for record in newest(read_records(RESULTS)) if record.mode != "smoke" and not record.figure.startswith(ELSEWHERE)
     ]
@@ -161,18 +159,7 @@ def write() -> list[Record]:
     store = [record for record in records if not record.figure.startswith(LAB + ENGINES)]
     titled = {"The store": store, "Two storage links": lab, "Engines on the CPU": engines}
     text = "\n".join(f"## {title}\n\n{table(some)}\n{circumstances(some)}" for title, some in titled.items() if some)
-    shown = (
-        [record for record in store if record.figure in ORDER],
-        lab,
-        [record for record in engines if record.figure.startswith(ENGINES[0])],
-    )
-    asked = [[record for record in some if record.target is not None] for some in shown]
-    short = "\n".join(table(some) for some in asked if some) + "\n" + circumstances(asked[0])
     (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(HEAD + text, encoding="utf-8")
-    readme = REPOSITORY / "README.md"
-    before, found, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    if found:
-        readme.write_text(before + BEGIN + "\n" + short + END + rest.partition(END)[2], encoding="utf-8")
     return records
 
 

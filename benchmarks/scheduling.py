@@ -26,7 +26,7 @@ from pathlib import Path
 
 from harness import Figure, Options, Reference, interleave, options
 from kvclient import AsyncSchedulerClient, EngineFigures, EngineRequest
-from kvclient.scheduling import EngineRole
+from kvclient.scheduling.types import EngineRole
 from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvstore.core.errors import KVStoreError

@@ -29,7 +29,10 @@ GENERATED: Final[Mapping[str, Callable[[], str]]] = {
 _DIRECTIVE: Final = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
 
 
-_DESCRIBED: Final = ("kvstore/__init__.py", "kvstore/core", *(f"clients/kvclient/{name}" for name in ("device", "hbm", "*.py")))
+_DESCRIBED: Final = (
+    *("kvstore/__init__.py", "kvstore/core", "kvstore/process"),
+    *(f"clients/kvclient/{name}" for name in ("device", "hbm", "*.py")),
+)
 """Where public names lie. Parsing all packages would take as long as all the rest."""
 _sources = tempfile.TemporaryDirectory(prefix="kvstore-docs-")
 

@@ -32,10 +32,10 @@ from typing import IO, Any, NoReturn
 from kvstore.embedded.children import die_with_parent, start
 
 IMPORTED = {
-    "metadata": ("kvstore.cli.servers", "kvstore.metadata.main", "kvstore.observe.http"),
-    "node": ("kvstore.cli.servers", "kvstore.node.main", "kvstore.observe.http"),
-    "router": ("kvstore.cli.router", "kvstore.router.main"),
-    "admin": ("kvstore.cli.admin", "kvstore.admin.main"),
+    "metadata": ("kvstore.cli.commands.daemons.servers", "kvstore.metadata.main", "kvstore.observe.http"),
+    "node": ("kvstore.cli.commands.daemons.servers", "kvstore.node.main", "kvstore.observe.http"),
+    "router": ("kvstore.cli.commands.daemons.router", "kvstore.router.main"),
+    "admin": ("kvstore.cli.commands.daemons.admin", "kvstore.admin.main"),
 }
 """What each daemon imports until it serves; the first is the module of its command."""
 SERVER = "vllm.entrypoints.openai.api_server"

@@ -1,4 +1,4 @@
-"""The README's Python snippets run as they stand, and do what the text around them says."""
+"""The Python programs of the README and of the page on engines of one's own run unchanged and do what the pages say."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import numpy as np
 from kvclient import CacheSpec, KVClient
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+REPOSITORY = Path(__file__).resolve().parent.parent
+README = REPOSITORY / "README.md"
+OWN_ENGINE = REPOSITORY / "docs" / "how-to" / "own-engine.md"
 
 
-def snippets() -> list[str]:
-    """The tour, and the hand-over of a prompt."""
-    return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+def snippet(page: Path) -> str:
+    """The Python program of a page."""
+    (program,) = re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return str(program)
 
 
-def test_a_prompt_is_handed_over_to_its_last_token(tmp_path: Path) -> None:
+def test_own_engine_page_hands_over_whole_prompt(tmp_path: Path) -> None:
     spec = CacheSpec(model="readme", block_tokens=16, layers=3, layer_block_bytes=1024)
     tokens = np.arange(40, dtype=np.uint32)  # two blocks and a half
     layer = np.random.default_rng(1).integers(0, 256, (3, spec.layer_block_bytes), np.uint8)
@@ -36,7 +39,7 @@ def test_a_prompt_is_handed_over_to_its_last_token(tmp_path: Path) -> None:
         buffer = np.zeros_like(whole[:1])
         names = {"client": client, "spec": spec, "tokens": tokens, "keys": keys, "buffer": buffer, "kv_of_this_layer": layer}
         with decode.await_prompt([*keys, client.tail_key(tokens[32:], keys[-1])], deadline_s=30) as awaited:
-            exec(compile(snippets()[1], "README", "exec"), names)
+            exec(compile(snippet(OWN_ENGINE), OWN_ENGINE.name, "exec"), names)
             assert (buffer == whole[:1]).all()
             assert awaited.wait()
             taken = np.zeros_like(whole)
@@ -44,11 +47,10 @@ def test_a_prompt_is_handed_over_to_its_last_token(tmp_path: Path) -> None:
         assert (taken == whole).all()
 
 
-def test_the_tour_stores_then_loads_also_after_a_restart(tmp_path: Path) -> None:
-    snippet, _ = snippets()
+def test_readme_tour_loads_after_restart(tmp_path: Path) -> None:
 
     def run(address: str) -> list[str]:
-        program = snippet.replace("127.0.0.1:7400", address)
+        program = snippet(README).replace("127.0.0.1:7400", address)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient import KVClient
-from kvclient.handoff import AwaitedPrompt
+from kvclient.handoff.sender import AwaitedPrompt
 from kvstore.core.types import BlockKey
 from kvstore.engine.roofline import EngineModel
 from kvstore.workload.payload import Payloads

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient import KVClient, Lookup, Paths
-from kvclient.handoff import Handoff
-from kvclient.layers import LoadHandle
+from kvclient.handoff.sender import Handoff
+from kvclient.load.layerwise import LoadHandle
 from kvstore.core.types import BlockKey
 from kvstore.engine.roofline import Chunk, EngineModel
 from kvstore.workload.payload import Payloads

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvclient import EngineFigures, EngineRequest, SchedulerClient
-from kvclient.scheduling import EngineRole
+from kvclient.scheduling.types import EngineRole
 from kvstore.core.errors import KVStoreError
 from netlab.stepping import Speaker
 

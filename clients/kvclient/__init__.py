@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvclient.aio import AsyncKVClient
-    from kvclient.buffers import as_block_buffer
     from kvclient.client import KVClient
-    from kvclient.layer_store import StoreHandle
-    from kvclient.layers import LoadHandle
-    from kvclient.namespaces import list_namespaces
+    from kvclient.load.layerwise import LoadHandle
+    from kvclient.load.paths import Paths
+    from kvclient.memory.buffers import as_block_buffer
+    from kvclient.nodes.namespaces import list_namespaces
     from kvclient.options import ClientOptions
-    from kvclient.paths import Paths
     from kvclient.results import LoadResult, Lookup, NodeRef, Run, StoreResult
-    from kvclient.scheduler_client import AsyncGroupLeader, AsyncSchedulerClient, GroupLeader, SchedulerClient
-    from kvclient.scheduling import Assigned, Assignment, EngineFigures, EnginePlace, EngineRequest, GroupNews, Revoked
+    from kvclient.scheduling.client import AsyncGroupLeader, AsyncSchedulerClient, GroupLeader, SchedulerClient
+    from kvclient.scheduling.types import Assigned, Assignment, EngineFigures, EnginePlace, EngineRequest, GroupNews, Revoked
+    from kvclient.store.layerwise import StoreHandle
     from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
     from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
     from kvstore.core.keys import KeyChain, encode_extra
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from kvstore.process.tls import TlsConfig
 
 _HOMES = {
-    "Assigned": "kvclient.scheduling",
-    "Assignment": "kvclient.scheduling",
-    "AsyncGroupLeader": "kvclient.scheduler_client",
+    "Assigned": "kvclient.scheduling.types",
+    "Assignment": "kvclient.scheduling.types",
+    "AsyncGroupLeader": "kvclient.scheduling.client",
     "AsyncKVClient": "kvclient.aio",
-    "AsyncSchedulerClient": "kvclient.scheduler_client",
+    "AsyncSchedulerClient": "kvclient.scheduling.client",
     "BlockBuffer": "kvstore.core.buffers",
     "BlockKey": "kvstore.core.types",
     "BlockShape": "kvstore.core.types",
@@ -50,34 +50,34 @@ _HOMES = {
     "ClientOptions": "kvclient.options",
     "DeadlineExceeded": "kvstore.core.errors",
     "DenseBlocks": "kvstore.core.buffers",
-    "EngineFigures": "kvclient.scheduling",
-    "EnginePlace": "kvclient.scheduling",
-    "EngineRequest": "kvclient.scheduling",
-    "GroupLeader": "kvclient.scheduler_client",
-    "GroupNews": "kvclient.scheduling",
+    "EngineFigures": "kvclient.scheduling.types",
+    "EnginePlace": "kvclient.scheduling.types",
+    "EngineRequest": "kvclient.scheduling.types",
+    "GroupLeader": "kvclient.scheduling.client",
+    "GroupNews": "kvclient.scheduling.types",
     "InvalidArgument": "kvstore.core.errors",
     "KVClient": "kvclient.client",
     "KVStoreError": "kvstore.core.errors",
     "KeyChain": "kvstore.core.keys",
-    "LoadHandle": "kvclient.layers",
+    "LoadHandle": "kvclient.load.layerwise",
     "LoadResult": "kvclient.results",
     "Lookup": "kvclient.results",
     "NodeRef": "kvclient.results",
     "Outcome": "kvstore.core.types",
-    "Paths": "kvclient.paths",
-    "Revoked": "kvclient.scheduling",
+    "Paths": "kvclient.load.paths",
+    "Revoked": "kvclient.scheduling.types",
     "Run": "kvclient.results",
     "ScatteredBlocks": "kvstore.core.buffers",
-    "SchedulerClient": "kvclient.scheduler_client",
-    "StoreHandle": "kvclient.layer_store",
+    "SchedulerClient": "kvclient.scheduling.client",
+    "StoreHandle": "kvclient.store.layerwise",
     "StoreOutcome": "kvstore.core.types",
     "StoreResult": "kvclient.results",
     "Tier": "kvstore.core.types",
     "TlsConfig": "kvstore.process.tls",
     "Unavailable": "kvstore.core.errors",
-    "as_block_buffer": "kvclient.buffers",
+    "as_block_buffer": "kvclient.memory.buffers",
     "encode_extra": "kvstore.core.keys",
-    "list_namespaces": "kvclient.namespaces",
+    "list_namespaces": "kvclient.nodes.namespaces",
 }
 
 __all__ = [  # noqa: RUF022  # in the order in which a reader meets them

@@ -12,10 +12,10 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from kvclient.calls import Call, Result
+from kvclient.call.execution import Call, Result
 from kvclient.client import Keys, KVClient
+from kvclient.load.paths import Paths
 from kvclient.options import ClientOptions, Verify
-from kvclient.paths import Paths
 from kvclient.results import LoadResult, Lookup, StoreResult
 from kvstore.core.keys import Tokens
 from kvstore.core.spec import CacheSpec

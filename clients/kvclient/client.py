@@ -19,29 +19,29 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from kvclient.buffers import as_block_buffer
-from kvclient.calls import Call, Caller
-from kvclient.connecting import NodeFinder, attempt, check_types, watch_servers
-from kvclient.core import Core, check_keys, check_place
-from kvclient.directory import Directory, by_roles
-from kvclient.far import ArenaWatcher, FarBlocks
-from kvclient.handoff import AwaitedPrompt, Handoff, abandon_prompt, check_transfer_id, find_decode_node
-from kvclient.hits import LoadAccounts
-from kvclient.incidents import Incidents
-from kvclient.layer_board import LayerBoard
-from kvclient.layer_store import StoreHandle
-from kvclient.layers import LayerGate, LoadHandle
-from kvclient.load import Load
-from kvclient.near import NearPool
-from kvclient.operation import Operation, check_name, check_seconds, check_sendable
+from kvclient.call.context import Core, check_keys, check_place
+from kvclient.call.execution import Call, Caller
+from kvclient.call.incidents import Incidents
+from kvclient.call.operation import Operation, check_name, check_seconds, check_sendable
+from kvclient.handoff.sender import AwaitedPrompt, Handoff, abandon_prompt, check_transfer_id, find_decode_node
+from kvclient.load.accounting import LoadAccounts
+from kvclient.load.layer_progress import LayerBoard
+from kvclient.load.layerwise import LayerGate, LoadHandle
+from kvclient.load.load import Load
+from kvclient.load.paths import Paths
+from kvclient.load.planned import PlannedLoad
+from kvclient.memory.buffers import as_block_buffer
+from kvclient.memory.device_buffer import ArenaPinner, FarBlocks
+from kvclient.memory.engine_pool import NearPool
+from kvclient.nodes.connect import NodeFinder, attempt, check_types, watch_servers
+from kvclient.nodes.local_session import LocalNode
+from kvclient.nodes.metadata_client import Directory, by_roles
+from kvclient.nodes.peers import PeerPool
+from kvclient.nodes.remote_sessions import Stages
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
-from kvclient.paths import Paths
-from kvclient.planned_load import PlannedLoad
-from kvclient.remote import PeerPool
 from kvclient.results import LoadResult, Lookup, NodeRef, StoreResult
-from kvclient.session import LocalNode
-from kvclient.stages import Stages
-from kvclient.store import Store
+from kvclient.store.layerwise import StoreHandle
+from kvclient.store.store import Store
 from kvproto.v1 import common_pb2, node_pb2
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.clock import MonotonicClock
@@ -101,7 +101,7 @@ class KVClient:
         tls: TlsConfig | None = None,
         options: ClientOptions | None = None,
         hbm: NearPool | None = None,
-        device: ArenaWatcher | None = None,
+        device: ArenaPinner | None = None,
     ) -> Self:
         """Makes the namespace known and opens a session with the node of this host.
 
@@ -125,7 +125,7 @@ class KVClient:
         options = options or ClientOptions()
         check_types(metadata, spec, node, tls, options, hbm)
         if device is not None:
-            if not isinstance(device, ArenaWatcher):
+            if not isinstance(device, ArenaPinner):
                 raise InvalidArgument("an argument of another type", argument="device", got=type(device).__name__)
             device.check(spec)
         clock = MonotonicClock()
@@ -329,7 +329,7 @@ class KVClient:
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
 
         def work() -> LoadResult:
-            with named_request(), tracing.span("kvclient.load"):
+            with named_request(), tracing.span("kvclient.load.load"):
                 return bring()
 
         def bring() -> LoadResult:

@@ -15,17 +15,17 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 import kvstore
-from kvstore.admin import models
-from kvstore.admin.changes import Changes
 from kvstore.admin.config import AdminConfig
-from kvstore.admin.gate import PUBLIC, Gate
+from kvstore.admin.middleware import PUBLIC, Gate
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.page import WebPage
 from kvstore.admin.problems import MEDIA_TYPE, Problem, Refused, problem
-from kvstore.admin.reads import Reads
-from kvstore.admin.rules import Rules
-from kvstore.admin.tenants import Tenants
-from kvstore.admin.upstream import Upstream
+from kvstore.admin.routes.read import Reads
+from kvstore.admin.routes.retention_rules import Rules
+from kvstore.admin.routes.tenants import Tenants
+from kvstore.admin.routes.write import Changes
+from kvstore.control_api.schemas import store as models
+from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.core.errors import (
     Internal,
     InvalidArgument,
@@ -59,7 +59,7 @@ _NOT_FOUND: Final = 404
 _NO_METHOD: Final = 405
 
 
-def make_app(upstream: Upstream, config: AdminConfig, tokens: Watched[Tokens] | None, counters: Counters) -> Gate:
+def make_app(rpc: StoreRpc, config: AdminConfig, tokens: Watched[Tokens] | None, counters: Counters) -> Gate:
     """One admin server's application, behind its gate."""
     app = FastAPI(
         title="kvstore admin",
@@ -70,12 +70,12 @@ def make_app(upstream: Upstream, config: AdminConfig, tokens: Watched[Tokens] | 
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
     )
-    app.include_router(Reads(upstream, config).routes())
-    app.include_router(Changes(upstream, counters).routes())
-    app.include_router(Tenants(upstream, counters).routes())
-    app.include_router(Rules(upstream, counters).routes())
+    app.include_router(Reads(rpc, config).routes())
+    app.include_router(Changes(rpc, counters).routes())
+    app.include_router(Tenants(rpc, counters).routes())
+    app.include_router(Rules(rpc, counters).routes())
     gate = Gate(app, config, tokens, counters)
-    doors = _Doors(app, upstream, counters, gate)
+    doors = _Doors(app, rpc, counters, gate)
     app.add_api_route("/healthz", doors.healthz, methods=["GET"], tags=["health"], summary="The server answers")
     app.add_api_route(
         "/readyz", doors.readyz, methods=["GET"], tags=["health"], summary="The metadata server answers this server"
@@ -97,9 +97,9 @@ def make_app(upstream: Upstream, config: AdminConfig, tokens: Watched[Tokens] | 
 class _Doors:
     """What is beside the routes of ``/v1``."""
 
-    def __init__(self, app: FastAPI, upstream: Upstream, counters: Counters, gate: Gate) -> None:
+    def __init__(self, app: FastAPI, rpc: StoreRpc, counters: Counters, gate: Gate) -> None:
         self._app = app
-        self._upstream = upstream
+        self._rpc = rpc
         self._gate = gate
         self._registry = registry_of(StoreCollector([counters], [_gauges], process="admin"))
         self._document: dict[str, Any] | None = None
@@ -110,7 +110,7 @@ class _Doors:
 
     async def readyz(self) -> models.Health:
         """For readiness probes: 503 while the metadata server does not answer."""
-        await self._upstream.server()
+        await self._rpc.server()
         return models.Health(status="ok")
 
     async def metrics(self) -> Response:

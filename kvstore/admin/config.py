@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.control_api.store_rpc import StoreEndpoint
 from kvstore.core.errors import InvalidArgument
-from kvstore.process.effective_config import InForce
+from kvstore.process.effective_config import EffectiveSetting
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix, stays_on_host
 from kvstore.rpc.auth.tokens import Shown
@@ -51,7 +52,12 @@ class AdminConfig:
     serve_tls: TlsConfig | None = None
     allow_insecure_remote: bool = False
     ready_file: Path | None = None
-    in_force: tuple[InForce, ...] = ()
+    in_force: tuple[EffectiveSetting, ...] = ()
+
+    @property
+    def endpoint(self) -> StoreEndpoint:
+        """How this server reaches the store."""
+        return StoreEndpoint(self.metadata, self.tls, self.token, self.read_token, self.timeout_s, self.change_timeout_s)
 
     def __post_init__(self) -> None:
         check_address(self.listen)

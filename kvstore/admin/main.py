@@ -8,7 +8,7 @@ from typing import Final
 
 from kvstore.admin.app import make_app
 from kvstore.admin.config import AdminConfig
-from kvstore.admin.upstream import Upstream
+from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.observe.counters import Counters
 from kvstore.process.fd_limits import raise_limit
 from kvstore.rpc import http_server
@@ -34,8 +34,8 @@ async def _serve(config: AdminConfig) -> None:
     tokens = None if config.tokens_file is None else await asyncio.to_thread(tokens_file, config.tokens_file)
     door = http_server.bind(config.listen, "admin.listen")
     counters = Counters()
-    upstream = Upstream(config, counters, reuse=True)
-    app = make_app(upstream, config, tokens, counters)
+    rpc = StoreRpc(config.endpoint, counters)
+    app = make_app(rpc, config, tokens, counters)
     try:
         await http_server.serve(
             app,
@@ -46,4 +46,4 @@ async def _serve(config: AdminConfig) -> None:
             malformed=app.malformed,
         )
     finally:
-        await upstream.close()
+        await rpc.close()

@@ -10,40 +10,40 @@ from typing import NoReturn
 import click
 
 import kvstore
-from kvstore.cli.help import Command
-from kvstore.cli.show import clean
+from kvstore.cli.support.help import Command
+from kvstore.cli.support.output import clean
 from kvstore.core.errors import KVStoreError
 from kvstore.rpc.grpc_io_mode import wait_in_callers_threads
 
 _COMMANDS = {
-    "up": "kvstore.cli.up:up",
-    "metadata": "kvstore.cli.servers:metadata",
-    "node": "kvstore.cli.servers:node",
-    "router": "kvstore.cli.router:router",
-    "admin": "kvstore.cli.admin:admin",
-    "events": "kvstore.cli.events:events",
-    "demo": "kvstore.cli.demo:demo",
-    "replay": "kvstore.cli.replay:replay",
-    "simulate": "kvstore.cli.simulate:simulate",
-    "status": "kvstore.cli.status:status",
-    "top": "kvstore.cli.top:top",
-    "nodes": "kvstore.cli.nodes:nodes",
-    "volumes": "kvstore.cli.nodes:volumes",
-    "namespaces": "kvstore.cli.namespaces:namespaces",
-    "tenants": "kvstore.cli.tenants:tenants",
-    "blocks": "kvstore.cli.blocks:blocks",
-    "plans": "kvstore.cli.plans:plans",
-    "loads": "kvstore.cli.plans:loads",
-    "path-policy": "kvstore.cli.plans:path_policy",
-    "health": "kvstore.cli.health:health",
-    "drain": "kvstore.cli.drain:drain",
-    "undrain": "kvstore.cli.drain:undrain",
-    "remove": "kvstore.cli.drain:remove",
-    "doctor": "kvstore.cli.doctor:doctor",
-    "volume": "kvstore.cli.volume:volume",
-    "bench": "kvstore.cli.bench:bench",
-    "config": "kvstore.cli.config:config",
-    "completion": "kvstore.cli.completion:completion",
+    "up": "kvstore.cli.commands.daemons.up:up",
+    "metadata": "kvstore.cli.commands.daemons.servers:metadata",
+    "node": "kvstore.cli.commands.daemons.servers:node",
+    "router": "kvstore.cli.commands.daemons.router:router",
+    "admin": "kvstore.cli.commands.daemons.admin:admin",
+    "events": "kvstore.cli.commands.daemons.events:events",
+    "demo": "kvstore.cli.commands.workloads.demo:demo",
+    "replay": "kvstore.cli.commands.workloads.replay:replay",
+    "simulate": "kvstore.cli.commands.workloads.simulate:simulate",
+    "status": "kvstore.cli.commands.store.status:status",
+    "top": "kvstore.cli.top.command:top",
+    "nodes": "kvstore.cli.commands.store.nodes:nodes",
+    "volumes": "kvstore.cli.commands.store.nodes:volumes",
+    "namespaces": "kvstore.cli.commands.store.namespaces:namespaces",
+    "tenants": "kvstore.cli.commands.store.tenants:tenants",
+    "blocks": "kvstore.cli.commands.store.blocks:blocks",
+    "plans": "kvstore.cli.commands.store.plans:plans",
+    "loads": "kvstore.cli.commands.store.plans:loads",
+    "path-policy": "kvstore.cli.commands.store.plans:path_policy",
+    "health": "kvstore.cli.commands.host.health:health",
+    "drain": "kvstore.cli.commands.store.drain:drain",
+    "undrain": "kvstore.cli.commands.store.drain:undrain",
+    "remove": "kvstore.cli.commands.store.drain:remove",
+    "doctor": "kvstore.cli.commands.host.doctor:doctor",
+    "volume": "kvstore.cli.commands.host.volume:volume",
+    "bench": "kvstore.cli.commands.workloads.bench:bench",
+    "config": "kvstore.cli.commands.host.configuration:config",
+    "completion": "kvstore.cli.commands.host.completion:completion",
 }
 """A daemon starts in half the time if it does not import what only the others need."""
 

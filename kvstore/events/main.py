@@ -14,7 +14,7 @@ from typing import Final
 
 import kvstore
 from kvclient.events import BlockWatcher
-from kvclient.namespaces import list_namespaces
+from kvclient.nodes.namespaces import list_namespaces
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import NamespaceId
 from kvstore.events.config import EventsConfig

@@ -26,7 +26,7 @@ from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.policies import RetentionOrders
 from kvstore.metadata.retention.settings_store import OrdersFile
 from kvstore.metadata.scheduling.planner_service import SIDES, Planning
-from kvstore.process.effective_config import InForce
+from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.codec import check_id, keys_from_packed
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["MetadataAdmin"].full_name
@@ -63,7 +63,7 @@ class AdminParts:
     clock: Clock
     workers: int
     configured_policy: str
-    in_force: Sequence[InForce]
+    in_force: Sequence[EffectiveSetting]
     rebuild: Callable[[], None]
     retention: RetentionOrders
     orders: OrdersFile

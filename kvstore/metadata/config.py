@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.process.effective_config import InForce
+from kvstore.process.effective_config import EffectiveSetting
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, check_metrics_address, is_unix, stays_on_host
 
@@ -70,7 +70,7 @@ class MetadataConfig:
     metrics_listen: str | None = None
     ready_file: Path | None = None
     allow_insecure_remote: bool = False
-    in_force: tuple[InForce, ...] = ()
+    in_force: tuple[EffectiveSetting, ...] = ()
 
     @property
     def orders_path(self) -> Path:

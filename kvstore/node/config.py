@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.process.effective_config import InForce
+from kvstore.process.effective_config import EffectiveSetting
 from kvstore.process.node_id import check_node_id
 from kvstore.process.tls import TlsConfig
 from kvstore.tiers.io_engines.probe import GdsMode
@@ -130,7 +130,7 @@ class NodeConfig:
     """A load that takes longer is logged with its breakdown."""
     ready_file: Path | None = None
     """Written, atomically, with the bound addresses as JSON once the node serves."""
-    in_force: tuple[InForce, ...] = ()
+    in_force: tuple[EffectiveSetting, ...] = ()
     """The configuration that all this was made of, for those who ask; shown, not used."""
 
     def __post_init__(self) -> None:

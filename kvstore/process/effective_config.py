@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class InForce:
+class EffectiveSetting:
     """One value.
 
     Attributes:

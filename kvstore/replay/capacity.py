@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.core.config_values import format_size, parse_size
+from kvstore.config.values import format_size, parse_size
 from kvstore.core.errors import CapacityExceeded, InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.tiers.allocator import round_up

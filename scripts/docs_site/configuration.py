@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from docs_site.markdown import code, plain, table
-from kvstore.core.config import Config
-from kvstore.core.config_sources import ENVIRONMENT_PREFIX, leaves
+from kvstore.config.model import Config
+from kvstore.config.sources import ENVIRONMENT_PREFIX, leaves
 
 _HEADING = ("setting", "default", "what it does")
 

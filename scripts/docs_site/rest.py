@@ -12,7 +12,7 @@ import httpx
 from docs_site.markdown import code, fenced, plain, table
 from kvstore.admin.app import OPENAPI, make_app
 from kvstore.admin.config import AdminConfig
-from kvstore.admin.upstream import Upstream
+from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.observe.counters import Counters
 
 Json = dict[str, Any]
@@ -27,13 +27,13 @@ def pages() -> str:
 async def _document() -> Json:
     """What a server answers; nobody else is asked for it."""
     config, counters = AdminConfig(), Counters()
-    upstream = Upstream(config, counters)
+    rpc = StoreRpc(config.endpoint, counters)
     try:
-        door = httpx.ASGITransport(make_app(upstream, config, None, counters))
-        async with httpx.AsyncClient(transport=door, base_url=f"http://{config.listen}") as client:
+        transport = httpx.ASGITransport(make_app(rpc, config, None, counters))
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{config.listen}") as client:
             answer = await client.get(OPENAPI)
     finally:
-        await upstream.close()
+        await rpc.close()
     answer.raise_for_status()
     document: Json = answer.json()
     return document

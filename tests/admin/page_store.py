@@ -16,7 +16,7 @@ import pytest
 from admin_client import AdminHttp
 
 from kvclient import CacheSpec, KVClient
-from kvclient.paths import Paths
+from kvclient.load.paths import Paths
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call, connect

@@ -19,10 +19,10 @@ import pytest
 from kvstore.admin.app import make_app
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.etags import check_match
-from kvstore.admin.gate import Gate
-from kvstore.admin.paging import after, cursor_for, page_of
+from kvstore.admin.middleware import Gate
+from kvstore.admin.pagination import after, cursor_for, page_of
 from kvstore.admin.problems import Refused
-from kvstore.admin.upstream import Upstream
+from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.core.errors import InvalidArgument
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -41,11 +41,11 @@ async def served(
     config: AdminConfig = NOBODY, tokens: Watched[Tokens] | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Counters]]:
     counters = Counters()
-    upstream = Upstream(config, counters)
-    transport = httpx.ASGITransport(make_app(upstream, config, tokens, counters))
+    rpc = StoreRpc(config.endpoint, counters)
+    transport = httpx.ASGITransport(make_app(rpc, config, tokens, counters))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7470") as client:
         yield client, counters
-    await upstream.close()
+    await rpc.close()
 
 
 def tokens_file(folder: Path, text: str) -> Path:
@@ -186,7 +186,7 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         problem(await client.post(**lookup, content=pieces()), 413, "invalid_argument")
         problem(await client.post(**lookup, content=b"[" * 1_000), 400, "invalid_argument")
         problem(await client.post(**lookup, content=b'{"namespace_id": NaN}'), 400, "invalid_argument")
-        monkeypatch.setattr("kvstore.admin.gate.BODY_S", 0.05)
+        monkeypatch.setattr("kvstore.admin.middleware.BODY_S", 0.05)
         held = asyncio.Event()
 
         async def slow() -> AsyncIterator[bytes]:
@@ -209,8 +209,8 @@ async def listening(
 ) -> AsyncIterator[tuple[str, int, Callable[[str], Awaitable[int]], Counters]]:
     """A server on a real port; asks it for a path as the one who reads."""
     counters = Counters()
-    upstream = Upstream(config, counters)
-    app = make_app(upstream, config, tokens, counters)
+    rpc = StoreRpc(config.endpoint, counters)
+    app = make_app(rpc, config, tokens, counters)
     door = http_server.bind("127.0.0.1:0", "test")
     serving = asyncio.create_task(
         http_server.serve(app, door, tls=None, stop_grace_s=1.0, ready_file=None, malformed=app.malformed)
@@ -226,7 +226,7 @@ async def listening(
     finally:
         signal.raise_signal(signal.SIGTERM)
         await serving
-        await upstream.close()
+        await rpc.close()
 
 
 def deaf(host: str, port: int, path: str) -> socket.socket:
@@ -262,7 +262,7 @@ async def test_who_reads_no_answers_takes_no_places(tokens: Watched[Tokens]) -> 
 
 
 async def test_who_takes_nothing_of_an_answer_is_left(tokens: Watched[Tokens], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.admin.gate.TAKE_S", 0.1)
+    monkeypatch.setattr("kvstore.admin.middleware.TAKE_S", 0.1)
     async with listening(tokens, NOBODY) as (host, port, ask, counters):
         socks = [deaf(host, port, path) for path in ("/v1/nodes", "/v1/openapi.json")]
         loop = asyncio.get_running_loop()
@@ -279,12 +279,12 @@ async def test_who_takes_nothing_of_an_answer_is_left(tokens: Watched[Tokens], m
 async def test_refused_changes_leave_a_line(
     tokens: Watched[Tokens], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.admin.gate._limited", LimitedLog(logging.getLogger("kvstore.admin.gate")))
+    monkeypatch.setattr("kvstore.admin.middleware._limited", LimitedLog(logging.getLogger("kvstore.admin.middleware")))
     async with served(tokens=tokens) as (client, _):
         await client.delete("/v1/nodes/a%0Ab")
         await client.delete("/v1/nodes/a", headers={"authorization": f"Bearer {BOB}"})
         await client.get("/v1/nodes")
-    lines = [record.getMessage() for record in caplog.records if record.name == "kvstore.admin.gate"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvstore.admin.middleware"]
     assert len(lines) == 2
     assert "none was given (request=DELETE /v1/nodes/a\\nb, peer=127.0.0.1:" in lines[0]
     assert "'DELETE /v1/nodes/a' requires the role operator; this token is 'bob' (read)" in lines[1]
@@ -351,7 +351,7 @@ async def test_what_is_not_there_and_what_nobody_meant(caplog: pytest.LogCapture
         raise RuntimeError("a secret of ours")
 
     async with served() as (client, counters):
-        monkeypatch.setattr(Upstream, "nodes", broken)
+        monkeypatch.setattr(StoreRpc, "nodes", broken)
         problem(await client.get("/v1/nodes"), 500, "internal")
         assert counters.snapshot()["admin_errors_internal_total"] == 1
     gate = Gate(broken, NOBODY, None, Counters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from kvstore.admin.config import AdminConfig
-from kvstore.admin.gate import Gate
+from kvstore.admin.middleware import Gate
 from kvstore.admin.reuse import BURST, FRESH_S, MOST_ANSWERS, MOST_BYTES, Answers
 from kvstore.observe.counters import Counters
 

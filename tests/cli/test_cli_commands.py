@@ -22,10 +22,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kvstore.cli.app import root
-from kvstore.cli.bench import benchmark_folder, benchmarks
-from kvstore.cli.demo import dual_table
-from kvstore.cli.logs import ConsoleFormatter, JsonFormatter, StderrHandler, first_lines, set_up_logs
-from kvstore.core.config import LogSection
+from kvstore.cli.commands.workloads.bench import benchmark_folder, benchmarks
+from kvstore.cli.commands.workloads.demo import dual_table
+from kvstore.cli.support.logs import ConsoleFormatter, JsonFormatter, StderrHandler, first_lines, set_up_logs
+from kvstore.config.model import LogSection
 from kvstore.core.types import VolumeId
 from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
 from kvstore.tiers.nvme.slab import NvmeSlab

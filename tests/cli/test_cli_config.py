@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from kvstore.cli import places, settings
 from kvstore.cli.app import root
-from kvstore.core.config import Config, NodeSection
-from kvstore.core.config_sources import Provenance, leaves, load_config, parse_assignment
-from kvstore.core.config_values import format_duration_ms, format_size, parse_duration_ms, parse_memory, parse_size
+from kvstore.cli.support import build_config, folders
+from kvstore.config.model import Config, NodeSection
+from kvstore.config.sources import Provenance, leaves, load_config, parse_assignment
+from kvstore.config.values import format_duration_ms, format_size, parse_duration_ms, parse_memory, parse_size
 from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.node.config import NodeConfig
@@ -113,7 +113,7 @@ def test_mounts_are_named_by_volume_and_path(tmp_path: Path) -> None:
     assert [str(mount) for mount in one.node.mounts] == ["s1/nvme0=/a", "s2/nvme0=/b (buffered)"]
     two, _ = load(flags=("node.mounts=s1/nvme0=/with=sign, s2/nvme0=/b",))
     assert [(mount.volume, str(mount.path)) for mount in two.node.mounts] == [("s1/nvme0", "/with=sign"), ("s2/nvme0", "/b")]
-    assert [mount.volume_id for mount in settings.node_config(two).mounts] == ["s1/nvme0", "s2/nvme0"]
+    assert [mount.volume_id for mount in build_config.node_config(two).mounts] == ["s1/nvme0", "s2/nvme0"]
 
 
 def test_variables_that_others_make_are_left_alone() -> None:
@@ -171,7 +171,7 @@ def test_wrong_settings_say_what_to_mend(flag: str, hint: str) -> None:
 def test_settings_that_cannot_be_meant_are_refused(flags: tuple[str, ...], hint: str) -> None:
     config, _ = load(flags=flags)
     with pytest.raises(InvalidArgument) as caught:
-        settings.node_config(config)
+        build_config.node_config(config)
     assert hint in str(caught.value)
 
 
@@ -188,7 +188,7 @@ def test_what_names_no_node(node_id: str) -> None:
 @pytest.mark.parametrize("node_id", ["a", "host-1.rack_2", "0", "-", "A" * 64, "metadata-1"])
 def test_what_names_a_node(node_id: str) -> None:
     config, _ = load(flags=(f"node.node_id={node_id}",))
-    assert settings.node_config(config).node_id == NodeConfig(node_id).node_id == NodeSpec(node_id).node_id == node_id
+    assert build_config.node_config(config).node_id == NodeConfig(node_id).node_id == NodeSpec(node_id).node_id == node_id
 
 
 def test_the_configuration_knows_all_policies() -> None:
@@ -263,18 +263,18 @@ def test_the_configuration_becomes_the_servers_settings(tmp_path: Path) -> None:
             "node.prepare_ttl=4s",
         )
     )
-    node = settings.node_config(config)
+    node = build_config.node_config(config)
     assert (node.node_id, node.nvme[0].capacity_bytes, node.prepare_ttl_ms) == ("n1", 1 << 30, 4000)
     assert node.tls == TlsConfig(cert=Path("/c"), key=Path("/k"))
-    metadata = settings.metadata_config(config)
+    metadata = build_config.metadata_config(config)
     assert (metadata.index_path, metadata.node_ttl_ms, metadata.tls) == (tmp_path / "index", 9000, None)
 
 
 def test_socket_folders_are_short_and_distinct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    folders = {places.run_dir(name).name for name in ("a", "a/b", "a_b", "x" * 300, "x" * 301, "../../etc")}
-    assert len(folders) == 6
-    assert all(len(name) <= 32 and "/" not in name and ".." not in name for name in folders)
+    short = {folders.run_dir(name).name for name in ("a", "a/b", "a_b", "x" * 300, "x" * 301, "../../etc")}
+    assert len(short) == 6
+    assert all(len(name) <= 32 and "/" not in name and ".." not in name for name in short)
 
 
 def test_config_show_prints_values_and_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_node_settings_configured_values_win() -> None:
     config, provenance = load(
         flags=("node.stop_grace=3s", "node.move_bandwidth=0", "node.huge_pages=true", "node.move_window=1MiB")
     )
-    node = settings.node_config(config, provenance)
+    node = build_config.node_config(config, provenance)
     assert (node.stop_grace_s, node.move_bytes_per_s, node.huge_pages, node.move_window_bytes) == (3.0, 0, True, 1 << 20)
     assert (node.load_threads, node.load_window_bytes) == (8, 64 << 20)
     shown = {one.key: one.source for one in node.in_force}

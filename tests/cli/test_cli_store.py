@@ -27,9 +27,9 @@ from kvclient import CacheSpec, KVClient
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.cli.app import root
-from kvstore.cli.blocks import chain_of
-from kvstore.cli.show import clean
-from kvstore.cli.top_figures import Times
+from kvstore.cli.commands.store.blocks import chain_of
+from kvstore.cli.support.output import clean
+from kvstore.cli.top.stats import Times
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 60.0

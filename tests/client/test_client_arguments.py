@@ -11,7 +11,7 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode, payloads
 
 from kvclient import AsyncKVClient, CacheSpec, ClientOptions, KVClient
-from kvclient.operation import MOST_SECONDS, check_seconds
+from kvclient.call.operation import MOST_SECONDS, check_seconds
 from kvstore.core.errors import DeadlineExceeded, InvalidArgument
 from kvstore.core.keys import KeyChain
 from kvstore.core.types import BlockKey

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.buffers import LayersOf, as_block_buffer, pick_blocks
+from kvclient.memory.buffers import LayersOf, as_block_buffer, pick_blocks
 from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup
-from kvclient.hits import LoadAccounts, missed_reasons
-from kvclient.incidents import Incidents
-from kvclient.operation import Operation
-from kvclient.tally import Tally
+from kvclient.call.incidents import Incidents
+from kvclient.call.operation import Operation
+from kvclient.load.accounting import LoadAccounts, missed_reasons
+from kvclient.load.outcomes import Tally
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, Outcome, Tier

@@ -15,9 +15,9 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode, SkewedClock, payloads
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Outcome, StoreOutcome
-from kvclient.calls import Call, Caller
-from kvclient.incidents import Incidents
-from kvclient.operation import Operation
+from kvclient.call.execution import Call, Caller
+from kvclient.call.incidents import Incidents
+from kvclient.call.operation import Operation
 from kvclient.results import LoadResult
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.incidents import Incidents
-from kvclient.layer_board import LayerBoard
-from kvclient.layers import LayerGate
-from kvclient.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto, told_ranges
-from kvclient.reporter import MAX_PLANS, Reporter
+from kvclient.call.incidents import Incidents
+from kvclient.load.layer_progress import LayerBoard
+from kvclient.load.layerwise import LayerGate
+from kvclient.load.outcomes import Tally, spans
+from kvclient.load.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto, told_ranges
+from kvclient.load.plan_progress import MAX_PLANS, Reporter
 from kvclient.results import PATH_DECODE, NodeRef
-from kvclient.tally import Tally, spans
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Internal, InvalidArgument, Unavailable

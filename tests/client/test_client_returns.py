@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvclient.returns import LONGEST_S, QUIET_S, ReturnTimes
+from kvclient.nodes.lease_release import LONGEST_S, QUIET_S, ReturnTimes
 
 MOST = 1000
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.core import Core
-from kvclient.layer_board import LayerBoard
-from kvclient.operation import Operation
-from kvclient.staged import Positions, StagedPart, Wanted
-from kvclient.tally import Tally
+from kvclient.call.context import Core
+from kvclient.call.operation import Operation
+from kvclient.load.layer_progress import LayerBoard
+from kvclient.load.outcomes import Tally
+from kvclient.load.sources.storage_path import Positions, StagedPart, Wanted
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.clock import ManualClock

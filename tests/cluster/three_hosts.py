@@ -7,16 +7,13 @@ separate folders, so that one can have a wrong token, a wrong certificate or a f
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import random
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -39,6 +36,7 @@ from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.cli.app import root
 from kvstore.embedded.children import Children
 from kvstore.embedded.temp_dirs import ScratchFolder
+from support.ports import free_ports
 from support.wait import wait_until
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
@@ -101,7 +99,7 @@ class ThreeHosts:
         self._run = ScratchFolder("kvs-", Path("/tmp"))  # unix socket paths are short
         self._desk = folder / "desk"
         self.files: CertificateFiles = make_certificates(self._desk)
-        self._ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
+        self._ports = dict(zip(PORTS, map(str, free_ports(len(PORTS), [f"127.0.0.{number}" for number in HOSTS])), strict=True))
         self.hosts = {number: Host(number, folder, self._run.path) for number in HOSTS}
         self.daemons: dict[str, Daemon] = {}
         self._prepare()
@@ -285,15 +283,3 @@ class ThreeHosts:
             tls=self.files.client(),
             options=ClientOptions(token_file=self._desk / "engines.token", client_name=f"engine-{host}"),
         )
-
-
-def _free_ports(count: int) -> list[str]:
-    """Ports that are free on all hosts."""
-    found: set[str] = set()
-    while len(found) < count:
-        port = random.randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as taken:
-            for number in HOSTS:
-                taken.enter_context(socket.create_server((f"127.0.0.{number}", port)))
-            found.add(str(port))
-    return sorted(found)

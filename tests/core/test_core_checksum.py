@@ -1,4 +1,4 @@
-"""Checksums: the same for every way that the same bytes can lie in memory, and sensitive to every bit."""
+"""Checksums do not depend on the layout of the bytes in memory, and change with every bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ shapes = st.builds(BlockShape, st.integers(1, 5), st.integers(1, 300))
 
 
 class Torn:
-    """A buffer whose Layer Blocks lie in pieces of three bytes."""
+    """A buffer whose Layer Blocks consist of pieces of three bytes."""
 
     def __init__(self, blocks: list[bytes], shape: BlockShape) -> None:
         self._blocks = blocks

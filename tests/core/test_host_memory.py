@@ -1,4 +1,4 @@
-"""What a process may have of the host's memory, by files as kernels write them."""
+"""Memory available to a process, from files in the form in which kernels write them."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ import click
 import yaml
 
 from kvstore.cli.app import root
-from kvstore.cli.settings import admin_config, metadata_config, node_config, router_config
-from kvstore.cli.settled import settle
-from kvstore.core.config import Config
-from kvstore.core.config_sources import ENVIRONMENT_PREFIX, Setting, load_config
+from kvstore.cli.support.build_config import admin_config, metadata_config, node_config, router_config
+from kvstore.cli.support.host_settings import settle
+from kvstore.config.model import Config
+from kvstore.config.sources import ENVIRONMENT_PREFIX, Setting, load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEPLOY = REPOSITORY / "deploy"

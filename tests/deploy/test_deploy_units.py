@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from deployed import DAEMONS, SYSTEMD, systemd_daemon, unit
 
-from kvstore.core.config_sources import load_config
-from kvstore.core.config_values import parse_duration_ms
+from kvstore.config.sources import load_config
+from kvstore.config.values import parse_duration_ms
 
 KILLED_AFTER_MS = {"metadata": 10_000, "node": 30_000, "router": 5_000, "admin": 5_000}
 """Beyond what a daemon gives itself for its end: a node closes its volumes."""

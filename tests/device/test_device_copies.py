@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
-from kvclient.far import FarBlocks
+from kvclient.memory.device_buffer import FarBlocks
 from kvstore.core.errors import Internal
 
 WAYS = ("staged", "batched")
@@ -221,7 +221,7 @@ def begin(blocks: FarBlocks, arena: Arena, offsets: np.ndarray, *, store: bool) 
 
 @pytest.mark.parametrize("store", [False, True])
 def test_a_staging_buffer_of_copies_that_failed_is_not_used_before_they_end(store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvclient.device.plan.MIN_LAUNCHES", 1)  # several layers at once
+    monkeypatch.setattr("kvclient.device.copy_plan.MIN_LAUNCHES", 1)  # several layers at once
     for seed, ahead in itertools.product(range(2, 11), (0, -1)):  # one of the streams is always ahead of the other
         rng = random.Random(seed)
         cache = make_cache("flash_nhd", pages=12, seed=seed)

@@ -15,7 +15,7 @@ from caches import LAYOUTS, block_bytes, make_cache, snapshot
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.driver import CudaDriver
 from kvclient.device.fp8 import Fp8Codec
-from kvclient.device.rows import TorchRows
+from kvclient.device.page_scatter import TorchScatter
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 pytestmark = pytest.mark.gpu
@@ -87,18 +87,18 @@ def test_every_way_is_bit_exact_in_both_directions(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_the_compiled_kernel_is_the_torch_reference(layout: str, dtype: torch.dtype) -> None:
-    from kvclient.device.triton_rows import TritonRows
+    from kvclient.device.triton_scatter import TritonScatter
 
     for pages_per_block, dim in ((1, 64), (3, 64), (1, 3)):
         shape = {"layers": 2, "pages": 60, "tokens": 5, "heads": 3, "dim": dim, "pages_per_block": pages_per_block}
         cache, other = (make_cache(layout, dtype=dtype, device="cuda", **shape) for _ in range(2))  # type: ignore[arg-type]
         ids = cache.check_pages(random.Random(1).sample(range(60), 12 * pages_per_block)).cuda()
         rows = torch.randint(0, 256, (12, cache.row_bytes), dtype=torch.uint8, device="cuda")
-        TritonRows(cache).to_pages(1, rows, ids)
-        TorchRows(other).to_pages(1, rows, ids)
+        TritonScatter(cache).to_pages(1, rows, ids)
+        TorchScatter(other).to_pages(1, rows, ids)
         assert torch.equal(cache.layers[1].words(cache.word), other.layers[1].words(other.word))
         back = torch.zeros_like(rows)
-        TritonRows(cache).to_rows(1, ids, back)
+        TritonScatter(cache).to_rows(1, ids, back)
         assert torch.equal(back, rows)
 
 
@@ -217,7 +217,7 @@ def test_fp8_on_the_device_is_fp8_on_the_host(layout: str) -> None:
     here = make_cache(layout, layers=1, pages=32, tokens=16, dim=64, seed=4)
     there = make_cache(layout, layers=1, pages=32, tokens=16, dim=64, seed=4, device="cuda")
     rows = torch.empty((32, here.row_bytes), dtype=torch.uint8)
-    TorchRows(here).to_rows(0, here.check_pages(range(32)), rows)
+    TorchScatter(here).to_rows(0, here.check_pages(range(32)), rows)
     rows.view(torch.bfloat16)[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     rows[1] = 0
     coded = Fp8Codec(here).encode(rows)
@@ -232,8 +232,8 @@ def test_fp8_on_the_device_is_fp8_on_the_host(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pages_per_block", [1, 4])
 def test_a_pool_beside_the_pages_gives_and_takes_blocks_on_the_device(layout: str, pages_per_block: int) -> None:
+    from kvclient.call.operation import Operation
     from kvclient.hbm import HbmPool
-    from kvclient.operation import Operation
     from kvstore.core.buffers import DenseBlocks
     from kvstore.core.clock import MonotonicClock
     from kvstore.core.keys import KeyChain

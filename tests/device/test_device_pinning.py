@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from deferred import FakePinning
 
-from kvclient.device import pinning
+from kvclient.device import pinned_range as pinning
 from kvclient.device.driver import CudaDriver
-from kvclient.device.pinning import PinnedRange, cpus_near
+from kvclient.device.pinned_range import PinnedRange, cpus_near
 from kvstore.core.errors import Unavailable
 from kvstore.observe.counters import Counters
 from kvstore.transport.layout import address_of
@@ -154,7 +154,7 @@ def test_closing_while_chunks_are_pinned_ends_soon_and_leaves_no_pin(memory: mma
 
 
 def test_a_pin_that_does_not_end_keeps_the_memory_mapped(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvclient.device.pinning._CLOSE_S", 0.05)
+    monkeypatch.setattr("kvclient.device.pinned_range._CLOSE_S", 0.05)
     driver = FakePinning()
     go_on, begun = threading.Event(), threading.Event()
 

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import BlockKey, InvalidArgument, KVClient, Tier
+from kvclient.call.operation import Operation
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.layouts import PagedCache
-from kvclient.far import PoolMemory
 from kvclient.hbm import HbmPool, memory
-from kvclient.hbm.blocks import PoolBlocks
-from kvclient.operation import Operation
+from kvclient.hbm.namespace_view import NamespaceView
+from kvclient.memory.device_buffer import PoolMemory
 from kvclient.results import PATH_HBM, PATH_LOCAL
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import DenseBlocks
@@ -48,7 +48,7 @@ class Bed:
         self.device = DeferredDevice(seed)
         self.copier = DeviceCopier(cache, device=self.device, **choices)  # type: ignore[arg-type]
         self.spec = self.copier.spec("pool", 16)
-        self.near: PoolBlocks = pool.attach(self.spec, lambda *_: False)
+        self.near: NamespaceView = pool.attach(self.spec, lambda *_: False)
         self.rng = random.Random(seed)
 
     def keys(self, blocks: int, seed: int) -> list[BlockKey]:

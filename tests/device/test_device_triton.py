@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
-from kvclient.device.rows import TorchRows
-from kvclient.device.triton_rows import PIECE_WORDS, TritonRows
+from kvclient.device.page_scatter import TorchScatter
+from kvclient.device.triton_scatter import PIECE_WORDS, TritonScatter
 
 
 @settings(max_examples=30)
@@ -48,13 +48,13 @@ def test_it_moves_rows_as_the_reference_does(
     pitch = cache.row_bytes + pad
     drawn = torch.from_numpy(bytes_of(count * pitch, seed)).view(count, pitch)
     rows = drawn[:, pad:]  # a pitch, and any alignment
-    TritonRows(cache).to_pages(1, rows, ids)
-    TorchRows(other).to_pages(1, rows, ids)
+    TritonScatter(cache).to_pages(1, rows, ids)
+    TorchScatter(other).to_pages(1, rows, ids)
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         assert torch.equal(mine.words(mine.word), theirs.words(theirs.word))
     back, expected = drawn.clone(), drawn.clone()
-    TritonRows(cache).to_rows(0, ids, back[:, pad:])
-    TorchRows(cache).to_rows(0, ids, expected[:, pad:])
+    TritonScatter(cache).to_rows(0, ids, back[:, pad:])
+    TorchScatter(cache).to_rows(0, ids, expected[:, pad:])
     assert torch.equal(back, expected)
 
 
@@ -83,13 +83,13 @@ def test_it_moves_slots_of_a_pool_as_the_reference_does(
     common = int(np.gcd.reduce([cache.row_bytes, *starts.tolist()]))
     drawn = memory.clone()
     for layer in range(2):
-        for mover, room in ((TritonRows(cache), memory), (TorchRows(other), drawn)):
+        for mover, room in ((TritonScatter(cache), memory), (TorchScatter(other), drawn)):
             unit = mover.unit(common)
             slots = torch.from_numpy(starts // unit)
             mover.move_slots(layer, room[layer * cache.row_bytes :], slots, unit, ids, to_pages=True)
         assert torch.equal(cache.layers[layer].words(cache.word), other.layers[layer].words(other.word))
     for layer in range(2):  # and each layer into the slots of the other
-        for mover, room in ((TritonRows(cache), memory), (TorchRows(other), drawn)):
+        for mover, room in ((TritonScatter(cache), memory), (TorchScatter(other), drawn)):
             unit = mover.unit(common)
             slots = torch.from_numpy(starts // unit)
             mover.move_slots(1 - layer, room[layer * cache.row_bytes :], slots, unit, ids, to_pages=False)
@@ -105,7 +105,7 @@ def test_parts_longer_than_a_piece() -> None:
     assert cache.page.part_bytes // cache.word > PIECE_WORDS
     rows = torch.from_numpy(bytes_of(2 * cache.row_bytes, 1)).view(2, -1)
     ids = cache.check_pages([2, 0])
-    TritonRows(cache).to_pages(0, rows, ids)
+    TritonScatter(cache).to_pages(0, rows, ids)
     assert block_bytes(cache, [2, 0]).tobytes() == rows.numpy().tobytes()
 
 
@@ -142,17 +142,17 @@ def test_direct_copies_are_what_the_oracle_says(layout: str, pages_per_block: in
 @pytest.mark.parametrize("works", [True, False])
 def test_triton_that_cannot_launch_is_done_without(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is installed, and there is no compiler, or none for this device: that shows with the first launch."""
-    launch = TritonRows._launch
+    launch = TritonScatter._launch
     errors: list[Exception] = (
         [] if works else [RuntimeError("Failed to find C compiler"), ValueError("type fp8e4nv not supported")]
     )
 
-    def broken(self: TritonRows, *args: object, **how: object) -> None:
+    def broken(self: TritonScatter, *args: object, **how: object) -> None:
         if errors:
             raise errors[0]
         launch(self, *args, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(TritonRows, "_launch", broken)
+    monkeypatch.setattr(TritonScatter, "_launch", broken)
     device = DeferredDevice(2)
     device.memory = torch.device("cuda", 0)
     while True:

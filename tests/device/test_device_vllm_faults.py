@@ -18,8 +18,8 @@ from late_engine import LAYERS, NAMES, WAIT_S, Engine
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.device import copier as copier_module
 from kvclient.device.blocks import DeviceBlocks
+from kvclient.device.copy_strategies import StagedCopy
 from kvclient.device.streams import CpuDevice
-from kvclient.device.ways import Staged
 from kvclient.engines.vllm.memory.device_pages import DevicePages, device_pages, make_pages
 from kvclient.engines.vllm.memory.pages import GroupPages
 from kvclient.engines.vllm.pd.plan import SendJob
@@ -128,7 +128,7 @@ def test_copies_that_bring_other_bytes_are_found_at_start(monkeypatch: pytest.Mo
         assert all(torch.equal(layer, was) for layer, was in zip(layers, before, strict=True)), "as they were"
     device = DeferredDevice(3)
     with monkeypatch.context() as wrong:
-        wrong.setattr(Staged, "_scatter", lambda *_: None)
+        wrong.setattr(StagedCopy, "_scatter", lambda *_: None)
         with pytest.raises(Internal, match="other bytes"):
             device_pages([layers], 6, device, strategy="staged", staging_bytes=64)
     with monkeypatch.context() as wrong:  # on the way of memory that is not pinned alone
@@ -203,11 +203,11 @@ def test_a_device_that_refuses_copies_is_a_miss(make: Callable[..., Engine]) -> 
 def test_without_room_for_staging_nothing_is_loaded(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(ComputingDevice(1))
 
-    def no_room(_: Staged) -> None:
+    def no_room(_: StagedCopy) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as full:
-        full.setattr(Staged, "_slot", no_room)
+        full.setattr(StagedCopy, "_slot", no_room)
         assert engine.load(PAGES, FIRST) == set(PAGES)
     assert engine.load(PAGES, FIRST) == set()
     assert engine.settled() == []

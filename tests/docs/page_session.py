@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from docs_site.markdown import Fence, fences
 
 from kvstore.embedded.children import die_with_parent
 from kvstore.embedded.temp_dirs import ScratchFolder
+from support.ports import free_ports
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 TERMINAL: Final = "In a terminal of its own"
@@ -146,8 +146,7 @@ class Session:
 
     def _port(self, named: int) -> int:
         if named not in self._ports:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self._ports[named] = free.getsockname()[1]
+            (self._ports[named],) = free_ports(1)
         return self._ports[named]
 
     def _bash(self, text: str, *, refused: bool) -> None:

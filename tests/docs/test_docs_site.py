@@ -15,8 +15,8 @@ import pytest
 
 import kvclient
 from kvstore.cli.app import root
-from kvstore.core.config import Config
-from kvstore.core.config_sources import leaves
+from kvstore.config.model import Config
+from kvstore.config.sources import leaves
 from kvstore.core.errors import ErrorKind
 from kvstore.observe.metrics import METRICS
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.config_sources import load_config
+from kvstore.config.sources import load_config
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedVolume
 from kvstore.doctor.findings import findings, healthy
 from kvstore.doctor.levels import Finding, Level, show_size

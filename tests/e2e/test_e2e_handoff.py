@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Engine, Store
 from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
-from kvclient.handoff import Handoff
+from kvclient.handoff.sender import Handoff
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import NodeSpec

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from conftest import Engine, Store
-from kvclient import LoadResult, Outcome, Paths, StoreOutcome, StoreResult, Unavailable, directory
+from kvclient import LoadResult, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
+from kvclient.nodes import metadata_client as directory
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
 from support.wait import wait_until

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Engine, Store
 from kvclient import LoadResult, Lookup, Paths
-from kvclient.layers import LayerGate
+from kvclient.load.layerwise import LayerGate
 from kvstore.core.types import Outcome
 from kvstore.embedded.cluster import NodeSpec
 

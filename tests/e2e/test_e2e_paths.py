@@ -21,10 +21,10 @@ import pytest
 
 from conftest import HANG_S, Engine, Store
 from kvclient import LoadResult, Lookup, Paths
-from kvclient.directory import Directory
-from kvclient.paths import Plan, PlannedPart
+from kvclient.load.paths import Plan, PlannedPart
+from kvclient.load.sources.storage_path import Wanted
+from kvclient.nodes.metadata_client import Directory
 from kvclient.results import NodeRef
-from kvclient.staged import Wanted
 from kvproto.v1 import node_pb2
 from kvstore.core.types import Outcome, Tier
 from kvstore.embedded.cluster import NodeSpec

@@ -20,8 +20,8 @@ from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Paths, list_nam
 from kvclient.engines.options import HookOptions
 from kvclient.events import BlockWatcher
 from kvclient.hbm import HbmPool
-from kvclient.scheduler_client import SchedulerClient
-from kvclient.scheduling import EngineRequest
+from kvclient.scheduling.client import SchedulerClient
+from kvclient.scheduling.types import EngineRequest
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place

@@ -15,8 +15,8 @@ import torch
 from hbm_chains import room
 from test_hbm_disks import VOLUME, disk_of
 
-from kvclient.hbm.disks import NodeDisks
-from kvclient.near import StoredVolume
+from kvclient.hbm.gds_reader import GdsReader
+from kvclient.memory.engine_pool import StoredVolume
 from kvstore.core.clock import MonotonicClock
 from kvstore.observe.counters import Counters
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
@@ -53,7 +53,7 @@ def test_where_it_is_only_pretended_disks_are_left_to_the_node(tmp_path: Path) -
     volume = SimpleNamespace(device=torch.device("cuda", 0), volume_id="pool/hbm")
     parts: Any = SimpleNamespace(volume=volume, counters=Counters(), clock=MonotonicClock(), node_id="pool", closed=False)
     volumes = [StoredVolume(VOLUME, tmp_path)]
-    disks = NodeDisks(parts, "auto", 4)
+    disks = GdsReader(parts, "auto", 4)
     disks.prepare(volumes)
     wait_until(lambda: "through host memory" in disks.describe()[0], timeout_s=60.0)
     assert not disks.ready(volumes)

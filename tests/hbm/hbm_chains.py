@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvclient import CacheSpec
-from kvclient.operation import Operation
+from kvclient.call.operation import Operation
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import KVStoreError

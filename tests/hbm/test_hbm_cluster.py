@@ -68,7 +68,7 @@ def tiers_of(lookup: Lookup) -> set[Tier]:
 def test_a_pool_with_the_name_of_a_living_one_is_refused(
     cluster: LocalCluster, connect: Connect, pool: HbmPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvclient.hbm.presence.REGISTER_WAIT_S", 2.0)
+    monkeypatch.setattr("kvclient.hbm.pool_node.REGISTER_WAIT_S", 2.0)
     client = connect(pool=pool)
     keys = client.keys(tokens(4, 90))
     client.store(keys, content(4, 90), wait_visible=True)

@@ -22,10 +22,10 @@ from hbm_chains import SPEC as SMALL
 from hbm_chains import Below, chain, in_time, room
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
+from kvclient.call.operation import Operation
 from kvclient.hbm import HbmPool
-from kvclient.hbm.disks import NodeDisks
-from kvclient.near import StoredPlaces, StoredVolume
-from kvclient.operation import Operation
+from kvclient.hbm.gds_reader import GdsReader
+from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
 from kvclient.results import PATH_HBM, PATH_LOCAL
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core import checksum
@@ -273,7 +273,7 @@ def test_an_interrupt_gives_no_slot_back_that_is_still_written_to(
 
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", late)
-        monkeypatch.setattr("kvclient.hbm.disks.INTERRUPT_S", 0.05)
+        monkeypatch.setattr("kvclient.hbm.gds_reader.INTERRUPT_S", 0.05)
         if groups == 1:
             mount = disk.pool._disks._disks[disk.volumes[0]].mount
             assert mount is not None
@@ -332,11 +332,11 @@ def test_without_a_driver_nothing_is_read_and_what_requires_it_is_refused(tmp_pa
     volume = SimpleNamespace(device=torch.device("cuda", 0), volume_id="pool/hbm")
     parts: Any = SimpleNamespace(volume=volume, counters=Counters(), clock=MonotonicClock(), node_id="pool", closed=False)
     volumes = [StoredVolume(VOLUME, tmp_path)]
-    disks = NodeDisks(parts, "auto", 8)
+    disks = GdsReader(parts, "auto", 8)
     disks.prepare(volumes)
     wait_until(lambda: "no CUDA driver" in disks.describe()[0])
     assert not disks.ready(volumes)
-    disks = NodeDisks(parts, "required", 8)
+    disks = GdsReader(parts, "required", 8)
     for _ in range(2):  # each client that connects is refused
         with pytest.raises(Unsupported, match=r"HbmPool\(gds=\.\.\.\) = required"):
             disks.prepare(volumes)

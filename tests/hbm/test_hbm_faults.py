@@ -12,7 +12,7 @@ import torch
 from hbm_chains import SPEC, Below, chain, in_time, room
 
 from kvclient.hbm import HbmPool, memory
-from kvclient.hbm.blocks import PoolBlocks
+from kvclient.hbm.namespace_view import NamespaceView
 from kvclient.hbm.provider import PoolProvider
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import CapacityExceeded
@@ -38,11 +38,11 @@ def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
 
 
 @pytest.fixture
-def near(pool: HbmPool, below: Below) -> PoolBlocks:
+def near(pool: HbmPool, below: Below) -> NamespaceView:
     return pool.attach(SPEC, below)
 
 
-def flip(pool: HbmPool, near: PoolBlocks, keys: Sequence[BlockKey], at: int) -> None:
+def flip(pool: HbmPool, near: NamespaceView, keys: Sequence[BlockKey], at: int) -> None:
     with near.pinned(keys) as found:
         pool._volume.memory[int(found.offsets[at]) + 9000] ^= 1
 
@@ -56,7 +56,7 @@ def request_for(keys: Sequence[BlockKey], within_s: float = WAIT_S) -> ReadReque
 
 
 # ---- wrong bytes ----
-def test_a_flipped_bit_is_found_where_it_is_looked_for_and_leaves(pool: HbmPool, near: PoolBlocks, below: Below) -> None:
+def test_a_flipped_bit_is_found_where_it_is_looked_for_and_leaves(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
@@ -68,7 +68,7 @@ def test_a_flipped_bit_is_found_where_it_is_looked_for_and_leaves(pool: HbmPool,
     assert below.calls == 0
 
 
-def test_who_wants_everything_compared_gets_nothing_that_cannot_be(pool: HbmPool, near: PoolBlocks) -> None:
+def test_who_wants_everything_compared_gets_nothing_that_cannot_be(pool: HbmPool, near: NamespaceView) -> None:
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     assert near.fetch(keys, room(5), in_time(), verify=True) == 0
@@ -78,7 +78,7 @@ def test_who_wants_everything_compared_gets_nothing_that_cannot_be(pool: HbmPool
     assert near.fetch(keys, room(5), in_time(), verify=True) == 2
 
 
-def test_a_flipped_bit_is_not_carried_down(pool: HbmPool, near: PoolBlocks, below: Below) -> None:
+def test_a_flipped_bit_is_not_carried_down(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     """Below, the block would get a checksum of its wrong bytes."""
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=True)
@@ -89,7 +89,7 @@ def test_a_flipped_bit_is_not_carried_down(pool: HbmPool, near: PoolBlocks, belo
     assert pool.stats()["hbm_corrupt_blocks_total"] == 1
 
 
-def test_a_flipped_bit_does_not_pass_a_peers_check(pool: HbmPool, near: PoolBlocks) -> None:
+def test_a_flipped_bit_does_not_pass_a_peers_check(pool: HbmPool, near: NamespaceView) -> None:
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
@@ -106,7 +106,7 @@ def test_a_flipped_bit_does_not_pass_a_peers_check(pool: HbmPool, near: PoolBloc
 
 # ---- a device that fails ----
 def test_a_device_that_fails_is_a_miss_and_then_left_alone(
-    pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch
+    pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
@@ -120,7 +120,7 @@ def test_a_device_that_fails_is_a_miss_and_then_left_alone(
     assert (stats["hbm_device_errors_total"], stats["hbm_lost"], stats["hbm_blocks"]) == (1, 1, 0)
 
 
-def test_a_device_that_fails_is_a_miss_for_peers(pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_fails_is_a_miss_for_peers(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     provider = PoolProvider(pool._namespaces, pool._parts)
@@ -133,7 +133,7 @@ def test_a_device_that_fails_is_a_miss_for_peers(pool: HbmPool, near: PoolBlocks
     assert pool.stats()["hbm_blocks"] == 0
 
 
-def test_a_write_that_fails_leaves_no_slot_behind(pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_no_slot_behind(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     monkeypatch.setattr(pool._volume, "copy_in", fails)
     assert near.keep(keys, None, 0, data, None, checksums=False) == 0
@@ -141,7 +141,7 @@ def test_a_write_that_fails_leaves_no_slot_behind(pool: HbmPool, near: PoolBlock
 
 
 def test_memory_that_is_short_for_a_moment_does_not_end_the_pool(
-    pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch
+    pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
@@ -156,7 +156,7 @@ def test_memory_that_is_short_for_a_moment_does_not_end_the_pool(
     assert (pool.stats()["hbm_out_of_memory_total"], pool.stats()["hbm_lost"]) == (1, 0)
 
 
-def test_a_size_that_there_is_no_memory_for_is_refused_before_blocks_leave(pool: HbmPool, near: PoolBlocks, below: Below) -> None:
+def test_pool_resize_beyond_memory_keeps_blocks(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     before = pool.usage()
@@ -168,7 +168,7 @@ def test_a_size_that_there_is_no_memory_for_is_refused_before_blocks_leave(pool:
 
 
 def test_a_pool_that_cannot_grow_is_left_with_a_page_and_takes_less(
-    pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch
+    pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
@@ -196,7 +196,7 @@ def test_a_bug_of_the_tiers_below_is_not_taken_for_a_failing_device(pool: HbmPoo
 
 
 # ---- tiers below that hang ----
-class Stuck:
+class DeviceHung:
     """Takes nothing and does not answer until it is let go."""
 
     def __init__(self) -> None:
@@ -209,13 +209,13 @@ class Stuck:
 
 
 @pytest.fixture
-def stuck() -> Iterator[Stuck]:
-    stuck = Stuck()
+def stuck() -> Iterator[DeviceHung]:
+    stuck = DeviceHung()
     yield stuck
     stuck.gate.set()
 
 
-def test_tiers_that_do_not_answer_cost_a_bounded_wait_and_no_memory(stuck: Stuck) -> None:
+def test_tiers_that_do_not_answer_cost_a_bounded_wait_and_no_memory(stuck: DeviceHung) -> None:
     with HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes, room_wait_s=0.01) as pool:
         near = pool.attach(SPEC, stuck)
         for seed in range(4):
@@ -250,7 +250,7 @@ def test_closing_waits_neither_for_ever_nor_too_short(below: Below) -> None:
 
 
 # ---- memory wanted back while in use ----
-def test_readers_over_the_wire_cannot_keep_a_pool_from_yielding(pool: HbmPool, near: PoolBlocks) -> None:
+def test_readers_over_the_wire_cannot_keep_a_pool_from_yielding(pool: HbmPool, near: NamespaceView) -> None:
     """Peers read all the time while the pool is emptied, made smaller, larger and filled again: each hit has its bytes."""
     keys, data = chain(30, 1)
     server = TcpServer(PoolProvider(pool._namespaces, pool._parts))
@@ -292,7 +292,7 @@ def test_readers_over_the_wire_cannot_keep_a_pool_from_yielding(pool: HbmPool, n
     assert stats["hbm_lost"] == stats.get("hbm_failed_operations_total", 0) == 0
 
 
-def test_resizing_from_many_threads_leaves_the_pool_open(pool: HbmPool, near: PoolBlocks) -> None:
+def test_resizing_from_many_threads_leaves_the_pool_open(pool: HbmPool, near: NamespaceView) -> None:
     keys, data = chain(8, 1)
     ending = threading.Event()
 

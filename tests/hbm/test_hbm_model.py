@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvclient import CacheSpec
 from kvclient.hbm import HbmPool
-from kvclient.hbm.blocks import Pinned, PoolBlocks
+from kvclient.hbm.namespace_view import NamespaceView, PinnedBlocks
 from kvstore.core.types import BlockKey
 from samples import sample
 
@@ -34,14 +34,14 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.below = (Below(), Below())
         self.pool = HbmPool("cpu", capacity_bytes=SIZES[-1], room_wait_s=0.05)
-        self.near: list[PoolBlocks | None] = [
+        self.near: list[NamespaceView | None] = [
             self.pool.attach(spec, below) for spec, below in zip(SPECS, self.below, strict=True)
         ]
         self.handles = [self.pool.blocks(spec) for spec in SPECS]
         self.may: set[BlockKey] = set()
-        self.pins: list[tuple[Chain, Pinned, ExitStack]] = []
+        self.pins: list[tuple[Chain, PinnedBlocks, ExitStack]] = []
 
-    def blocks(self, which: int) -> PoolBlocks:
+    def blocks(self, which: int) -> NamespaceView:
         return self.near[which] or self.handles[which]
 
     @rule(place=PLACE, start=st.integers(0, LONGEST - 1), count=st.integers(1, LONGEST), sums=st.booleans(), tensor=st.booleans())

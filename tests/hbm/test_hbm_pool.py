@@ -11,7 +11,7 @@ from hbm_chains import SPEC, Below, Chain, chain, in_time, room
 
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.hbm import HbmPool
-from kvclient.hbm.blocks import PoolBlocks
+from kvclient.hbm.namespace_view import NamespaceView
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey
@@ -30,11 +30,11 @@ def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
 
 
 @pytest.fixture
-def near(pool: HbmPool, below: Below) -> PoolBlocks:
+def near(pool: HbmPool, below: Below) -> NamespaceView:
     return pool.attach(SPEC, below)
 
 
-def test_what_is_kept_is_found(near: PoolBlocks) -> None:
+def test_what_is_kept_is_found(near: NamespaceView) -> None:
     keys, data = chain(10, 1)
     assert near.keep(keys, None, 0, data, None, checksums=True) == 10
     assert near.keep(keys, None, 0, data, None, checksums=True) == 0
@@ -46,7 +46,7 @@ def test_what_is_kept_is_found(near: PoolBlocks) -> None:
     assert near.fetch([other[0], *keys], room(11), in_time(), verify=False) == 0
 
 
-def test_a_run_is_kept_without_holes(near: PoolBlocks) -> None:
+def test_a_run_is_kept_without_holes(near: NamespaceView) -> None:
     keys, data = chain(6, 1)
     assert near.keep(keys[2:4], keys[1], 2, DenseBlocks(data.array[2:4]), None, checksums=True) == 2
     assert near.keep(keys, None, 0, data, None, checksums=True) == 2  # up to what is here; the rest comes another time
@@ -56,7 +56,7 @@ def test_a_run_is_kept_without_holes(near: PoolBlocks) -> None:
     assert np.array_equal(out.array, data.array)
 
 
-def test_a_pool_smaller_than_a_chain_keeps_its_beginning(pool: HbmPool, near: PoolBlocks) -> None:
+def test_a_pool_smaller_than_a_chain_keeps_its_beginning(pool: HbmPool, near: NamespaceView) -> None:
     keys, data = chain(60, 1)
     kept = near.keep(keys, None, 0, data, None, checksums=False)
     assert 30 <= kept <= 40
@@ -65,7 +65,7 @@ def test_a_pool_smaller_than_a_chain_keeps_its_beginning(pool: HbmPool, near: Po
     assert np.array_equal(out.array[:kept], data.array[:kept])
 
 
-def test_what_leaves_is_offered_below_first_parents_first(pool: HbmPool, near: PoolBlocks, below: Below) -> None:
+def test_what_leaves_is_offered_below_first_parents_first(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     chains = [chain(12, seed) for seed in range(8)]
     for keys, data in chains:
         assert near.keep(keys, None, 0, data, None, checksums=False) == 12
@@ -127,7 +127,7 @@ def test_namespaces_share_a_pool_and_do_not_meet(pool: HbmPool, below: Below) ->
         pool.attach(CacheSpec(model="huge", block_tokens=4, layers=8, layer_block_bytes=1 << 20), below)
 
 
-def test_memory_is_yielded_and_taken_again(pool: HbmPool, near: PoolBlocks, below: Below) -> None:
+def test_memory_is_yielded_and_taken_again(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     keys, data = chain(20, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     assert pool.resize(4096)
@@ -145,7 +145,7 @@ def test_memory_is_yielded_and_taken_again(pool: HbmPool, near: PoolBlocks, belo
             pool.resize(wrong)  # type: ignore[arg-type]
 
 
-def test_an_operation_that_is_over_stops_the_copy(near: PoolBlocks) -> None:
+def test_an_operation_that_is_over_stops_the_copy(near: NamespaceView) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     operation = in_time()
@@ -153,7 +153,7 @@ def test_an_operation_that_is_over_stops_the_copy(near: PoolBlocks) -> None:
     assert near.fetch(keys, room(4), operation, verify=False) == 0
 
 
-def test_threads_share_a_pool(pool: HbmPool, near: PoolBlocks) -> None:
+def test_threads_share_a_pool(pool: HbmPool, near: NamespaceView) -> None:
     chains = [chain(12, seed) for seed in range(6)]
     wrong: list[str] = []
 

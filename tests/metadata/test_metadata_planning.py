@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from metadata_harness import TIMEOUT_S, Peer, Running
 
-from kvclient import ClientOptions, directory
-from kvclient.connecting import watch_servers
-from kvclient.directory import Directory
-from kvclient.incidents import Incidents
+from kvclient import ClientOptions
+from kvclient.call.incidents import Incidents
+from kvclient.nodes import metadata_client as directory
+from kvclient.nodes.connect import watch_servers
+from kvclient.nodes.metadata_client import Directory
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.core import limits

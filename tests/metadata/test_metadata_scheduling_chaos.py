@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvclient.scheduling import Assigned, EngineFigures, GroupBook, GroupNews, Revoked
+from kvclient.scheduling.types import Assigned, EngineFigures, GroupBook, GroupNews, Revoked
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import KVStoreError

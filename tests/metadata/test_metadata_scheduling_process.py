@@ -23,7 +23,7 @@ from kvclient import (
     GroupNews,
     SchedulerClient,
 )
-from kvclient.scheduling import EngineRole
+from kvclient.scheduling.types import EngineRole
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import (
     CapacityExceeded,

@@ -26,6 +26,6 @@ from __future__ import annotations
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.layouts import PagedCache
-from kvclient.device.pinning import PinReport
+from kvclient.device.pinned_range import PinReport
 
 __all__ = ["DeviceBlocks", "DeviceCopier", "PagedCache", "PinReport"]

@@ -5,22 +5,82 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvclient import BlockShape, CacheSpec, InvalidArgument
+from kvclient.device.driver import Addresses
 from kvclient.device.streams import Event
-from kvclient.far import FarBlocks, Offsets, PoolMemory, Stuck
+from kvclient.memory.device_buffer import DeviceHung, FarBlocks, Offsets, PoolMemory
 from kvstore.core.errors import Internal
 from kvstore.transport.layout import address_of
 
-if TYPE_CHECKING:
-    from kvclient.device.copier import DeviceCopier
-
 Positions = npt.NDArray[np.intp]
+
+
+@dataclass(slots=True)
+class PageRange:
+    """The pages that one copy reads or writes: some layers of some blocks.
+
+    Attributes:
+        page_ids: pages of these blocks, on the host.
+        first_layer: first layer of the cache.
+        layers: number of layers.
+        shift: bytes from the start of a block to its first layer.
+        after: the pages may be accessed after this event.
+        begun: if the copy fails, the engine leaves the events of its finished parts here.
+    """
+
+    page_ids: torch.Tensor
+    first_layer: int
+    layers: int
+    shift: int
+    after: Event
+    begun: list[Event] = field(default_factory=list)
+
+
+class CopyEngine(Protocol):
+    """The copies of one KV cache, as its buffers use them: ``kvclient.device.DeviceCopier``."""
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages of the cache that hold one block."""
+
+    @property
+    def shape(self) -> BlockShape:
+        """Layers and sizes of a Full Block in the store."""
+
+    def check(self, spec: CacheSpec) -> None:
+        """Raise ``InvalidArgument`` if a namespace does not match the cache."""
+
+    def load(
+        self, base: int, starts: Addresses, pitch: int, pages: PageRange, on_layer: Callable[[int, Event], None]
+    ) -> list[Event]:
+        """Begin copies from host memory into pages."""
+
+    def store(self, base: int, starts: Addresses, pitch: int, pages: PageRange) -> list[Event]:
+        """Begin copies from pages into host memory."""
+
+    def pool_gap(self, device: str) -> str:
+        """Explain why a pool on ``device`` cannot be copied to directly; empty if it can."""
+
+    def load_pool(self, memory: torch.Tensor, starts: Addresses, pages: PageRange) -> list[Event]:
+        """Begin copies from a pool's memory into pages."""
+
+    def store_pool(self, memory: torch.Tensor, starts: Addresses, pages: PageRange) -> list[Event]:
+        """Begin copies from pages into a pool's memory."""
+
+    def wait(self, events: Sequence[Event]) -> None:
+        """Wait, for a bounded time, until copies are done."""
+
+    def wait_on_stream(self, event: Event) -> None:
+        """Let the caller's current stream wait for an event."""
+
+    def keep(self, memory: npt.NDArray[np.uint8] | None) -> None:
+        """Keep host memory for the life of the process, because unfinished copies may still access it."""
 
 
 class DeviceBlocks(FarBlocks):
@@ -33,29 +93,9 @@ class DeviceBlocks(FarBlocks):
         after: pages may be touched behind this event.
     """
 
-    @dataclass(slots=True)
-    class Part:
-        """What a copy is of: layers of some blocks.
-
-        Attributes:
-            page_ids: of these blocks.
-            first_layer: of the cache.
-            layers: how many.
-            shift: bytes from the start of a block to the first layer.
-            after: see above.
-            begun: where a copy that fails leaves the events of what had begun.
-        """
-
-        page_ids: torch.Tensor
-        first_layer: int
-        layers: int
-        shift: int
-        after: Event
-        begun: list[Event] = field(default_factory=list)
-
-    def __init__(self, copier: DeviceCopier, page_ids: torch.Tensor, layers: range, after: Event) -> None:
+    def __init__(self, copier: CopyEngine, page_ids: torch.Tensor, layers: range, after: Event) -> None:
         self._copier = copier
-        self._page_ids = page_ids.view(-1, copier.cache.pages_per_block)
+        self._page_ids = page_ids.view(-1, copier.pages_per_block)
         self._layers = layers
         self._after = after
         self._shape = BlockShape(len(layers), copier.shape.layer_block_bytes)
@@ -148,8 +188,8 @@ class DeviceBlocks(FarBlocks):
         tensor, starts = self._in_pool(memory, offsets)
         with self._lock:
             self._by_host[positions] = False
-        part = self._part(positions, 0, len(self._layers))
-        self._to_the_end(part, lambda: self._copier.load_pool(tensor, starts, part))
+        pages = self._pages(positions, 0, len(self._layers))
+        self._to_the_end(pages, lambda: self._copier.load_pool(tensor, starts, pages))
 
     def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
         self.write_pool_at(memory, offsets, np.arange(self.count))
@@ -157,8 +197,8 @@ class DeviceBlocks(FarBlocks):
     def write_pool_at(self, memory: PoolMemory, offsets: Offsets, positions: Positions) -> None:
         """As ``write_pool``, for some of the blocks."""
         tensor, starts = self._in_pool(memory, offsets)
-        part = self._part(positions, 0, len(self._layers))
-        self._to_the_end(part, lambda: self._copier.store_pool(tensor, starts, part))
+        pages = self._pages(positions, 0, len(self._layers))
+        self._to_the_end(pages, lambda: self._copier.store_pool(tensor, starts, pages))
 
     def _in_pool(self, memory: PoolMemory, offsets: Offsets) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
         tensor, gap = memory.tensor, self.pool_gap(memory)
@@ -170,13 +210,13 @@ class DeviceBlocks(FarBlocks):
             raise InvalidArgument("a block outside the pool", pool_bytes=len(tensor), block_bytes=self._shape.block_bytes)
         return tensor, at
 
-    def _to_the_end(self, part: Part, begin: Callable[[], list[Event]]) -> None:
+    def _to_the_end(self, pages: PageRange, begin: Callable[[], list[Event]]) -> None:
         """Begins copies and waits for them, and for no others: whoever drains meanwhile may have taken those."""
-        events = part.begun
+        events = pages.begun
         try:
             events = begin()
             self._end(events)
-        except Stuck:
+        except DeviceHung:
             raise
         except BaseException:  # also where this thread is interrupted: the copies are not
             self._end(events)
@@ -186,7 +226,7 @@ class DeviceBlocks(FarBlocks):
         try:
             self._copier.wait(events)
         except Internal as error:
-            raise Stuck("copies between a pool and pages do not end", error=error) from error
+            raise DeviceHung("copies between a pool and pages do not end", error=error) from error
 
     # ---- copies ----
     def _load(
@@ -198,34 +238,34 @@ class DeviceBlocks(FarBlocks):
         first_layer: int,
         layer_count: int,
     ) -> None:
-        part = self._part(positions, first_layer, layer_count)
+        pages = self._pages(positions, first_layer, layer_count)
         arrived: list[tuple[int, Event]] = []
         try:
-            events = self._copier.load(base, starts, pitch, part, lambda layer, event: arrived.append((layer, event)))
+            events = self._copier.load(base, starts, pitch, pages, lambda layer, event: arrived.append((layer, event)))
         finally:
             with self._lock:
-                self._events += part.begun
+                self._events += pages.begun
         with self._lock:
             self._events += events
             for layer, event in arrived:
                 self._arrival.setdefault(layer - self._layers.start, []).append(event)
 
     def _store(self, base: int, starts: npt.NDArray[np.int64], pitch: int, positions: Positions) -> None:
-        part = self._part(positions, 0, len(self._layers))
+        pages = self._pages(positions, 0, len(self._layers))
         try:
-            events = self._copier.store(base, starts, pitch, part)
+            events = self._copier.store(base, starts, pitch, pages)
         finally:
             with self._lock:
-                self._events += part.begun
+                self._events += pages.begun
         with self._lock:
             self._events += events
 
-    def _part(self, positions: Positions, first_layer: int, layer_count: int) -> Part:
+    def _pages(self, positions: Positions, first_layer: int, layer_count: int) -> PageRange:
         if not (first_layer >= 0 and 0 < layer_count <= len(self._layers) - first_layer):
             raise InvalidArgument("no such layers", layers=len(self._layers), first=first_layer, count=layer_count)
         ids = self._page_ids[torch.from_numpy(np.asarray(positions, np.int64))].reshape(-1)
         shift = first_layer * self._shape.layer_block_bytes
-        return self.Part(ids, self._layers.start + first_layer, layer_count, shift, self._after)
+        return PageRange(ids, self._layers.start + first_layer, layer_count, shift, self._after)
 
     @property
     def _slot_bytes(self) -> int:
@@ -249,7 +289,7 @@ class DeviceBlocks(FarBlocks):
         with self._lock:
             events = list(self._arrival.get(layer, ()))
         for event in events:
-            self._copier.device.follow(event)
+            self._copier.wait_on_stream(event)
 
     # ---- parts of it ----
     def pick(self, blocks: Sequence[int]) -> FarBlocks:

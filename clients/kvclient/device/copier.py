@@ -15,22 +15,32 @@ import numpy.typing as npt
 import torch
 
 from kvclient import BlockShape, CacheSpec, InvalidArgument
-from kvclient.device.blocks import DeviceBlocks
+from kvclient.device.blocks import DeviceBlocks, PageRange
+from kvclient.device.copy_plan import Numbers
+from kvclient.device.copy_strategies import (
+    BatchedCopy,
+    Codec,
+    CopyRequest,
+    CopyStrategy,
+    DirectCopy,
+    HostMemory,
+    OnLayer,
+    StagedCopy,
+    uploaded,
+)
 from kvclient.device.fp8 import Fp8Codec
 from kvclient.device.layouts import LAYOUT_VERSION, PagedCache, check_spec
-from kvclient.device.pinning import CHUNK_BYTES, PinnedRange, PinReport, cpus_near
-from kvclient.device.plan import Numbers
-from kvclient.device.pooled import Pooled, Slots
-from kvclient.device.rows import RowMover, TorchRows
+from kvclient.device.page_scatter import PageScatter, TorchScatter
+from kvclient.device.pinned_range import CHUNK_BYTES, PinnedRange, PinReport, cpus_near
+from kvclient.device.pool_copy import PoolCopy, PoolCopyRequest
 from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event
-from kvclient.device.ways import Batched, Blocks, Codec, Direct, Host, OnLayer, Staged, Way, uploaded
 from kvstore.core.errors import Internal, Unsupported
 from kvstore.observe.counters import Counters
 from kvstore.transport.layout import address_of
 
 _log = logging.getLogger(__name__)
 
-Strategy = Literal["auto", "staged", "batched", "direct"]
+StrategyName = Literal["auto", "staged", "batched", "direct"]
 STRATEGIES = ("auto", "staged", "batched", "direct")
 DRAIN_S = 10.0
 """Copies that have not come to an end by then, once they could begin, never will: the device is lost."""
@@ -44,8 +54,8 @@ class DeviceCopier:
 
     Args:
         cache: the engine's pages.
-        strategy: the way copies go, see ``kvclient.device.ways``; ``auto``: ``batched`` where the driver has it, else ``staged``:
-            both leave the multiprocessors to those who compute.
+        strategy: one of ``kvclient.device.copy_strategies``. ``auto`` is ``batched`` if the driver supports it, else ``staged``;
+            neither uses multiprocessors.
         fp8: store a 16-bit cache as 8-bit floats; see ``kvclient.device.fp8``. Whoever shares blocks must choose the same.
         staging_bytes: of each of four staging buffers, made when first used.
         pin: pin arenas for the device as they are mapped.
@@ -61,7 +71,7 @@ class DeviceCopier:
         self,
         cache: PagedCache,
         *,
-        strategy: Strategy = "auto",
+        strategy: StrategyName = "auto",
         fp8: bool = False,
         staging_bytes: int = 32 << 20,
         pin: bool = True,
@@ -94,16 +104,16 @@ class DeviceCopier:
         self._kept: list[npt.NDArray[np.uint8]] = []
         mover = self._mover()
         self._lanes = [
-            _Lane(
+            _CopyDirection(
                 self._make(self.strategy, mover, staging_bytes),
                 self._make("staged", mover, staging_bytes),
-                Pooled(self.device, cache, mover),
+                PoolCopy(self.device, cache, mover),
             )
             for _ in range(2)
         ]
         _log.info("copies to %s: %s, layout %s", cache.device, self.strategy, self.layout)
 
-    def _choose(self, strategy: Strategy) -> str:
+    def _choose(self, strategy: StrategyName) -> str:
         if strategy == "auto":
             return "batched" if self.device.has_batch and self.codec is None else "staged"
         if strategy != "staged" and self.codec is not None:
@@ -114,31 +124,31 @@ class DeviceCopier:
             raise InvalidArgument("kernels on this device do not reach pinned host memory at its own address")
         return strategy
 
-    def _mover(self) -> RowMover:
+    def _mover(self) -> PageScatter:
         if self.device.memory.type != "cuda":
-            return TorchRows(self.cache)
+            return TorchScatter(self.cache)
         try:
-            from kvclient.device.triton_rows import TritonRows
+            from kvclient.device.triton_scatter import TritonScatter
 
-            rows = TritonRows(self.cache)
+            rows = TritonScatter(self.cache)
             self.device.run(partial(_try_out, rows, self.cache))
         except Exception as error:  # noqa: BLE001  # no Triton, no compiler, a device it does not know: errors of its own kinds
             self.counters.add("device_without_triton_total")
             _log.warning("Triton does not work here (%s): pages are moved by torch's indexing, which takes more launches", error)
-            return TorchRows(self.cache)
+            return TorchScatter(self.cache)
         return rows
 
-    def _make(self, name: str, mover: RowMover, staging_bytes: int) -> Way:
+    def _make(self, name: str, mover: PageScatter, staging_bytes: int) -> CopyStrategy:
         if name == "batched":
-            return Batched(self.device, self.cache)
+            return BatchedCopy(self.device, self.cache)
         if name == "direct":
-            if self.device.memory.type == "cuda" and isinstance(mover, TorchRows):
+            if self.device.memory.type == "cuda" and isinstance(mover, TorchScatter):
                 raise InvalidArgument("the direct way takes Triton, which does not work here: the log says why")
             try:
-                return Direct(self.device, self.cache)
+                return DirectCopy(self.device, self.cache)
             except ImportError as error:
                 raise InvalidArgument("the direct way takes Triton, which is not installed", error=error) from error
-        return Staged(self.device, self.cache, mover, self.codec, staging_bytes)
+        return StagedCopy(self.device, self.cache, mover, self.codec, staging_bytes)
 
     # ---- the namespace ----
     @property
@@ -203,6 +213,11 @@ class DeviceCopier:
         self._checked = spec
 
     # ---- buffers ----
+    @property
+    def pages_per_block(self) -> int:
+        """Pages of the cache that hold one block."""
+        return self.cache.pages_per_block
+
     def mark(self) -> Event:
         """An event behind what the caller has asked the device to do so far, on its current stream; see ``blocks``."""
         return self.device.mark()
@@ -249,14 +264,14 @@ class DeviceCopier:
 
         self.device.run(zero)
 
-    def load(self, base: int, starts: Numbers, pitch: int, part: DeviceBlocks.Part, on_layer: OnLayer) -> list[Event]:
+    def load(self, base: int, starts: Numbers, pitch: int, pages: PageRange, on_layer: OnLayer) -> list[Event]:
         """Begins copies from host memory into pages; for ``DeviceBlocks``.
 
         Args:
             base: address of an arena, or of other host memory.
             starts: address of each block.
             pitch: bytes of a block there.
-            part: what of them, and into which pages.
+            pages: what of them, and into which pages.
             on_layer: told of each layer.
 
         Returns:
@@ -265,32 +280,34 @@ class DeviceCopier:
         Raises:
             Internal: the device failed.
         """
-        return self._go(0, base, starts, pitch, part, on_layer)
+        return self._go(0, base, starts, pitch, pages, on_layer)
 
-    def store(self, base: int, starts: Numbers, pitch: int, part: DeviceBlocks.Part) -> list[Event]:
+    def store(self, base: int, starts: Numbers, pitch: int, pages: PageRange) -> list[Event]:
         """Begins copies from pages into host memory; as ``load``."""
-        return self._go(1, base, starts, pitch, part, None)
+        return self._go(1, base, starts, pitch, pages, None)
 
     def _go(
-        self, direction: int, base: int, starts: Numbers, pitch: int, part: DeviceBlocks.Part, on_layer: OnLayer | None
+        self, direction: int, base: int, starts: Numbers, pitch: int, pages: PageRange, on_layer: OnLayer | None
     ) -> list[Event]:
         lane = self._lanes[direction]
         pins = self._ranges.get(base)
-        host = Host(base, pins)
+        host = HostMemory(base, pins)
         if not len(starts):
             return []
-        width = part.layers * self.shape.layer_block_bytes
-        _, pinned = host.chunk_of(starts + part.shift, width)
+        width = pages.layers * self.shape.layer_block_bytes
+        _, pinned = host.chunk_of(starts + pages.shift, width)
         whole = bool(pinned.all()) or self.device.pinning is None
         moved = len(starts) * width
         names = ("device_loaded_bytes_total", "device_stored_bytes_total")
         self.counters.add(names[direction], moved)
         if not whole:
             self.counters.add("device_unpinned_bytes_total", int(np.count_nonzero(~pinned)) * width)
-        blocks = Blocks(host, starts, pitch, part.page_ids, part.first_layer, part.layers, part.shift, part.after)
+        blocks = CopyRequest(host, starts, pitch, pages.page_ids, pages.first_layer, pages.layers, pages.shift, pages.after)
 
-        def begin(way: Way) -> list[Event]:
-            return self._begin(lane, way, part, lambda: way.load(blocks, on_layer) if on_layer is not None else way.store(blocks))
+        def begin(way: CopyStrategy) -> list[Event]:
+            return self._begin(
+                lane, way, pages, lambda: way.load(blocks, on_layer) if on_layer is not None else way.store(blocks)
+            )
 
         # memory that is not pinned is taken by ordinary copies alone
         way = lane.way if whole else lane.staged
@@ -321,13 +338,13 @@ class DeviceCopier:
             return f"the pool lies on {device}, the KV cache on {self.cache.device}"
         return "" if self.codec is None else "blocks of 8-bit floats are decoded from host memory alone"
 
-    def load_pool(self, memory: torch.Tensor, starts: Numbers, part: DeviceBlocks.Part) -> list[Event]:
+    def load_pool(self, memory: torch.Tensor, starts: Numbers, pages: PageRange) -> list[Event]:
         """Begins copies from a pool's memory into pages; for ``DeviceBlocks``.
 
         Args:
             memory: the pool's.
             starts: where in it each block begins, in bytes.
-            part: what of them, and into which pages.
+            pages: what of them, and into which pages.
 
         Returns:
             Events behind all of it.
@@ -335,31 +352,33 @@ class DeviceCopier:
         Raises:
             Internal: the device failed.
         """
-        return self._go_pool(0, memory, starts, part)
+        return self._go_pool(0, memory, starts, pages)
 
-    def store_pool(self, memory: torch.Tensor, starts: Numbers, part: DeviceBlocks.Part) -> list[Event]:
+    def store_pool(self, memory: torch.Tensor, starts: Numbers, pages: PageRange) -> list[Event]:
         """Begins copies from pages into a pool's memory; as ``load_pool``."""
-        return self._go_pool(1, memory, starts, part)
+        return self._go_pool(1, memory, starts, pages)
 
-    def _go_pool(self, direction: int, memory: torch.Tensor, starts: Numbers, part: DeviceBlocks.Part) -> list[Event]:
+    def _go_pool(self, direction: int, memory: torch.Tensor, starts: Numbers, pages: PageRange) -> list[Event]:
         if not len(starts):
             return []
         lane = self._lanes[direction]
         names = ("device_pool_loaded_bytes_total", "device_pool_stored_bytes_total")
-        self.counters.add(names[direction], len(starts) * part.layers * self.shape.layer_block_bytes)
-        slots = Slots(memory, starts + part.shift, part.page_ids, part.first_layer, part.layers, part.after)
-        return self._begin(lane, lane.pooled, part, lambda: lane.pooled.move(slots, to_pages=direction == 0))
+        self.counters.add(names[direction], len(starts) * pages.layers * self.shape.layer_block_bytes)
+        slots = PoolCopyRequest(memory, starts + pages.shift, pages.page_ids, pages.first_layer, pages.layers, pages.after)
+        return self._begin(lane, lane.pooled, pages, lambda: lane.pooled.move(slots, to_pages=direction == 0))
 
-    def _begin(self, lane: _Lane, way: Way | Pooled, part: DeviceBlocks.Part, work: Callable[[], None]) -> list[Event]:
-        """Enqueues work of one way; events behind it. What had begun where it fails is in ``part.begun``."""
+    def _begin(
+        self, lane: _CopyDirection, way: CopyStrategy | PoolCopy, pages: PageRange, work: Callable[[], None]
+    ) -> list[Event]:
+        """Enqueues work of one way; events behind it. What had begun where it fails is in ``pages.begun``."""
         with lane.lock:
             if lane.lost:
                 raise Internal("the device was lost: nothing is copied any more", device=self.cache.device)
-            lane.behind(part.after)
+            lane.behind(pages.after)
             try:
                 work()
             except BaseException as error:
-                part.begun += way.record()  # what had begun is still waited for
+                pages.begun += way.record()  # what had begun is still waited for
                 if not isinstance(error, RuntimeError | Internal):
                     raise  # this thread was interrupted
                 self.counters.add("device_errors_total")
@@ -392,6 +411,10 @@ class DeviceCopier:
                 self._lose(events[number:])
                 raise Internal("the device does not come to an end with its copies", device=self.cache.device)
 
+    def wait_on_stream(self, event: Event) -> None:
+        """Let the caller's current stream wait for an event."""
+        self.device.follow(event)
+
     def keep(self, memory: npt.NDArray[np.uint8] | None) -> None:
         """Host memory that copies may still touch, as they did not end: it is nobody else's for as long as this process lives."""
         if memory is not None:
@@ -409,7 +432,7 @@ class DeviceCopier:
             _log.error("copies to and from %s do not end or failed: it is left alone from now on", self.cache.device)
 
     # ---- arenas ----
-    def mapped(self, arena: memoryview) -> _Guard:
+    def mapped(self, arena: memoryview) -> _ArenaPin:
         """A client has mapped an arena: pins it in the background."""
         address = address_of(arena)
         if self._pin:
@@ -419,7 +442,7 @@ class DeviceCopier:
             pins = PinnedRange(address, len(arena), pinning, self.counters, chunk_bytes=self._chunk_bytes, cpus=near)
             with self._lock:
                 self._ranges[address] = pins
-        return _Guard(self, address)
+        return _ArenaPin(self, address)
 
     def unmapped(self, address: int) -> bool:
         """An arena is about to be unmapped. False: it must stay."""
@@ -452,16 +475,16 @@ class DeviceCopier:
         }
 
 
-def _try_out(rows: RowMover, cache: PagedCache) -> None:
+def _try_out(rows: PageScatter, cache: PagedCache) -> None:
     """One launch, which reads a block's pages: what cannot be compiled or launched shows."""
     ids = torch.arange(cache.pages_per_block, device=cache.device)
     rows.to_rows(0, ids, torch.empty((1, cache.row_bytes), dtype=torch.uint8, device=cache.device))
 
 
-class _Lane:
+class _CopyDirection:
     """What one direction has for itself."""
 
-    def __init__(self, way: Way, staged: Way, pooled: Pooled) -> None:
+    def __init__(self, way: CopyStrategy, staged: CopyStrategy, pooled: PoolCopy) -> None:
         self.way = way
         self.staged = way if way.name == staged.name else staged
         self.pooled = pooled
@@ -476,8 +499,8 @@ class _Lane:
             self.marks = [*(known for known in self.marks if not _done(known)), mark]
 
 
-class _Guard:
-    """Of one mapping; see ``far.ArenaGuard``."""
+class _ArenaPin:
+    """Of one mapping; see ``far.ArenaPin``."""
 
     def __init__(self, copier: DeviceCopier, address: int) -> None:
         self._copier = copier

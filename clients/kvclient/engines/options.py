@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, TlsConfig
-from kvclient.operation import check_seconds
+from kvclient.call.operation import check_seconds
 
 if TYPE_CHECKING:
-    from kvclient.far import ArenaWatcher
+    from kvclient.memory.device_buffer import ArenaPinner
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "float": (int, float), "int": (int,)}
 
@@ -179,7 +179,7 @@ class HookOptions:
         ca, cert, key = (Path(path) if path else None for path in (self.tls_ca, self.tls_cert, self.tls_key))
         return TlsConfig(ca=ca, cert=cert, key=key, server_name=self.tls_server_name or None)
 
-    def connect(self, spec: CacheSpec, options: ClientOptions | None = None, *, device: ArenaWatcher | None = None) -> KVClient:
+    def connect(self, spec: CacheSpec, options: ClientOptions | None = None, *, device: ArenaPinner | None = None) -> KVClient:
         """A client of the store in one namespace. Make it after forking.
 
         Args:

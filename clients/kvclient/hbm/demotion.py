@@ -10,9 +10,9 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 
-from kvclient.hbm.parts import PoolParts
+from kvclient.hbm.pool_state import PoolState
 from kvclient.hbm.provider import host_views
-from kvclient.near import Demote
+from kvclient.memory.engine_pool import Demote
 from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.checksum import verify
 from kvstore.core.errors import KVStoreError
@@ -37,7 +37,7 @@ class Demoter:
         ways: for each namespace, who takes its blocks; changes as clients come and go.
     """
 
-    def __init__(self, parts: PoolParts, ways: Mapping[NamespaceId, Sequence[Demote]]) -> None:
+    def __init__(self, parts: PoolState, ways: Mapping[NamespaceId, Sequence[Demote]]) -> None:
         self._parts = parts
         self._ways = ways
         self._stopping = threading.Event()

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvclient.call.operation import check_seconds
 from kvclient.hbm import memory
-from kvclient.hbm.blocks import PoolBlocks
 from kvclient.hbm.demotion import Demoter
-from kvclient.hbm.disks import DiskMode, NodeDisks
-from kvclient.hbm.parts import PoolParts
-from kvclient.hbm.presence import Presence
+from kvclient.hbm.gds_reader import GdsMode, GdsReader
+from kvclient.hbm.namespace_view import NamespaceView
+from kvclient.hbm.pool_node import PoolNode
+from kvclient.hbm.pool_state import PoolState
 from kvclient.hbm.volume import HbmVolume
-from kvclient.near import Demote
-from kvclient.operation import check_seconds
+from kvclient.memory.engine_pool import Demote
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec
@@ -61,7 +61,7 @@ class HbmPool:
         demote: what leaves is offered to the tiers below before; False: it is dropped, as where those hold everything anyway.
         room_wait_s: a copy into the pool waits at most so long for room (for what is being demoted); then it is left out.
         anti_entropy_interval_s: how often the index is compared with what is here.
-        gds: whether what lies on the local node's disks alone is read straight into the pool; see ``disks.DiskMode``. The engine
+        gds: whether what lies on the local node's disks alone is read straight into the pool; see ``disks.GdsMode``. The engine
             needs permission to read the volumes' folders.
         gds_in_flight: blocks read at once from each of its volumes.
 
@@ -88,7 +88,7 @@ class HbmPool:
         demote: bool = True,
         room_wait_s: float = 0.02,
         anti_entropy_interval_s: float = 60.0,
-        gds: DiskMode = "auto",
+        gds: GdsMode = "auto",
         gds_in_flight: int = 8,
         token_file: Path | None = None,
         tokens_file: Path | None = None,
@@ -119,13 +119,13 @@ class HbmPool:
             writes_behind=demote,
             cascades_chains=True,
         )
-        self._parts = PoolParts(self.node_id, self._volume, self._table, self._counters, self._clock, room_wait_s, demote=demote)
-        self._disks = NodeDisks(self._parts, gds, gds_in_flight)
+        self._parts = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, room_wait_s, demote=demote)
+        self._disks = GdsReader(self._parts, gds, gds_in_flight)
         self._demoter = Demoter(self._parts, self._ways)
-        self._presence: Presence | None = None
+        self._presence: PoolNode | None = None
         try:
             if metadata is not None:
-                self._presence = Presence(
+                self._presence = PoolNode(
                     self.node_id,
                     metadata,
                     listen,
@@ -148,7 +148,7 @@ class HbmPool:
         _log.info("pool %s: %d MiB on %s", self.node_id, capacity >> 20, where)
 
     # ---- clients ----
-    def attach(self, spec: CacheSpec, demote: Demote) -> PoolBlocks:
+    def attach(self, spec: CacheSpec, demote: Demote) -> NamespaceView:
         """For ``KVClient.connect``: a namespace, and where its blocks go when they must leave.
 
         Raises:
@@ -162,15 +162,15 @@ class HbmPool:
             namespace = self._namespaces.of_spec(spec)
             self._ways.setdefault(spec.namespace, []).append(demote)
 
-        def detach(_: PoolBlocks) -> None:
+        def detach(_: NamespaceView) -> None:
             with self._lock:
                 ways = self._ways.get(spec.namespace, [])
                 if demote in ways:
                     ways.remove(demote)
 
-        return PoolBlocks(self._parts, self._disks, namespace, detach)
+        return NamespaceView(self._parts, self._disks, namespace, detach)
 
-    def blocks(self, spec: CacheSpec) -> PoolBlocks:
+    def blocks(self, spec: CacheSpec) -> NamespaceView:
         """A namespace, for an engine's own copies on its device (``copy_to_tensor``, ``keep_tensor``, ``pinned``).
 
         Raises:
@@ -181,7 +181,7 @@ class HbmPool:
             if self._parts.closed:
                 raise InvalidArgument("the pool is closed", node_id=self.node_id)
             self._volume.check_fits(spec.shape)
-            return PoolBlocks(self._parts, self._disks, self._namespaces.of_spec(spec), lambda _: None)
+            return NamespaceView(self._parts, self._disks, self._namespaces.of_spec(spec), lambda _: None)
 
     # ---- memory ----
     def usage(self) -> VolumeUsage:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from kvclient.hbm.parts import PoolParts
+from kvclient.hbm.pool_state import PoolState
 from kvclient.hbm.volume import HbmVolume
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.checksum import layer_checksums
@@ -22,7 +22,7 @@ PART_BYTES = 16 << 20
 class PoolProvider(BlockProvider):
     """A pool's blocks. Nothing is stored here from outside: device memory is the engine's to fill."""
 
-    def __init__(self, namespaces: NamespaceRegistry, parts: PoolParts) -> None:
+    def __init__(self, namespaces: NamespaceRegistry, parts: PoolState) -> None:
         self._namespaces = namespaces
         self._parts = parts
 

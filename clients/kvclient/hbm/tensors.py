@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient.buffers import check_apart
 from kvclient.hbm.memory import PAGE_BYTES
+from kvclient.memory.buffers import check_apart
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.tiers.allocator import round_up

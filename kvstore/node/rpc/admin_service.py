@@ -30,7 +30,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metrics import EVENTS, PREFIX
 from kvstore.observe.slow_loads import SHOWN, RecentLoads
-from kvstore.process.effective_config import InForce
+from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.codec import check_id, tier_to_proto
 from kvstore.tiers.contract import Volume
 from kvstore.transport.shaping.traffic import KvTraffic
@@ -67,7 +67,7 @@ class AdminParts:
     """None: the node publishes to nobody."""
     io_engines: Callable[[], Sequence[str]]
     clock: Clock
-    in_force: Sequence[InForce]
+    in_force: Sequence[EffectiveSetting]
     counters: Counters
     links: Links
     checks: VolumeChecks

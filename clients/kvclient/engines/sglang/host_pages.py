@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvclient import BlockBuffer, BlockShape, DenseBlocks, InvalidArgument
-from kvclient.buffers import as_block_buffer
+from kvclient.memory.buffers import as_block_buffer
 
 Deliver = Callable[[Sequence[bool]], None]
 """Tells which pages of a buffer are good, so that they are put where they belong."""

@@ -20,8 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from kvclient import BlockBuffer, BlockKey, KVClient, Lookup, Outcome
-from kvclient.buffers import pick_blocks
 from kvclient.engines.sglang.page_keys import PageKeys, Prefix
+from kvclient.memory.buffers import pick_blocks
 
 _MOST_KEYS = 65_536
 """Of one lookup: the store's bound."""

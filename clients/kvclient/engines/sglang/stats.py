@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvclient.incidents import Incidents
+from kvclient.call.incidents import Incidents
 from kvstore.core.clock import MonotonicClock
 
 _MOST_SAMPLES = 4_096

@@ -18,6 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from kvclient import InvalidArgument
+from kvclient.call.incidents import Incidents
 from kvclient.engines.torch_blocks import KV
 from kvclient.engines.transformers.forward_hooks import ForwardHooks
 from kvclient.engines.transformers.input_tracker import InputTracker
@@ -25,7 +26,6 @@ from kvclient.engines.transformers.model_facts import ModelFacts
 from kvclient.engines.transformers.prompts import Ids, Prompts
 from kvclient.engines.transformers.sliding_window import SlidingWindowHistory
 from kvclient.engines.transformers.writer import Offer, StoredChain, Writer
-from kvclient.incidents import Incidents
 
 _COPY_BELOW = 4
 """What is offered is copied where it is less than a quarter of the cache: a view would keep all of the old cache in memory."""

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvclient import CacheSpec, InvalidArgument, LoadHandle, Lookup
+from kvclient.call.incidents import Incidents
 from kvclient.engines.options import HookOptions
 from kvclient.engines.torch_blocks import KV, import_blocks
 from kvclient.engines.transformers.cache import StoredCache
@@ -21,7 +22,6 @@ from kvclient.engines.transformers.model_facts import ModelFacts, has_adapters, 
 from kvclient.engines.transformers.prompts import Ids, Prompts, common_columns, read_prompts, usable_blocks
 from kvclient.engines.transformers.weights import fingerprint, weights_digest
 from kvclient.engines.transformers.writer import StoredChain, Writer, extras_of
-from kvclient.incidents import Incidents
 from kvstore.core.clock import MonotonicClock
 
 _OWN_OPTIONS = ("block_tokens", "background", "max_pending_bytes")

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient import BlockKey, InvalidArgument, KVClient
+from kvclient.call.incidents import Incidents
 from kvclient.engines.torch_blocks import KV, KVLayout, export_blocks
-from kvclient.incidents import Incidents
 
 _STAGING_BYTES = 64 << 20
 """Blocks are packed and stored about so many bytes at a time."""

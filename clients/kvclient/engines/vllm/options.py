@@ -33,8 +33,8 @@ class ConnectorOptions:
         weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
             the engine's cache. Without it, a reset begins an epoch that no other engine shares.
         idle_wait_ms: how long a step without tokens waits for a load or store to end, so that an idle engine does not spin.
-        device_copies: the way pages on a GPU are copied: ``batched``, ``staged`` or ``direct`` (see ``kvclient.device.ways``);
-            ``auto``: ``batched`` where the driver has it, else ``staged``.
+        device_copies: how pages on a GPU are copied: ``batched``, ``staged`` or ``direct`` (see
+            ``kvclient.device.copy_strategies``). ``auto`` is ``batched`` if the driver supports it, else ``staged``.
         device_staging_bytes: device memory of each of four staging buffers of a group, taken when first needed.
         device_pin_wait_s: how long a worker on a GPU waits, at its start, until the node's arena is pinned. Then it goes on, and
             copies of what is not pinned yet are slower.

@@ -27,7 +27,7 @@ from kvclient.engines.vllm.memory.pages import LAYOUTS, GroupPages, Mark, Pages,
 from kvstore.core.errors import Internal
 
 if TYPE_CHECKING:
-    from kvclient.device.copier import Strategy
+    from kvclient.device.copier import StrategyName
     from kvclient.device.streams import Event
 
 _log = logging.getLogger(__name__)
@@ -49,14 +49,14 @@ _kept: list[memoryview] = []
 
 
 def make_pages(
-    groups: Sequence[Sequence[torch.Tensor]], num_blocks: int, *, strategy: Strategy, staging_bytes: int
+    groups: Sequence[Sequence[torch.Tensor]], num_blocks: int, *, strategy: StrategyName, staging_bytes: int
 ) -> list[Pages]:
     """The pages of an engine, by group, wherever they lie.
 
     Args:
         groups: by group: one tensor a layer.
         num_blocks: blocks of the block manager.
-        strategy: the way copies to a device go; see ``kvclient.device.ways``.
+        strategy: the way copies to a device go; see ``kvclient.device.copy_strategies``.
         staging_bytes: of each staging buffer on a device.
 
     Raises:
@@ -75,7 +75,7 @@ def make_pages(
 
 
 def device_pages(
-    groups: Sequence[Sequence[torch.Tensor]], num_blocks: int, device: Device, *, strategy: Strategy, staging_bytes: int
+    groups: Sequence[Sequence[torch.Tensor]], num_blocks: int, device: Device, *, strategy: StrategyName, staging_bytes: int
 ) -> list[Pages]:
     """The same, on a device that is told; each group's copies are tried out before any is relied on."""
     pages = [DevicePages(group, num_blocks, device, strategy=strategy, staging_bytes=staging_bytes) for group in groups]
@@ -100,7 +100,7 @@ class DevicePages:
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], num_blocks: int, device: Device, *, strategy: Strategy, staging_bytes: int
+        self, tensors: Sequence[torch.Tensor], num_blocks: int, device: Device, *, strategy: StrategyName, staging_bytes: int
     ) -> None:
         try:
             cache = PagedCache([_whole_pages(tensor, num_blocks) for tensor in tensors])

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvclient import BlockBuffer, BlockShape, CacheSpec, InvalidArgument
 
 if TYPE_CHECKING:
-    from kvclient.far import ArenaWatcher
+    from kvclient.memory.device_buffer import ArenaPinner
 
 LAYOUTS = "LBNHC, LBHNC, BLNHC, BLHNC"
 """Of vLLM's layouts (``VLLM_KV_CACHE_LAYOUT``) those whose pages are in one piece."""
@@ -53,7 +53,7 @@ class Pages(Protocol):
         kernels multiply the rest by zero, which of a NaN makes a NaN.
         """
 
-    def watcher(self, spec: CacheSpec) -> ArenaWatcher | None:
+    def watcher(self, spec: CacheSpec) -> ArenaPinner | None:
         """Who copies between these pages and arenas, for a client of a namespace; None: the client itself.
 
         Raises:

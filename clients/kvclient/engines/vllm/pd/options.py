@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvclient import InvalidArgument, Paths
+from kvclient.call.operation import check_seconds
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.operation import check_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from kvclient.engines.vllm.pd.plan import AwaitJob, TakeJob
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
 
 if TYPE_CHECKING:
-    from kvclient.handoff import AwaitedPrompt
+    from kvclient.handoff.sender import AwaitedPrompt
     from kvclient.options import Verify
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from kvclient.engines.vllm.pd.plan import AbandonJob, SendJob
 from kvclient.engines.vllm.plan import StepAnswer
 
 if TYPE_CHECKING:
-    from kvclient.handoff import Handoff
+    from kvclient.handoff.sender import Handoff
 
 _log = logging.getLogger(__name__)
 _THREADS = 8

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvclient import BlockKey, KVClient
+from kvclient.call.operation import Operation
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.plan import SaveJob, StepAnswer
-from kvclient.operation import Operation
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 1.0

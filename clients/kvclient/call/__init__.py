@@ -1,0 +1,1 @@
+"""One call of an engine: its bounds, its thread, and what all calls of a client share."""

@@ -1,0 +1,1 @@
+"""Loads: their sources, plans, layer-wise progress and results."""

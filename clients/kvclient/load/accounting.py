@@ -1,0 +1,206 @@
+"""Accounts that add up: every block that was asked for is a hit, by path and tier, or missed, for one reason.
+
+Asked for are the blocks that a lookup did not find, and those that a load was to bring: an engine that looks up a prompt and then
+loads what was found has asked for each block once. A lookup that is repeated asks again. Tokens are blocks times the namespace's
+``block_tokens``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvclient.call.incidents import Incidents
+from kvclient.call.operation import Operation
+from kvclient.options import ClientOptions
+from kvclient.results import LoadResult, Lookup, Outcomes
+from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, KVStoreError
+from kvstore.core.types import Outcome, Tier
+from kvstore.observe import tracing
+from kvstore.observe.context import request_id
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import MISS_REASONS, NONE, PATHS
+from kvstore.observe.metrics import event
+from kvstore.observe.slow_loads import LoadRecord, RecentLoads
+
+_limited = LimitedLog(logging.getLogger("kvclient"), interval_s=1.0)
+
+_TIER_NAMES: Final = {0: NONE, **{int(tier): tier.name.lower() for tier in Tier}}
+_HITS: Final = {
+    (path, tier): (
+        event("client_hit_blocks_total", path=path, tier=name),
+        event("client_hit_tokens_total", path=path, tier=name),
+        event("client_load_seconds", path=path, tier=name),
+    )
+    for path in (*PATHS, NONE)
+    for tier, name in _TIER_NAMES.items()
+}
+_MISSES: Final = {
+    reason: (event("client_missed_blocks_total", reason=reason), event("client_missed_tokens_total", reason=reason))
+    for reason in MISS_REASONS
+}
+_LOADS: Final = ("client_loads_total", "client_load_blocks_total", "client_load_hit_blocks_total")
+_NOTHING: Final = (NONE, 0)
+_OUTCOME_REASONS: Final = {
+    Outcome.CORRUPT: "corrupt",
+    Outcome.UNAVAILABLE: "node_lost",
+    Outcome.TIMEOUT: "deadline",
+    Outcome.NO_ROOM: "capacity",
+}
+
+
+def count_asked(counters: Counters, block_tokens: int, hits: Mapping[tuple[str, int], int], missed: Mapping[str, int]) -> None:
+    """Counts blocks that were asked for.
+
+    Args:
+        counters: the client's.
+        block_tokens: tokens a block.
+        hits: blocks by path and tier.
+        missed: blocks by reason, see ``MISS_REASONS``.
+    """
+    names: list[str] = []
+    blocks: list[int] = []
+    for source, count in hits.items():
+        names += _HITS.get(source, _HITS[_NOTHING])[:2]
+        blocks += (count, count * block_tokens)
+    for reason, count in missed.items():
+        names += _MISSES[reason]
+        blocks += (count, count * block_tokens)
+    asked = sum(hits.values()) + sum(missed.values())
+    names += ("client_asked_blocks_total", "client_asked_tokens_total")
+    blocks += (asked, asked * block_tokens)
+    counters.add_all(names, blocks)
+
+
+def missed_reasons(outcomes: Outcomes, operation: Operation) -> dict[str, int]:
+    """Blocks of a load that did not come, by reason."""
+    missed: dict[str, int] = {}
+    found = np.bincount(outcomes, minlength=len(Outcome) + 1).tolist()
+    for outcome, reason in _OUTCOME_REASONS.items():
+        if found[outcome]:
+            missed[reason] = found[outcome]
+    if found[Outcome.MISS]:
+        named = len(outcomes) if operation.named_blocks is None else operation.named_blocks
+        evicted = int(np.count_nonzero(outcomes[:named] == Outcome.MISS))
+        if evicted:
+            missed["evicted"] = evicted
+        if found[Outcome.MISS] > evicted:
+            missed["index_down" if operation.index_down else "unknown"] = found[Outcome.MISS] - evicted
+    if operation.cancelled and "node_lost" in missed:  # it was the caller who left
+        missed["deadline"] = missed.get("deadline", 0) + missed.pop("node_lost")
+    left = len(outcomes) - found[Outcome.HIT] - sum(missed.values())
+    return {**missed, "other": left} if left else missed
+
+
+class LoadAccounts:
+    """What one client tells of its loads.
+
+    Args:
+        block_tokens: tokens a block.
+        block_bytes: bytes a block.
+        incidents: where is counted.
+        options: what is slow.
+    """
+
+    def __init__(self, block_tokens: int, block_bytes: int, incidents: Incidents, options: ClientOptions) -> None:
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._counters = incidents.counters
+        self._slow_s = options.slow_load_s
+        self.recent = RecentLoads()
+
+    def looked_up(self, found: Lookup) -> None:
+        """Counts what a lookup of an engine's did not find."""
+        missed = len(found.keys) - found.hit_blocks
+        if missed:
+            reason = "unknown" if found.error is None else "index_down"
+            count_asked(self._counters, self._block_tokens, {}, {reason: missed})
+
+    def refused(self, blocks: int, error: KVStoreError) -> None:
+        """Counts the blocks of a call that never began, or failed in a way nobody meant."""
+        if blocks:
+            kinds = {CapacityExceeded: "capacity", DeadlineExceeded: "deadline"}
+            count_asked(self._counters, self._block_tokens, {}, {kinds.get(type(error), "other"): blocks})
+
+    def account(self, result: LoadResult, sources: Mapping[tuple[str, int], int], operation: Operation) -> None:
+        """Counts a load that has ended, and keeps it among the recent ones.
+
+        Args:
+            result: its result.
+            sources: its hits by path and tier.
+            operation: how it went.
+        """
+        counters, blocks = self._counters, len(result.outcomes)
+        hits = sum(sources.values())
+        missed = missed_reasons(result.outcomes, operation) if hits < blocks else {}
+        count_asked(counters, self._block_tokens, sources, missed)
+        most = max(sources, key=lambda source: sources[source]) if sources else _NOTHING
+        counters.observe(_HITS.get(most, _HITS[_NOTHING])[2], result.seconds)
+        counters.add_all(_LOADS, (1, blocks, hits))
+        for path, size in result.bytes_by_path.items():
+            counters.add(f"client_{path}_bytes_total", size)
+        load = _Ended(
+            request_id.get(),
+            result.seconds,
+            blocks,
+            result.hit_blocks if missed else blocks,
+            sources,
+            missed,
+            operation.spent_s,
+            result.error,
+            self._block_bytes,
+        )
+        self.recent.add(load.seconds, load.record)
+        if tracing.on():
+            tracing.note(blocks=blocks, hit_blocks=load.hit_blocks, reason=load.reason())
+        if result.seconds > self._slow_s:
+            counters.add("client_slow_loads_total")
+            record = load.record()
+            _limited.warning(
+                "slow load %s: %.3f s, %d of %d blocks; %s; %s",
+                record.request_id,
+                result.seconds,
+                hits,
+                blocks,
+                record.reason,
+                record.parts,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What is kept of a load: its record is worded when it is asked for."""
+
+    request_id: str
+    seconds: float
+    blocks: int
+    hit_blocks: int
+    sources: Mapping[tuple[str, int], int]
+    missed: Mapping[str, int]
+    spent_s: Mapping[str, float]
+    error: KVStoreError | None
+    block_bytes: int
+
+    def record(self) -> LoadRecord:
+        parts: dict[str, object] = {f"{phase}_s": round(spent, 6) for phase, spent in self.spent_s.items()}
+        parts |= {f"{path}_{_TIER_NAMES[tier]}_bytes": count * self.block_bytes for (path, tier), count in self.sources.items()}
+        parts |= {f"missed_{name}_blocks": count for name, count in self.missed.items()}
+        seconds = round(self.seconds, 6)
+        return LoadRecord(self.request_id, seconds, self.blocks, self.hit_blocks, self.reason(), parts)
+
+    def reason(self) -> str:
+        """Why it took what it took, in a few words."""
+        said = []
+        if self.spent_s:
+            phase = max(self.spent_s, key=lambda name: self.spent_s[name])
+            said.append(f"{phase} took {self.spent_s[phase]:.3f} of {self.seconds:.3f} s")
+        said += [f"{count} blocks {path} {_TIER_NAMES[tier]}" for (path, tier), count in self.sources.items()]
+        said += [f"{count} missed: {reason}" for reason, count in self.missed.items()]
+        if self.error is not None:
+            said.append(str(self.error))
+        return "; ".join(said)

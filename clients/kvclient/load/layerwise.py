@@ -1,0 +1,133 @@
+"""Layer-wise hand-over: an engine computes layer 0 while the later layers still arrive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from types import TracebackType
+from typing import Self
+
+from kvclient.call.operation import Operation, check_seconds
+from kvclient.results import LoadResult
+from kvstore.core.errors import InvalidArgument
+
+
+class LayerGate:
+    """How many leading layers have arrived. Opened by a ``LayerBoard`` alone, which knows each block; waited at by engines."""
+
+    def __init__(self, blocks: int) -> None:
+        self._changed = threading.Condition()
+        self._layers = 0
+        self._done = False
+        self.promised_blocks = blocks
+        """Leading blocks that may still become hits; only shrinks."""
+
+    def advance(self, layers: int) -> None:
+        """Layers below ``layers`` of the first ``promised_blocks`` blocks are in the buffer."""
+        with self._changed:
+            if layers > self._layers:
+                self._layers = layers
+                self._changed.notify_all()
+
+    def shrink(self, blocks: int) -> None:
+        """No more than ``blocks`` leading blocks can still become hits."""
+        self.promised_blocks = min(self.promised_blocks, blocks)
+
+    def finish(self, blocks: int) -> None:
+        """Nothing more will arrive."""
+        self.shrink(blocks)
+        with self._changed:
+            self._done = True
+            self._changed.notify_all()
+
+    def wait(self, layer: int, timeout_s: float) -> bool:
+        """Waits for a layer. False: it did not come in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._done or self._layers > layer, timeout_s)
+
+
+class LoadHandle:
+    """A load under way. From any thread; a context manager that cancels what was not awaited.
+
+    The buffer belongs to the load until ``result`` or ``cancel`` has returned.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        gate: LayerGate,
+        future: Future[LoadResult],
+        layers: int,
+        follow: Callable[[int], None] | None = None,
+    ) -> None:
+        self._follow = follow
+        self._operation = operation
+        self._gate = gate
+        self._future = future
+        self._layers = layers
+
+    @property
+    def done(self) -> bool:
+        """Whether the load has ended."""
+        return self._future.done()
+
+    @property
+    def promised_blocks(self) -> int:
+        """Leading blocks that may still become hits; only shrinks, and ends as the result's ``hit_blocks``."""
+        return self._gate.promised_blocks
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
+        """Waits until one layer of every block that will be a hit is in the buffer.
+
+        Of a device's buffer: until it is on its way there. What the caller asks the device to do next, on its current stream,
+        begins when it is there.
+
+        Args:
+            layer: 0-based.
+            timeout_s: how long to wait; None: as long as the load may take.
+
+        Returns:
+            True: the first ``promised_blocks`` blocks may be used up to this layer; what fails later is told by ``result``.
+            False: not in time. The load goes on; ``cancel`` before the buffer is used for anything else.
+
+        Raises:
+            InvalidArgument: there is no such layer, or ``timeout_s`` is no number of seconds.
+        """
+        if not isinstance(layer, int) or not 0 <= layer < self._layers:
+            raise InvalidArgument("no such layer", layer=layer, layers=self._layers)
+        left_s = self._operation.left_s() + _GRACE_S
+        arrived = self._gate.wait(
+            layer, left_s if timeout_s is None else min(check_seconds("timeout_s", timeout_s, zero=True), left_s)
+        )
+        if arrived and self._follow is not None:
+            self._follow(layer)
+        return arrived
+
+    def result(self, timeout_s: float | None = None) -> LoadResult:
+        """The result. Where it is not there in time the load is cancelled: what has not arrived by then is a miss.
+
+        Args:
+            timeout_s: how long to wait; None: as long as the load may take.
+        """
+        if timeout_s is not None:
+            timeout_s = check_seconds("timeout_s", timeout_s, zero=True)
+        if not wait((self._future,), timeout_s).done:
+            return self.cancel()
+        return self._future.result()
+
+    def cancel(self) -> LoadResult:
+        """Gives the load up. When it has returned, nothing touches the buffer any more."""
+        self._operation.cancel()
+        return self._future.result()  # bounded: whoever moves bytes looks at the operation between two pieces
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self.done:
+            self.cancel()
+
+
+_GRACE_S = 0.5
+"""Between a load's deadline and the end of its last piece of work."""

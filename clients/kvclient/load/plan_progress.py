@@ -1,0 +1,77 @@
+"""Tells the planner how far loads are, off the critical path: a late or lost report only makes the next plan a little worse."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from kvclient.call.incidents import Incidents
+from kvproto.v1 import metadata_pb2
+from kvstore.core.errors import KVStoreError
+
+MAX_PLANS = 4_096
+"""Plans with something to tell; of more the planner hears nothing, and forgets them in time."""
+_PAUSE_S = 0.005
+"""Between two calls: reports of many loads go together. Longer, and the next plan takes links for busy that are not any more."""
+
+Send = Callable[[metadata_pb2.ReportLoadsRequest], object]
+
+
+class Reporter:
+    """Collects progress and sends it in a thread of its own. Thread-safe.
+
+    Args:
+        send: one call, bounded in time.
+        incidents: where failures are counted.
+    """
+
+    def __init__(self, send: Send, incidents: Incidents) -> None:
+        self._send = send
+        self._incidents = incidents
+        self._changed = threading.Condition()
+        self._moved: dict[int, dict[int, int]] = {}
+        self._finished: set[int] = set()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def tell(self, moved: Mapping[int, Sequence[tuple[int, int]]], *, finished: bool) -> None:
+        """Plan -> (part, blocks done) of what moved; ``finished``: these plans are over."""
+        with self._changed:
+            if self._closed or len(self._moved) + len(moved) > MAX_PLANS:
+                self._incidents.counters.add("client_reports_dropped_total", len(moved))
+                return
+            for plan_id, parts in moved.items():
+                self._moved.setdefault(plan_id, {}).update(parts)
+            if finished:
+                self._finished.update(moved)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvclient-report", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends the thread after what it is sending."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._moved or self._closed)
+                self._changed.wait_for(lambda: self._closed, _PAUSE_S)
+                moved, self._moved = self._moved, {}
+                finished, self._finished = self._finished, set()
+                closed = self._closed
+            if moved:
+                request = metadata_pb2.ReportLoadsRequest()
+                for plan_id, parts in moved.items():
+                    report = request.loads.add(plan_id=plan_id, finished=plan_id in finished)
+                    for index, done in parts.items():
+                        report.parts.add(index=index, blocks_done=done)
+                try:
+                    self._send(request)
+                except KVStoreError:  # the planner forgets plans that it does not hear of
+                    self._incidents.counters.add("client_reports_failed_total")
+            if closed:
+                return

@@ -1,0 +1,1 @@
+"""Sources of blocks that a load reads from, nearest first."""

@@ -1,0 +1,180 @@
+"""The local node's arena, as mapped into this process: copies out of it and into it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from kvclient.memory.buffers import LayersOf
+from kvclient.memory.device_buffer import ArenaPinner, FarBlocks
+from kvstore.core.buffers import BlockBuffer, ScatteredBlocks
+from kvstore.core.checksum import block_checksums
+from kvstore.core.errors import Internal, KVStoreError
+from kvstore.core.types import BlockShape, SessionId
+from kvstore.transport.copy import copy_from_arena, copy_to_arena
+from kvstore.transport.layout import address_of
+from kvstore.transport.shm import ArenaMapping, open_arena
+
+_log = logging.getLogger(__name__)
+
+MAP_AHEAD_BYTES = 16 << 20
+MAP_AHEAD_MOST_BYTES = 16 << 30
+"""Of larger arenas only the beginning is mapped ahead: page tables take memory too."""
+MADV_POPULATE_WRITE = 23
+"""From Linux 5.14 on; the mmap module does not name it."""
+
+Offsets = npt.NDArray[np.uint64]
+
+
+class ClientArena:
+    """A mapping and the connection that keeps it ours. Whoever copies is a user of the session, so that it stays open."""
+
+    def __init__(self, mapping: ArenaMapping, *, map_ahead: bool, watcher: ArenaPinner | None = None) -> None:
+        self._mapping = mapping
+        self.size = mapping.size
+        self.stuck = False
+        """Whether a device may still write to slots, and nobody knows until when: they are not given back."""
+        self._guard = watcher.mapped(mapping.view) if watcher is not None else None
+        self._closing = threading.Event()
+        self._ahead = threading.Thread(target=self._map_ahead, name="kvclient-map-ahead", daemon=True) if map_ahead else None
+        if self._ahead is not None:
+            self._ahead.start()
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        session_id: SessionId,
+        size: int,
+        timeout_s: float,
+        *,
+        map_ahead: bool,
+        watcher: ArenaPinner | None = None,
+    ) -> ClientArena:
+        """Maps the arena behind a socket.
+
+        Args:
+            path: the arena door.
+            session_id: shown at the door.
+            size: bytes that the node said the arena has.
+            timeout_s: bound of the exchange.
+            map_ahead: enter the arena's pages into this process's page table in the background. Without it, every page costs a
+                fault at its first use here: the first gigabyte copied is several times slower than the next.
+            watcher: told of it; None: nobody.
+
+        Raises:
+            KVStoreError: it cannot be had.
+            Internal: it is not as long as the node said: offsets into it could not be trusted.
+        """
+        mapping = open_arena(path, session_id, timeout_s)
+        if mapping.size != size:
+            mapping.close()
+            raise Internal("the arena is not as long as the node said", mapped=mapping.size, said=size)
+        return cls(mapping, map_ahead=map_ahead and watcher is None, watcher=watcher)  # whoever watches enters its pages
+
+    def _map_ahead(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)  # lets go of the interpreter lock, which mmap.madvise does not
+        base = address_of(self._mapping.view)
+        for start in range(0, min(self.size, MAP_AHEAD_MOST_BYTES), MAP_AHEAD_BYTES):
+            length = min(MAP_AHEAD_BYTES, self.size - start)
+            if self._closing.is_set():
+                return
+            if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), MADV_POPULATE_WRITE):
+                _log.info("the arena is not mapped ahead: %s", os.strerror(ctypes.get_errno()))  # kernels before 5.14
+                return
+
+    @property
+    def alive(self) -> bool:
+        """Whether the node still holds its end of the connection."""
+        return self._mapping.alive
+
+    def copy_out(
+        self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int, threads: int
+    ) -> None:
+        """Copies layers of blocks from the arena to blocks ``[first, first + len(offsets))`` of a buffer."""
+        if isinstance(buffer, FarBlocks):
+            self.begin_copy_out(offsets, buffer, first, first_layer, layer_count)
+            buffer.drain()
+            return
+        blocks = np.arange(first, first + len(offsets), dtype=np.int64)
+        copy_from_arena(
+            self._mapping.view, offsets, buffer, blocks, first_layer=first_layer, layer_count=layer_count, threads=threads
+        )
+
+    def begin_copy_out(self, offsets: Offsets, buffer: FarBlocks, first: int, first_layer: int, layer_count: int) -> None:
+        """The same by the buffer's device, without waiting for it: the lease is needed until ``drain`` has returned."""
+        buffer.read_arena(self._mapping.view, offsets, first, first_layer, layer_count)
+
+    def copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
+        """Copies all blocks of a buffer to the arena, each to its offset; checksums of the bytes, ``[blocks, layers]``."""
+        if isinstance(buffer, FarBlocks):
+            return self._copy_in_from_far(buffer, offsets)
+        checksums = np.empty((buffer.count, buffer.shape.layers), np.uint64)
+        copy_to_arena(buffer, self._mapping.view, offsets, checksums=checksums)
+        return checksums
+
+    def _copy_in_from_far(self, buffer: FarBlocks, offsets: Offsets) -> npt.NDArray[np.uint64]:
+        """Checksums are of what has arrived in the arena: a device's bytes can be summed nowhere else."""
+        try:
+            buffer.write_arena(self._mapping.view, offsets)
+        finally:
+            try:
+                buffer.drain()
+            except KVStoreError:
+                self.stuck = True
+                raise
+        return block_checksums(self.blocks(offsets, buffer.shape), range(len(offsets)))
+
+    def differing(
+        self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, checksums: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.bool_]:
+        """Which blocks that were copied out differ from their checksums ``[blocks, layers]``.
+
+        What a device was given is looked at here in the arena, where it was taken from.
+        """
+        if isinstance(buffer, FarBlocks):
+            return mismatches(self.blocks(offsets, buffer.shape), 0, len(offsets), first_layer, checksums)
+        return mismatches(buffer, first, len(offsets), first_layer, checksums)
+
+    def blocks(self, offsets: Offsets, shape: BlockShape) -> BlockBuffer:
+        """Blocks in the arena as a buffer: no bytes are copied. Let go of it before the session ends."""
+        view, size = self._mapping.view, shape.block_bytes
+        return ScatteredBlocks([view[at : at + size] for at in offsets.tolist()], shape)
+
+    def close(self) -> None:
+        """Unmaps the arena and ends the connection."""
+        self._closing.set()
+        if self._ahead is not None:
+            self._ahead.join()  # a few milliseconds: one piece
+        if self._guard is not None and not self._guard.close():
+            _log.error("the arena stays mapped until this process ends: a device may still touch it")
+            return
+        try:
+            self._mapping.close()
+        except KVStoreError as error:  # a view that somebody still holds: the kernel cleans up behind it
+            _log.error("cannot let go of the arena: %s", error)
+
+
+def mismatches(
+    buffer: BlockBuffer, first: int, count: int, first_layer: int, checksums: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
+    """Which of blocks ``[first, first + count)`` of a buffer differ from their checksums.
+
+    Args:
+        buffer: what was copied.
+        first: the first block.
+        count: how many.
+        first_layer: the layer that ``checksums[:, 0]`` is of.
+        checksums: ``[count, layers]``.
+    """
+    layer_count = checksums.shape[1]
+    if layer_count != buffer.shape.layers:
+        buffer = LayersOf(buffer, first_layer, layer_count)
+    found = block_checksums(buffer, range(first, first + count))
+    differs: npt.NDArray[np.bool_] = (found != checksums).any(axis=1)
+    return differs

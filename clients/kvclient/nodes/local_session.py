@@ -1,0 +1,428 @@
+"""The local node: a session with it, its arena mapped here, and what brings a lost session back.
+
+A session is one life of the connection to one boot of the node. It is *used* by loads and stores; once retired, it is not
+given out any more, and its arena connection is closed when the last user has left: until then an engine thread may be copying
+into slots, and the end of that connection is what tells the node that they may be used again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+
+from kvclient.call.incidents import Incidents
+from kvclient.memory.arena import ClientArena
+from kvclient.memory.device_buffer import ArenaPinner
+from kvclient.memory.engine_pool import StoredVolume
+from kvclient.nodes.lease_release import ReturnTimes
+from kvclient.options import ClientOptions, Verify
+from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
+from kvstore.core.clock import Clock
+from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, LeaseLost, NotFound, Unavailable
+from kvstore.core.spec import CacheSpec
+from kvstore.core.types import NodeId, SessionId, VolumeId
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.client import RetryPolicy, call, connect
+from kvstore.rpc.codec import spec_to_proto
+from kvstore.transport.breaker import CircuitBreaker
+from kvstore.transport.liveness import LivenessMonitor, WatchedServer
+
+_log = logging.getLogger(__name__)
+
+MAX_PENDING_RETURNS = 4_096
+"""Leases and stores waiting to be given back; more are left to the session's end."""
+MAX_STORED_VOLUMES = 255
+"""Of one node; a byte numbers them."""
+_ARENA_SHARE = 16
+"""Leases are given back at the latest when they hold 1/16 of the arena, so that large loads flow through it."""
+_RETURN_TIMEOUT_S = 2.0
+_LEAST_S = 0.001
+_WHILE_CONNECTING = RetryPolicy(attempts=100)
+"""A node just restarted may be refused for a moment, by a connection in back-off: tried again, within the deadline."""
+
+
+class Returner:
+    """Gives leases and unwritten slots back, off the critical path, in a thread of its own.
+
+    Leases of many loads go in one call where nothing presses (``lease_release``). (Not with ``stub.Release.future``: starting
+    a call that way costs the loading thread a good part of a millisecond, and gRPC cancels it when the future is dropped.)
+    """
+
+    def __init__(
+        self, stub: node_pb2_grpc.NodeStub, opened: node_pb2.OpenSessionResponse, options: ClientOptions, incidents: Incidents
+    ) -> None:
+        self._stub = stub
+        self._session_id = opened.session_id
+        self._incidents = incidents
+        self._times = ReturnTimes(min(options.release_bytes, opened.arena_bytes // _ARENA_SHARE))
+        self._changed = threading.Condition()
+        self._leases: list[int] = []
+        self._aborts: list[bytes] = []
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def release(self, lease_ids: list[int], nbytes: int = 0, *, urgent: bool = False) -> None:
+        """Ends leases, of blocks of so many bytes. ``urgent``: now; otherwise the call may wait a moment for company."""
+        with self._changed:
+            if self._dropped(len(lease_ids)):
+                return
+            self._leases += lease_ids
+            self._added(nbytes, urgent=urgent)
+
+    def abort(self, operation_id: bytes) -> None:
+        """Gives the slots of a ``Prepare`` back. Nobody may touch them any more."""
+        with self._changed:
+            if self._dropped(1):
+                return
+            self._aborts.append(operation_id)
+            self._added(0, urgent=True)
+
+    def close(self) -> None:
+        """Ends the thread; what is pending is given back by the session's end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _dropped(self, more: int) -> bool:
+        """Whether nothing more is taken. Leases end by time; slots rest until the session ends."""
+        if not self._closed and len(self._leases) + len(self._aborts) + more > MAX_PENDING_RETURNS:
+            self._incidents.counters.add("client_returns_dropped_total", more)
+            return True
+        return self._closed
+
+    def _added(self, nbytes: int, *, urgent: bool) -> None:
+        now_s = time.monotonic()
+        before_s = self._times.left_s(now_s)
+        self._times.added(now_s, nbytes, urgent=urgent)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvclient-return", daemon=True)
+            self._thread.start()
+        elif self._times.left_s(now_s) < before_s:  # else it looks again by itself
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (left_s := self._times.left_s(time.monotonic())) > 0:
+                    self._changed.wait(None if left_s == math.inf else left_s)
+                if self._closed:
+                    return
+                leases, self._leases = self._leases, []
+                aborts, self._aborts = self._aborts, []
+                self._times.sent()
+            try:
+                self._send(leases, aborts)
+            except KVStoreError:  # a lost session is found by the next load or store, and its end gives everything back
+                self._incidents.counters.add("client_returns_failed_total")
+
+    def _send(self, leases: list[int], aborts: list[bytes]) -> None:
+        for operation_id in aborts:
+            abort = node_pb2.AbortRequest(session_id=self._session_id, operation_id=operation_id)
+            call(self._stub.Abort, abort, _RETURN_TIMEOUT_S)
+        if leases:
+            release = node_pb2.ReleaseRequest(session_id=self._session_id, lease_ids=leases)
+            call(self._stub.Release, release, _RETURN_TIMEOUT_S)
+
+
+class Session:
+    """One open session. Use it inside ``with session.used():``."""
+
+    def __init__(
+        self,
+        stub: node_pb2_grpc.NodeStub,
+        opened: node_pb2.OpenSessionResponse,
+        server: WatchedServer,
+        volumes: Sequence[StoredVolume],
+        arena: ClientArena,
+        options: ClientOptions,
+        incidents: Incidents,
+    ) -> None:
+        self.stub = stub
+        self.server = server
+        """Whether the node answers."""
+        self.session_id = SessionId(opened.session_id)
+        self.node_id = NodeId(opened.node.node_id)
+        self.lease_s = opened.lease_ms / 1000
+        self.arena = arena
+        self.volumes = volumes
+        """The node's on NVMe, where it tells of them."""
+        self._arena_exposed = opened.arena_exposed
+        self.returner = Returner(stub, opened, options, incidents)
+        self._lock = threading.Lock()
+        self._users = 0
+        self._retired = False
+
+    def verifies_copies(self, verify: Verify) -> bool:
+        """Whether what is copied out of the arena is verified here: others than the node may write to some arenas."""
+        return verify == "always" or (verify == "auto" and self._arena_exposed)
+
+    def acquire(self) -> None:
+        """Becomes a user; ``release`` ends it.
+
+        Raises:
+            LeaseLost: the session is retired.
+        """
+        with self._lock:
+            if self._retired:
+                raise LeaseLost("the session with the local node has ended")
+            self._users += 1
+
+    def release(self) -> None:
+        """Ends one use."""
+        with self._lock:
+            self._users -= 1
+            last = self._retired and self._users == 0
+        if last:
+            self._let_go()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Keeps the arena mapped and its connection open while inside."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def retire(self) -> None:
+        """Gives it out no more; lets go of the arena as soon as nobody touches it."""
+        with self._lock:
+            already, self._retired = self._retired, True
+            last = not already and self._users == 0
+        if last:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.returner.close()
+        self.arena.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may be used: not retired, and the node still holds its end of the arena connection."""
+        return not self._retired and self.arena.alive
+
+
+class LocalNode:
+    """Keeps a session with the node on this host, across restarts of the node. Thread-safe.
+
+    Args:
+        find: where the node is now: an address, or None where there is none. May ask the metadata server; may raise.
+        spec: the namespace of the session.
+        tls: for nodes that are named by host and port.
+        clock: where time comes from.
+        options: bounds.
+        incidents: where losses are reported.
+        liveness: finds out whether the node answers.
+        watcher: told of each arena that is mapped.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], str | None],
+        spec: CacheSpec,
+        tls: TlsConfig | None,
+        clock: Clock,
+        options: ClientOptions,
+        incidents: Incidents,
+        liveness: LivenessMonitor,
+        watcher: ArenaPinner | None = None,
+    ) -> None:
+        self._find = find
+        self._liveness = liveness
+        self._watcher = watcher
+        self._spec = spec
+        self._tls = tls
+        self._clock = clock
+        self._options = options
+        self._incidents = incidents
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._channel: grpc.Channel | None = None
+        self._channel_address: str | None = None
+        self._reopening: threading.Thread | None = None
+        self._pause = CircuitBreaker(clock, failures=1, open_s=options.reopen_pause_s)
+        self._closed = False
+
+    def session(self) -> Session | None:
+        """The open session, or None: the node is hung, or a session is being opened in the background (see ``unavailable``).
+
+        A hung node keeps its session: both go on where they were when it answers again.
+        """
+        session = self._session
+        if session is not None:
+            if session.alive:
+                return None if session.server.hung else session
+            self.lost(session, None)
+        self._reopen_in_background()
+        return None
+
+    def unavailable(self) -> Unavailable:
+        """Why there is no session to use."""
+        session = self._session
+        if session is not None and session.server.hung:
+            return session.server.error()
+        return Unavailable("no session with the local node at the moment")
+
+    @property
+    def hung_node(self) -> NodeId | None:
+        """The node, if it is hung."""
+        session = self._session
+        return session.node_id if session is not None and session.server.hung else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session that may be used."""
+        session = self._session
+        return session is not None and session.alive
+
+    @property
+    def node_id(self) -> NodeId | None:
+        """The node that the session is with, or None."""
+        session = self._session
+        return session.node_id if session is not None else None
+
+    def lost(self, session: Session, error: KVStoreError | None) -> None:
+        """The session proved to be over. Whoever holds it stops using it in its own time."""
+        with self._lock:
+            if self._session is not session:
+                return
+            self._session = None
+        self._incidents.report(
+            "client_session_lost_total", "lost the session with the local node; loads miss until it is back", error
+        )
+        session.retire()
+
+    def open(self, end_s: float | None = None) -> bool:
+        """Opens a session now. False: there is no local node.
+
+        Args:
+            end_s: when to give up; None: ``connect_deadline_s`` from now.
+
+        Raises:
+            KVStoreError: there is one, but it does not answer, or refuses.
+        """
+        end_s = self._clock.now_s() + self._options.connect_deadline_s if end_s is None else end_s
+        address = self._find()
+        if address is None:
+            return False
+        session = self._open_at(address, end_s)
+        with self._lock:
+            old, self._session = self._session, session
+            closed = self._closed
+        if old is not None:
+            old.retire()
+        if closed:
+            session.retire()
+        return True
+
+    def _open_at(self, address: str, end_s: float) -> Session:
+        stub = node_pb2_grpc.NodeStub(self._channel_to(address))
+        request = node_pb2.OpenSessionRequest(client_name=self._options.client_name, spec=spec_to_proto(self._spec))
+        try:
+            opened = call(stub.OpenSession, request, self._left_s(end_s), _WHILE_CONNECTING)
+        except (Unavailable, DeadlineExceeded) as error:  # from None: gRPC's own traceback says the same at greater length
+            raise type(error)(
+                "the node does not answer: is it running, and is this its address?", address=address, error=error
+            ) from None
+        if len(opened.session_id) != 16 or opened.arena_bytes == 0 or opened.lease_ms == 0:
+            raise Internal(
+                "the node opened a session that makes no sense", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms
+            )
+        volumes = _stored_volumes(opened.stored_volumes)
+        arena = ClientArena.open(
+            opened.arena_socket,
+            SessionId(opened.session_id),
+            opened.arena_bytes,
+            self._left_s(end_s),
+            map_ahead=opened.prefaulted,
+            watcher=self._watcher,
+        )
+        _log.info("session with node %s: arena of %d MiB mapped", opened.node.node_id, opened.arena_bytes >> 20)
+        return Session(stub, opened, self._liveness.server(address), volumes, arena, self._options, self._incidents)
+
+    def _left_s(self, end_s: float) -> float:
+        return max(_LEAST_S, end_s - self._clock.now_s())
+
+    def _channel_to(self, address: str) -> grpc.Channel:
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the client is closed")
+            if self._channel is None or self._channel_address != address:
+                if self._channel is not None:
+                    self._channel.close()
+                self._channel = connect(address, tls=self._tls, token=self._options.shown_token())
+                self._channel_address = address
+            return self._channel
+
+    def _reopen_in_background(self) -> None:
+        with self._lock:
+            busy = self._reopening is not None and self._reopening.is_alive()
+            if self._closed or busy or not self._pause.allow():
+                return
+            self._reopening = threading.Thread(target=self._reopen, name="kvclient-reopen", daemon=True)
+            self._reopening.start()
+
+    def _reopen(self) -> None:
+        self._pause.failed()  # starts the pause: the next attempt waits, whatever becomes of this one
+        try:
+            if self.open():
+                self._incidents.counters.add("client_session_opened_total")
+        except KVStoreError as error:
+            self._incidents.report("client_session_refused_total", "cannot open a session with the local node", error)
+
+    def wait_reopened(self, timeout_s: float) -> None:
+        """Waits for an attempt under way in the background, if there is one."""
+        thread = self._reopening
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def close(self) -> None:
+        """Ends the session; what still copies finishes first, in its own thread."""
+        with self._lock:
+            self._closed = True
+            session, self._session = self._session, None
+            channel, self._channel = self._channel, None
+        if session is not None:
+            session.retire()
+        if channel is not None:
+            channel.close()
+
+
+def _stored_volumes(told: Sequence[node_pb2.StoredVolume]) -> tuple[StoredVolume, ...]:
+    """The volumes of a node on this host, as it told of them.
+
+    Raises:
+        Internal: they cannot be meant so.
+    """
+    volumes = tuple(StoredVolume(VolumeId(one.volume_id), Path(one.path)) for one in told)
+    if len(volumes) > MAX_STORED_VOLUMES or any(not one.path.is_absolute() or "\0" in str(one.path) for one in volumes):
+        raise Internal("the node tells of volumes that make no sense", volumes=len(volumes))
+    return volumes
+
+
+def means_lost(error: KVStoreError) -> bool:
+    """Whether an error of a call in a session says that the session is over."""
+    return isinstance(error, LeaseLost | Unavailable | NotFound)
+
+
+def new_operation_id() -> bytes:
+    """16 bytes that make a retry recognisable."""
+    return secrets.token_bytes(16)
+
+
+def local_address(nodes: list[common_pb2.NodeInfo]) -> str | None:
+    """The first of some nodes whose unix socket is on this host, as a gRPC address."""
+    for node in nodes:
+        path = node.local_socket.removeprefix("unix:")
+        with suppress(OSError):
+            if path and Path(path).is_socket():
+                return f"unix:{path}"
+    return None

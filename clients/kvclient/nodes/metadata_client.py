@@ -1,0 +1,329 @@
+"""The metadata server as the client sees it: who holds which blocks, which nodes live.
+
+Behind a circuit breaker: with the server gone, lookups are misses that cost nothing, until a probe finds it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from kvclient.call.incidents import Incidents
+from kvclient.load.paths import Plan, PlannedPart, plan_from_proto, replan_from_proto
+from kvclient.load.plan_progress import Reporter
+from kvclient.options import ClientOptions
+from kvclient.results import Lookup, NodeRef, Run
+from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
+from kvstore.core.clock import Clock
+from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFound, Unavailable
+from kvstore.core.spec import CacheSpec
+from kvstore.core.types import BlockKey, NodeId, Tier, VolumeId
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call, connect
+from kvstore.rpc.codec import spec_to_proto, tier_from_proto
+from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
+from kvstore.transport.breaker import CircuitBreaker
+from kvstore.transport.liveness import WatchedServer
+
+_limited = LimitedLog(logging.getLogger("kvclient"))
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+_ONCE_MORE = RetryPolicy(attempts=2, first_backoff_s=0.01)
+_PLAN_TIMEOUT_S = 0.5
+"""A plan that takes longer costs more than it gains."""
+_MOST_WHY = 256
+_NODES_VALID_S = 5.0
+_STORAGE = "storage"
+_LEAST_CALL_S = 0.001
+"""With less time than this not even a healthy server answers."""
+_REVIVAL_S = 5.0
+"""How long one attempt to reach a server again that was gone waits for it; the next failure begins another."""
+_TELLING_S = 0.05
+"""A server that does not answer within less is not taken to be gone: it was the caller who had no time."""
+
+
+class Directory:
+    """One metadata server. Thread-safe.
+
+    Args:
+        address: its gRPC address.
+        spec: the namespace that lookups speak of.
+        tls: as for every channel of the client.
+        clock: where time comes from.
+        options: bounds.
+        incidents: where failures are counted.
+        server: whether it answers.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        spec: CacheSpec,
+        tls: TlsConfig | None,
+        clock: Clock,
+        options: ClientOptions,
+        incidents: Incidents,
+        server: WatchedServer,
+    ) -> None:
+        self.address = address
+        self._incidents = incidents
+        self._server = server
+        self._spec = spec
+        self._clock = clock
+        token = options.shown_token()
+        self._channel = connect(address, tls=tls, token=token)
+        self._diagnoser = Diagnoser(Target("the metadata server", address, tls, token, "TlsConfig", "ClientOptions.token"))
+        self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
+        self._breaker = CircuitBreaker(clock, failures=options.breaker_failures, open_s=options.breaker_pause_s)
+        self._registered = False
+        self._closed = False
+        self._reviving_lock = threading.Lock()
+        self._reviving: threading.Thread | None = None
+        self._nodes: tuple[dict[str, NodeRef], float] = ({}, 0.0)
+        self._reporter = Reporter(lambda report: self._call(self._stub.ReportLoads, report, _PLAN_TIMEOUT_S), incidents)
+
+    def introduce(self, timeout_s: float) -> None:
+        """Make the namespace known, when a client connects: as ``register``, with an error that says why it failed.
+
+        Raises:
+            KVStoreError: the server refused it or does not answer. Finding out why takes up to ``timeout_s`` more.
+        """
+        try:
+            self.register(timeout_s)
+        except KVStoreError as error:  # from None: gRPC's own traceback says less at greater length
+            raise self._diagnoser.explain(error, min(timeout_s, TIMEOUT_S)) from None
+
+    def register(self, timeout_s: float) -> None:
+        """Makes the namespace known. Idempotent.
+
+        Raises:
+            KVStoreError: the server refused it or does not answer.
+        """
+        request = metadata_pb2.RegisterNamespaceRequest(operation_id=secrets.token_bytes(16), spec=spec_to_proto(self._spec))
+        answer = self._call(self._stub.RegisterNamespace, request, timeout_s)
+        if answer.namespace_id != self._spec.namespace:
+            raise Internal("the metadata server derives another namespace from this spec: its version differs")
+        self._registered = True
+
+    def lookup(self, keys: Sequence[BlockKey], packed: bytes, timeout_s: float) -> Lookup:
+        """The longest hit of a chain, from its head; ``packed`` are the same keys.
+
+        Raises:
+            KVStoreError: the server does not answer, or not sensibly.
+        """
+        started_s = self._clock.now_s()
+        if not self._registered:  # connect() found no server
+            self.register(timeout_s)
+        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=packed)
+        try:
+            answer = self._call(self._stub.Lookup, request, timeout_s)
+        except NotFound:  # the server lost its index and with it the namespace
+            self._registered = False
+            self.register(timeout_s)
+            answer = self._call(self._stub.Lookup, request, timeout_s)
+        runs = _runs(answer, len(keys))
+        return Lookup(keys, answer.hit_blocks, runs, seconds=self._clock.now_s() - started_s)
+
+    def nodes(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
+        """Living nodes, by node id.
+
+        Raises:
+            KVStoreError: the server does not answer.
+        """
+        answer = self._call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), timeout_s)
+        return [status.node for status in answer.nodes if status.alive]
+
+    def takers(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
+        """Living nodes that take stores, by node id: those that drain do not.
+
+        Raises:
+            KVStoreError: the server does not answer.
+        """
+        answer = self._call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), timeout_s)
+        return [status.node for status in answer.nodes if status.alive and status.state <= common_pb2.NODE_STATE_ACTIVE]
+
+    def node(self, node_id: str, timeout_s: float) -> NodeRef:
+        """Where a living node is reached; asked anew every few seconds.
+
+        Raises:
+            NotFound: no living node of that name.
+            KVStoreError: the server does not answer.
+        """
+        now_s = self._clock.now_s()
+        known, until_s = self._nodes
+        if node_id not in known or now_s > until_s:
+            try:
+                known = {one.node_id: _node(one) for one in self.nodes(timeout_s)}
+            except (Unavailable, DeadlineExceeded) as error:
+                if node_id not in known:
+                    raise
+                why = f"used the last known address of node {node_id}: the metadata server did not answer"
+                self._incidents.report("client_stale_addresses_total", why, error)
+                return known[node_id]
+            self._nodes = (known, now_s + _NODES_VALID_S)
+        if node_id not in known:
+            raise NotFound("no living node of this name", node_id=node_id)
+        return known[node_id]
+
+    # ---- plans ----
+    def plan_load(
+        self,
+        prefill_node: str,
+        decode_node: str | None,
+        policy: str | None,
+        blocks: int,
+        spec: CacheSpec,
+        budget_s: float,
+        *,
+        relays: bool,
+    ) -> Plan:
+        """Over whose storage links ``blocks`` blocks are to be read.
+
+        Raises:
+            KVStoreError: the server does not answer, or knows none that could read.
+        """
+        request = metadata_pb2.PlanLoadRequest(
+            operation_id=secrets.token_bytes(16),
+            policy=policy or "",
+            prefill_node=prefill_node,
+            decode_node=decode_node or "",
+            relays=relays,
+            blocks=blocks,
+            block_bytes=spec.shape.block_bytes,
+            block_tokens=spec.block_tokens,
+            budget_ms=int(budget_s * 1000),
+        )
+        return plan_from_proto(self._call(self._stub.PlanLoad, request, min(budget_s, _PLAN_TIMEOUT_S)), blocks)
+
+    def replan_load(self, plan: Plan, part: PlannedPart, arrived: Sequence[tuple[int, int]], why: str, budget_s: float) -> Plan:
+        """Who reads what a failed part has not brought.
+
+        Args:
+            plan: whose part it is.
+            part: the part.
+            arrived: (start, count) of what it brought, numbered as in the plan.
+            why: for people.
+            budget_s: time left.
+
+        Raises:
+            KVStoreError: the server does not answer, has forgotten the plan, or knows nobody else.
+        """
+        request = metadata_pb2.ReplanLoadRequest(plan_id=plan.plan_id, index=part.index, why=why[:_MOST_WHY])
+        for start, count in arrived:
+            request.arrived.add(start=start, count=count)
+        # never twice: the answer that nobody is left ends the plan, and a second call would only hear that it is over
+        answer = self._call(self._stub.ReplanLoad, request, min(budget_s, _PLAN_TIMEOUT_S), NO_RETRY)
+        return replan_from_proto(answer, plan, part, arrived)
+
+    def report_loads(self, moved: Mapping[int, Sequence[tuple[int, int]]], *, finished: bool) -> None:
+        """Tells, soon, how far planned loads are: plan -> (part, blocks done)."""
+        self._reporter.tell(moved, finished=finished)
+
+    def close(self) -> None:
+        """Closes the channel; calls under way fail."""
+        self._reporter.close()
+        with self._reviving_lock:
+            self._closed = True
+        self._channel.close()
+
+    def _call(
+        self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float, retry: RetryPolicy = _ONCE_MORE
+    ) -> _Response:
+        if timeout_s < _LEAST_CALL_S:  # says nothing about the server, so it is kept from the breaker
+            raise DeadlineExceeded("no time left to ask the metadata server", seconds=timeout_s)
+        self._server.check()
+        if not self._breaker.allow():
+            raise Unavailable("the metadata server does not answer; not asked again for a moment", address=self.address)
+        try:
+            with self._server.waiting(_nothing):
+                answer = call(method, request, timeout_s, retry)
+        except DeadlineExceeded:
+            if timeout_s >= _TELLING_S:
+                self._breaker.failed()
+            raise
+        except Unavailable as error:
+            self._breaker.failed()
+            self._revive(error)
+            raise self._diagnoser.known(error) from error
+        except KVStoreError:
+            self._breaker.succeeded()  # it answered, if only to refuse
+            raise
+        self._breaker.succeeded()
+        return answer
+
+    def _revive(self, error: Unavailable) -> None:
+        """Waits in the background until the server is reached again, and then lets calls through at once.
+
+        A connection is made only while somebody waits in a call, and calls to a server that is gone fail without waiting: by
+        such moments alone a server that is back would be found many seconds later.
+        """
+        with self._reviving_lock:
+            if not self._closed and (self._reviving is None or not self._reviving.is_alive()):
+                self._reviving = threading.Thread(target=self._await_server, args=(error,), name="kvclient-revive", daemon=True)
+                self._reviving.start()
+
+    def _await_server(self, lost: Unavailable) -> None:
+        if self._diagnoser.known(lost) is lost:
+            explained = self._diagnoser.explain(lost)
+            if self._closed:
+                return
+            _limited.warning("lost the metadata server: %s", explained)
+        patient: UnaryMethod[metadata_pb2.ListNodesRequest, metadata_pb2.ListNodesResponse]
+        patient = partial(self._stub.ListNodes, wait_for_ready=True)
+        try:
+            call(patient, metadata_pb2.ListNodesRequest(), _REVIVAL_S)
+        except KVStoreError:  # still gone, or the client was closed: whoever called has counted and logged it
+            return
+        self._diagnoser.answered()
+        self._breaker.succeeded()
+
+
+def _nothing() -> None:
+    """Cancels nothing: calls to the metadata server have short deadlines."""
+
+
+def _runs(answer: metadata_pb2.LookupResponse, count: int) -> tuple[Run, ...]:
+    """The runs of an answer, checked: they steer where bytes are read from and written to."""
+    if answer.hit_blocks > count:
+        raise Internal("the metadata server answers for more keys than asked", hit_blocks=answer.hit_blocks, keys=count)
+    nodes = [_node(one) for one in answer.nodes]
+    runs = []
+    for run in answer.runs:
+        if run.node >= len(nodes) or run.start + run.count > count:
+            raise Internal("the metadata server answers runs that point nowhere", run=run)
+        tier, volume_id = _volume(answer.nodes[run.node], run.volume)
+        runs.append(Run(run.start, run.count, nodes[run.node], tier, volume_id))
+    return tuple(runs)
+
+
+def _node(info: common_pb2.NodeInfo) -> NodeRef:
+    """How we speak of a node."""
+    storage_only = bool(info.roles) and set(info.roles) == {_STORAGE}
+    return NodeRef(NodeId(info.node_id), info.control_address, info.data_address, info.storage_address, storage_only)
+
+
+def _volume(node: common_pb2.NodeInfo, position: int) -> tuple[Tier, VolumeId]:
+    """A volume by its position among a node's own or, behind them, among the durable ones of others that it mounts."""
+    own = len(node.volumes)
+    if position < own:
+        volume = node.volumes[position]
+        return tier_from_proto(volume.tier), VolumeId(volume.volume_id)
+    if position - own >= len(node.mounts):
+        raise Internal("the metadata server names a volume that the node does not have", node_id=node.node_id, position=position)
+    return Tier.NVME, VolumeId(node.mounts[position - own])
+
+
+def by_roles(nodes: Sequence[common_pb2.NodeInfo], roles: Sequence[str]) -> list[common_pb2.NodeInfo]:
+    """Nodes in order of their best role; equals stay in order of their ids."""
+
+    def rank(node: common_pb2.NodeInfo) -> int:
+        return min((roles.index(role) for role in node.roles if role in roles), default=len(roles))
+
+    return sorted(nodes, key=rank)

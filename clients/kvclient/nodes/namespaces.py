@@ -1,0 +1,33 @@
+"""Which namespaces a store knows: for whoever reads what another engine stored, and must first find out how it lies there."""
+
+from __future__ import annotations
+
+from kvclient.call.operation import check_seconds
+from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.core.spec import CacheSpec
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.client import call, connect
+from kvstore.rpc.codec import spec_from_proto
+
+
+def list_namespaces(
+    metadata: str, *, tls: TlsConfig | None = None, token: Shown | None = None, timeout_s: float = 5.0
+) -> list[CacheSpec]:
+    """All namespaces that a metadata server knows, in the order in which they were registered; nothing need be stored in them.
+
+    Args:
+        metadata: its address, ``host:port``.
+        tls: as for ``KVClient.connect``.
+        token: what the server is shown (``ClientOptions.shown_token``); a tenant's sees its own namespaces alone.
+        timeout_s: bound.
+
+    Raises:
+        InvalidArgument: a malformed address.
+        KVStoreError: the server does not answer.
+    """
+    timeout_s = check_seconds("timeout_s", timeout_s)
+    with connect(metadata, tls=tls, token=token) as channel:
+        stub = metadata_pb2_grpc.MetadataStub(channel)
+        answer = call(stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), timeout_s)
+    return [spec_from_proto(info.spec) for info in answer.namespaces]

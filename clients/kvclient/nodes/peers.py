@@ -1,0 +1,170 @@
+"""Other nodes' data planes: one peer each, with the tickets it needs, and threads to read from several at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
+from functools import partial
+from typing import TypeVar
+
+import grpc
+
+from kvclient.call.incidents import Incidents
+from kvclient.options import ClientOptions
+from kvclient.results import NodeRef
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvstore.core.errors import KVStoreError, Unavailable
+from kvstore.core.spec import CacheSpec
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
+from kvstore.rpc.codec import spec_to_proto
+from kvstore.transport.contract import BlockPeer
+from kvstore.transport.liveness import LivenessMonitor, data_plane
+from kvstore.transport.nixl.agent import NixlAgent
+from kvstore.transport.nixl.peer import NixlPeer
+from kvstore.transport.shaping.traffic import KvTraffic
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tls import PeerTls
+
+_Result = TypeVar("_Result")
+
+MAX_PEERS = 64
+"""Nodes with open connections; the least recently used is closed beyond it."""
+_TICKET_TIMEOUT_S = 2.0
+
+
+class PeerPool:
+    """Open peers of one client. Thread-safe."""
+
+    def __init__(
+        self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents, liveness: LivenessMonitor
+    ) -> None:
+        self._liveness = liveness
+        self._ticket_request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
+        self._tls = tls
+        self._peer_tls = PeerTls.of(tls)
+        self._options = options
+        self._incidents = incidents
+        self._lock = threading.Lock()
+        self._traffic = KvTraffic(options.traffic_class(), incidents.counters)
+        self._open: OrderedDict[NodeRef, tuple[BlockPeer, grpc.Channel]] = OrderedDict()
+        self._readers: ThreadPoolExecutor | None = None
+        self._closed = False
+        nixl = options.nixl
+        if nixl is not None and tls is not None:
+            nixl = None
+            incidents.report("transport_nixl_unavailable_total", "blocks move over TCP: NIXL has no TLS, and TLS is set")
+        self._nixl = None if nixl is None else NixlAgent(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
+
+    def peer(self, node: NodeRef) -> BlockPeer:
+        """The peer to move blocks with; connects when first used.
+
+        Raises:
+            InvalidArgument: the node's addresses are none.
+            Unavailable: the client is closed.
+        """
+        return self._entry(node)[0]
+
+    def hung(self, node: NodeRef) -> bool:
+        """Whether a node answers nothing at the moment: nobody is to wait for it."""
+        return self._liveness.hung(node.control_address) or self._liveness.hung(data_plane(node.data_address))
+
+    @contextmanager
+    def watching(self, nodes: Iterable[NodeRef]) -> Iterator[None]:
+        """While inside, it is found out whether some nodes answer, because another node waits for them on our behalf.
+
+        Without this, a client that has waited for its own node to give a hung one up would then wait for it again itself.
+        """
+        with ExitStack() as waits:
+            for node in set(nodes):
+                with suppress(KVStoreError):  # known to be hung, or the client is closed
+                    self._entry(node)  # its data plane can be probed from now on
+                    for name in (node.control_address, data_plane(node.data_address)):
+                        waits.enter_context(self._liveness.server(name).waiting(_nothing))
+            yield
+
+    def _entry(self, node: NodeRef) -> tuple[BlockPeer, grpc.Channel]:
+        retired = None
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the client is closed")
+            entry = self._open.get(node)
+            if entry is None:
+                entry = self._open[node] = self._connect(node)
+                if len(self._open) > MAX_PEERS:
+                    retired = self._open.popitem(last=False)[1]
+            else:
+                self._open.move_to_end(node)
+        if retired is not None:
+            _close(retired)
+        return entry
+
+    def abandon_prompt(self, node: NodeRef, transfer_id: str, timeout_s: float) -> int:
+        """Says that what is missing of a prompt will not come; how many calls waited for it there.
+
+        Raises:
+            KVStoreError: not told.
+        """
+        request = node_pb2.AbandonPromptRequest(transfer_id=transfer_id)
+        stub = node_pb2_grpc.NodeStub(self._entry(node)[1])
+        return int(call(stub.AbandonPrompt, request, timeout_s, RetryPolicy(max_backoff_s=2.0)).awaited)
+
+    def _connect(self, node: NodeRef) -> tuple[BlockPeer, grpc.Channel]:
+        channel = connect(node.control_address, tls=self._tls, token=self._options.shown_token())
+        stub = node_pb2_grpc.NodeStub(channel)
+        server = self._liveness.server(node.control_address)
+
+        def ticket() -> bytes:
+            retry = RetryPolicy(attempts=2)
+            answer = call_cancellable(stub.IssueTicket, self._ticket_request, _TICKET_TIMEOUT_S, server.waiting, retry)
+            return bytes(answer.ticket)
+
+        make = TcpPeer if self._nixl is None else partial(NixlPeer, agent=self._nixl)
+        peer = make(
+            node.data_address,
+            ticket=ticket,
+            streams=self._options.tcp_streams,
+            tls=self._peer_tls,
+            counters=self._incidents.counters,
+            traffic=self._traffic,
+            liveness=self._liveness,
+            control_address=node.control_address,
+        )
+        return peer, channel
+
+    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
+        """Runs work in one of the reading threads. The caller waits for it, always: it writes into a caller's buffer."""
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the client is closed")
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(self._options.read_streams, thread_name_prefix="kvclient-read")
+            return self._readers.submit(copy_context().run, work)
+
+    def close(self) -> None:
+        """Closes all connections; reads under way end with UNAVAILABLE."""
+        with self._lock:
+            self._closed = True
+            entries = list(self._open.values())
+            self._open.clear()
+            readers, self._readers = self._readers, None
+        for entry in entries:
+            _close(entry)
+        if readers is not None:
+            readers.shutdown(wait=True)
+        if self._nixl is not None:
+            self._nixl.close()
+
+
+def _close(entry: tuple[BlockPeer, grpc.Channel]) -> None:
+    peer, channel = entry
+    peer.close()
+    channel.close()
+
+
+def _nothing() -> None:
+    """Cancels nothing: another node's wait is its own."""

@@ -1,0 +1,117 @@
+"""Sessions with nodes of other hosts, which read storage on this engine's behalf."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import grpc
+
+from kvclient.call.incidents import Incidents
+from kvclient.nodes.local_session import Returner
+from kvclient.options import ClientOptions
+from kvclient.results import NodeRef
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvstore.core.errors import Internal, Unavailable
+from kvstore.core.spec import CacheSpec
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.client import call_cancellable, connect
+from kvstore.rpc.codec import spec_to_proto
+from kvstore.transport.liveness import LivenessMonitor, WatchedServer
+
+MAX_STAGES = 64
+"""Nodes with open sessions; the least recently used is let go beyond it."""
+_SESSION_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A session with another host's node."""
+
+    node: NodeRef
+    stub: node_pb2_grpc.NodeStub
+    session_id: bytes
+    server: WatchedServer
+    channel: grpc.Channel
+    returner: Returner
+
+
+class Stages:
+    """Open stages of one client. Thread-safe."""
+
+    def __init__(
+        self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents, liveness: LivenessMonitor
+    ) -> None:
+        self._liveness = liveness
+        self._request = node_pb2.OpenSessionRequest(client_name=options.client_name, spec=spec_to_proto(spec), remote=True)
+        self._tls = tls
+        self._options = options
+        self._incidents = incidents
+        self._lock = threading.Lock()
+        self._open: OrderedDict[NodeRef, Stage] = OrderedDict()
+        self._closed = False
+
+    def stage(self, node: NodeRef, timeout_s: float) -> Stage:
+        """A session with a node; opened when first used.
+
+        Raises:
+            KVStoreError: the node does not answer, or refuses.
+        """
+        server = self._liveness.server(node.control_address)
+        server.check()
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the client is closed")
+            found = self._open.get(node)
+            if found is not None:
+                self._open.move_to_end(node)
+                return found
+        channel = connect(node.control_address, tls=self._tls, token=self._options.shown_token())
+        stub = node_pb2_grpc.NodeStub(channel)
+        try:
+            opened = call_cancellable(stub.OpenSession, self._request, timeout_s, server.waiting)
+        except BaseException:
+            channel.close()
+            raise
+        if len(opened.session_id) != _SESSION_BYTES:
+            channel.close()
+            raise Internal("the node opened a session that makes no sense")
+        stage = Stage(node, stub, opened.session_id, server, channel, Returner(stub, opened, self._options, self._incidents))
+        retired = None
+        with self._lock:
+            if self._closed or node in self._open:
+                retired = stage
+                stage = self._open.get(node, stage)
+            else:
+                self._open[node] = stage
+                retired = self._open.popitem(last=False)[1] if len(self._open) > MAX_STAGES else None
+        if retired is not None:
+            _close(retired)
+        return stage
+
+    def holds(self, stage: Stage) -> bool:
+        """Whether nobody has found it lost yet."""
+        with self._lock:
+            return self._open.get(stage.node) is stage
+
+    def lost(self, stage: Stage) -> None:
+        """The session proved to be over, or its node does not answer: the next use opens another."""
+        with self._lock:
+            if self._open.get(stage.node) is stage:
+                del self._open[stage.node]
+        _close(stage)
+
+    def close(self) -> None:
+        """Closes all; loads under way fail."""
+        with self._lock:
+            self._closed = True
+            stages = list(self._open.values())
+            self._open.clear()
+        for stage in stages:
+            _close(stage)
+
+
+def _close(stage: Stage) -> None:
+    stage.returner.close()
+    stage.channel.close()

@@ -1,0 +1,1 @@
+"""Requests of a router to the scheduler of the metadata server."""

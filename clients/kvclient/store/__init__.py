@@ -1,0 +1,1 @@
+"""Stores, whole or layer by layer."""

@@ -1,0 +1,95 @@
+"""Rules of namespaces, times to live and pins: handlers of questions and changes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from kvstore.admin.audit import audited
+from kvstore.admin.etags import IfMatch, check_match, tag_of
+from kvstore.admin.pagination import USUAL, Cursor, Limit, Page, after, page_of
+from kvstore.admin.routes.read import MISSING, TAGGED, NamespaceId, Responses
+from kvstore.admin.routes.write import STATE, meanwhile
+from kvstore.control_api.commands import Commands
+from kvstore.control_api.queries import Queries
+from kvstore.control_api.schemas import retention as models
+from kvstore.control_api.store_rpc import StoreRpc
+from kvstore.core.errors import Conflict
+from kvstore.observe.counters import Counters
+
+_LISTING: Final[Responses] = {
+    409: {"description": "the metadata server cannot read its file of orders"},
+    501: {"description": "the metadata server does not list rules: it is of an older version"},
+}
+_SETTING: Final[Responses] = {
+    409: {"description": "the metadata server cannot read its file of orders"},
+    429: {"description": "too many namespaces have a rule, or the metadata server's disk is full"},
+    501: {"description": "the metadata server knows no rules: it is of an older version"},
+}
+
+
+class Rules:
+    """Handlers of ``/v1/rules`` and ``/v1/namespaces/{namespace_id}/rule``."""
+
+    def __init__(self, rpc: StoreRpc, counters: Counters) -> None:
+        self._queries = Queries(rpc)
+        self._commands = Commands(rpc)
+        self._counters = counters
+
+    def routes(self) -> APIRouter:
+        """Where they answer."""
+        router = APIRouter(prefix="/v1", tags=["namespaces"])
+        router.add_api_route("/rules", self.rules, methods=["GET"], summary="Rules of namespaces", responses=_LISTING)
+        path = "/namespaces/{namespace_id}/rule"
+        router.add_api_route(
+            path, self.rule, methods=["GET"], summary="What may stay of a namespace", responses={**TAGGED, **MISSING}
+        )
+        router.add_api_route(
+            path,
+            self.set_rule,
+            methods=["PUT"],
+            summary="Set a namespace's time to live, and pin or unpin it",
+            responses={**TAGGED, **MISSING, **STATE, **_SETTING},
+        )
+        return router
+
+    async def rules(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Rule]:
+        """Of namespaces that something was ordered of, by id. Also of those that the index has forgotten: rules hold on."""
+        after("rules", cursor)
+        shown, following = page_of("rules", await self._queries.rules(), lambda one: one.namespace_id, cursor, limit)
+        return Page[models.Rule](items=shown, next_cursor=following)
+
+    async def rule(self, response: Response, namespace_id: NamespaceId) -> models.Rule:
+        """Its time to live, and whether it is pinned."""
+        found = await self._queries.rule(bytes.fromhex(namespace_id))
+        response.headers["etag"] = tag_of(state_of(found))
+        return found
+
+    async def set_rule(
+        self, request: Request, response: Response, namespace_id: NamespaceId, wanted: models.SetRule, if_match: IfMatch = None
+    ) -> models.Rule:
+        """As a whole, at every node, kept over restarts. Nodes hear of it with their next heartbeat.
+
+        Times count from the last use that a node knows of: from its start, or from when the rule was set, at the earliest. What
+        is in use or pinned does not leave. Invalidating drops a pinned namespace too; evicting it is refused.
+        """
+        with audited(
+            request, self._counters, "namespace.rule", namespace_id, ttl_s=wanted.ttl_s, pinned=wanted.pinned
+        ) as result:  # fmt: skip
+            found = await self._queries.rule(bytes.fromhex(namespace_id))
+            expected = found if check_match(if_match, state_of(found)) is not None else None
+            try:
+                done, before = await self._commands.set_rule(
+                    bytes.fromhex(namespace_id), wanted.ttl_s, pinned=wanted.pinned, expected=expected
+                )
+            except Conflict as changed:
+                raise meanwhile(changed, "rule") from changed
+            result.update(before=state_of(before))
+        response.headers["etag"] = tag_of(state_of(done))
+        return done
+
+
+def state_of(rule: models.Rule) -> str:
+    """For its ETag; as the metadata server writes it."""
+    return f"ttl={round((rule.ttl_s or 0) * 1000)},pinned={'yes' if rule.pinned else 'no'}"

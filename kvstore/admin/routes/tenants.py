@@ -1,0 +1,111 @@
+"""Tenants and their quotas: handlers of questions and changes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Query, Request, Response
+
+from kvstore.admin.audit import audited
+from kvstore.admin.etags import IfMatch, check_match, tag_of
+from kvstore.admin.pagination import USUAL, Cursor, Limit, Page, after, page_of
+from kvstore.admin.routes.read import TAGGED, Responses
+from kvstore.admin.routes.write import STATE, meanwhile
+from kvstore.control_api.commands import Commands
+from kvstore.control_api.queries import Queries
+from kvstore.control_api.schemas import retention as models
+from kvstore.control_api.store_rpc import StoreRpc
+from kvstore.core.errors import Conflict
+from kvstore.core.limits import MAX_NAME_BYTES
+from kvstore.observe.counters import Counters
+
+Whose = Annotated[str, Query(max_length=MAX_NAME_BYTES, description="the tenant; empty: the default tenant", examples=["team-a"])]
+_OLD: Final[Responses] = {
+    409: {"description": "the metadata server cannot read its file of orders"},
+    501: {"description": "the metadata server knows no quotas: it is of an older version"},
+}
+_FULL: Final[Responses] = {429: {"description": "too many tenants have a quota, or the metadata server's disk is full"}}
+
+
+class Tenants:
+    """Handlers of ``/v1/tenants``."""
+
+    def __init__(self, rpc: StoreRpc, counters: Counters) -> None:
+        self._queries = Queries(rpc)
+        self._commands = Commands(rpc)
+        self._counters = counters
+
+    def routes(self) -> APIRouter:
+        """Where they answer."""
+        router = APIRouter(prefix="/v1/tenants", tags=["tenants"])
+        router.add_api_route(
+            "", self.tenants, methods=["GET"], summary="Tenants, what they hold and what they may", responses=_OLD
+        )
+        router.add_api_route("/quota", self.quota, methods=["GET"], summary="A tenant's quota", responses={**TAGGED, **_OLD})
+        router.add_api_route(
+            "/quota",
+            self.set_quota,
+            methods=["PUT"],
+            summary="Set a tenant's quota",
+            responses={**TAGGED, **STATE, **_OLD, **_FULL},
+        )
+        router.add_api_route(
+            "/quota",
+            self.unset_quota,
+            methods=["DELETE"],
+            summary="Take a tenant's quota away",
+            responses={**TAGGED, **STATE, **_OLD},
+        )
+        return router
+
+    async def tenants(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Tenant]:
+        """Those that hold something or have a quota, by name, as living nodes said with their last heartbeats.
+
+        Blocks of namespaces that no node knows the tenant of (found at a node's start, and not known to the metadata server)
+        count for nobody.
+        """
+        after("tenants", cursor)
+        shown, following = page_of("tenants", await self._queries.tenants(), lambda one: one.tenant, cursor, limit)
+        return Page[models.Tenant](items=shown, next_cursor=following)
+
+    async def quota(self, response: Response, tenant: Whose) -> models.Quota:
+        """Answered for any tenant; one without quota has no bounds."""
+        found = await self._queries.quota(tenant)
+        response.headers["etag"] = tag_of(state_of(found))
+        return found
+
+    async def set_quota(
+        self, request: Request, response: Response, tenant: Whose, wanted: models.SetQuota, if_match: IfMatch = None
+    ) -> models.Quota:
+        """As a whole, for all nodes together, kept over restarts. Nodes hear of it with their next heartbeat.
+
+        A tenant beyond it loses its own coldest blocks, at once where they are not in use; its further stores make room among its
+        own blocks and are skipped as far as they cannot. Nobody sees an error.
+        """
+        return await self._set(request, response, tenant, wanted, if_match, "tenant.quota.set")
+
+    async def unset_quota(self, request: Request, response: Response, tenant: Whose, if_match: IfMatch = None) -> models.Quota:
+        """It may hold as much as there is room for, as all without a quota."""
+        return await self._set(request, response, tenant, models.SetQuota(), if_match, "tenant.quota.unset")
+
+    async def _set(
+        self, request: Request, response: Response, tenant: str, wanted: models.SetQuota, if_match: str | None, action: str
+    ) -> models.Quota:
+        with audited(
+            request, self._counters, action, tenant, dram_bytes=wanted.dram_bytes, nvme_bytes=wanted.nvme_bytes
+        ) as result:
+            found = await self._queries.quota(tenant)
+            expected = found if check_match(if_match, state_of(found)) is not None else None
+            try:
+                done, before = await self._commands.set_quota(tenant, wanted.dram_bytes, wanted.nvme_bytes, expected)
+            except Conflict as changed:
+                raise meanwhile(changed, "quota") from changed
+            result.update(before=state_of(before))
+        response.headers["etag"] = tag_of(state_of(done))
+        return done
+
+
+def state_of(quota: models.Quota) -> str:
+    """For its ETag; as the metadata server writes it."""
+    dram, nvme = ("any" if most is None else most for most in (quota.dram_bytes, quota.nvme_bytes))
+    return f"dram={dram},nvme={nvme}"

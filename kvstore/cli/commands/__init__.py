@@ -1,0 +1,1 @@
+"""Subcommands of ``kvstore``, grouped by what they act on."""

@@ -1,0 +1,1 @@
+"""Commands that run a daemon in the foreground."""

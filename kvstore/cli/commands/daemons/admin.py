@@ -1,0 +1,44 @@
+"""``kvstore admin``: the admin REST."""
+
+from __future__ import annotations
+
+import click
+
+from kvstore.cli.support.build_config import admin_config
+from kvstore.cli.support.config_options import setting_option, with_provenance
+from kvstore.cli.support.help import Command
+from kvstore.cli.support.logs import set_up_logs
+from kvstore.config.model import Config
+from kvstore.config.sources import Provenance
+
+
+@click.command(cls=Command)
+@setting_option("--listen", key="admin.listen", metavar="HOST:PORT", help="Address of the HTTP service.")
+@setting_option("--metadata", key="admin.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
+@setting_option("--tokens", key="admin.tokens_file", metavar="FILE", help="Who may do what: lines of ROLE NAME TOKEN.")
+@setting_option("--ready-file", key="admin.ready_file", metavar="FILE", help="Written as JSON once it answers.")
+@with_provenance
+def admin(config: Config, provenance: Provenance) -> None:
+    """Runs an admin server until SIGTERM or Ctrl-C: what the store does and how to change it, over HTTP.
+
+    It keeps nothing: it asks the metadata server and the nodes that this names, so any number may run. On loopback whoever is on
+    this host may do everything; beyond it the server takes tokens, with the role read or operator, and TLS.
+
+    Start it, and look:
+      kvstore admin
+      curl 127.0.0.1:7470/v1/cluster
+      curl 127.0.0.1:7470/v1/loads/slow
+
+    Make room on a volume:
+      curl -X POST 127.0.0.1:7470/v1/volumes/host-1/nvme0/evict -H 'content-type: application/json' -d '{"to_percent": 50}'
+
+    For other hosts (a line of tokens: operator alice 6f1c…):
+      kvstore admin --listen 0.0.0.0:7470 --tokens tokens --set admin.tls.cert=a.pem --set admin.tls.key=a.key
+    """
+    set_up_logs(config.log)
+    try:
+        from kvstore.admin.main import run  # a daemon imports only what it runs
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install 'kvstore-dualpath[admin]'") from error
+
+    run(admin_config(config, provenance))

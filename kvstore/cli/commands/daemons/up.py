@@ -1,0 +1,140 @@
+"""``kvstore up``: the whole store on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.cli.support import param_types
+from kvstore.cli.support.config_options import handed_on, with_quiet_config
+from kvstore.cli.support.folders import data_dir as configured_data_dir
+from kvstore.cli.support.folders import short_run_dirs
+from kvstore.cli.support.help import Command
+from kvstore.config.model import Config, TlsSection
+from kvstore.core.errors import Internal, KVStoreError
+
+if TYPE_CHECKING:
+    from kvstore.embedded.cluster import LocalCluster
+
+_WATCH_S = 0.5
+_OWN = "this is decided by kvstore up; run kvstore metadata and kvstore node to choose it"
+_DECIDED = {
+    "node.nvme": "give --nvme SIZE and --data-dir FOLDER",
+    **dict.fromkeys(("node.roles", "node.run_dir", "node.metadata", "node.ready_file"), _OWN),
+    **dict.fromkeys(("metadata.index_path", "metadata.ready_file"), _OWN),
+    **dict.fromkeys(("admin.metadata", "admin.ready_file"), _OWN),
+}
+
+_EXAMPLE = """\
+The store is up.  metadata {metadata}   node {socket}
+Data lies in {data}. Stop with Ctrl-C.
+
+From Python:
+
+  from kvclient import CacheSpec, KVClient
+
+  spec = CacheSpec(model="my-model", block_tokens=64, layers=32, layer_block_bytes=4096)
+  client = KVClient.connect("{metadata}", spec, node="{socket}")
+
+Look at it:  {page}
+             kvstore status --metadata {metadata}
+             curl {metadata_metrics}/metrics    curl {node_metrics}/metrics
+             curl {node_metrics}/loads          the slowest loads of the last minute, and why
+REST:        {admin}   (changes are logged in {data}/admin.log)
+"""
+
+
+@click.command(cls=Command)
+@click.option(
+    "--dram", callback=param_types.some_size, metavar="SIZE", help="DRAM arena (default: node.dram of the configuration)."
+)
+@click.option(
+    "--nvme", callback=param_types.volume_size, default="4GiB", metavar="SIZE", help="Volume on disk (default: 4GiB; 0: none)."
+)
+@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Default: ~/.local/share/kvstore.")
+@with_quiet_config
+def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) -> None:
+    """Runs a metadata server and a node with DRAM and a volume on disk, until Ctrl-C, and an admin server beside them.
+
+    What was stored outlives a restart: the volume is found again in the same folder. Settings hold for both daemons.
+
+    Examples:
+      kvstore up
+      kvstore up --dram 8GiB --nvme 100GiB --data-dir /mnt/nvme0/kvstore
+    """
+    from kvstore.embedded.cluster import LocalCluster, NodeSpec
+
+    folder = data_dir or configured_data_dir(config)
+    node_id = config.node.node_id or socket.gethostname()
+    node = NodeSpec(
+        node_id,
+        roles=("prefill", "decode", "storage"),
+        dram_bytes=config.node.dram if dram is None else dram,
+        nvme_bytes=nvme,
+        policy=config.node.policy,
+        settings=(
+            ("listen", config.node.listen),
+            ("data_listen", config.node.data_listen),
+            ("metrics_listen", config.node.metrics_listen),
+        ),
+    )
+    arguments = handed_on(_DECIDED)
+    metadata_settings = (("listen", config.metadata.listen), ("metrics_listen", config.metadata.metrics_listen))
+    stop = threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    with LocalCluster(
+        [node], folder, metadata_settings=metadata_settings, arguments=arguments, run_place=short_run_dirs()
+    ) as cluster:
+        daemons = [cluster.node("metadata"), cluster.node(node_id)]
+        page, admin = _start_admin(cluster, config)
+        click.echo(
+            _EXAMPLE.format(
+                metadata=cluster.metadata_address,
+                socket=daemons[1].local_socket,
+                data=folder,
+                metadata_metrics=daemons[0].metrics_address or "(not served)",
+                node_metrics=daemons[1].metrics_address or "(not served)",
+                page=page,
+                admin=admin,
+            )
+        )
+        while not stop.wait(_WATCH_S):
+            for daemon in daemons:
+                code = daemon.process.poll()
+                if code is not None and not stop.is_set():
+                    raise Internal(f"{daemon.name} ended with code {code}: {daemon.why()}")
+        click.echo("stopping …")
+
+
+def _start_admin(cluster: LocalCluster, config: Config) -> tuple[str, str]:
+    """Starts the admin server where it can be; its page and its REST, or why there is none.
+
+    A store without one is a store all the same.
+    """
+    if config.admin.listen == "none":
+        return _without("admin.listen is none")
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        return _without(f"{missing[0]} is missing: pip install 'kvstore-dualpath[admin]'")
+    try:
+        address = cluster.start_admin(("listen", config.admin.listen)).address
+    except KVStoreError as error:
+        return _without(str(error).splitlines()[0])
+    scheme = "http" if config.admin.tls == TlsSection() else "https"
+    return f"{scheme}://{address}/   in a browser", f"{scheme}://{address}/v1/openapi.json"
+
+
+def _without(why: str) -> tuple[str, str]:
+    return "(no web page)", f"(no admin server: {why})"

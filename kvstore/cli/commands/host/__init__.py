@@ -1,0 +1,1 @@
+"""Commands that inspect this host: configuration, health, hardware, offline volumes."""

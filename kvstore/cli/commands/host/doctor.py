@@ -1,0 +1,265 @@
+"""``kvstore doctor``: what this host has, what of it is in use, what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from kvstore.cli.support import param_types
+from kvstore.cli.support.build_config import tls, token
+from kvstore.cli.support.config_options import configuration, setting_option, with_quiet_config
+from kvstore.cli.support.folders import socket_folders
+from kvstore.cli.support.help import Command
+from kvstore.cli.support.host_settings import settle
+from kvstore.config.model import ClientSection, Config, NodeSection, TlsSection
+from kvstore.config.sources import Provenance, leaves
+from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
+from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
+from kvstore.doctor.findings import findings, healthy
+from kvstore.doctor.levels import Finding, Level
+from kvstore.doctor.local_nodes import sockets_in
+from kvstore.doctor.running import Answer, RunningMetadata, RunningNode, metadata_findings, nodes_findings
+from kvstore.process.host_defaults import NodeDefaults
+from kvstore.process.memory_sizing import USUAL_BLOCK_BYTES
+from kvstore.rpc.address import stays_on_host
+from kvstore.transport.nixl.agent import LOOPBACK
+
+_ANSWER_S: Final = 2.0
+_MOST_NODES: Final = 8
+_STYLES = {Level.OK: "green", Level.INFO: "dim", Level.WARNING: "yellow", Level.MISSING: "bold red"}
+
+
+@click.command(cls=Command)
+@setting_option("--nvme", key="node.nvme", metavar="PATH:SIZE,…", help="NVMe volumes to look at.")
+@setting_option("--dram", key="node.dram", metavar="SIZE", help="DRAM arena to look for room for.")
+@setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Metadata server that is to answer.")
+@setting_option("--node", key="client.node", metavar="ADDR", help="A running node: address, or unix:PATH.")
+@click.option(
+    "--block-size",
+    callback=param_types.some_size,
+    metavar="SIZE",
+    help="Of one block, for the memory of the index (default: 1MiB).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Prints JSON: facts and findings.")
+@with_quiet_config
+def doctor(config: Config, *, block_size: int | None, as_json: bool) -> None:
+    """Tells what this host has, what of it is in use, what is missing and what mends it. Changes nothing.
+
+    It looks at the GPU and its driver, GPUDirect Storage, the volumes of the configuration, memory, limits, networks, RDMA,
+    certificates, at the metadata server that the configuration names, and at the nodes that run on this host. Nodes are found by
+    their unix sockets, so a metadata server that is away hides none.
+
+    Examples:
+      kvstore doctor
+      kvstore doctor --config /etc/kvstore/kvstore.toml
+      kvstore doctor --nvme /mnt/nvme0/kvstore:1TiB --set node.gds=required
+      kvstore doctor --json | jq '.findings[] | select(.level != "ok")'
+
+    Exits with 1 where something is missing that the configuration requires, or a server that it names does not answer; warnings
+    exit with 0.
+    """
+    from kvstore.doctor.collect import collect
+
+    _, provenance = configuration(click.get_current_context())
+    wanted = wanted_of(config, provenance, block_size)
+    servers, known = metadata_servers(config, provenance)
+    folders = socket_folders(config)
+    nodes, closed = running_nodes(config, known, folders)
+    sections = dict(collect(wanted).sections)
+    sections["running"] = Section({"volumes": sorted({volume for node in nodes for volume in node.volumes})})
+    facts = Facts(sections)
+    found = [
+        *findings(facts, wanted),
+        *metadata_findings(servers),
+        *nodes_findings(nodes, list(map(str, folders)), list(map(str, closed)), gds_required=wanted.gds == "required"),
+    ]
+    warnings, missing = (sum(finding.level is level for finding in found) for level in (Level.WARNING, Level.MISSING))
+    if as_json:
+        told = {name: {"error": section.error, **section.said} for name, section in facts.sections.items()}
+        said: dict[str, Any] = {"ok": healthy(found), "warnings": warnings, "missing": missing}
+        said |= {"findings": [asdict(finding) for finding in found], "facts": told}
+        said |= {"metadata_servers": [asdict(server) for server in servers], "nodes": [asdict(node) for node in nodes]}
+        click.echo(json.dumps(said, indent=2, default=str))
+    else:
+        show = _print_table if sys.stdout.isatty() else _print_lines
+        show(found)
+        click.echo(f"{warnings} warning{'' if warnings == 1 else 's'}, {missing} missing")
+    if not healthy(found):
+        raise click.ClickException("something is missing that the configuration requires")
+
+
+def wanted_of(config: Config, provenance: Provenance, block_bytes: int | None = None) -> Wanted:
+    """What the configuration asks of this host."""
+    settled, origins = settle(config, provenance)
+    node = settled.node
+    return Wanted(
+        dram_bytes=node.dram,
+        huge_pages=bool(node.huge_pages),
+        huge_pages_refused=config.node.huge_pages is False,
+        block_bytes=block_bytes or USUAL_BLOCK_BYTES,
+        defaults=tuple(_defaults(settled, origins)),
+        tls=tuple(_certificates(config)),
+        gds=node.gds,
+        volumes=tuple(WantedVolume(volume.path, volume.capacity, volume.direct) for volume in node.nvme),
+        mounts=tuple(mount.path for mount in node.mounts),
+        nixl=None if node.nixl == "off" else _wanted_nixl(node),
+    )
+
+
+def _defaults(settled: Config, origins: Provenance) -> Iterator[str]:
+    """Derived settings of a node, each with value and reason."""
+    derived = {f"node.{one.name}" for one in fields(NodeDefaults)}
+    for leaf in leaves(settled, origins):
+        if leaf.key in derived and leaf.origin.source == "derived":
+            yield f"{leaf.key} = {leaf.text} {leaf.origin.detail}"
+
+
+def _certificates(config: Config) -> Iterator[WantedTls]:
+    for section in ("metadata", "node", "client", "router", "admin"):
+        files: TlsSection = getattr(config, section).tls
+        if files.ca or files.cert:
+            yield WantedTls(section, files.ca, files.cert, files.key)
+
+
+def _wanted_nixl(node: NodeSection) -> WantedNixl:
+    listens = (node.data_listen, node.storage_listen or node.data_listen)
+    return WantedNixl(
+        required=node.nixl == "required",
+        trusted=node.nixl_trusted_network,
+        ruled_out="tls" if tls(node.tls) is not None else "compute_cap" if node.compute_cap else None,
+        devices=node.nixl_devices or (LOOPBACK if all(map(stays_on_host, listens)) else ""),
+        transports=node.nixl_transports,
+    )
+
+
+def metadata_servers(config: Config, provenance: Provenance) -> tuple[list[RunningMetadata], list[tuple[str, str]]]:
+    """Ask each configured metadata server, with TLS and token of its section.
+
+    Returns:
+        The answer of each server; and id and address of the living nodes that they report on this host.
+    """
+    asked: list[tuple[str, str, ClientSection | NodeSection]] = [("client.metadata", config.client.metadata, config.client)]
+    if config.node.metadata is not None and provenance["node.metadata"].source != "default":
+        asked.append(("node.metadata", config.node.metadata, config.node))
+    if len(asked) > 1 and provenance["client.metadata"].source == "default":
+        del asked[0]  # the default of the client does not matter on the host of a configured node
+    servers, known = [], {}
+    for setting, address, section in asked:
+        server, nodes = _ask_metadata(setting, address, section, required=provenance[setting].source != "default")
+        servers.append(server)
+        known.update(nodes)
+    return servers, [(node_id, address) for node_id, address in known.items() if _is_ours(address)]
+
+
+def _ask_metadata(
+    setting: str, address: str, section: ClientSection | NodeSection, *, required: bool
+) -> tuple[RunningMetadata, dict[str, str]]:
+    from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+    from kvstore.rpc.client import call, connect
+
+    try:
+        with connect(address, tls=tls(section.tls), token=token(section)) as channel:
+            known = call(metadata_pb2_grpc.MetadataStub(channel).ListNodes, metadata_pb2.ListNodesRequest(), _ANSWER_S).nodes
+    except (KVStoreError, OSError) as error:
+        answer, why = _answered(error, address, section)
+        return RunningMetadata(address=address, setting=setting, required=required, answer=answer, error=why), {}
+    alive = {status.node.node_id: status.node.control_address for status in known if status.alive}
+    told = RunningMetadata(address=address, setting=setting, required=required, nodes=len(known), nodes_alive=len(alive))
+    return told, alive
+
+
+def _answered(error: Exception, address: str, section: ClientSection | NodeSection) -> tuple[Answer, str]:
+    """Tell a server that rejected a call from one that did not answer, with the reason."""
+    from kvstore.rpc.diagnosis import diagnose
+
+    name = "node" if isinstance(section, NodeSection) else "client"
+    if isinstance(error, Unauthenticated):
+        file = section.token_file
+        why = f"{name}.token_file is not set" if file is None else f"the token in {file} is not known"
+        return Answer.REFUSED, f"a token is required ({why})"
+    if isinstance(error, PermissionDenied):
+        return Answer.REFUSED, str(error)
+    return Answer.NONE, diagnose(address, tls(section.tls), f"[{name}.tls]") or str(error)
+
+
+def running_nodes(
+    config: Config, known: Sequence[tuple[str, str]], folders: Sequence[Path]
+) -> tuple[list[RunningNode], list[Path]]:
+    """Ask the nodes of this host: the configured one, else those with a socket and those that a metadata server reports.
+
+    Args:
+        config: TLS and token for the calls.
+        known: id and address of nodes that metadata servers report on this host.
+        folders: searched for sockets.
+
+    Returns:
+        The nodes, and the folders that this user cannot read.
+    """
+    if config.client.node:
+        return [replace(_ask_node(config, config.client.node), required=True)], []
+    sockets, closed = sockets_in(folders)
+    found = [replace(_ask_node(config, f"unix:{one.path}"), open_files=one.open_files) for one in sockets if one.error is None]
+    seen = {node.node_id or Path(node.address).stem for node in found}
+    found += [_ask_node(config, address) for node_id, address in known if node_id not in seen]
+    return found[:_MOST_NODES], closed
+
+
+def _ask_node(config: Config, address: str) -> RunningNode:
+    from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
+    from kvstore.rpc.client import call, connect
+
+    try:
+        with connect(address, tls=tls(config.client.tls), token=token(config.client)) as channel:
+            said = call(node_pb2_grpc.NodeStub(channel).GetNodeStats, node_pb2.GetNodeStatsRequest(), _ANSWER_S)
+    except (KVStoreError, OSError) as error:
+        answer, why = _answered(error, address, config.client)
+        return RunningNode(address, error=why, answer=answer)
+    return RunningNode(
+        address,
+        said.node.node_id,
+        tuple(said.io_engines),
+        dict(said.counters),
+        volumes=tuple(volume.volume_id for volume in said.node.volumes if volume.tier == common_pb2.TIER_NVME),
+    )
+
+
+def _is_ours(address: str) -> bool:
+    """Whether an address is one of this host's: such can be bound to."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def _print_table(found: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("", "area", "finding"):
+        table.add_column(column, overflow="fold")
+    for finding in found:
+        what = Text(finding.what)
+        if finding.mend:
+            what.append(f"\n→ {finding.mend}", style="cyan")
+        table.add_row(Text(finding.level.value, style=_STYLES[finding.level]), finding.area, what)
+    Console().print(table)
+
+
+def _print_lines(found: Sequence[Finding]) -> None:
+    for finding in found:
+        click.echo(f"{finding.level.value:<7}  {finding.area}: {finding.what}" + (f"  -> {finding.mend}" if finding.mend else ""))

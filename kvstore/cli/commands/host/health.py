@@ -1,0 +1,170 @@
+"""``kvstore health``: whether a daemon of this host serves, for what looks after processes: containers, probes, scripts."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from dataclasses import replace
+from typing import Final
+
+import click
+
+from kvstore.cli.support.build_config import node_config, tls
+from kvstore.cli.support.config_options import with_quiet_config
+from kvstore.cli.support.folders import socket_folders
+from kvstore.cli.support.help import Command
+from kvstore.config.model import Config
+from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unavailable
+from kvstore.doctor.local_nodes import sockets_in
+from kvstore.node.config import NodeConfig
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.diagnosis import Target
+
+_ANSWER_S: Final = 2.0
+_REASON_S: Final = 1.0
+"""To find out why the metadata server does not take a node's reports: twice within the time of a container's probe."""
+_EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # asked by way of loopback
+
+
+@click.command(cls=Command)
+@click.argument("daemon", type=click.Choice(("metadata", "node", "router", "admin")))
+@with_quiet_config
+def health(config: Config, *, daemon: str) -> None:
+    """Asks a daemon of this host whether it serves.
+
+    It is given the daemon's own configuration, and finds it by that: a node by its unix socket, the others by the address that
+    they listen on, over TLS where they serve it. A daemon that is starting (a node reads the catalogs of its volumes first) or
+    stopping does not serve, nor does a router without engines or an admin server without the metadata server.
+
+    Examples:
+      kvstore health node
+      kvstore health metadata --config /etc/kvstore/kvstore.toml
+
+    A node that serves, but whose reports the metadata server does not take, "serves this host only"; the line says why.
+
+    Exits with 1 where it does not serve, or does not answer within two seconds.
+    """
+    unheard = None
+    try:
+        if daemon == "node":
+            settings = _found(config, node_config(config))
+            address = f"unix:{settings.run_dir / settings.node_id}.sock"
+            serves = _grpc_serves(address, None)
+            if serves and settings.metadata is not None:
+                unheard = _why_unheard(settings, address)
+        elif daemon == "metadata":
+            serves = _grpc_serves(_from_here(config.metadata.listen), tls(config.metadata.tls))
+        elif daemon == "router":
+            serves = _http_serves(_from_here(config.router.listen), "/health", tls(config.router.tls))
+        else:
+            serves = _http_serves(_from_here(config.admin.listen), "/readyz", tls(config.admin.tls))
+    except (KVStoreError, OSError, http.client.HTTPException) as error:
+        raise click.ClickException(f"{daemon}: {error}") from error
+    if not serves:
+        raise click.ClickException(f"{daemon}: it is up and does not serve")
+    click.echo(f"{daemon}: serves" if unheard is None else f"{daemon}: serves this host only: {unheard}")
+
+
+def _found(config: Config, settings: NodeConfig) -> NodeConfig:
+    """The node to ask: the configured one, or the only one that has a socket on this host if the configuration names none.
+
+    Daemons under systemd get their names from the unit's environment, which commands do not see.
+    """
+    if config.node.node_id or (settings.run_dir / f"{settings.node_id}.sock").exists():
+        return settings
+    running = [one.path for one in sockets_in(socket_folders(config))[0] if one.error is None]
+    if len(running) > 1:
+        names = ", ".join(path.stem for path in running)
+        raise click.ClickException(f"node: several nodes run on this host ({names}); name one: --set node.node_id=NAME")
+    return replace(settings, run_dir=running[0].parent, node_id=running[0].stem) if running else settings
+
+
+def _from_here(listen: str) -> str:
+    """An address listened on, as it is reached from this host."""
+    host, _, port = listen.rpartition(":")
+    if port == "0":
+        raise click.ClickException(f"it listens on any free port ({listen}): give it one, or it cannot be found")
+    return f"{_EVERYWHERE.get(host, host)}:{port}"
+
+
+def _why_unheard(settings: NodeConfig, address: str) -> str | None:
+    """Why the metadata server does not take a node's reports; None: it takes them.
+
+    The node's own health service says whether; the reason is found by a call that is made as the node makes its calls.
+
+    Args:
+        settings: of the node.
+        address: of its unix socket.
+    """
+    from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+    from kvstore.rpc.client import call, connect
+    from kvstore.rpc.server import METADATA_SERVICE
+
+    assert settings.metadata is not None
+    try:
+        if _grpc_serves(address, None, METADATA_SERVICE):
+            return None
+    except NotFound:
+        return None  # it is starting, or has just ended
+    token = Shown.of(file=settings.token_file)
+    target = Target(
+        server="the metadata server",
+        address=settings.metadata,
+        tls=settings.tls,
+        token=token,
+        tls_settings="[node.tls]",
+        token_setting="node.token_file",  # noqa: S106  # its name
+    )
+    # a question that only nodes may ask, about a boot that does not exist
+    request = metadata_pb2.CompareDigestsRequest(node_id=settings.node_id, boot_id=bytes(16), volume_id=settings.node_id)
+    try:
+        with connect(settings.metadata, tls=settings.tls, token=token) as channel:
+            call(metadata_pb2_grpc.MetadataStub(channel).CompareDigests, request, _REASON_S)
+    except NotFound:
+        pass
+    except KVStoreError as error:
+        return str(target.explain(error, _REASON_S))
+    return f"the metadata server at {settings.metadata} has not taken its last report; the log of the node says why"
+
+
+def _grpc_serves(address: str, identity: TlsConfig | None, service: str = "") -> bool:
+    """Asks by the standard health service; a server that wants certificates is shown its own.
+
+    Raises:
+        NotFound: the server knows no such service.
+        KVStoreError: no answer; its message says why the server was not reached.
+    """
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from kvstore.rpc.client import call, connect
+
+    try:
+        with connect(address, tls=identity) as channel:
+            answer = call(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest(service=service), _ANSWER_S)
+    except (Unavailable, DeadlineExceeded) as error:
+        raise Target("it", address, identity, None, "[metadata.tls]", "").explain(error, _REASON_S) from error
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _http_serves(address: str, path: str, identity: TlsConfig | None) -> bool:
+    """Asks by HTTP; a server that wants certificates is shown its own.
+
+    Whose certificate it shows does not matter: it is asked on this host, and told nothing.
+
+    Raises:
+        OSError, HTTPException: no answer.
+    """
+    connection = http.client.HTTPConnection(address, timeout=_ANSWER_S)
+    if identity is not None and identity.cert is not None:
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        if identity.require_client_cert:
+            context.load_cert_chain(identity.cert, identity.key)
+        connection = http.client.HTTPSConnection(address, timeout=_ANSWER_S, context=context)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == http.HTTPStatus.OK
+    finally:
+        connection.close()

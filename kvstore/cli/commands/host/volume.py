@@ -1,0 +1,129 @@
+"""``kvstore volume``: NVMe volumes that no node has open."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.cli.support.config_options import with_quiet_config
+from kvstore.cli.support.help import Command
+from kvstore.cli.support.logs import first_lines
+from kvstore.config.model import Config
+from kvstore.core.errors import Conflict, CorruptBlock
+
+if TYPE_CHECKING:
+    from kvstore.tiers.nvme.fsck import CheckReport
+
+
+_LOG_LINES = 10
+"""A damaged volume has a line for every bad slot; the summary counts them."""
+
+
+@click.group()
+def volume() -> None:
+    """Looks after NVMe volumes offline."""
+
+
+@volume.command(cls=Command)
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--repair", is_flag=True, help="Drops what is bad and mends what keeps the volume from opening.")
+@click.option("--buffered", is_flag=True, help="Reads without O_DIRECT.")
+@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+@with_quiet_config
+def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json: bool) -> None:
+    """Reads every block of the volume at PATH and compares headers and checksums.
+
+    Without --repair nothing is changed. The node that owns the volume must be stopped.
+
+    Examples:
+      kvstore volume check /mnt/nvme0/kvstore
+      kvstore volume check /mnt/nvme0/kvstore --repair --json
+
+    Exits with 1 if anything bad is left.
+    """
+    from rich.console import Console
+
+    from kvstore.replay.progress import progress
+    from kvstore.tiers.nvme.fsck import check_volume
+
+    _suggest_volumes(path)
+    try:
+        with first_lines(_LOG_LINES), progress("checking", 1, Console(file=sys.stderr), unit="done") as report:
+            found = check_volume(path, repair=repair, direct=not buffered, progress=lambda done, total: report(done, "", total))
+    except Conflict as error:
+        raise click.ClickException(_in_use(path) or str(error)) from error
+    if as_json:
+        click.echo(json.dumps(report_json(found), indent=2))
+    else:
+        _print(found)
+    if not found.ok:
+        hint = "" if repair else "; kvstore volume check --repair mends it"
+        raise click.ClickException(f"the volume is damaged{hint}")
+
+
+def _in_use(path: Path) -> str | None:
+    """Who has a volume open, and how it is checked meanwhile; None: that cannot be found out."""
+    from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, newest_superblock
+    from kvstore.tiers.nvme.volume_open import LOCK_FILE, SLAB_FILE
+
+    try:
+        with (path / SLAB_FILE).open("rb") as file:
+            volume_id = newest_superblock(file.read(2 * SUPERBLOCK_BYTES))[0].volume_id
+        inode = (path / LOCK_FILE).stat().st_ino
+        locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+    except (OSError, CorruptBlock):
+        return None
+    owner = next((words[4] for words in locks if words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode)), "unknown")
+    node = volume_id.partition("/")[0]
+    return (
+        f"this volume is in use by node {node} (process {owner}): check it while the node runs with"
+        f" `kvstore volumes check {volume_id}`, or stop the node first"
+    )
+
+
+def _suggest_volumes(path: Path) -> None:
+    """Refuses a data folder of ``kvstore up``, which is no volume, and names the volumes in it."""
+    from kvstore.tiers.nvme.volume_open import SLAB_FILE
+
+    if (path / SLAB_FILE).exists():
+        return
+    inside = sorted(shlex.quote(str(folder)) for folder in path.glob("*-nvme") if (folder / SLAB_FILE).exists())
+    if inside:
+        raise click.ClickException(f"{path} is no volume but holds some: kvstore volume check {' or '.join(inside)}")
+
+
+def report_json(found: CheckReport) -> dict[str, Any]:
+    """A report as plain data."""
+    return {
+        "path": str(found.path),
+        "volume_id": found.volume_id,
+        "capacity_bytes": found.capacity_bytes,
+        "ok": found.ok,
+        "blocks": found.blocks,
+        "good": found.good,
+        "bad": found.bad,
+        "orphans": found.orphans,
+        "dropped": found.dropped,
+        "bytes_read": found.bytes_read,
+        "damage": found.damage,
+        "mended": found.mended,
+    }
+
+
+def _print(found: CheckReport) -> None:
+    click.echo(
+        f"volume {found.volume_id} at {found.path}: {found.blocks:,} blocks, {found.good:,} good, {found.orphans:,} orphans"
+    )
+    for reason, count in sorted(found.bad.items()):
+        click.echo(f"  bad: {count:,} {reason}")
+    if found.dropped:
+        click.echo(f"  dropped from the catalog: {found.dropped:,}")
+    for damage in found.damage:
+        click.echo(f"  damage: {damage}")
+    for mended in found.mended:
+        click.echo(f"  mended: {mended}")

@@ -1,0 +1,152 @@
+"""``kvstore blocks``: which blocks of a prompt hit, where they lie, and why the rest misses."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvstore.cli.commands.store.namespaces import find
+from kvstore.cli.support import output
+from kvstore.cli.support.help import Command, Group
+from kvstore.cli.support.store_client import Store, ask, complete_namespaces, json_option, store_options
+from kvstore.config.model import Config
+from kvstore.core.keys import MAX_TOKEN
+from kvstore.core.limits import MAX_KEYS_PER_CALL
+
+if TYPE_CHECKING:
+    from kvstore.control_api.schemas.store import LookedUp, Replica
+
+MAX_TOKENS: Final = 4_194_304
+MAX_INPUT_BYTES: Final = 64 << 20
+_KEY: Final = re.compile(r"[0-9a-f]{32}")
+_TOKEN: Final = re.compile(r"[0-9]{1,10}")
+_APART: Final = re.compile(r"[\s,;\[\]\"']+")
+
+
+def chain_of(text: str) -> tuple[list[str] | None, list[int] | None]:
+    """Keys, or tokens, as people have them: apart by blanks, commas or lines, or as a list of JSON. One of the two is None.
+
+    Raises:
+        click.UsageError: they are neither, both, none or too many.
+    """
+    words = [word for word in _APART.split(text.lower()) if word]
+    if not words:
+        raise click.UsageError("give token ids or keys: as arguments, with --file, or on standard input")
+    if all(_KEY.fullmatch(word) for word in words):
+        if len(words) > MAX_KEYS_PER_CALL:
+            raise click.UsageError(f"{len(words):,} keys: {MAX_KEYS_PER_CALL:,} at most")
+        return words, None
+    wrong = next((word for word in words if not _TOKEN.fullmatch(word) or int(word) > MAX_TOKEN), None)
+    if wrong is not None:
+        raise click.UsageError(f"{output.clean(wrong[:40])} is no token id, and they are not all keys of 32 hexadecimal digits")
+    if len(words) > MAX_TOKENS:
+        raise click.UsageError(f"{len(words):,} tokens: {MAX_TOKENS:,} at most")
+    return None, [int(word) for word in words]
+
+
+@click.group(cls=Group)
+def blocks() -> None:
+    """Looks blocks up: which hit, where they lie, and why the rest misses.
+
+    Examples:
+      kvstore blocks lookup 8c2f0d 1 2 3 4
+      kvstore blocks show 03b1f2c4d5968778695a4b3c2d1e0f10
+    """
+
+
+@blocks.command(cls=Command)
+@click.argument("namespace", shell_complete=complete_namespaces)
+@click.argument("ids", nargs=-1)
+@click.option("--file", "-f", type=click.Path(allow_dash=True, path_type=Path), help="Reads them from a file; -: standard input.")
+@json_option
+@store_options
+def lookup(config: Config, *, namespace: str, ids: tuple[str, ...], file: Path | None, as_json: bool) -> None:
+    """Tells how far a chain hits in NAMESPACE now, and why no further: by its token ids, or by its keys, from the first on.
+
+    It counts as no lookup. Without IDS and --file it reads standard input.
+
+    Examples:
+      kvstore blocks lookup 8c2f0d 1 2 3 4
+      kvstore blocks lookup 8c2f0d --file tokens.json
+      jq -c .token_ids request.json | kvstore blocks lookup 8c2f0d --json | jq .first_miss
+    """
+    from kvstore.control_api.schemas.store import LookUp
+
+    if ids and file is not None:
+        raise click.UsageError("give ids, or a file of them, not both")
+    keys, tokens = chain_of(" ".join(ids) if ids else _read(file))
+
+    async def question(store: Store) -> LookedUp:
+        wanted = (await find(store, namespace)).namespace_id
+        return await store.queries.look_up(LookUp(namespace_id=wanted, keys=keys, tokens=tokens))
+
+    found = ask(config, question)
+    if as_json:
+        output.as_json(found)
+        return
+    why = f": {found.first_miss}" if found.first_miss else ""
+    output.note(f"{found.hit_blocks:,} of {found.blocks:,} blocks hit{why}")
+    output.table(
+        ("blocks", "hit", "state", "where", "why"),
+        [
+            (
+                f"{run.start}-{run.start + run.count - 1}" if run.count > 1 else str(run.start),
+                "hit" if run.hit else "miss",
+                run.state,
+                _where(run.replicas),
+                run.why,
+            )
+            for run in found.runs
+        ],
+    )
+
+
+@blocks.command("show", cls=Command)
+@click.argument("key")
+@json_option
+@store_options
+def show_block(config: Config, *, key: str, as_json: bool) -> None:
+    """Shows what the index says of one block, by its KEY of 32 hexadecimal digits.
+
+    Examples:
+      kvstore blocks show 03b1f2c4d5968778695a4b3c2d1e0f10
+    """
+    wanted = key.lower()
+    if not _KEY.fullmatch(wanted):
+        raise click.BadParameter("a key takes 32 hexadecimal digits", param_hint="KEY")
+    found = ask(config, lambda store: store.queries.block(wanted))
+    if as_json:
+        output.as_json(found)
+        return
+    output.facts(
+        [
+            ("key", found.key),
+            ("state", found.state),
+            ("why", found.why),
+            ("namespace", found.namespace_id or ""),
+            ("depth", "" if found.depth is None else str(found.depth)),
+            ("where", _where(found.replicas)),
+        ]
+    )
+
+
+def _where(replicas: list[Replica]) -> str:
+    return ", ".join(one.volume_id for one in replicas if one.volume_id and one.visible)
+
+
+def _read(file: Path | None) -> str:
+    """What is given in a file or on standard input; so many bytes at most."""
+    if file is None or file == Path("-"):
+        if file is None and sys.stdin.isatty():
+            return ""
+        raw = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
+    else:
+        with file.open("rb") as opened:
+            raw = opened.read(MAX_INPUT_BYTES + 1)
+    if len(raw) > MAX_INPUT_BYTES:
+        raise click.UsageError(f"more than {MAX_INPUT_BYTES >> 20} MiB of ids")
+    return raw.decode(errors="replace")

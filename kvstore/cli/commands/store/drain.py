@@ -1,0 +1,165 @@
+"""``kvstore drain``, ``undrain`` and ``remove``: takes a node out of a running store, and lets it back in."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import click
+
+from kvstore.cli.support import param_types
+from kvstore.cli.support.config_options import with_quiet_config
+from kvstore.cli.support.help import Command
+from kvstore.cli.support.output import clean
+from kvstore.cli.support.store_client import Refusal, Store, ask, complete_nodes, metadata_option
+from kvstore.config.model import Config
+
+if TYPE_CHECKING:
+    from kvproto.v1 import metadata_pb2
+
+EXIT_BLOCKED = 3
+"""The node can do no more, and stopping it would lose blocks; as where it is refused: it is not to be stopped."""
+EXIT_TIMEOUT = 4
+"""It was not drained in time; it goes on."""
+_POLL_S = 0.3
+_SAY_EVERY_S = 5.0
+_argument = click.argument("node", shell_complete=complete_nodes)
+
+
+@click.command(cls=Command)
+@_argument
+@click.option("--move", is_flag=True, help="Copies blocks that lie on no other active node's volume to some.")
+@click.option("--wait", is_flag=True, help="Returns once the node is drained, or can do no more.")
+@click.option("--timeout", callback=param_types.some_seconds, metavar="TIME", help="The most to wait, e.g. 90s.")
+@metadata_option
+@with_quiet_config
+def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float | None) -> None:
+    """Drains a node: it takes nothing new, serves what it holds, and makes everything durable.
+
+    Engines of its host find what they ask for as before, and store nothing. Once it is drained it may be stopped. Without --move
+    its blocks stay on its volumes and are found again when it is back; with --move they are found meanwhile. The order holds over
+    restarts, until kvstore undrain.
+
+    Examples:
+      kvstore drain host-3 --wait              before a restart of the host
+      kvstore drain host-3 --move --wait       before it leaves for good; then stop it, and kvstore remove host-3
+
+    Exits with 0 once that is done (without --wait: ordered), 1 where it failed, 3 where it is refused, there is no such node, or
+    the node can do no more and stopping it would lose blocks, 4 where --timeout came first.
+    """
+
+    async def order(store: Store) -> int:
+        status = await store.rpc.drain_node(node, move=move)
+        if wait:
+            return await _await_drained(store, node, timeout)
+        click.echo(describe(status))
+        return 0
+
+    sys.exit(ask(config, order))
+
+
+@click.command(cls=Command)
+@_argument
+@metadata_option
+@with_quiet_config
+def undrain(config: Config, *, node: str) -> None:
+    """Lets a node take part again. What was copied to others stays there.
+
+    Examples:
+      kvstore undrain host-3
+
+    Exits with 0 done, 1 failed or no answer, 2 used wrongly, 3 refused or not there.
+    """
+    click.echo(describe(ask(config, lambda store: store.rpc.undrain_node(node))))
+
+
+@click.command(cls=Command)
+@_argument
+@click.option("--force", is_flag=True, help="Also where it lives and is not drained.")
+@metadata_option
+@with_quiet_config
+def remove(config: Config, *, node: str, force: bool) -> None:
+    """Forgets a node that is dead or drained, and what it held, at once.
+
+    Its volumes stay as they are: started anew, the node is back with them.
+
+    Examples:
+      kvstore remove host-3
+
+    Exits with 0 done, 1 failed or no answer, 2 used wrongly, 3 refused or not there.
+    """
+    if not ask(config, lambda store: store.rpc.remove_node(node, force=force)):
+        raise Refusal(f"no such node: {node}")
+    click.echo(f"{node}: removed")
+
+
+def describe(status: metadata_pb2.NodeStatus) -> str:
+    """A node's part in the store, in one line."""
+    from kvproto.v1 import common_pb2
+
+    name = common_pb2.NodeState.Name(status.state).removeprefix("NODE_STATE_").lower().replace("_", " ")
+    said = [f"{status.node.node_id}: {name}"]
+    drain = status.drain
+    if drain.waiting_blocks:
+        said.append(f"{drain.waiting_blocks:,} blocks to write")
+    if status.order.move:
+        said.append(f"{drain.moved_blocks:,} moved, {drain.left_blocks:,} to move")
+    if drain.not_durable_blocks:
+        said.append(f"{drain.not_durable_blocks:,} not durable")
+    if drain.why:
+        said.append(drain.why)
+    if status.stopped:
+        said.append("stopped")
+    elif not status.alive:
+        said.append(f"no report for {status.heartbeat_age_ms / 1000:.0f} s")
+    return clean(", ".join(said))
+
+
+async def _await_drained(store: Store, node: str, timeout_s: float | None) -> int:
+    """Shows how far a node is until there is nothing more to wait for; the exit code that tells it."""
+    from kvproto.v1 import common_pb2
+
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    with _Line() as show:
+        while True:
+            status = (await store.rpc.nodes()).get(node)
+            if status is None or not status.HasField("order"):
+                raise click.ClickException(f"{node}: somebody removed it or lifted the order meanwhile")
+            final = status.state in (common_pb2.NODE_STATE_DRAINED, common_pb2.NODE_STATE_DRAIN_BLOCKED)
+            if not final and not status.alive:
+                raise click.ClickException(f"{describe(status)}: the order holds, and it drains once it is back")
+            late = deadline_s is not None and time.monotonic() > deadline_s
+            show(describe(status), last=final or late)
+            if status.state == common_pb2.NODE_STATE_DRAINED:
+                return 0
+            if final or late:
+                return EXIT_BLOCKED if final else EXIT_TIMEOUT
+            await asyncio.sleep(_POLL_S)
+
+
+class _Line:
+    """A line that is rewritten on a terminal; elsewhere one where something changed, not too often. A context manager."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._shown = ""
+        self._said_s = float("-inf")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and self._terminal and self._shown:
+            click.echo()  # the line stays as it is
+
+    def __call__(self, text: str, *, last: bool) -> None:
+        now_s = time.monotonic()
+        if self._terminal:
+            click.echo("\r\x1b[2K" + text, nl=last)
+        elif last or (text != self._shown and now_s - self._said_s >= _SAY_EVERY_S):
+            click.echo(text)
+            self._said_s = now_s
+        self._shown = text

@@ -1,0 +1,123 @@
+"""``kvstore tenants``: what tenants hold, and how much they may."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvstore.cli.support import output, param_types
+from kvstore.cli.support.help import Command, Group
+from kvstore.cli.support.store_client import Store, ask, confirm, json_option, lists, store_options, yes_option
+from kvstore.config.model import Config
+
+if TYPE_CHECKING:
+    from kvstore.control_api.schemas.retention import Quota, TenantTier
+
+_ANY: Final = "any"
+_argument = click.argument("tenant")
+
+
+def _bound(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """A size, ``any`` (no bound), or not given."""
+    return value if value == _ANY else param_types.size(ctx, param, value)
+
+
+@click.group(cls=Group, invoke_without_command=True)
+@json_option
+@store_options
+def tenants(config: Config, *, as_json: bool) -> None:
+    """Lists the tenants that hold something or have a quota: bytes of payload by tier, all nodes together.
+
+    A tenant is the one that the specs of its namespaces name; the default tenant's name is empty ('').
+
+    Examples:
+      kvstore tenants
+      kvstore tenants --json | jq '.items[] | select(.nvme.quota_bytes)'
+      kvstore tenants set team-a --dram 64GiB --nvme 1TiB
+      kvstore tenants unset team-a
+    """
+    if not lists(click.get_current_context(), as_json):
+        return
+    known = ask(config, lambda store: store.queries.tenants())
+    if as_json:
+        output.as_json({"items": [one.model_dump(mode="json") for one in known]})
+        return
+    output.table(
+        ("tenant", "dram", "dram quota", "nvme", "nvme quota", "nodes"),
+        [(one.tenant, *_tier(one.dram), *_tier(one.nvme), str(one.nodes)) for one in known],
+    )
+
+
+@tenants.command("set", cls=Command)
+@_argument
+@click.option("--dram", metavar="SIZE|any", callback=_bound, help="The most in DRAM, all nodes together; any: no bound.")
+@click.option("--nvme", metavar="SIZE|any", callback=_bound, help="The most on volumes, all nodes together; any: no bound.")
+@yes_option
+@json_option
+@store_options
+def set_quota(config: Config, *, tenant: str, dram: int | str | None, nvme: int | str | None, yes: bool, as_json: bool) -> None:
+    """Sets TENANT's quota in the tiers named; in the other one it stays.
+
+    What is beyond it leaves: the tenant's own coldest blocks. Asks first where that will be so.
+
+    Examples:
+      kvstore tenants set team-a --dram 64GiB
+      kvstore tenants set team-a --nvme 1TiB --dram any --yes
+      kvstore tenants set '' --nvme 500GiB
+    """
+    if dram is None and nvme is None:
+        raise click.UsageError("say how much: --dram SIZE, --nvme SIZE or both")
+
+    def changed(before: int | None, said: int | str | None) -> int | None:
+        return before if said is None else said if isinstance(said, int) else None
+
+    before = ask(config, lambda store: store.queries.quota(tenant))
+    wanted = changed(before.dram_bytes, dram), changed(before.nvme_bytes, nvme)
+    held = next((one for one in ask(config, lambda store: store.queries.tenants()) if one.tenant == tenant), None)
+    if held is not None:
+        beyond = [
+            f"{output.size(tier.held_bytes - most)} in {name}"
+            for name, tier, most in (("DRAM", held.dram, wanted[0]), ("NVMe", held.nvme, wanted[1]))
+            if most is not None and tier.held_bytes > most
+        ]
+        if beyond:
+            confirm(f"Let tenant {_named(tenant)} lose its coldest blocks, {' and '.join(beyond)}", yes=yes)
+    _set(config, tenant, before, wanted, as_json=as_json)
+
+
+@tenants.command("unset", cls=Command)
+@_argument
+@json_option
+@store_options
+def unset_quota(config: Config, *, tenant: str, as_json: bool) -> None:
+    """Takes TENANT's quota away, in both tiers.
+
+    Examples:
+      kvstore tenants unset team-a
+    """
+    before = ask(config, lambda store: store.queries.quota(tenant))
+    _set(config, tenant, before, (None, None), as_json=as_json)
+
+
+def _set(config: Config, tenant: str, before: Quota, wanted: tuple[int | None, int | None], *, as_json: bool) -> None:
+    async def change(store: Store) -> tuple[Quota, Quota]:
+        return await store.commands.set_quota(tenant, *wanted, expected=before)
+
+    done, _ = ask(config, change)
+    if as_json:
+        output.as_json(done)
+    else:
+        output.line(f"{_named(tenant)}: dram {_most(done.dram_bytes)}, nvme {_most(done.nvme_bytes)}")
+
+
+def _named(tenant: str) -> str:
+    return tenant or "'' (the default tenant)"
+
+
+def _most(bound: int | None) -> str:
+    return _ANY if bound is None else output.size(bound)
+
+
+def _tier(tier: TenantTier) -> tuple[str, str]:
+    return output.size(tier.held_bytes), "" if tier.quota_bytes is None else output.size(tier.quota_bytes)

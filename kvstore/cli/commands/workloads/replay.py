@@ -1,0 +1,96 @@
+"""``kvstore replay``: a recorded workload with real bytes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.cli.support import param_types
+from kvstore.cli.support.config_options import refuse_unused, with_quiet_config
+from kvstore.cli.support.help import Command
+from kvstore.cli.support.signals import orderly_exit
+from kvstore.config.model import Config
+from kvstore.tiers.eviction.policy import POLICY_NAMES
+
+if TYPE_CHECKING:
+    from kvstore.replay.capacity import Capacity
+
+
+@click.command(cls=Command)
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option(
+    "--block-bytes", callback=param_types.size, default="4KiB", show_default=True, metavar="SIZE", help="Bytes of a block."
+)
+@click.option("--layers", type=click.IntRange(1, 1024), default=1, show_default=True, help="Layer Blocks in a block.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
+@click.option(
+    "--capacity", callback=param_types.capacity, metavar="dram=SIZE[,nvme=SIZE]", help="Room (default: enough for every block)."
+)
+@click.option("--policy", type=click.Choice(POLICY_NAMES), help="Eviction policy (default: node.policy of the configuration).")
+@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where volumes go (default: temporary).")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=param_types.result_file,
+    help="Writes the result; - is stdout.",
+)
+@with_quiet_config
+def replay(
+    config: Config,
+    *,
+    trace: Path,
+    block_bytes: int,
+    layers: int,
+    limit: int | None,
+    capacity: Capacity | None,
+    policy: str | None,
+    data_dir: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Replays a request TRACE against a store of its own: one lookup, load and store a request.
+
+    Payloads follow from block keys, so every loaded byte is checked. With room for every block the hits are exactly those
+    of an unlimited cache; with less, the policy's hits are shown beside those and the best possible ones (Belady).
+
+    Reads Mooncake's JSON lines and run-length JSON lines, plain or compressed with zstd.
+
+    Examples:
+      kvstore replay conversation.jsonl.zst
+      kvstore replay trace.jsonl --limit 500 --block-bytes 1MiB --capacity dram=2GiB,nvme=20GiB
+      kvstore replay trace.jsonl --capacity dram=256MiB --policy lru --json result.json
+
+    Exits with 1 if any byte was wrong, or if hits are missing although there was room for everything.
+    """
+    refuse_unused("a replay starts a store of its own; its room is --capacity", "node.policy", "log.")
+    from rich.console import Console
+
+    from kvstore.replay.capacity import room_for
+    from kvstore.replay.plan import read_workload
+    from kvstore.replay.progress import progress
+    from kvstore.replay.report import print_summary
+    from kvstore.replay.run import replay as run
+    from kvstore.replay.summary import replay_rows, verdict
+    from kvstore.workload.traces import open_trace
+
+    source = open_trace(trace)
+    workload = read_workload(source.info, source, block_bytes, layers, limit)
+    room = capacity or room_for(workload.unique_blocks, workload.spec.shape, data_dir or Path(tempfile.gettempdir()))
+    room.check(workload.spec.shape)
+    with orderly_exit(), progress(f"replay {source.info.name}", len(workload.chains)) as report:
+        result = run(workload, room, policy or config.node.policy, data_dir, report)
+    to_stdout = json_file == Path("-")
+    print_summary(f"replay of {source.info.name}", replay_rows(result), Console(stderr=to_stdout))
+    if json_file is not None:
+        text = json.dumps(result.to_json(), indent=2)
+        if to_stdout:
+            click.echo(text)
+        else:
+            json_file.write_text(text + "\n")
+    problem = verdict(result)
+    if problem is not None:
+        raise click.ClickException(problem)

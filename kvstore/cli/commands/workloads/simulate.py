@@ -1,0 +1,302 @@
+"""``kvstore simulate``: what dual-path loading would bring on a cluster, before it is bought."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.cli.support import param_types
+from kvstore.cli.support.help import Command
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvstore.replay.progress import Report
+    from kvstore.simulate.cluster import SimConfig
+    from kvstore.simulate.result import SimResult
+    from kvstore.simulate.sessions import Session
+
+_DEFAULT_POLICIES = "prefill_only,shorter_queue,split,oracle"
+_LADDER = "ladder"
+_REQUESTS = 6_000
+"""About as many are simulated by default: a few seconds a policy."""
+
+
+def _variants(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
+    from kvstore.simulate.cluster import LADDER, VARIANTS
+
+    names = [name.strip() for name in value.split(",")]
+    if names == [_LADDER]:
+        return list(LADDER)
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        raise click.BadParameter(f"'{unknown[0]}' is none of {', '.join([*VARIANTS, _LADDER])}", ctx, param)
+    return names
+
+
+def _clusters(ctx: click.Context, param: click.Parameter, value: str | None) -> list[tuple[int, int]]:
+    """``1:1,1:2``."""
+    if value is None:
+        return []
+    try:
+        pairs = [tuple(int(part) for part in entry.split(":")) for entry in value.split(",")]
+    except ValueError:
+        pairs = []
+    if not pairs or any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
+        raise click.BadParameter("clusters look like 1:1,1:2,2:1", ctx, param)
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The command line, by the names of its options."""
+
+    model: str
+    gpu: str
+    prefill: int | None
+    decode: int | None
+    gpus: int
+    snic: float
+    cnic: float
+    dram: float
+    storage: float | None
+    stage: int | None
+    trace: Path | None
+    profile: str
+    agents: int
+    every: int | None
+    seed: int
+    policies: list[str]
+    layer_groups: int
+    sweep_pd: list[tuple[int, int]]
+    online: bool
+    json_file: Path | None
+    plot_file: Path | None
+
+
+@click.command(cls=Command)
+@click.option("--model", default="ds-660b", show_default=True, help="Model: --list-models names them.")
+@click.option("--gpu", default="h100", show_default=True, help="h100 or h200.")
+@click.option("--prefill", type=click.IntRange(1, 512), metavar="P", help="Prefill nodes (default: the model's).")
+@click.option("--decode", type=click.IntRange(1, 512), metavar="D", help="Decode nodes (default: the model's).")
+@click.option("--gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="GPUs a node, each with its CNIC.")
+@click.option(
+    "--snic", type=click.FloatRange(0, min_open=True), default=50.0, show_default=True, help="Storage link of a node, GB/s."
+)
+@click.option(
+    "--cnic", type=click.FloatRange(0, min_open=True), default=50.0, show_default=True, help="Compute link of a GPU, GB/s."
+)
+@click.option("--dram", type=click.FloatRange(0, min_open=True), default=500.0, show_default=True, help="Memory of a node, GB/s.")
+@click.option("--storage", type=click.FloatRange(0, min_open=True), help="All storage together, GB/s (default: no limit).")
+@click.option(
+    "--stage", callback=param_types.some_size, metavar="SIZE", help="Prefill or decode buffer a node (default: the model's)."
+)
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="A recorded workload (default: generated agents).")
+@click.option("--profile", default="agentic-64k", show_default=True, help="Generated agents: agentic-32k, -48k or -64k.")
+@click.option("--agents", type=click.IntRange(1, 100_000), default=1024, show_default=True, help="Agents that run at once.")
+@click.option("--every", type=click.IntRange(1), help="Simulates one turn in so many (default: what makes about 6,000 requests).")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of everything drawn.")
+@click.option(
+    "--policies",
+    callback=_variants,
+    default=_DEFAULT_POLICIES,
+    show_default=True,
+    help="What to compare; 'ladder': step by step.",
+)
+@click.option(
+    "--layer-groups",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Parts in which storage is read, first layers first.",
+)
+@click.option("--sweep-pd", callback=_clusters, metavar="P:D,…", help="Compares clusters, e.g. 1:1,1:2,2:1.")
+@click.option("--online", is_flag=True, help="Searches the agents/s within TTFT 4 s and TPOT 50 ms instead.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=param_types.result_file,
+    help="Writes the result; - is stdout.",
+)
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=param_types.result_file,
+    help="Writes a PNG (takes the extra 'plots').",
+)
+@click.option("--list-models", is_flag=True, help="Names models and what they ask of storage, and ends.")
+def simulate(*, list_models: bool, **options: object) -> None:
+    """Simulates a cluster that serves agents, with one path to storage and with two.
+
+    Answers two questions: what would my cluster gain from loading over the storage links of decode nodes too, and which P:D
+    should I buy? Planner and scheduler are the store's own; links are shared fairly; computing takes what a roofline says.
+    The first policy is what the others are compared with.
+
+    Policies:
+      prefill_only    every prefill node loads over its own storage link: what others do
+      round_robin     prefill and decode side in turns
+      shorter_queue   the side with less to read (the DualPath paper)
+      split           one request over both sides and idle nodes, so that all parts end together
+      oracle          no loading at all: the ceiling; more bandwidth cannot do better
+      ladder          basic, +layerwise, +both paths, +scheduler, +split, each with all before it
+
+    If 'oracle' is hardly faster, computing is the limit: buy prefill nodes. If 'split' is far from 'oracle', the storage
+    links are: any node helps, prefill or decode. Runs are thinned (--every) to one turn in many of every agent, at the same
+    load; times in tables are scaled back. Gains compare the times until 95 % of the requests are done, because a few very
+    long sessions end last on any cluster.
+
+    Examples:
+      kvstore simulate
+      kvstore simulate --model qwen2.5-32b --gpu h200 --prefill 1 --decode 2 --agents 256
+      kvstore simulate --model ds-27b --sweep-pd 1:1,1:2,2:1 --plot gain.png
+      kvstore simulate --snic 12.5 --policies ladder --json -
+      kvstore simulate --online --policies prefill_only,split
+    """
+    if list_models:
+        _list_models()
+        return
+    _simulate(_Options(**options))  # type: ignore[arg-type]  # click made them what they are declared to be
+
+
+def _list_models() -> None:
+    from kvstore.engine.models import MODELS
+
+    click.echo(f"{'model':<14} {'KV bytes/token':>14}  GB/PFLOP at 32K + 429 tokens  default cluster")
+    for model in MODELS.values():
+        ratio = model.bytes_per_pflop(32_768, 429) / 1e9
+        click.echo(f"{model.name:<14} {model.token_bytes:>14,}  {ratio:>28.1f}  {model.prefill_nodes}P{model.decode_nodes}D")
+
+
+def _simulate(options: _Options) -> None:
+    from rich.console import Console
+
+    from kvstore.simulate.plot import plot, require_matplotlib
+    from kvstore.simulate.table import bound_sentence, print_results, print_sweep, sweep_json
+
+    if options.plot_file is not None:
+        require_matplotlib()
+    console = Console(stderr=options.json_file == Path("-"))
+    sessions, every, name = _workload(options)
+    config = _cluster(options, sessions, options.prefill, options.decode)
+    requests = sum(len(session.turns) for session in sessions)
+    thinned = f", one turn in {every}" if every > 1 else ""
+    console.print(f"{name}: {len(sessions):,} sessions, {requests:,} requests{thinned}", highlight=False)
+    console.print(bound_sentence(config), highlight=False)
+    if options.online:
+        _online(options, config, every, console)
+        return
+    results = _run_all(config, options.policies)
+    print_results(results, every, f"{options.model} on {_name(config)}", console)
+    swept: dict[str, list[SimResult]] = {}
+    nodes: dict[str, int] = {}
+    for prefill, decode in options.sweep_pd:
+        other = _cluster(options, sessions, prefill, decode)
+        swept[_name(other)] = _run_all(other, options.policies)
+        nodes[_name(other)] = prefill + decode
+    if swept:
+        print_sweep(swept, nodes, every, console)
+    if options.json_file is not None:
+        out = {
+            "cluster": _name(config),
+            "every": every,
+            "bound": bound_sentence(config),
+            "results": [result.to_json() for result in results],
+            "sweep": sweep_json(swept),
+        }
+        _write(out, options.json_file)
+    if options.plot_file is not None:
+        plot(results, config, {key: [one.most_done_s for one in found] for key, found in swept.items()}, options.plot_file)
+
+
+def _online(options: _Options, config: SimConfig, every: int, console: Console) -> None:
+    from kvstore.replay.progress import progress
+    from kvstore.simulate.cluster import VARIANTS
+    from kvstore.simulate.online import MOST_RATES, Point, capacity
+    from kvstore.simulate.table import print_capacity
+
+    found = []
+    for name in options.policies:
+        with progress(name, MOST_RATES, unit="rates") as report:
+            tried: list[Point] = []
+
+            def note(point: Point, tried: list[Point] = tried, report: Report = report) -> None:
+                tried.append(point)
+                report(len(tried), f"{point.agents_s:.3f} agents/s: TTFT {point.ttft_s:.2f} s")
+
+            variant = config.but(variant=VARIANTS[name])
+            found.append(capacity(variant, config.sessions, every=every, seed=options.seed, tried=note))
+    print_capacity(found, console)
+    if options.json_file is not None:
+        _write({"cluster": _name(config), "every": every, "capacity": [asdict(one) for one in found]}, options.json_file)
+
+
+def _workload(options: _Options) -> tuple[tuple[Session, ...], int, str]:
+    """Sessions that all begin at once, one turn in how many, and a name."""
+    from kvstore.simulate.sessions import at_once, sessions_of, thinned
+    from kvstore.workload.generator import PROFILES, AgentWorkload
+    from kvstore.workload.traces import open_trace
+
+    if options.trace is not None:
+        source = open_trace(options.trace)
+        found, name = sessions_of(source, source.info.block_tokens)[: options.agents], source.info.name
+    elif options.profile in PROFILES:
+        workload = AgentWorkload(PROFILES[options.profile], options.agents, seed=options.seed)
+        found, name = sessions_of(workload, workload.block_tokens), options.profile
+    else:
+        raise click.UsageError(f"no profile '{options.profile}'; there are: {', '.join(PROFILES)}")
+    every = options.every or max(1, sum(len(session.turns) for session in found) // _REQUESTS)
+    return at_once(thinned(found, every)), every, name
+
+
+def _cluster(options: _Options, sessions: tuple[Session, ...], prefill: int | None, decode: int | None) -> SimConfig:
+    from kvstore.engine.hardware import gpu_named
+    from kvstore.engine.models import model_named
+    from kvstore.simulate.cluster import uniform
+
+    config = uniform(
+        model_named(options.model),
+        gpu_named(options.gpu),
+        sessions,
+        prefill_nodes=prefill,
+        decode_nodes=decode,
+        gpus_per_node=options.gpus,
+        snic=options.snic * 1e9,
+        cnic=options.cnic * 1e9,
+        dram=options.dram * 1e9,
+        stage_bytes=options.stage,
+    )
+    config = config.but(layer_groups=options.layer_groups)
+    return config if options.storage is None else config.but(storage=options.storage * 1e9)
+
+
+def _run_all(config: SimConfig, policies: list[str]) -> list[SimResult]:
+    from kvstore.replay.progress import progress
+    from kvstore.simulate.cluster import VARIANTS
+    from kvstore.simulate.run import simulate as run
+
+    total = sum(len(session.turns) for session in config.sessions)
+    results = []
+    for name in policies:
+        with progress(f"{_name(config)} {name}", total) as report:
+            results.append(run(config.but(variant=VARIANTS[name]), lambda done, of: report(done, "", of)))
+    return results
+
+
+def _name(config: SimConfig) -> str:
+    from kvstore.dualpath.groups import Role
+
+    return f"{len(config.of(Role.PREFILL))}P{len(config.of(Role.DECODE))}D"
+
+
+def _write(out: dict[str, object], file: Path) -> None:
+    text = json.dumps(out, indent=2)
+    if file == Path("-"):
+        click.echo(text)
+    else:
+        file.write_text(text + "\n")

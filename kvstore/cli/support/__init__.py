@@ -1,0 +1,1 @@
+"""Shared parts of the commands: options, configuration, output, logging, connections."""

@@ -1,0 +1,161 @@
+"""Options that commands share: where the configuration comes from."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+import click
+
+from kvstore.cli.support.logs import set_up_logs
+from kvstore.config.model import Config
+from kvstore.config.sources import Origin, Provenance, Setting, load_config, parse_assignment
+from kvstore.core.errors import InvalidArgument
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def setting_option(*names: str, key: str, metavar: str, help: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:  # noqa: A002
+    """A named flag for one setting: the same as ``--set key=value``."""
+
+    def note(ctx: click.Context, _parameter: click.Parameter, value: object) -> None:
+        if value is not None:
+            _settings_of(ctx).append(Setting(key, value, Origin("flag", names[0])))
+
+    return click.option(*names, callback=note, expose_value=False, metavar=metavar, help=f"{help}  [{key}]")
+
+
+def with_config(command: Callable[Concatenate[Config, _P], _R]) -> Callable[_P, _R]:
+    """Adds ``--config`` and ``--set``, and passes the configuration in force as the first argument; sets up logs."""
+
+    @_config_options
+    @functools.wraps(command)
+    def loaded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        config, _ = configuration(click.get_current_context())
+        set_up_logs(config.log)
+        return command(config, *args, **kwargs)
+
+    return loaded
+
+
+def with_quiet_config(command: Callable[Concatenate[Config, _P], _R]) -> Callable[_P, _R]:
+    """As ``with_config``, for commands whose output is for people: logs begin at warnings unless ``log.level`` is set."""
+
+    @_config_options
+    @functools.wraps(command)
+    def loaded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        config, provenance = configuration(click.get_current_context())
+        log = config.log
+        if provenance["log.level"].source == "default":
+            log = log.model_copy(update={"level": "warning"})
+        set_up_logs(log)
+        return command(config, *args, **kwargs)
+
+    return loaded
+
+
+def with_provenance(command: Callable[Concatenate[Config, Provenance, _P], _R]) -> Callable[_P, _R]:
+    """As ``with_config``, for commands that also tell where values came from."""
+
+    @_config_options
+    @functools.wraps(command)
+    def loaded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        config, provenance = configuration(click.get_current_context())
+        return command(config, provenance, *args, **kwargs)
+
+    return loaded
+
+
+def configuration(ctx: click.Context) -> tuple[Config, Provenance]:
+    """The configuration in force for a command that has the shared options.
+
+    Raises:
+        click.UsageError: a setting is unknown or wrong.
+    """
+    file = ctx.meta.get(_FILE_KEY)
+    try:
+        return load_config(file, os.environ, _settings_of(ctx))
+    except InvalidArgument as error:
+        raise click.UsageError(str(error), ctx) from error
+
+
+def refuse_unused(hint: str, *used: str) -> None:
+    """Refuses what ``--set`` gives to a command that has no use for it: accepted in silence, it would seem to have an effect.
+
+    Args:
+        hint: what to do instead.
+        used: beginnings of the settings that the command heeds.
+
+    Raises:
+        click.UsageError: another one was given.
+    """
+    ctx = click.get_current_context()
+    unused = [setting.key for setting in _settings_of(ctx) if not setting.key.startswith(used)]
+    if unused:
+        raise click.UsageError(f"--set {unused[0]} has no effect here: {hint}", ctx)
+
+
+def handed_on(decided: Mapping[str, str]) -> list[str]:
+    """The ``--config`` and ``--set`` of a command that starts daemons, as arguments of these; the environment they inherit.
+
+    Args:
+        decided: settings that the command decides itself -> what to do instead.
+
+    Raises:
+        click.UsageError: one of those was given: accepted in silence, it would seem to have an effect.
+    """
+    ctx = click.get_current_context()
+    file = ctx.meta.get(_FILE_KEY)
+    arguments = [] if file is None else ["--config", str(file)]
+    for setting in _settings_of(ctx):
+        if setting.key in decided:
+            raise click.UsageError(f"--set {setting.key} has no effect here: {decided[setting.key]}", ctx)
+        arguments += ["--set", f"{setting.key}={setting.value}"]
+    return arguments
+
+
+_FILE_KEY = "kvstore.config_file"
+_SETTINGS_KEY = "kvstore.settings"
+
+
+def _settings_of(ctx: click.Context) -> list[Setting]:
+    settings: list[Setting] = ctx.meta.setdefault(_SETTINGS_KEY, [])
+    return settings
+
+
+def _note_file(ctx: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
+    if value is not None or _FILE_KEY not in ctx.meta:  # a group's holds for its commands, unless they name another
+        ctx.meta[_FILE_KEY] = value
+
+
+def _note_assignments(ctx: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> None:
+    for text in values:
+        try:
+            _settings_of(ctx).append(parse_assignment(text))
+        except InvalidArgument as error:
+            raise click.BadParameter(str(error), ctx) from error
+
+
+def _config_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
+    command = click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        expose_value=False,
+        callback=_note_assignments,
+        help="Sets any value of the configuration, e.g. --set node.dram=4GiB.",
+    )(command)
+    return click.option(
+        "--config",
+        "-c",
+        envvar="KVSTORE_CONFIG",
+        type=click.Path(dir_okay=False, path_type=Path),
+        expose_value=False,
+        callback=_note_file,
+        help="TOML file (default: ./kvstore.toml, /etc/kvstore/kvstore.toml).",
+    )(command)

@@ -1,0 +1,62 @@
+"""Default folders: data, and the unix sockets by which programs on a host find a node."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import socket
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from kvstore.config.model import Config
+
+_MAX_FOLDER_NAME = 32
+_MAX_RUN_DIRS = 48
+_UNIT_FOLDER: Final = Path("/run/kvstore")
+"""``RuntimeDirectory`` of the systemd unit, and ``runDir`` of the chart."""
+
+
+def data_dir(config: Config) -> Path:
+    """Folder of what outlives the processes."""
+    if config.data_dir is not None:
+        return config.data_dir
+    home = os.environ.get("XDG_DATA_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "share") / "kvstore"
+
+
+def run_dir(name: str) -> Path:
+    """A short, private folder for the unix sockets of one daemon: socket paths are limited to 107 bytes."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)
+    if plain != name or len(plain) > _MAX_FOLDER_NAME:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        plain = f"{plain[: _MAX_FOLDER_NAME - 9]}-{digest}"
+    return run_dirs() / plain
+
+
+def run_dirs() -> Path:
+    """Parent of the socket folders of this user's daemons."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "kvstore" if base else Path(tempfile.gettempdir()) / f"kvstore-{os.getuid()}"
+
+
+def short_run_dirs() -> Path:
+    """As ``run_dirs``, or a folder in /tmp if the paths of sockets below it would be too long."""
+    usual = run_dirs()
+    return usual if len(str(usual)) <= _MAX_RUN_DIRS else Path("/tmp") / f"kvstore-{os.getuid()}"  # noqa: S108  # made with 0700
+
+
+def node_socket(config: Config) -> Path:
+    """The unix socket of the configured node."""
+    node_id = config.node.node_id or socket.gethostname()
+    return (config.node.run_dir or run_dir(node_id)) / f"{node_id}.sock"
+
+
+def socket_folders(config: Config) -> list[Path]:
+    """Folders with sockets of nodes: the configured one, those of this user, and that of the systemd unit."""
+    folders = [node_socket(config).parent, _UNIT_FOLDER]
+    with contextlib.suppress(OSError):
+        folders += sorted(run_dirs().iterdir())
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()] or [node_socket(config).parent]

@@ -1,0 +1,1 @@
+"""``kvstore top``: live statistics of a running store."""

@@ -1,0 +1,344 @@
+"""What ``kvstore top`` shows, made of two looks at a store: rates, shares and latencies of the time between them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from kvstore.cli.support import output
+
+if TYPE_CHECKING:
+    from kvstore.control_api.schemas.store import Activity, Cluster, LoadTimes, Node, Unreached, Volume
+
+REACHES: Final = ("dram", "nvme", "peer", "none")
+"""Where loads came from, at the farthest; ``none``: nothing hit."""
+PLANE: Final = ("served", "taken", "fetched", "written")
+TIERS: Final = ("hbm", "dram", "nvme")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A store at one time."""
+
+    at_s: float
+    """Monotonic."""
+    cluster: Cluster
+    counters: Mapping[str, int]
+    """Of the metadata server."""
+    nodes: Sequence[Node]
+    volumes: Sequence[Volume]
+    activities: Mapping[str, Activity]
+    unreached: Sequence[Unreached]
+
+
+@dataclass(slots=True)
+class Times:
+    """Loads between two looks, and how long they took."""
+
+    loads: int = 0
+    total_s: float = 0.0
+    buckets: dict[float, int] = field(default_factory=dict)
+    """Upper bound, seconds (infinite: longer than all others) -> loads."""
+
+    def add(self, other: Times) -> None:
+        """Takes others in."""
+        self.loads += other.loads
+        self.total_s += other.total_s
+        for bound, loads in other.buckets.items():
+            self.buckets[bound] = self.buckets.get(bound, 0) + loads
+
+    def quantile(self, part: float) -> float | None:
+        """Upper bound of the bucket in which the load of that rank lies; infinite: above them all; None: there was none."""
+        left = part * self.loads
+        for bound, loads in sorted(self.buckets.items()):
+            left -= loads
+            if loads and left <= 0:
+                return bound
+        return None
+
+
+@dataclass(slots=True)
+class Line:
+    """A node between two looks. Rates are bytes a second; queue in bytes."""
+
+    node_id: str
+    state: str
+    answered: bool
+    loads_per_s: float
+    times: Times
+    loaded: dict[str, float]
+    plane: dict[str, float]
+    links: dict[str, float]
+    """``storage in``, ``storage out``, ``compute in``, ``compute out``; what the kernel does not tell is left out."""
+    fill: dict[str, tuple[int, int]]
+    """Tier -> bytes used and there."""
+    queue: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What it brought to engines, from wherever."""
+        return sum(self.loaded.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A store between two looks."""
+
+    seconds: float
+    cluster: Cluster
+    lookups_per_s: float
+    hit_ratio: float | None
+    times: Mapping[str, Times]
+    lines: Sequence[Line]
+    unreached: Sequence[Unreached]
+
+    @property
+    def all_times(self) -> Times:
+        """Loads of all reaches."""
+        return _sum(self.times.values())
+
+
+ORDERS: Final[Mapping[str, tuple[str, Callable[[Line], tuple[float, str]]]]] = {
+    "n": ("name", lambda line: (0.0, line.node_id)),
+    "l": ("loads", lambda line: (-line.loads_per_s, line.node_id)),
+    "b": ("bytes", lambda line: (-line.bytes_per_s, line.node_id)),
+    "t": ("time", lambda line: (-(line.times.quantile(0.99) or 0.0), line.node_id)),
+    "d": ("dram", lambda line: (-_fill(line.fill.get("dram")), line.node_id)),
+    "u": ("queue", lambda line: (-float(line.queue), line.node_id)),
+}
+"""Key -> name of an order of nodes, and what it sorts by."""
+
+
+def figures(before: Look, after: Look) -> Figures:
+    """What happened between two looks. A node that was started again meanwhile counts from there."""
+    seconds = max(after.at_s - before.at_s, 1e-3)
+    times: dict[str, Times] = {reach: Times() for reach in REACHES}
+    lines = []
+    for node in after.nodes:
+        now = after.activities.get(node.node_id)
+        seen = before.activities.get(node.node_id, now)  # new to us: how long it took for what it has done, nobody knows
+        was = None if now is None or seen is None or seen.uptime_s > now.uptime_s else seen
+        by_reach = {} if now is None else _times(now.loads, [] if was is None else was.loads)
+        for reach, found in by_reach.items():
+            times[reach].add(found)
+        lines.append(_line(node, now, was, seen, _sum(by_reach.values()), after.volumes, seconds))
+    asked = _grown(after.counters, before.counters, "metadata_lookup_keys_total")
+    return Figures(
+        seconds=seconds,
+        cluster=after.cluster,
+        lookups_per_s=_grown(after.counters, before.counters, "metadata_lookups_total") / seconds,
+        hit_ratio=_grown(after.counters, before.counters, "metadata_lookup_hit_blocks_total") / asked if asked else None,
+        times=times,
+        lines=lines,
+        unreached=after.unreached,
+    )
+
+
+def as_data(found: Figures) -> dict[str, object]:
+    """For JSON."""
+    return {
+        "seconds": found.seconds,
+        "cluster": found.cluster.model_dump(mode="json"),
+        "lookups_per_s": found.lookups_per_s,
+        "hit_ratio": found.hit_ratio,
+        "loads": {reach: _times_data(times, found.seconds) for reach, times in found.times.items()},
+        "nodes": [
+            {
+                "node_id": line.node_id,
+                "state": line.state,
+                "answered": line.answered,
+                "loads": _times_data(line.times, found.seconds),
+                "loaded_bytes_per_s": line.loaded,
+                "data_plane_bytes_per_s": line.plane,
+                "link_bytes_per_s": line.links,
+                "fill": {tier: {"used_bytes": used, "capacity_bytes": there} for tier, (used, there) in line.fill.items()},
+                "queue_bytes": line.queue,
+            }
+            for line in found.lines
+        ],
+    }
+
+
+def summary(found: Figures) -> list[str]:
+    """The store as a whole, in lines."""
+    cluster, all_times = found.cluster, found.all_times
+    links = _added(line.links for line in found.lines)
+    plane = _added(line.plane for line in found.lines)
+    loaded = _added(line.loaded for line in found.lines)
+    fill = {tier: [line.fill[tier] for line in found.lines if tier in line.fill] for tier in TIERS}
+    refused = f" {cluster.nodes_refused} refused" if cluster.nodes_refused else ""
+    hit = "-" if found.hit_ratio is None else f"{100 * found.hit_ratio:.1f}%"
+    return [
+        f"kvstore {cluster.metadata_address}  {cluster.health}  up {output.duration(cluster.metadata_uptime_s)}"
+        f"  nodes {cluster.nodes_alive} alive {cluster.nodes_silent} silent{refused}  plans {cluster.live_plans}"
+        f"  policy {cluster.path_policy}",
+        f"lookups  {found.lookups_per_s:.1f}/s  hit {hit}",
+        f"loads    {all_times.loads / found.seconds:.1f}/s  p50 {_bound(all_times, 0.5)}  p99 {_bound(all_times, 0.99)}  "
+        + "  ".join(
+            f"{reach} {times.loads / found.seconds:.1f}/s {_bound(times, 0.99)}"
+            for reach, times in found.times.items()
+            if times.loads
+        ),
+        "loaded   " + "  ".join(f"{tier} {output.rate(loaded.get(tier, 0))}" for tier in REACHES[:3]),
+        "plane    " + "  ".join(f"{way} {output.rate(plane.get(way, 0))}" for way in PLANE),
+        "links    " + ("  ".join(f"{way} {output.rate(carried)}" for way, carried in sorted(links.items())) or "-"),
+        "tiers    "
+        + "  ".join(
+            f"{tier} {output.size(sum(used for used, _ in known))}/{output.size(sum(there for _, there in known))}"
+            for tier, known in fill.items()
+            if known
+        ),
+    ]
+
+
+HEADING: Final = (
+    "node", "state", "loads/s", "p99", "from dram", "from nvme", "from peers", "served", "storage", "compute",
+    "dram", "nvme", "queue",
+)  # fmt: skip
+
+
+def rows(found: Figures, order: str) -> list[tuple[str, ...]]:
+    """A line for each node, in the order of a key of ``ORDERS``."""
+    return [
+        (
+            line.node_id,
+            line.state if line.answered else f"{line.state}!",
+            f"{line.loads_per_s:.1f}",
+            _bound(line.times, 0.99),
+            *(output.rate(line.loaded.get(tier, 0)) for tier in REACHES[:3]),
+            output.rate(line.plane.get("served", 0)),
+            *(_both(line.links, network) for network in ("storage", "compute")),
+            *(_percent(line.fill.get(tier)) for tier in ("dram", "nvme")),
+            output.size(line.queue),
+        )
+        for line in sorted(found.lines, key=ORDERS[order][1])
+    ]
+
+
+# ---- inside ----
+def _state(node: Node) -> str:
+    if node.refused is not None:
+        return "refused"
+    return "stopped" if node.stopped else node.state if node.alive else "silent"
+
+
+def _line(
+    node: Node,
+    now: Activity | None,
+    was: Activity | None,
+    seen: Activity | None,
+    times: Times,
+    volumes: Sequence[Volume],
+    seconds: float,
+) -> Line:
+    """Of its process, what was is of the same life or None; NICs count on when it is started again (``seen``)."""
+    mine = [volume for volume in volumes if volume.node_id == node.node_id]
+    return Line(
+        node_id=node.node_id,
+        state=_state(node),
+        answered=now is not None,
+        loads_per_s=times.loads / seconds,
+        times=times,
+        loaded=_rates(now, was, seconds, lambda one: one.loaded.model_dump()),
+        plane=_rates(now, was, seconds, lambda one: {way: getattr(one.data_plane, f"{way}_bytes") for way in PLANE}),
+        links=_rates(
+            now,
+            seen,
+            seconds,
+            lambda one: {
+                f"{link.network} {way}": carried
+                for link in one.links
+                for way, carried in (("in", link.received_bytes), ("out", link.sent_bytes))
+            },
+        ),
+        fill={
+            tier: (
+                sum(one.used_bytes for one in mine if one.tier == tier),
+                sum(one.capacity_bytes for one in mine if one.tier == tier),
+            )
+            for tier in TIERS
+            if any(one.tier == tier for one in mine)
+        },
+        queue=sum(nic.pending_bytes for nic in node.nics if nic.network == "storage"),
+    )
+
+
+def _rates(
+    now: Activity | None, was: Activity | None, seconds: float, totals: Callable[[Activity], Mapping[str, int]]
+) -> dict[str, float]:
+    if now is None:
+        return {}
+    before = {} if was is None else totals(was)
+    return {name: _difference(total, before.get(name, 0)) / seconds for name, total in totals(now).items()}
+
+
+def _difference(now: int, before: int) -> int:
+    return now - before if now >= before else now
+
+
+def _grown(now: Mapping[str, int], before: Mapping[str, int], name: str) -> int:
+    return _difference(now.get(name, 0), before.get(name, 0))
+
+
+def _times(now: Iterable[LoadTimes], before: Iterable[LoadTimes]) -> dict[str, Times]:
+    old = {one.reach: one for one in before}
+    found = {}
+    for one in now:
+        was = old.get(one.reach)
+        counts = {bucket.up_to_s: bucket.loads for bucket in was.buckets} if was is not None else {}
+        buckets = {
+            float("inf") if bucket.up_to_s is None else bucket.up_to_s: _difference(bucket.loads, counts.get(bucket.up_to_s, 0))
+            for bucket in one.buckets
+        }
+        total_s = one.total_s - was.total_s if was is not None and was.total_s <= one.total_s else one.total_s
+        found[str(one.reach)] = Times(sum(buckets.values()), total_s, buckets)
+    return found
+
+
+def _sum(times: Iterable[Times]) -> Times:
+    made = Times()
+    for one in times:
+        made.add(one)
+    return made
+
+
+def _times_data(times: Times, seconds: float) -> dict[str, float | None]:
+    found = {"per_s": times.loads / seconds, "mean_s": times.total_s / times.loads if times.loads else None}
+    return found | {name: _finite(times.quantile(part)) for name, part in (("p50_up_to_s", 0.5), ("p99_up_to_s", 0.99))}
+
+
+def _finite(bound: float | None) -> float | None:
+    return None if bound == float("inf") else bound
+
+
+def _bound(times: Times, part: float) -> str:
+    """The bucket in which a quantile lies: its bounds, for the time was not measured any closer."""
+    found = times.quantile(part)
+    if found is None:
+        return output.NOTHING
+    below = max((bound for bound in times.buckets if bound < found), default=0.0)
+    if found == float("inf"):
+        return f">{output.duration(below)}"
+    return f"{output.duration(below)}-{output.duration(found)}" if below else f"<{output.duration(found)}"
+
+
+def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    made: dict[str, float] = {}
+    for part in parts:
+        for name, rate in part.items():
+            made[name] = made.get(name, 0.0) + rate
+    return made
+
+
+def _both(links: Mapping[str, float], network: str) -> str:
+    known = [links[f"{network} {way}"] for way in ("in", "out") if f"{network} {way}" in links]
+    return "+".join(output.rate(rate) for rate in known)
+
+
+def _fill(fill: tuple[int, int] | None) -> float:
+    return fill[0] / fill[1] if fill is not None and fill[1] else 0.0
+
+
+def _percent(fill: tuple[int, int] | None) -> str:
+    return "" if fill is None else output.share(*fill)

@@ -1,0 +1,1 @@
+"""Typed configuration of all programs, with the source of every value."""

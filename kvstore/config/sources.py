@@ -1,0 +1,216 @@
+"""Where a configuration's values come from, and which source each value in force was taken from."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from kvstore.config.model import Config
+from kvstore.config.values import Shown
+from kvstore.core.errors import InvalidArgument
+
+ENVIRONMENT_PREFIX = "KVSTORE_"
+DEFAULT_FILES = (Path("kvstore.toml"), Path("/etc/kvstore/kvstore.toml"))
+_MAX_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where one value came from."""
+
+    source: Literal["default", "file", "environment", "flag", "derived"]
+    detail: str = ""
+    """The file's path, the variable's name, the flag, the reason."""
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.detail}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value that a source gives."""
+
+    key: str
+    """Dotted, e.g. ``node.dram``."""
+    value: Any
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One value in force, as it is shown."""
+
+    key: str
+    value: object
+    """Plain data, secrets masked."""
+    text: str
+    origin: Origin
+    description: str
+
+
+Provenance = Mapping[str, Origin]
+
+
+def load_config(
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Sequence[Setting] = (),
+    *,
+    default_files: Sequence[Path] = DEFAULT_FILES,
+) -> tuple[Config, Provenance]:
+    """Reads all sources and merges them.
+
+    Args:
+        file: must exist if given; else the first of ``default_files`` that exists is read.
+        environment: variables, e.g. ``os.environ``; those with ``KVSTORE_`` and a ``__`` count.
+        flags: what the command line sets, the last of equal keys wins.
+        default_files: where to look without ``file``.
+
+    Returns:
+        The configuration, and for every leaf of it where its value came from.
+
+    Raises:
+        InvalidArgument: a file cannot be read, a key is unknown, a value cannot be; names key and source.
+    """
+    if file is None:
+        file = next((path for path in default_files if path.is_file()), None)
+    settings = [*(_from_file(file) if file is not None else ()), *_from_environment(environment or {}), *flags]
+    known = list(_leaf_keys(Config))
+    in_force: dict[str, Setting] = {}
+    for setting in settings:
+        if setting.key not in known:
+            raise _unknown(setting, known)
+        in_force[setting.key] = setting
+    nested: dict[str, Any] = {}
+    for setting in in_force.values():
+        *path, name = setting.key.split(".")
+        section = nested
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = setting.value
+    try:
+        config = Config.model_validate(nested)
+    except ValidationError as error:
+        raise _wrong_value(error, in_force) from error
+    return config, {key: in_force[key].origin if key in in_force else Origin("default") for key in known}
+
+
+def parse_assignment(text: str) -> Setting:
+    """Reads ``node.dram=4GiB``, as ``--set`` takes it.
+
+    Raises:
+        InvalidArgument: there is no ``=``.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise InvalidArgument("a setting looks like node.dram=4GiB", got=text)
+    return Setting(key.strip(), value.strip(), Origin("flag", f"--set {key.strip()}"))
+
+
+def leaves(config: BaseModel, provenance: Provenance) -> Iterator[Leaf]:
+    """All values in force, in the order of declaration, with their origins."""
+    yield from _leaves(config, provenance, "")
+
+
+def _leaves(model: BaseModel, provenance: Provenance, prefix: str) -> Iterator[Leaf]:
+    plain = model.model_dump(mode="json")
+    for name, field in type(model).model_fields.items():
+        key = prefix + name
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, provenance, key + ".")
+            continue
+        shown = next((note for note in field.metadata if isinstance(note, Shown)), None)
+        if isinstance(value, SecretStr):
+            text = "********" if value.get_secret_value() else ""
+        elif shown is not None:
+            text = shown.write(value)
+        elif isinstance(value, tuple):
+            text = ", ".join(str(part) for part in value)
+        else:
+            text = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        yield Leaf(key, plain[name], text, provenance.get(key, Origin("default")), field.description or "")
+
+
+def _leaf_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _leaf_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _from_file(path: Path) -> Iterator[Setting]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidArgument(f"cannot read the configuration: {error.strerror}", file=path) from error
+    if len(content) > _MAX_FILE_BYTES:
+        raise InvalidArgument("the configuration is too long", file=path, limit_bytes=_MAX_FILE_BYTES)
+    try:
+        tables = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"the configuration is no TOML: {error}", file=path) from error
+    yield from _flatten(tables, Origin("file", str(path)), "")
+
+
+def _flatten(table: Mapping[str, Any], origin: Origin, prefix: str) -> Iterator[Setting]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, origin, f"{prefix}{name}.")
+        else:
+            yield Setting(prefix + name, value, origin)
+
+
+def _from_environment(environment: Mapping[str, str]) -> Iterator[Setting]:
+    """Variables without a double underscore are not ours: Kubernetes makes KVSTORE_PORT and the like for a service's name."""
+    for name, value in sorted(environment.items()):
+        rest = name.removeprefix(ENVIRONMENT_PREFIX)
+        if rest != name and "__" in rest:
+            yield Setting(rest.lower().replace("__", "."), value, Origin("environment", name))
+    if directory := environment.get(f"{ENVIRONMENT_PREFIX}DATA_DIR"):
+        yield Setting("data_dir", directory, Origin("environment", f"{ENVIRONMENT_PREFIX}DATA_DIR"))
+
+
+def _unknown(setting: Setting, known: list[str]) -> InvalidArgument:
+    inside = [key for key in known if key.startswith(f"{setting.key}.")]
+    if inside:
+        return InvalidArgument(
+            f"'{setting.key}' is a section, not a setting: say which of its settings, e.g. '{inside[0]}'", source=setting.origin
+        )
+    near = difflib.get_close_matches(setting.key, known, n=1, cutoff=0.5)
+    if not near:  # the right name in the wrong section
+        name = setting.key.rpartition(".")[2]
+        near = [key for key in known if key.rpartition(".")[2] == name][:1]
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return InvalidArgument(f"unknown setting '{setting.key}'{hint}", source=setting.origin)
+
+
+_IN_OUR_WORDS = {
+    "missing": "something is missing",
+    "extra_forbidden": "there is no such setting",
+    "path_type": "a path is text in quotes",
+    "bool_parsing": "write true or false",
+    "int_parsing": "write a whole number",
+}
+"""What pydantic says less clearly."""
+
+
+def _wrong_value(error: ValidationError, in_force: Mapping[str, Setting]) -> InvalidArgument:
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"]]
+    message = _IN_OUR_WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
+    for end in range(len(path), 0, -1):
+        setting = in_force.get(".".join(path[:end]))
+        if setting is not None:
+            within = ".".join(path[end:])  # e.g. which field of which volume
+            message = f"{message} ('{within}')" if within else message
+            return InvalidArgument(f"wrong value for '{setting.key}': {message}", source=setting.origin)
+    return InvalidArgument(f"wrong value for '{'.'.join(path)}': {message}")

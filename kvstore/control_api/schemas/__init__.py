@@ -1,0 +1,1 @@
+"""JSON schemas of the control API: what queries return and commands accept."""

@@ -1,0 +1,498 @@
+"""From what gRPC answers to what the REST shows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, cast, get_args
+
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1 import common_pb2, metadata_pb2
+from kvstore.control_api.schemas import retention as retention_models
+from kvstore.control_api.schemas import store as models
+from kvstore.core.errors import KVStoreError
+from kvstore.core.types import Tier
+from kvstore.observe.fault_counters import faults
+
+_STATES: Final[Mapping[int, models.BlockStateName]] = {
+    pb.BLOCK_STATE_HELD: "held",
+    pb.BLOCK_STATE_SILENT: "silent",
+    pb.BLOCK_STATE_GONE: "gone",
+    pb.BLOCK_STATE_MISPLACED: "misplaced",
+    pb.BLOCK_STATE_UNKNOWN: "unknown",
+}
+_NODE_STATES: Final[Mapping[int, models.NodeStateName]] = {
+    common_pb2.NODE_STATE_DRAINING: "draining",
+    common_pb2.NODE_STATE_DRAINED: "drained",
+    common_pb2.NODE_STATE_DRAIN_BLOCKED: "drain_blocked",
+}
+"""Every other one is active."""
+_SIDES: Final[Mapping[int, models.SideName]] = {
+    metadata_pb2.READ_SIDE_PREFILL: "prefill",
+    metadata_pb2.READ_SIDE_DECODE: "decode",
+    metadata_pb2.READ_SIDE_RELAY: "relay",
+}
+
+
+def tier_name(tier: int) -> models.TierName:
+    """As people write it."""
+    return cast("models.TierName", Tier(tier).name.lower())
+
+
+def shown_id(value: bytes) -> str | None:
+    """Hexadecimal; None: there is none."""
+    return value.hex() or None
+
+
+# ---- nodes and volumes ----
+SOURCES: Final[dict[int, models.BandwidthSource | None]] = {
+    common_pb2.BANDWIDTH_SOURCE_UNSPECIFIED: None,
+    common_pb2.BANDWIDTH_SOURCE_CONFIGURED: "configured",
+    common_pb2.BANDWIDTH_SOURCE_MEASURED: "measured",
+    common_pb2.BANDWIDTH_SOURCE_LINK: "link",
+    common_pb2.BANDWIDTH_SOURCE_ASSUMED: "assumed",
+}
+
+
+def node(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> models.Node:
+    """A node, with its links as the planner sees them."""
+    return models.Node(**node_fields(status, queue))
+
+
+def _configured(bytes_per_s: int, source: int) -> int:
+    return 0 if source == common_pb2.BANDWIDTH_SOURCE_LINK else bytes_per_s
+
+
+def node_fields(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> dict[str, Any]:
+    """Of ``models.Node``."""
+    info = status.node
+    storage_address = info.storage_address or info.data_address
+    storage = models.Nic(
+        network="storage",
+        address=storage_address,
+        configured_bytes_per_s=_configured(info.storage_bytes_per_s, info.storage_source),
+        planned_bytes_per_s=None if queue is None else queue.storage_bytes_per_s,
+        planned_source=None if queue is None else SOURCES[queue.storage_source],
+        pending_bytes=0 if queue is None else queue.pending_bytes,
+        pending_tokens=0 if queue is None else queue.pending_tokens,
+    )
+    compute = models.Nic(
+        network="compute",
+        address=info.data_address,
+        configured_bytes_per_s=_configured(info.compute_bytes_per_s, info.compute_source),
+        planned_bytes_per_s=None if queue is None else queue.compute_bytes_per_s,
+        planned_source=None if queue is None else SOURCES[queue.compute_source],
+        pending_bytes=0 if queue is None else queue.sending_bytes + queue.receiving_bytes,
+        pending_tokens=None,
+    )
+    return {
+        **participation(status).model_dump(),
+        "alive": status.alive,
+        "stopped": status.stopped,
+        "refused": status.refused or None,
+        "heartbeat_age_s": status.heartbeat_age_ms / 1000,
+        "boot_id": info.boot_id.hex(),
+        "roles": list(info.roles),
+        "control_address": info.control_address,
+        "data_address": info.data_address,
+        "storage_address": storage_address,
+        "nics": [storage, compute],
+        "volumes": [volume.volume_id for volume in info.volumes],
+        "mounts": list(info.mounts),
+    }
+
+
+def participation(status: metadata_pb2.NodeStatus) -> models.Participation:
+    """Whether a node takes part, and how far it is where it drains."""
+    drain = None
+    if status.HasField("order"):
+        said = status.drain
+        drain = models.Drain(
+            move=status.order.move,
+            waiting_blocks=said.waiting_blocks,
+            not_durable_blocks=said.not_durable_blocks,
+            left_blocks=said.left_blocks,
+            moved_blocks=said.moved_blocks,
+            moved_bytes=said.moved_bytes,
+            why=said.why or None,
+        )
+    return models.Participation(node_id=status.node.node_id, state=_NODE_STATES.get(status.state, "active"), drain=drain)
+
+
+def node_process(found: pb.DescribeNodeResponse) -> models.NodeProcess:
+    """What a node says of itself."""
+    return models.NodeProcess(
+        version=found.version,
+        uptime_s=found.uptime_ms / 1000,
+        sessions=found.sessions,
+        blocks=found.blocks,
+        write_behind_waiting_blocks=found.write_behind_waiting_blocks,
+        publish_waiting_events=found.publish_waiting_events,
+        staging=[
+            models.Staging(name=one.name, used_bytes=one.used_bytes, waiting_loads=one.waiting_loads) for one in found.staging
+        ],
+        traffic_cap_bytes_per_s=found.cap_bytes_per_s if found.HasField("cap_bytes_per_s") else None,
+        io_engines=list(found.io_engines),
+    )
+
+
+def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str, int]) -> models.Activity:
+    """What a node has done."""
+    return models.Activity(
+        node_id=node_id,
+        uptime_s=found.uptime_ms / 1000,
+        links=[
+            models.LinkTraffic(
+                network="storage" if link.network == "storage" else "compute",
+                received_bytes=link.received_bytes,
+                sent_bytes=link.sent_bytes,
+            )
+            for link in found.links
+        ],
+        data_plane=models.DataPlane(
+            served_bytes=counters.get("transport_bytes_sent_total", 0),
+            taken_bytes=counters.get("transport_bytes_received_total", 0),
+            fetched_bytes=counters.get("transport_peer_bytes_received_total", 0),
+            written_bytes=counters.get("transport_peer_bytes_sent_total", 0),
+        ),
+        loads=[
+            models.LoadTimes(
+                reach=cast("models.ReachName", one.reach),
+                total_s=one.total_seconds,
+                buckets=[
+                    models.LoadBucket(up_to_s=bound, loads=loads)
+                    for bound, loads in zip([*one.bounds_seconds, None], one.counts, strict=True)
+                ],
+            )
+            for one in found.loads
+            if one.reach in get_args(models.ReachName) and len(one.counts) == len(one.bounds_seconds) + 1
+        ],
+        loaded=models.LoadedBytes(
+            dram=counters.get("node_loaded_dram_bytes_total", 0),
+            nvme=counters.get("node_loaded_nvme_bytes_total", 0),
+            peer=counters.get("node_loaded_peer_bytes_total", 0),
+        ),
+        faults=[models.Fault(metric=metric.name, what=metric.help, total=total) for metric, total in faults(counters)],
+    )
+
+
+def volume(
+    status: metadata_pb2.NodeStatus, info: common_pb2.VolumeInfo, described: pb.DescribeNodeResponse | None
+) -> models.Volume:
+    """A volume, as the node says now or, where it does not answer, as its last heartbeat said."""
+    beat = next((usage for usage in status.usages if usage.volume_id == info.volume_id), None)
+    volumes = () if described is None else described.volumes
+    now = next((one for one in volumes if one.volume_id == info.volume_id), None)
+    said = now or beat
+    return models.Volume(
+        volume_id=info.volume_id,
+        node_id=status.node.node_id,
+        tier=tier_name(info.tier),
+        node_alive=status.alive,
+        capacity_bytes=info.capacity_bytes,
+        used_bytes=0 if said is None else said.used_bytes,
+        blocks=0 if said is None else said.blocks,
+        read_only=(said.read_only or None) if said is not None else None,
+        quarantined_blocks=None if now is None else now.quarantined_blocks,
+        tenants=None
+        if now is None
+        else [
+            models.VolumeTenant(tenant=None if one.unknown else one.tenant, bytes=one.dram_bytes + one.nvme_bytes)
+            for one in now.tenants
+        ],
+    )
+
+
+# ---- tenants ----
+def tenant(found: pb.TenantDescription) -> retention_models.Tenant:
+    """A tenant with what it holds and what it may."""
+    bound = quota(found.tenant, found.quota)
+    return retention_models.Tenant(
+        tenant=found.tenant,
+        dram=retention_models.TenantTier(held_bytes=found.dram_bytes, quota_bytes=bound.dram_bytes),
+        nvme=retention_models.TenantTier(held_bytes=found.nvme_bytes, quota_bytes=bound.nvme_bytes),
+        nodes=found.nodes,
+    )
+
+
+def quota(name: str, found: pb.TenantQuota) -> retention_models.Quota:
+    """A tenant's quota."""
+    return retention_models.Quota(
+        tenant=name,
+        dram_bytes=found.dram_bytes if found.HasField("dram_bytes") else None,
+        nvme_bytes=found.nvme_bytes if found.HasField("nvme_bytes") else None,
+    )
+
+
+def unreached(failed: Mapping[str, KVStoreError]) -> list[models.Unreached]:
+    """Nodes that did not answer, and why."""
+    return [
+        models.Unreached(node_id=node_id, kind=error.kind.value, detail=error.message)
+        for node_id, error in sorted(failed.items())
+    ]
+
+
+# ---- namespaces ----
+def spec(found: common_pb2.CacheSpec) -> models.Spec:
+    """A spec without its salt, which is a secret of those who share it."""
+    return models.Spec(
+        model=found.model,
+        weights_epoch=found.weights_epoch,
+        dtype=found.dtype,
+        block_tokens=found.block_tokens,
+        layers=found.layers,
+        layer_block_bytes=found.layer_block_bytes,
+        layout=found.layout,
+        layout_version=found.layout_version,
+        shard_rank=found.shard_rank,
+        shard_count=found.shard_count,
+        hash_algorithm=found.hash_algorithm,
+        tenant=found.tenant,
+        salted=bool(found.salt),
+    )
+
+
+def namespace(found: pb.NamespaceDescription) -> models.Namespace:
+    """A namespace, and how it fared."""
+    return models.Namespace(
+        namespace_id=found.namespace_id.hex(),
+        spec=spec(found.spec),
+        lookups=found.lookups,
+        asked_blocks=found.asked_blocks,
+        hit_blocks=found.hit_blocks,
+        hit_ratio=found.hit_blocks / found.asked_blocks if found.asked_blocks else None,
+        ttl_s=found.ttl_ms / 1000 or None,
+        pinned=found.pinned,
+    )
+
+
+def rule(found: metadata_pb2.NamespaceRule) -> retention_models.Rule:
+    """What may stay of a namespace."""
+    return retention_models.Rule(namespace_id=found.namespace_id.hex(), ttl_s=found.ttl_ms / 1000 or None, pinned=found.pinned)
+
+
+def usage(namespace_id: str, answers: Mapping[str, pb.DescribeUsageResponse], failed: Mapping[str, KVStoreError]) -> models.Usage:
+    """Where a namespace's blocks lie."""
+    entries = [
+        models.UsageEntry(node_id=node_id, volume_id=one.volume_id, tier=tier_name(one.tier), blocks=one.blocks, bytes=one.bytes)
+        for node_id, answer in sorted(answers.items())
+        for one in answer.usages
+    ]
+    tiers: list[models.TierName] = sorted({entry.tier for entry in entries})
+    totals = [
+        models.TierTotal(
+            tier=tier,
+            blocks=sum(entry.blocks for entry in entries if entry.tier == tier),
+            bytes=sum(entry.bytes for entry in entries if entry.tier == tier),
+        )
+        for tier in tiers
+    ]
+    return models.Usage(namespace_id=namespace_id, tiers=totals, volumes=entries, unreached=unreached(failed))
+
+
+# ---- blocks ----
+def block_run(run: pb.DescribedRun, hit_blocks: int) -> models.BlockRun:
+    """A run of a chain, and why it hits or not."""
+    hit = run.start < hit_blocks
+    return models.BlockRun(
+        start=run.start,
+        count=run.count,
+        hit=hit,
+        state=_STATES[run.state],
+        why=_why(run, hit_blocks, in_chain=True),
+        namespace_id=shown_id(run.namespace_id),
+        depth=run.depth,
+        replicas=_replicas(run),
+    )
+
+
+def block(key: str, run: pb.DescribedRun) -> models.Block:
+    """One block by itself."""
+    known = run.state != pb.BLOCK_STATE_UNKNOWN
+    return models.Block(
+        key=key,
+        state=_STATES[run.state],
+        why=_why(run, 0, in_chain=False),
+        namespace_id=shown_id(run.namespace_id),
+        depth=run.depth if known else None,
+        replicas=_replicas(run),
+    )
+
+
+def _replicas(run: pb.DescribedRun) -> list[models.Replica]:
+    return [
+        models.Replica(
+            volume_id=one.volume_id or None,
+            node_id=one.node_id or None,
+            tier=tier_name(one.tier) if one.tier else None,
+            visible=one.visible,
+            run_start=one.run_start,
+        )
+        for one in run.replicas
+    ]
+
+
+def _why(run: pb.DescribedRun, hit_blocks: int, *, in_chain: bool) -> str:
+    """In words."""
+    holders = ", ".join(sorted({one.node_id for one in run.replicas if one.visible}))
+    silent = ", ".join(sorted({one.node_id for one in run.replicas if one.node_id and not one.visible}))
+    match run.state:
+        case pb.BLOCK_STATE_HELD if in_chain and run.start >= hit_blocks:
+            return f"held by {holders}, but the chain has a hole before it, at depth {hit_blocks}"
+        case pb.BLOCK_STATE_HELD:
+            return f"held by {holders}"
+        case pb.BLOCK_STATE_SILENT:
+            return f"only on nodes that are not heard of: {silent}"
+        case pb.BLOCK_STATE_GONE:
+            return "all who held it have begun anew, or gave up the volume, since"
+        case pb.BLOCK_STATE_MISPLACED:
+            return f"held for namespace {run.namespace_id.hex()} at depth {run.depth}, not for this place"
+        case _ if in_chain and run.start < hit_blocks:
+            return "the index has no record of its own for it, but says that it lies within a run that is held"
+        case _:
+            return "never stored, or evicted everywhere"
+
+
+# ---- planning ----
+def read_queue(found: pb.ReadQueue) -> models.ReadQueue:
+    """What waits at a node."""
+    return models.ReadQueue(
+        node_id=found.node_id,
+        alive=found.alive,
+        pending_bytes=found.pending_bytes,
+        pending_tokens=found.pending_tokens,
+        storage_bytes_per_s=found.storage_bytes_per_s,
+        storage_source=SOURCES[found.storage_source],
+        compute_bytes_per_s=found.compute_bytes_per_s,
+        compute_source=SOURCES[found.compute_source],
+        sending_bytes=found.sending_bytes,
+        receiving_bytes=found.receiving_bytes,
+    )
+
+
+def live_plan(found: pb.LivePlan) -> models.LivePlan:
+    """A plan under way."""
+    return models.LivePlan(
+        plan_id=str(found.plan_id),
+        attempt=found.attempt,
+        policy=found.policy,
+        prefill_node=found.prefill_node,
+        decode_node=found.decode_node or None,
+        blocks=found.blocks,
+        block_bytes=found.block_bytes,
+        parts=[
+            models.LivePart(
+                index=part.index,
+                start=part.start,
+                count=part.count,
+                side=_SIDES[part.side],
+                node_id=part.node_id,
+                left=part.left,
+                failed=part.failed,
+            )
+            for part in found.parts
+        ],
+        expires_in_s=found.expires_in_ms / 1000,
+    )
+
+
+def decision(found: pb.PlanDecision) -> models.Decision:
+    """A decision."""
+    return models.Decision(
+        plan_id=str(found.plan_id),
+        attempt=found.attempt,
+        ago_s=found.ago_ms / 1000,
+        policy=found.policy,
+        prefill_node=found.prefill_node,
+        decode_node=found.decode_node or None,
+        blocks=found.blocks,
+        block_bytes=found.block_bytes,
+        predicted_s=found.predicted_seconds,
+        considered=[read_queue(queue) for queue in found.considered],
+        excluded=list(found.excluded),
+        parts=[
+            models.DecidedPart(index=part.index, start=part.start, count=part.count, side=_SIDES[part.side], node_id=part.node_id)
+            for part in found.parts
+        ],
+    )
+
+
+# ---- loads ----
+def slow_loads(answers: Mapping[str, pb.ListSlowLoadsResponse], most: int) -> list[models.SlowLoad]:
+    """Those of all nodes, slowest first."""
+    found = [
+        models.SlowLoad(
+            node_id=node_id,
+            request_id=load.request_id,
+            seconds=load.seconds,
+            ago_s=load.ago_seconds,
+            blocks=load.blocks,
+            hit_blocks=load.hit_blocks,
+            reason=load.reason,
+            figures=dict(load.figures),
+        )
+        for node_id, answer in answers.items()
+        for load in answer.loads
+    ]
+    return sorted(found, key=lambda load: -load.seconds)[:most]
+
+
+# ---- changes ----
+def namespace_evicted(
+    namespace_id: str, done: Mapping[str, tuple[int, int]], failed: Mapping[str, KVStoreError]
+) -> models.NamespaceEvicted:
+    """What all nodes did: node -> (blocks that left, blocks that stay)."""
+    kept = sum(stay for _, stay in done.values())
+    return models.NamespaceEvicted(
+        namespace_id=namespace_id,
+        complete=not kept and not failed,
+        evicted_blocks=sum(left for left, _ in done.values()),
+        kept_blocks=kept,
+        nodes=[
+            models.NodeEvicted(node_id=node_id, evicted_blocks=left, kept_blocks=stay)
+            for node_id, (left, stay) in sorted(done.items())
+        ],
+        unreached=unreached(failed),
+    )
+
+
+def settings(process: str, found: Iterable[pb.SettingInForce]) -> models.Settings:
+    """The configuration of a process."""
+    return models.Settings(
+        process=process,
+        settings=[
+            models.Setting(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
+            for one in found
+        ],
+    )
+
+
+# ---- health ----
+def _not_reporting(status: metadata_pb2.NodeStatus) -> str:
+    node, host = status.node.node_id, status.node.control_address.rpartition(":")[0].strip("[]")
+    if status.stopped:
+        return f"node {node} was stopped: its blocks are not found until it reports again. If its process runs, its log says why"
+    return (
+        f"node {node} has not reported for {status.heartbeat_age_ms / 1000:.0f} s: its blocks are not found until it is back."
+        f" Check its process and its log on {host or 'its host'}, and the network"
+    )
+
+
+def problems(server: Iterable[str], statuses: Sequence[metadata_pb2.NodeStatus], most: int) -> list[str]:
+    """What is wrong with the metadata server, which says so itself, and with the nodes, in words."""
+    found = [f"metadata server: {problem}" for problem in server]
+    if not statuses:
+        found.append("no node has registered")
+    for status in statuses:
+        if status.refused:
+            found.append(f"node {status.node.node_id} is refused by the metadata server: {status.refused} (node.token_file)")
+        elif not status.alive:
+            found.append(_not_reporting(status))
+        else:
+            found += [
+                f"volume {usage.volume_id} takes no blocks: {usage.read_only}" for usage in status.usages if usage.read_only
+            ]
+            if status.state == common_pb2.NODE_STATE_DRAIN_BLOCKED:
+                lost = f"{status.drain.not_durable_blocks} blocks would be lost if it ended now"
+                found.append(f"node {status.node.node_id} cannot be drained ({status.drain.why}): {lost}")
+            found += [f"node {status.node.node_id}: {problem}" for problem in status.problems]
+    return found[:most]

@@ -1,0 +1,312 @@
+"""The metadata server and the nodes it names, over gRPC: every call with a deadline, so many at once at most."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+import grpc.aio
+
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1 import metadata_pb2
+from kvproto.v1.admin_pb2_grpc import MetadataAdminStub, NodeAdminStub
+from kvproto.v1.metadata_pb2_grpc import MetadataStub
+from kvproto.v1.node_pb2_grpc import NodeStub
+from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unauthenticated, Unavailable
+from kvstore.observe.counters import Counters
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
+from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
+
+T = TypeVar("T")
+
+NODES_AT_ONCE: Final = 32
+_NOT_REPORTING: Final = "the node does not report to the metadata server"
+DIAGNOSIS_HOLDS_S: Final = 10.0
+"""While the metadata server cannot be reached, it is found out anew so often why."""
+_QUESTION: Final = RetryPolicy(attempts=2, first_backoff_s=0.05)
+"""A server that was restarted is found at the second attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReplies(Generic[T]):
+    """What came of asking several nodes."""
+
+    answers: dict[str, T]
+    failed: dict[str, KVStoreError]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEndpoint:
+    """How to reach a store.
+
+    Attributes:
+        metadata: address of the metadata server.
+        tls: TLS settings of the channels to metadata server and nodes.
+        token: token for metadata server and nodes; None: no token.
+        read_token: token for queries to nodes; None: ``token``. A node's address is whatever was registered, so a query
+            must not send a token that permits changes.
+        timeout_s: timeout of a query.
+        change_timeout_s: timeout of a change, such as an eviction.
+    """
+
+    metadata: str = "127.0.0.1:7400"
+    tls: TlsConfig | None = None
+    token: Shown | None = None
+    read_token: Shown | None = None
+    timeout_s: float = 3.0
+    change_timeout_s: float = 60.0
+
+
+class StoreRpc:
+    """gRPC calls to the metadata server and to the nodes that it knows. Bound to one event loop; call ``close`` once.
+
+    Args:
+        endpoint: address, credentials and timeouts.
+        counters: counters of the process.
+    """
+
+    def __init__(self, endpoint: StoreEndpoint, counters: Counters) -> None:
+        self._endpoint = endpoint
+        self._counters = counters
+        self._channel = connect_aio(endpoint.metadata, tls=endpoint.tls, token=endpoint.token)
+        target = Target(
+            server="the metadata server",
+            address=endpoint.metadata,
+            tls=endpoint.tls,
+            token=endpoint.token,
+            tls_settings="[client.tls]",
+            token_setting="client.token_file",  # noqa: S106  # its name
+        )
+        self._diagnoser = Diagnoser(target, DIAGNOSIS_HOLDS_S)
+        self._metadata = MetadataStub(self._channel)
+        self._admin = MetadataAdminStub(self._channel)
+        self._slots = asyncio.Semaphore(NODES_AT_ONCE)
+
+    async def close(self) -> None:
+        """Ends the channel."""
+        await self._channel.close(None)
+
+    # ---- the metadata server ----
+    async def nodes(self) -> dict[str, metadata_pb2.NodeStatus]:
+        """All nodes known, by id."""
+        answer = await self._ask(self._metadata.ListNodes, metadata_pb2.ListNodesRequest())
+        return {status.node.node_id: status for status in answer.nodes}
+
+    async def node(self, node_id: str) -> metadata_pb2.NodeStatus:
+        """One of them.
+
+        Raises:
+            NotFound: there is none of that id.
+        """
+        status = (await self.nodes()).get(node_id)
+        if status is None:
+            raise NotFound("no such node", node_id=node_id[:64])
+        return status
+
+    async def server(self) -> pb.DescribeServerResponse:
+        """The metadata server itself."""
+        return await self._ask(self._admin.DescribeServer, pb.DescribeServerRequest())
+
+    async def namespaces(self, after: bytes, limit: int) -> pb.DescribeNamespacesResponse:
+        """A page of namespaces, in order of registration."""
+        return await self._ask(self._admin.DescribeNamespaces, pb.DescribeNamespacesRequest(after=after, limit=limit))
+
+    async def namespace(self, namespace_id: bytes) -> pb.NamespaceDescription:
+        """One of them.
+
+        Raises:
+            NotFound: nobody registered it.
+        """
+        request = pb.DescribeNamespacesRequest(namespace_id=namespace_id)
+        answer: pb.DescribeNamespacesResponse = await self._ask(self._admin.DescribeNamespaces, request)
+        if not answer.namespaces:
+            raise NotFound("no such namespace", namespace_id=namespace_id.hex())
+        return answer.namespaces[0]
+
+    async def register_namespace(self, request: metadata_pb2.RegisterNamespaceRequest) -> bytes:
+        """Makes a namespace known; its id."""
+        request.operation_id = operation_id()
+        answer: metadata_pb2.RegisterNamespaceResponse = await self._change(self._metadata.RegisterNamespace, request)
+        return answer.namespace_id
+
+    async def blocks(self, namespace_id: bytes, keys: bytes) -> pb.DescribeBlocksResponse:
+        """What the index says of packed keys."""
+        request = pb.DescribeBlocksRequest(namespace_id=namespace_id, keys=keys)
+        return await self._ask(self._admin.DescribeBlocks, request)
+
+    async def planning(self, *, decisions: int = 0, live: int = 0, after_plan: int = 0) -> pb.DescribePlanningResponse:
+        """Load plans."""
+        request = pb.DescribePlanningRequest(decisions=decisions, live=live, after_plan=after_plan)
+        return await self._ask(self._admin.DescribePlanning, request)
+
+    async def set_path_policy(self, policy: str, expected: str | None) -> pb.SetPathPolicyResponse:
+        """Changes the path policy."""
+        return await self._change(self._admin.SetPathPolicy, pb.SetPathPolicyRequest(policy=policy, expected=expected))
+
+    async def rebuild_index(self, epoch: bytes) -> pb.RebuildIndexResponse:
+        """Has the index made anew, if it still has this epoch."""
+        return await self._change(self._admin.RebuildIndex, pb.RebuildIndexRequest(expected_epoch=epoch))
+
+    async def drain_node(self, node_id: str, *, move: bool) -> metadata_pb2.NodeStatus:
+        """Orders a node to drain."""
+        request = metadata_pb2.DrainNodeRequest(operation_id=operation_id(), node_id=node_id, move=move)
+        answer: metadata_pb2.DrainNodeResponse = await self._change(self._metadata.DrainNode, request)
+        return answer.status
+
+    async def undrain_node(self, node_id: str) -> metadata_pb2.NodeStatus:
+        """Lifts that order."""
+        request = metadata_pb2.UndrainNodeRequest(operation_id=operation_id(), node_id=node_id)
+        answer: metadata_pb2.UndrainNodeResponse = await self._change(self._metadata.UndrainNode, request)
+        return answer.status
+
+    async def remove_node(self, node_id: str, *, force: bool) -> bool:
+        """Forgets a node that is dead or drained, or (``force``) any; False: there is none of that id."""
+        request = metadata_pb2.RemoveNodeRequest(operation_id=operation_id(), node_id=node_id, force=force)
+        answer: metadata_pb2.RemoveNodeResponse = await self._change(self._metadata.RemoveNode, request)
+        return answer.known
+
+    async def tenants(self, tenant: str | None = None) -> pb.DescribeTenantsResponse:
+        """All tenants that hold something or have a quota, by name; or one, whatever it has."""
+        return await self._ask(self._admin.DescribeTenants, pb.DescribeTenantsRequest(tenant=tenant))
+
+    async def set_quota(self, tenant: str, quota: pb.TenantQuota, expected: pb.TenantQuota | None) -> pb.SetTenantQuotaResponse:
+        """Sets a tenant's quota; one without any bound: none."""
+        request = pb.SetTenantQuotaRequest(operation_id=operation_id(), tenant=tenant, quota=quota, expected=expected)
+        return await self._change(self._admin.SetTenantQuota, request)
+
+    async def rules(self) -> list[metadata_pb2.NamespaceRule]:
+        """What may stay of the namespaces that something was ordered of, by id."""
+        answer: pb.ListNamespaceRulesResponse = await self._ask(self._admin.ListNamespaceRules, pb.ListNamespaceRulesRequest())
+        return list(answer.rules)
+
+    async def set_rule(
+        self, rule: metadata_pb2.NamespaceRule, expected: metadata_pb2.NamespaceRule | None
+    ) -> pb.SetNamespaceRuleResponse:
+        """Sets what may stay of a namespace."""
+        request = pb.SetNamespaceRuleRequest(operation_id=operation_id(), rule=rule, expected=expected)
+        return await self._change(self._admin.SetNamespaceRule, request)
+
+    async def counters(self) -> dict[str, int]:
+        """What the metadata server counted since its start, by name of the event."""
+        answer: metadata_pb2.GetStatsResponse = await self._ask(self._metadata.GetStats, metadata_pb2.GetStatsRequest())
+        return dict(answer.counters)
+
+    # ---- nodes ----
+    async def ask_node(
+        self,
+        status: metadata_pb2.NodeStatus,
+        ask: Callable[[NodeRpc], Awaitable[T]],
+        timeout_s: float | None = None,
+        *,
+        changes: bool = False,
+    ) -> T:
+        """Asks one node.
+
+        Args:
+            status: who.
+            ask: what, given a way to call its NodeAdmin.
+            timeout_s: how long it may take; None: as a question.
+            changes: it takes a token that may change the store. Others are not shown one, where there is one that reads: whoever
+                registers nodes says where they are.
+
+        Raises:
+            Unavailable: it does not report to the metadata server, or does not answer.
+            Unsupported: it is none that can be asked: an engine's pool of device memory.
+            KVStoreError: as it answers.
+        """
+        if not status.alive:
+            why = f"the metadata server refuses the node: {status.refused}" if status.refused else _NOT_REPORTING
+            raise Unavailable(why, node_id=status.node.node_id)
+        endpoint = self._endpoint
+        tls = endpoint.tls
+        token = endpoint.token if changes or endpoint.read_token is None else endpoint.read_token
+        address = status.node.control_address
+        async with self._slots, connect_aio(address, tls=tls, token=token, own_connection=True) as channel:
+            return await ask(
+                NodeRpc(status, channel, self._endpoint.timeout_s if timeout_s is None else timeout_s, self._counters)
+            )
+
+    async def change_node(self, status: metadata_pb2.NodeStatus, ask: Callable[[NodeRpc], Awaitable[T]]) -> T:
+        """As ``ask_node``, for what takes longer than a question."""
+        return await self.ask_node(status, ask, self._endpoint.change_timeout_s, changes=True)
+
+    async def ask_nodes(
+        self,
+        statuses: Iterable[metadata_pb2.NodeStatus],
+        ask: Callable[[NodeRpc], Awaitable[T]],
+        timeout_s: float | None = None,
+        *,
+        changes: bool = False,
+    ) -> NodeReplies[T]:
+        """Asks several; one that fails does not fail the others."""
+        found: NodeReplies[T] = NodeReplies({}, {})
+
+        async def one(status: metadata_pb2.NodeStatus) -> None:
+            node_id = status.node.node_id
+            try:
+                found.answers[node_id] = await self.ask_node(status, ask, timeout_s, changes=changes)
+            except KVStoreError as error:
+                self._counters.add("admin_nodes_unreached_total")
+                found.failed[node_id] = error
+
+        await asyncio.gather(*(one(status) for status in statuses))
+        return found
+
+    async def change_nodes(
+        self, statuses: Iterable[metadata_pb2.NodeStatus], ask: Callable[[NodeRpc], Awaitable[T]]
+    ) -> NodeReplies[T]:
+        """As ``ask_nodes``, for what takes longer than a question."""
+        return await self.ask_nodes(statuses, ask, self._endpoint.change_timeout_s, changes=True)
+
+    # ---- inside ----
+    async def _ask(self, method: Callable[..., Awaitable[T]], request: object) -> T:
+        return await self._call(method, request, self._endpoint.timeout_s, _QUESTION)
+
+    async def _change(self, method: Callable[..., Awaitable[T]], request: object) -> T:
+        return await self._call(method, request, self._endpoint.change_timeout_s, RetryPolicy(attempts=1))
+
+    async def _call(self, method: Callable[..., Awaitable[T]], request: object, timeout_s: float, retry: RetryPolicy) -> T:
+        try:
+            answer = await _counted(self._counters, call_aio(method, request, timeout_s, retry))
+        except (Unavailable, DeadlineExceeded, Unauthenticated) as error:
+            if retry is not _QUESTION and isinstance(error, DeadlineExceeded):
+                raise  # a change that takes long says nothing about the connection
+            known = self._diagnoser.known(error)
+            if known is error:
+                known = await asyncio.to_thread(self._diagnoser.explain, error, min(TIMEOUT_S, self._endpoint.timeout_s))
+            raise known from error
+        self._diagnoser.answered()
+        return answer
+
+
+class NodeRpc:
+    """One node's NodeAdmin and Node, while a question lasts."""
+
+    def __init__(self, status: metadata_pb2.NodeStatus, channel: grpc.aio.Channel, timeout_s: float, counters: Counters) -> None:
+        self.status = status
+        self.stub = NodeAdminStub(channel)
+        self.node_stub = NodeStub(channel)
+        self._timeout_s = timeout_s
+        self._counters = counters
+
+    async def __call__(self, method: Callable[..., Awaitable[T]], request: object) -> T:
+        """Calls a method of a stub."""
+        return await _counted(self._counters, call_aio(method, request, self._timeout_s, _QUESTION))
+
+
+async def _counted(counters: Counters, answer: Awaitable[T]) -> T:
+    try:
+        return await answer
+    except KVStoreError:
+        counters.add("admin_upstream_errors_total")
+        raise
+
+
+def operation_id() -> bytes:
+    """A new one."""
+    return secrets.token_bytes(16)
