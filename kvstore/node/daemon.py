@@ -32,7 +32,7 @@ from kvstore.node.control.retention import Retainer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
 from kvstore.node.durability.read_rate import ReadRate
 from kvstore.node.durability.scrub import VolumeChecks
-from kvstore.node.durability.shutdown_flush import make_durable
+from kvstore.node.durability.shutdown_flush import flush_on_shutdown
 from kvstore.node.durability.volume_watch import VolumeWatch
 from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBehind
 from kvstore.node.eviction.quotas import Accounts
@@ -556,7 +556,7 @@ class NodeDaemon:
         """Waits until what was stored is durable, or cannot be made so in time. Whether nothing waits any more."""
         if not self._writes_behind:
             return self.table.wait_written(deadline_s)
-        flushed, saved = make_durable(self.table, self._clock, deadline_s)
+        flushed, saved = flush_on_shutdown(self.table, self._clock, deadline_s)
         if saved:
             self.counters.add("node_stopped_saved_blocks_total", saved)
             log.info("%d blocks that lay in DRAM alone are durable now", saved)

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict
@@ -42,6 +44,10 @@ from kvstore.tiers.eviction.policy import LruPolicy
 _limited = LimitedLog(logging.getLogger(__name__))
 PIECE_BLOCKS = 64
 """Room is made for so many blocks at a time: large enough for contiguous slots, small enough to grant what there is."""
+ORDER_SLICE = 256
+ORDER_TRIES = 4
+HAND_OVER_S = 1e-5
+"""Pause between two holds of the lock: a waiter gets it then."""
 PENDING_SHARE = 0.75
 """Share of the arena that blocks waiting for write-behind may take before stores are skipped."""
 
@@ -85,7 +91,8 @@ class BlockTable:
         self._loading: set[BlockKey] = set()
         self._gone: Recent[BlockKey] = Recent()  # left this node, durable on the storage node
         self._vigils: dict[BlockKey, list[KeyWaiter]] = {}
-        self._spared: Container[BlockKey] = ()
+        self.evicts_nvme = True
+        """Whether blocks may leave a durable volume to make room for others."""
         self._pending: deque[Block] = deque()
         self._pending_bytes = 0
         self._pending_limit = int(dram.usage().capacity_bytes * PENDING_SHARE)
@@ -502,11 +509,11 @@ class BlockTable:
         """
         with self._lock:
             slots = node_volume.volume.allocate(shape, count)
-            if slots is not None:
+            if slots is not None or not self.evicts_nvme:
                 return slots, []
             victims = first_victims(self) if self.accounts.in_force else []
             if not victims:
-                victims = self._durable.victims(node_volume, shape, (count * ahead, count), self._no_loss, self._dispensable)
+                victims = self._durable.victims(node_volume, shape, (count * ahead, count), self._no_loss, self._idle)
                 for block in victims:
                     block.leave()
                 self.accounts.count_pinned(victims, self._counters)
@@ -566,10 +573,10 @@ class BlockTable:
                     sent += 1
         return sent
 
-    def spare(self, keys: Container[BlockKey]) -> None:
-        """These do not leave the durable volumes for the sake of others, until this is called again."""
+    def stop_nvme_eviction(self) -> None:
+        """Blocks no longer leave durable volumes to make room: the node stops."""
         with self._lock:
-            self._spared = keys
+            self.evicts_nvme = False
 
     def give_up_pending(self) -> int:
         """Nothing that waits for write-behind now is written any more: as if each had failed. What is being written goes on."""
@@ -611,10 +618,28 @@ class BlockTable:
         with self._lock:
             return list(self._blocks.values())
 
-    def warmth(self, keys: Sequence[BlockKey]) -> list[int]:
-        """How late blocks would leave DRAM: a number each, the larger the later; what does not lie there: 0."""
-        with self._lock:
-            return self._arena.warmth(keys)
+    def coldest_in_dram(self) -> list[BlockKey]:
+        """Keys in DRAM, coldest first; those of pinned namespaces may be left out.
+
+        The lock is held for ``ORDER_SLICE`` keys at a time. If blocks come or leave meanwhile, the order begins again; after
+        ``ORDER_TRIES`` it ends where it was cut off.
+        """
+        found: dict[BlockKey, None] = {}
+        for _ in range(ORDER_TRIES):
+            found = {}
+            with self._lock:
+                order = self._arena.every()
+                version = self._arena.version
+            while True:
+                with self._lock:
+                    if self._arena.version != version:
+                        break
+                    part = list(islice(order, ORDER_SLICE))
+                found.update(dict.fromkeys(part))
+                if len(part) < ORDER_SLICE:
+                    return list(found)
+                time.sleep(HAND_OVER_S)
+        return list(found)
 
     def counts(self) -> tuple[int, int]:
         """Blocks in the table, and blocks waiting for write-behind."""
@@ -660,13 +685,9 @@ class BlockTable:
     def _idle(block: Block) -> bool:
         return block.pins == 0 and not block.moves
 
-    def _dispensable(self, block: Block) -> bool:
-        """Whether a block may leave its durable volume for the sake of others."""
-        return self._idle(block) and block.key not in self._spared
-
     def _no_loss(self, block: Block) -> bool:
         """Whether it may, without leaving children in DRAM that no lookup finds."""
-        return self._dispensable(block) and (block.dram is not None or not self._dram_policy.is_parent(block.key))
+        return self._idle(block) and (block.dram is not None or not self._dram_policy.is_parent(block.key))
 
     def _set_dram(self, block: Block, slot: Slot) -> None:
         block.dram = slot

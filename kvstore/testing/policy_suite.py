@@ -144,21 +144,16 @@ class PolicySuite(ABC):
                 policy.touch(chain)
         assert not warm & set(islice(policy.coldest(_always), 50))
 
-    def test_warmth_is_by_use_and_looking_changes_nothing(self) -> None:
+    def test_coldest_goes_on_while_blocks_are_used(self) -> None:
+        """Each block is yielded, also if blocks are used between two steps."""
         policy = self.make_policy()
         chains = [_chain(policy, range(at * 100, at * 100 + 10)) for at in range(20)]
-        warm = {key for chain in chains[::2] for key in chain}
-        for _ in range(6):
-            for chain in chains[::2]:
-                policy.touch(chain)
-        keys = [key for chain in chains for key in chain]
-        found = policy.warmth([*keys, policy_key(9_999)])
-        assert found == policy.warmth([*keys, policy_key(9_999)])
-        assert all(0 <= each < 2**62 for each in found)
-        assert found[-1] == 0
-        coldest = sorted(zip(found, keys, strict=False))[: len(keys) - len(warm)]
-        assert not warm & {key for _, key in coldest}
-        assert set(policy.coldest(_always)) == set(keys)
+        found = set()
+        for number, key in enumerate(policy.coldest(_always)):
+            found.add(key)
+            if number < 200:
+                policy.touch(chains[number % 20])
+        assert found == {key for chain in chains for key in chain}
 
     def test_eviction_in_steady_state(self) -> None:
         """A full volume under load: the count holds, and what is evicted is what was there, children first."""

@@ -15,8 +15,8 @@ from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, NodeId, Outcome, VolumeId
 from kvstore.node.base.volume_guard import VolumeStalled
+from kvstore.node.durability.requeue import requeue_dram_only
 from kvstore.node.durability.scrub import CheckState, VolumeChecks
-from kvstore.node.durability.shutdown_flush import write_back
 from kvstore.node.durability.writeback import LocalTarget, WriteBehind
 from kvstore.node.eviction.on_demand import evict_all_nvme
 from kvstore.node.loads.loader import Loader, Part
@@ -248,7 +248,7 @@ def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Ope
         assert node.load(chain) == HIT, "from DRAM"
     node.answers_again()
     wait_until(lambda: node.hung.guard.takes_changes, "it takes changes again")
-    assert write_back(node.table) == 5 * CHAIN
+    assert requeue_dram_only(node.table) == 5 * CHAIN
     assert node.table.wait_written(node.clock.now_s() + WAIT_S)
     assert all(all(node.table.are_durable(chain)) for chain in keys)
     node.table.evict_dram()

@@ -27,7 +27,7 @@ from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import BlockKey
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.control.migrator import Mover
-from kvstore.node.durability.shutdown_flush import by_namespace
+from kvstore.node.durability.requeue import by_namespace
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters

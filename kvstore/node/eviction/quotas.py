@@ -181,11 +181,6 @@ def _limit(namespace: NodeNamespace, tier: Tier) -> int | None:
     return namespace.account.share.of(tier) if namespace.account is not None and namespace.counted else None
 
 
-def durable_share(namespace: NodeNamespace) -> int | None:
-    """Bytes that a namespace's tenant may hold on durable volumes; None: no quota holds for it."""
-    return _limit(namespace, Tier.NVME)
-
-
 def join(table: BlockTable, namespace: NodeNamespace, *, empty: bool = False) -> bool:
     """A namespace's blocks go by its tenant's orders from now on.
 
@@ -284,6 +279,8 @@ def _may_leave_dram(table: BlockTable, order: EvictionOrder, block: Block, passe
 
 def durable_victims(table: BlockTable, order: EvictionOrder, wanted_bytes: int) -> list[Block]:
     """The coldest of an order that may leave durable volumes, marked as leaving: for ``leave_nvme``, each on its own volume."""
+    if not table.evicts_nvme:
+        return []
     now_s = table._clock.now_s()
 
     def to_leave(rule: Callable[[Block], bool]) -> list[Block]:
@@ -294,7 +291,7 @@ def durable_victims(table: BlockTable, order: EvictionOrder, wanted_bytes: int) 
 
         return list(_coldest(table, order, wanted_bytes, may_leave))
 
-    found = to_leave(table._no_loss) or to_leave(table._dispensable)
+    found = to_leave(table._no_loss) or to_leave(table._idle)
     for block in found:
         block.leave(Leaving.FOR_ROOM if order.of_pins else Leaving.FOR_QUOTA)
     table._counters.add(f"evicted_{'pinned' if order.of_pins else 'quota'}_blocks_total", len(found))
