@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from kvclient.results import LoadResult, Lookup, NodeRef, Run, StoreResult
     from kvclient.scheduling.client import AsyncGroupLeader, AsyncSchedulerClient, GroupLeader, SchedulerClient
     from kvclient.scheduling.types import Assigned, Assignment, EngineFigures, EnginePlace, EngineRequest, GroupNews, Revoked
-    from kvclient.store.layerwise import StoreHandle
+    from kvclient.store.handle import StoreHandle
+    from kvclient.store.layerwise import LayerwiseStore
     from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
     from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
     from kvstore.core.keys import KeyChain, encode_extra
@@ -69,7 +70,8 @@ _HOMES = {
     "Run": "kvclient.results",
     "ScatteredBlocks": "kvstore.core.buffers",
     "SchedulerClient": "kvclient.scheduling.client",
-    "StoreHandle": "kvclient.store.layerwise",
+    "LayerwiseStore": "kvclient.store.layerwise",
+    "StoreHandle": "kvclient.store.handle",
     "StoreOutcome": "kvstore.core.types",
     "StoreResult": "kvclient.results",
     "Tier": "kvstore.core.types",
@@ -94,6 +96,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
     "Paths",
     "StoreResult",
     "StoreHandle",
+    "LayerwiseStore",
     "Outcome",
     "StoreOutcome",
     "Tier",

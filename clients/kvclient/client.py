@@ -40,7 +40,8 @@ from kvclient.nodes.peers import PeerPool
 from kvclient.nodes.remote_sessions import Stages
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
 from kvclient.results import LoadResult, Lookup, NodeRef, StoreResult
-from kvclient.store.layerwise import StoreHandle
+from kvclient.store.handle import StoreHandle
+from kvclient.store.layerwise import LayerwiseStore
 from kvclient.store.store import Store
 from kvproto.v1 import common_pb2, node_pb2
 from kvstore.core.buffers import BlockBuffer
@@ -81,7 +82,7 @@ class KVClient:
         self._chain = KeyChain(core.spec)
         options = core.options
         self._caller = Caller(core.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict)
-        self._handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
+        self._handles: weakref.WeakSet[LayerwiseStore] = weakref.WeakSet()
         self._demotions: set[Operation] = set()
         self._demotions_lock = threading.Lock()
         self._store_node: tuple[NodeRef, float] | None = None
@@ -393,6 +394,32 @@ class KVClient:
             self.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
         )
 
+    def start_store(
+        self,
+        keys: Keys,
+        buffer: object,
+        *,
+        parent: BlockKey | None = None,
+        depth: int = 0,
+        deadline_s: float | None = None,
+        durable: bool = False,
+        wait_visible: bool = False,
+    ) -> StoreHandle:
+        """Start a store in the background; arguments as for ``store``.
+
+            handle = client.start_store(keys, pages)
+            ...                                  # the pages must not change until the store has ended
+            result = handle.result()             # or handle.cancel(), to have the pages back soon
+
+        At most ``ClientOptions.max_pending`` calls run or wait in the background; one more ends at once, and its blocks are
+        SKIPPED.
+
+        Raises:
+            InvalidArgument: a buffer or keys that do not fit.
+        """
+        call = self.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
+        return StoreHandle(call.operation, self._caller.later(call))
+
     def store_heads(self, keys: Keys, buffer: object, *, deadline_s: float | None = None) -> StoreResult:
         """Stores blocks each of which is the head of a chain of its own, as ``store`` does; the first that fails ends it.
 
@@ -464,7 +491,7 @@ class KVClient:
 
     def begin_store(
         self, keys: Keys, *, parent: BlockKey | None = None, depth: int = 0, deadline_s: float | None = None
-    ) -> StoreHandle:
+    ) -> LayerwiseStore:
         """Begins a store that is written layer by layer; ``deadline_s`` bounds it up to its commit.
 
         Raises:
@@ -474,7 +501,7 @@ class KVClient:
         keys, packed = check_keys(keys)
         check_place(parent, depth)
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
-        handle = StoreHandle(self._core, keys, packed, parent, depth, operation, self._find_store_node)
+        handle = LayerwiseStore(self._core, keys, packed, parent, depth, operation, self._find_store_node)
         self._handles.add(handle)
         return handle
 

@@ -23,7 +23,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BootId, NodeId, SessionId, VolumeId
 from kvstore.node.base.admission_gate import Gate
-from kvstore.node.base.process_stall import Pulse
+from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.config import NodeConfig
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.migrator import Mover
@@ -43,8 +43,8 @@ from kvstore.node.loads.nixl import NixlPorts
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.prompt_wait import Prompts
 from kvstore.node.loads.provider import NodeProvider
-from kvstore.node.loads.staging_budget import StagingBuffer
-from kvstore.node.loads.timings import LoadAccounts
+from kvstore.node.loads.staging_budget import StagingBudget
+from kvstore.node.loads.timings import LoadTimings
 from kvstore.node.publish.health import Troubles
 from kvstore.node.publish.publisher import Publisher
 from kvstore.node.rpc.admin_service import SERVICE_NAME as NODE_ADMIN
@@ -52,7 +52,7 @@ from kvstore.node.rpc.admin_service import AdminParts, NodeAdminServicer
 from kvstore.node.rpc.gauges import Links, NodeGauges
 from kvstore.node.rpc.service import NodeServicer
 from kvstore.node.rpc.sessions import Sessions
-from kvstore.node.rpc.trusted_nodes import KnownNodes
+from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
@@ -195,7 +195,7 @@ class NodeDaemon:
         self._retainer.recall()
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
-        known = None if self._token is None else KnownNodes(config.metadata, config.tls, self._token)
+        known = None if self._token is None else TrustedNodes(config.metadata, config.tls, self._token)
         probe = HealthProbe(partial(connect, tls=config.tls))
         self._liveness = LivenessMonitor(probe, counters, on_close=probe.close)
         self._peers = Peers(self._make_peer, None if known is None else known.check)
@@ -213,8 +213,8 @@ class NodeDaemon:
             threads=config.load_threads,
         )
         share = config.dram_bytes // BUFFER_SHARE
-        prefill_buffer = StagingBuffer("prefill_buffer", config.prefill_buffer_bytes or share, clock, counters)
-        decode_buffer = StagingBuffer("decode_buffer", config.decode_buffer_bytes or share, clock, counters)
+        prefill_buffer = StagingBudget("prefill_buffer", config.prefill_buffer_bytes or share, clock, counters)
+        decode_buffer = StagingBudget("decode_buffer", config.decode_buffer_bytes or share, clock, counters)
         self._buffers = {"prefill_buffer": prefill_buffer, "decode_buffer": decode_buffer}
         self._stager = Stager(
             NodeId(config.node_id),
@@ -259,7 +259,7 @@ class NodeDaemon:
             if node_volumes or config.write_behind_to is None
             else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, sent_away)
         )
-        self._pulse = Pulse(clock)
+        self._stall_detector = ProcessStallDetector(clock)
         self._troubles = Troubles(self.table, self._log if config.metadata is not None else None, clock, sent_away)
         self._write_behind = WriteBehind(self.table, target, counters)
         self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
@@ -405,9 +405,7 @@ class NodeDaemon:
             prefaulted=config.prefault,
             io_engines=self._io_engines,
             threads=config.load_threads * 2,
-            accounts=LoadAccounts(
-                NodeId(config.node_id), config.slow_load_s, self.counters, self._recent, self._clock, self._pulse.stood_still
-            ),
+            timings=LoadTimings(NodeId(config.node_id), config.slow_load_s, self.counters, self._recent, self._clock),
         )
         self._links = self._make_links()
         self._admin = self._make_admin()
@@ -426,7 +424,7 @@ class NodeDaemon:
         self.info.control_address = next(self._advertised(one) for one in self._server.addresses if not is_unix(one))
         await self._server.start()
         self._socket.chmod(0o600)
-        self._pulse.start()
+        self._stall_detector.start()
         self._mounts.start()
         self._write_behind.start()
         self._janitor.start()
@@ -583,6 +581,7 @@ class NodeDaemon:
             self._links,
             self._drainer,
             self._troubles,
+            self._stall_detector,
         )
 
     def _stop_parts(self, until_s: float) -> None:
@@ -591,7 +590,7 @@ class NodeDaemon:
         if self._publisher is not None:
             self._publisher.stop(2.0)
         self._retainer.stop(STOP_CALLS_S)
-        self._pulse.stop(STOP_CALLS_S)
+        self._stall_detector.stop(STOP_CALLS_S)
         self._write_behind.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
         self.table.close()
         self._door.stop()

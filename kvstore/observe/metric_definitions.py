@@ -245,6 +245,9 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "node_publish_waiting_events": ("gauge", "changes that the metadata server does not know yet"),
     "node_publish_failing_seconds": ("gauge", "time since the index began not to take what changes here; 0: it does"),
     "node_registered": ("gauge", "1 while heartbeats are answered by the metadata server; 1 without one"),
+    "node_process_stalled_seconds_total": (
+        "counter", "time that the process did not run: stopped, starved of CPU, or its host was suspended", {"events": ""},
+    ),
     "node_draining": ("gauge", "1 while the node drains, and once it is drained"),
     "node_drain_blocked": ("gauge", "1 while it drains, can do no more, and stopping it would lose blocks"),
     "node_drain_left_blocks": ("gauge", "blocks that are still to move to other nodes"),

@@ -3,7 +3,7 @@
 What a fenced block is for stands above it, for readers as well:
 
 * ``sh`` without a title is run by bash and must succeed;
-* ``sh title="In a terminal of its own"`` is started and goes on, until a comment ``<!-- test: Ctrl-C -->`` (the last one that was
+* ``sh title="In a separate terminal"`` is started and goes on, until a comment ``<!-- test: Ctrl-C -->`` (the last one that was
   started, or the one that begins with what follows ``Ctrl-C``) or the end of the page;
 * ``sh title="This is refused"`` must fail;
 * ``sh title="Not run by the tests: WHY"`` is left out here;
@@ -33,7 +33,7 @@ from kvstore.embedded.temp_dirs import ScratchFolder
 from support.ports import free_ports
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
-TERMINAL: Final = "In a terminal of its own"
+TERMINAL: Final = "In a separate terminal"
 REFUSED: Final = "This is refused"
 PRINTS: Final = "It prints"
 NOT_RUN: Final = "Not run by the tests: "

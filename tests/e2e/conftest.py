@@ -1,4 +1,4 @@
-"""What end-to-end tests share: a store of real processes, and an engine whose blocks prove themselves."""
+"""Fixtures of end-to-end tests: a store of real processes, and an engine that checks every byte it loads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvstore.workload.payload import Payloads
 
 WAIT_S = 30.0
 HANG_S = 60.0
-"""Whoever is not back by then hangs: many times the deadlines in these tests, or less than one where none is to be waited for."""
+"""A call that has not returned by then hangs. Many times the deadlines of these tests."""
 
 
 class Engine:
-    """A client with the means to make blocks and to check them byte for byte."""
+    """A client that generates its blocks and checks loaded blocks byte for byte."""
 
     def __init__(
         self, cluster: LocalCluster, node: str | None, *, layers: int = 4, layer_bytes: int = 4096, **spec: object
@@ -50,7 +50,7 @@ class Engine:
         return self.client.store(keys, data, **how)
 
     def load(self, chain: str, blocks: int, **how: object) -> LoadResult:
-        """Loads and asserts that every block counted as a hit has its own bytes."""
+        """Load, and check the bytes of every hit."""
         return self.load_keys(self.keys(chain, blocks), **how)
 
     def load_keys(self, keys: list[BlockKey], **how: object) -> LoadResult:
@@ -99,7 +99,7 @@ class Store:
 
 @pytest.fixture
 def make_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
-    """Starts stores; all are stopped at the end, and their logs are shown where the test failed."""
+    """Start stores. At the end of the test all are stopped, and the ends of their logs are printed."""
     made: list[Store] = []
 
     def make(*nodes: NodeSpec) -> Store:

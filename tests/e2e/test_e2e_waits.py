@@ -1,4 +1,4 @@
-"""Who waits for what never comes is in nobody else's way."""
+"""Calls that wait for an event that never happens do not delay other calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096)
 
 
 def test_loads_of_a_block_that_is_never_written_stop_no_others(tmp_path: Path) -> None:
-    """More of them than the node has threads for loads and for calls; stores wait for room meanwhile, loads read the disk."""
+    """There are more such loads than threads. At the same time stores wait for space, and loads read from disk."""
     node = NodeSpec("a", dram_bytes=16 << 20, nvme_bytes=32 << 20, settings=(("load_threads", "2"),))
     options = ClientOptions(default_deadline_s=CALL_S)
     with (

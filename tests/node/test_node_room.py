@@ -1,4 +1,4 @@
-"""Room on volumes full of blocks of another size: one place is emptied, with what must leave before it, and nothing else."""
+"""Space on volumes full of blocks of another size: one span is emptied, with the blocks that must leave before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.durability.writeback import LocalTarget
-from kvstore.node.eviction.space import LOOK, Room
+from kvstore.node.eviction.space import LOOK, SpaceReclaimer
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
@@ -53,7 +53,7 @@ def test_what_leaves_is_one_place_with_its_descendants_or_the_coldest(
     namespaces = [NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), each) for each in SIZES]
     blocks: dict[BlockKey, Block] = {}
     with closing(DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)) as arena:
-        room = Room(arena, blocks, policy)
+        room = SpaceReclaimer(arena, blocks, policy)
         chains: list[Block | None] = [None] * 12
         odds = [draw.random() ** 3 for _ in SIZES]
         while True:

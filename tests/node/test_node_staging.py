@@ -17,7 +17,7 @@ from kvstore.node.loads.loader import Loader, Part, Source
 from kvstore.node.loads.mounts import make_mounts
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.provider import NodeProvider
-from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.loads.staging_budget import StagingBudget
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
@@ -70,7 +70,7 @@ class Node:
         name = NodeId("n")
         mounts = make_mounts((), io_threads=1, counters=self.counters, clock=self.clock)
         self.loader = Loader(name, self.table, self.peers, mounts, self.counters, self.clock, window_bytes=1 << 20, threads=4)
-        self.buffer = StagingBuffer("prefill_buffer", buffer_bytes, self.clock, self.counters)
+        self.buffer = StagingBudget("prefill_buffer", buffer_bytes, self.clock, self.counters)
         self.stager = Stager(
             name, self.table, self.peers, self.loader, self.buffer, self.counters, self.clock,
             window_bytes=8 * SHAPE.layer_block_bytes, threads=4,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from types import TracebackType
-from typing import Self
+from concurrent.futures import Future
 
+from kvclient.call.handle import CallHandle
 from kvclient.call.operation import Operation, check_seconds
 from kvclient.results import LoadResult
 from kvstore.core.errors import InvalidArgument
@@ -47,10 +46,14 @@ class LayerGate:
             return self._changed.wait_for(lambda: self._done or self._layers > layer, timeout_s)
 
 
-class LoadHandle:
-    """A load under way. From any thread; a context manager that cancels what was not awaited.
+class LoadHandle(CallHandle[LoadResult]):
+    """A load that runs in the background, as ``KVClient.start_load`` returns it.
 
-    The buffer belongs to the load until ``result`` or ``cancel`` has returned.
+    handle = client.start_load(lookup, buffer)
+    for layer in range(client.spec.layers):
+        handle.wait_layer(layer)             # the first handle.promised_blocks blocks have this layer
+        ...                                  # compute the layer
+    result = handle.result()
     """
 
     def __init__(
@@ -61,16 +64,10 @@ class LoadHandle:
         layers: int,
         follow: Callable[[int], None] | None = None,
     ) -> None:
+        super().__init__(operation, future)
         self._follow = follow
-        self._operation = operation
         self._gate = gate
-        self._future = future
         self._layers = layers
-
-    @property
-    def done(self) -> bool:
-        """Whether the load has ended."""
-        return self._future.done()
 
     @property
     def promised_blocks(self) -> int:
@@ -103,30 +100,6 @@ class LoadHandle:
         if arrived and self._follow is not None:
             self._follow(layer)
         return arrived
-
-    def result(self, timeout_s: float | None = None) -> LoadResult:
-        """The result. Where it is not there in time the load is cancelled: what has not arrived by then is a miss.
-
-        Args:
-            timeout_s: how long to wait; None: as long as the load may take.
-        """
-        if timeout_s is not None:
-            timeout_s = check_seconds("timeout_s", timeout_s, zero=True)
-        if not wait((self._future,), timeout_s).done:
-            return self.cancel()
-        return self._future.result()
-
-    def cancel(self) -> LoadResult:
-        """Gives the load up. When it has returned, nothing touches the buffer any more."""
-        self._operation.cancel()
-        return self._future.result()  # bounded: whoever moves bytes looks at the operation between two pieces
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self.done:
-            self.cancel()
 
 
 _GRACE_S = 0.5

@@ -28,7 +28,7 @@ from kvstore.core.types import KEY_BYTES, BlockKey, BlockShape, StoreOutcome
 from kvstore.rpc.codec import pack_u64
 
 
-class StoreHandle:
+class LayerwiseStore:
     """A store under way: ``put_layer`` once a layer, in any order, then ``commit``. Thread-safe.
 
     A context manager: leaving it without a commit aborts. Failures of ours turn it into a store of nothing; only a wrong shape
@@ -61,7 +61,7 @@ class StoreHandle:
         self._session: Session | None = None
         self._checksums = np.empty((0, 0), np.uint64)
         self._staging: npt.NDArray[np.uint8] | None = None
-        self._give_back: weakref.finalize[..., StoreHandle] | None = None
+        self._give_back: weakref.finalize[..., LayerwiseStore] | None = None
         try:
             if keys:
                 self._begin()

@@ -32,9 +32,9 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
 from kvstore.node.base.cancellation import ending, over, result
 from kvstore.node.loads.loader import Loader, Part, Source
-from kvstore.node.loads.peer_waits import asking
+from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.peers import Peers
-from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.loads.staging_budget import StagingBudget
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
@@ -121,7 +121,7 @@ class Stager:
         table: BlockTable,
         peers: Peers,
         loader: Loader,
-        buffer: StagingBuffer,
+        buffer: StagingBudget,
         counters: Counters,
         clock: Clock,
         *,
@@ -198,7 +198,7 @@ class Stager:
             first_layer: layers below are not wanted.
         """
         staged, rest = self._split(namespace, keys, sources)
-        if len(staged) * namespace.shape.block_bytes > self._buffer.most_bytes(tenant()):
+        if len(staged) * namespace.shape.block_bytes > self._buffer.limit_bytes(tenant()):
             self._counters.add("staged_loads_too_large_total")
             log.info(
                 "a load of %d blocks is larger than the prefill buffer, or its tenant's share of it: block by block instead of"
@@ -242,7 +242,7 @@ class Stager:
         table, shape = self._table, chain.namespace.shape
         size = len(positions) * shape.block_bytes
         others: list[int] = []
-        with self._buffer.room(size, chain.deadline_s, tenant()) as admitted:
+        with self._buffer.admission(size, chain.deadline_s, tenant()) as admitted:
             slots = table.reserve(shape, len(positions), chain.deadline_s, chain.namespace) if admitted else None
             if slots is None:
                 yield from self._answers(positions, Outcome.NO_ROOM)
@@ -386,7 +386,7 @@ class Stager:
         control = ReadControl()
         part = Part(0, [Outcome.UNAVAILABLE] * len(blocks), list(blocks), Tier.NVME, step.source.peer.node_id)
         try:
-            with ending(control.cancel), asking(step.source.peer.node_id) as answered:
+            with ending(control.cancel), waiting_for(step.source.peer.node_id) as answered:
                 answer = self._peers.peer(step.source.peer, chain.namespace).read(request, destination, control=control)
                 answered(answer.outcomes)
         except KVStoreError as error:

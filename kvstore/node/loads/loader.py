@@ -35,7 +35,7 @@ from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.eviction.on_demand import quarantine
 from kvstore.node.loads.mount_reader import MountLoads
 from kvstore.node.loads.mounts import Mount, Mounts
-from kvstore.node.loads.peer_waits import asking
+from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.state.model import Block, Claim, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
@@ -538,7 +538,7 @@ class Loader:
                 with (
                     tracing.span("peer.read", {"peer": source.peer.node_id, "blocks": len(keys)} if tracing.on() else None),
                     ending(control.cancel),
-                    asking(source.peer.node_id) as answered,
+                    waiting_for(source.peer.node_id) as answered,
                 ):
                     answer = self._peers.peer(source.peer, chain.namespace).read(request, destination, control=control)
                     answered(answer.outcomes)

@@ -1,4 +1,4 @@
-"""Which other nodes a load has asked, and which of them did not answer: the reason for time that nothing else explains."""
+"""Reads at other nodes that a load waits for, and nodes that did not answer: the reason for otherwise unexplained time."""
 
 from __future__ import annotations
 
@@ -10,70 +10,75 @@ from typing import Final
 from kvstore.core.clock import Clock
 from kvstore.core.types import NodeId, Outcome
 
-MOST_NODES: Final = 64
-"""Nodes that are remembered of one load."""
+MAX_NODES: Final = 64
+"""Nodes that are remembered per load."""
 Answered = Callable[[Iterable[Outcome]], None]
 _UNANSWERED: Final = frozenset({Outcome.TIMEOUT, Outcome.UNAVAILABLE})
 
 
-class PeersAsked:
-    """The nodes that one load has asked. Threads of the load add to it: each entry is written by whoever asks that node.
+class PeerWaits:
+    """Reads of one load at other nodes. Thread-safe: each thread of the load writes its own entry.
 
     Args:
-        clock: where time comes from.
+        clock: time.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._under_way: dict[object, tuple[NodeId, float]] = {}
-        """Questions that are not answered: whom, and since when."""
-        self._lost_s: dict[NodeId, float] = {}
-        """Nodes that did not answer, and how long they were waited for."""
+        self._outstanding: dict[object, tuple[NodeId, float]] = {}
+        """Reads that have not ended: the node, and when the read began."""
+        self._unanswered_s: dict[NodeId, float] = {}
+        """Nodes that did not answer, and the longest wait for each."""
 
-    def follow(self) -> None:
-        """Take down what the current context asks from here on."""
+    def record_in_context(self) -> None:
+        """Record reads that begin in the current context from now on."""
         _current.set(self)
 
     def slowest(self) -> tuple[NodeId, float] | None:
-        """The node that was waited for longest without an answer, and for how long; None: all answered."""
+        """Return the unanswering node with the longest wait, and that wait in seconds. None: all nodes answered."""
         now_s = self._clock.now_s()
-        waited = dict(self._lost_s)
-        for node_id, since_s in list(self._under_way.values()):
-            waited[node_id] = max(waited.get(node_id, 0.0), now_s - since_s)
-        return max(waited.items(), key=lambda entry: entry[1]) if waited else None
+        waits = dict(self._unanswered_s)
+        for node_id, began_s in list(self._outstanding.values()):
+            waits[node_id] = max(waits.get(node_id, 0.0), now_s - began_s)
+        return max(waits.items(), key=lambda entry: entry[1]) if waits else None
 
     @contextmanager
-    def _asking(self, node_id: NodeId) -> Iterator[Answered]:
+    def record(self, node_id: NodeId) -> Iterator[Answered]:
+        """Record one read: see ``waiting_for``."""
         began_s = self._clock.now_s()
-        question = object()
-        self._under_way[question] = node_id, began_s
-        answered = False
+        read = object()
+        self._outstanding[read] = node_id, began_s
+        all_answered = False
 
-        def note(outcomes: Iterable[Outcome]) -> None:
-            nonlocal answered
-            answered = not _UNANSWERED.intersection(outcomes)
+        def answered(outcomes: Iterable[Outcome]) -> None:
+            nonlocal all_answered
+            all_answered = not _UNANSWERED.intersection(outcomes)
 
         try:
-            yield note
+            yield answered
         finally:
-            del self._under_way[question]
-            if not answered and (node_id in self._lost_s or len(self._lost_s) < MOST_NODES):
-                self._lost_s[node_id] = max(self._lost_s.get(node_id, 0.0), self._clock.now_s() - began_s)
+            del self._outstanding[read]
+            if not all_answered and (node_id in self._unanswered_s or len(self._unanswered_s) < MAX_NODES):
+                self._unanswered_s[node_id] = max(self._unanswered_s.get(node_id, 0.0), self._clock.now_s() - began_s)
 
 
-_current: ContextVar[PeersAsked | None] = ContextVar("kvstore_peers_asked", default=None)
+_current: ContextVar[PeerWaits | None] = ContextVar("kvstore_peer_waits", default=None)
 
 
 @contextmanager
-def asking(node_id: NodeId) -> Iterator[Answered]:
-    """While inside, the load of this context waits for a node. Call what it yields with the outcomes of the answer."""
-    asked = _current.get()
-    if asked is None:
-        yield _nobody_follows
+def waiting_for(node_id: NodeId) -> Iterator[Answered]:
+    """Inside, the load of the current context waits for a node.
+
+    Yields:
+        A function to be called with the outcomes of the node's answer.
+    """
+    waits = _current.get()
+    if waits is None:
+        yield _ignore
         return
-    with asked._asking(node_id) as answered:
+    with waits.record(node_id) as answered:
         yield answered
 
 
-def _nobody_follows(_outcomes: Iterable[Outcome]) -> None:
-    """For work that belongs to no load."""
+def _ignore(_outcomes: Iterable[Outcome]) -> None:
+    """Record nothing: the work belongs to no load."""

@@ -17,7 +17,7 @@ from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
 from kvstore.node.base.cancellation import Wanted, over
 from kvstore.node.loads.loader import Loader, Part
 from kvstore.node.loads.provider import runs_of_equal
-from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.loads.staging_budget import StagingBudget
 from kvstore.node.state.model import Block, Recent
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
@@ -28,7 +28,7 @@ from kvstore.rpc.auth.interceptor import tenant
 class Prompts:
     """Prompts that decode engines of this host wait for. Thread-safe; ``arrive`` may be driven from any thread."""
 
-    def __init__(self, node_id: NodeId, table: BlockTable, loader: Loader, buffer: StagingBuffer, counters: Counters) -> None:
+    def __init__(self, node_id: NodeId, table: BlockTable, loader: Loader, buffer: StagingBudget, counters: Counters) -> None:
         self._node_id = node_id
         self._table = table
         self._loader = loader

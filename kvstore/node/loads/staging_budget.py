@@ -1,8 +1,8 @@
-"""The bounded parts of the arena that loads and prompts pass through: the prefill buffer and the decode buffer.
+"""Admission of loads and prompts to the arena: the prefill buffer and the decode buffer.
 
-A buffer is a budget in bytes, not a region: slots come from the one arena, which evicts to make room. What the budget sees to is
-that those who hold blocks for a whole load or a whole prompt never hold more than a share of the arena together, and that each
-of them takes all of its room or none: two that each held a part and waited for the rest would wait for each other for ever.
+A buffer is a budget of bytes, not a region: its slots come from the arena, which evicts to free some. The budget bounds how much
+of the arena is held for whole loads and whole prompts. Admission is all or nothing: two loads that each held a part and waited
+for the rest would deadlock.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvstore.node.base.cancellation import over, wait
 from kvstore.observe.counters import Counters
 
 
-class StagingBuffer:
-    """Admission in order of arrival, all or none. Thread-safe.
+class StagingBudget:
+    """A budget of bytes with admission in order of arrival. Thread-safe.
 
     Args:
         name: for counters, e.g. ``"prefill_buffer"``.
-        capacity_bytes: the most that is admitted at once.
-        clock: where time comes from.
-        counters: ``<name>_refused_total``: too large ever to fit; ``<name>_timeouts_total``: no room in time.
+        capacity_bytes: maximum admitted at once.
+        clock: time.
+        counters: ``<name>_refused_total``: larger than the capacity; ``<name>_timeouts_total``: not admitted in time.
     """
 
     def __init__(self, name: str, capacity_bytes: int, clock: Clock, counters: Counters) -> None:
@@ -34,43 +34,47 @@ class StagingBuffer:
         self._clock = clock
         self._counters = counters
         self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
+        self._queue: deque[object] = deque()
         self._used = 0
-        self._of_tenants: Counter[str] = Counter()  # admitted, or in the line
+        self._of_tenants: Counter[str] = Counter()
+        """Bytes admitted or queued per tenant."""
 
     @property
     def used_bytes(self) -> int:
-        """Admitted and not given back."""
+        """Bytes admitted and not released."""
         return self._used
 
     @property
     def waiting(self) -> int:
-        """How many wait for room."""
-        return len(self._waiting)
+        """Number of callers in the queue."""
+        return len(self._queue)
 
-    def most_bytes(self, tenant: str | None) -> int:
-        """What one may have who is confined to a tenant, or (None) to none."""
+    def limit_bytes(self, tenant: str | None) -> int:
+        """Return the maximum for one tenant. None: the caller is not confined to a tenant."""
         return self.capacity_bytes if tenant is None else self.capacity_bytes // TENANT_SHARE
 
     def admit(self, size: int, deadline_s: float, tenant: str | None = None) -> bool:
-        """Takes room, after those who came before. False: none in time, or there can never be, or nobody wants it any more.
+        """Wait until ``size`` bytes are free and all earlier callers are admitted. ``release`` gives the bytes back.
 
-        Who is confined to a ``tenant`` comes into the line once that has room in its share: what waits for its own does not keep
-        others waiting.
+        A caller that is confined to a ``tenant`` enters the queue only if its tenant is below its limit: a tenant at its limit
+        does not delay others.
+
+        Returns:
+            False: not in time, larger than the limit, or cancelled.
         """
-        if size > self.most_bytes(tenant):
+        if size > self.limit_bytes(tenant):
             self._counters.add(f"{self._name}_refused_total")
             return False
-        turn = object()
+        ticket = object()
         with self._changed:
-            while tenant is not None and self._of_tenants[tenant] + size > self.most_bytes(tenant):
+            while tenant is not None and self._of_tenants[tenant] + size > self.limit_bytes(tenant):
                 if not self._wait(deadline_s):
                     return False
             self._count(tenant, size)
-            self._waiting.append(turn)
+            self._queue.append(ticket)
             admitted = False
             try:
-                while self._waiting[0] is not turn or self._used + size > self.capacity_bytes:
+                while self._queue[0] is not ticket or self._used + size > self.capacity_bytes:
                     if not self._wait(deadline_s):
                         return False
                 self._used += size
@@ -79,8 +83,26 @@ class StagingBuffer:
             finally:
                 if not admitted:
                     self._count(tenant, -size)
-                self._waiting.remove(turn)
-                self._changed.notify_all()  # who is next may fit now
+                self._queue.remove(ticket)
+                self._changed.notify_all()  # the next in the queue may fit now
+
+    def release(self, size: int, tenant: str | None = None) -> None:
+        """Give admitted bytes back."""
+        with self._changed:
+            self._used -= size
+            self._count(tenant, -size)
+            assert self._used >= 0, "more released than admitted"
+            self._changed.notify_all()
+
+    @contextmanager
+    def admission(self, size: int, deadline_s: float, tenant: str | None = None) -> Iterator[bool]:
+        """Admit for the duration of a ``with`` statement. Yields whether it was admitted."""
+        admitted = self.admit(size, deadline_s, tenant)
+        try:
+            yield admitted
+        finally:
+            if admitted:
+                self.release(size, tenant)
 
     def _wait(self, deadline_s: float) -> bool:
         left_s = deadline_s - self._clock.now_s()
@@ -96,21 +118,3 @@ class StagingBuffer:
         self._of_tenants[tenant] += size
         if not self._of_tenants[tenant]:
             del self._of_tenants[tenant]
-
-    def release(self, size: int, tenant: str | None = None) -> None:
-        """Gives room back, as it was admitted."""
-        with self._changed:
-            self._used -= size
-            self._count(tenant, -size)
-            assert self._used >= 0, "more given back than taken"
-            self._changed.notify_all()
-
-    @contextmanager
-    def room(self, size: int, deadline_s: float, tenant: str | None = None) -> Iterator[bool]:
-        """Room for as long as the block lasts; yields whether it was admitted."""
-        admitted = self.admit(size, deadline_s, tenant)
-        try:
-            yield admitted
-        finally:
-            if admitted:
-                self.release(size, tenant)

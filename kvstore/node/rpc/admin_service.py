@@ -18,7 +18,7 @@ from kvstore.node.base.cancellation import apart
 from kvstore.node.control.retention import Retainer
 from kvstore.node.durability.scrub import Check, CheckState, VolumeChecks
 from kvstore.node.eviction.on_demand import Evicted, evict_down_to, evict_namespace, invalidate
-from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.loads.staging_budget import StagingBudget
 from kvstore.node.publish.health import Troubles
 from kvstore.node.publish.publisher import Publisher
 from kvstore.node.rpc.gauges import Links
@@ -60,7 +60,7 @@ class AdminParts:
     namespaces: NamespaceRegistry
     sessions: Sessions
     replica_log: ReplicaChangeLog
-    buffers: Mapping[str, StagingBuffer]
+    buffers: Mapping[str, StagingBudget]
     recent: RecentLoads
     traffic: KvTraffic
     publisher: Callable[[], Publisher | None]

@@ -10,8 +10,9 @@ from typing import Final
 import kvstore
 from kvproto.v1.common_pb2 import NODE_STATE_DRAIN_BLOCKED
 from kvstore.core.errors import Unsupported
+from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.control.drain import Drainer
-from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.loads.staging_budget import StagingBudget
 from kvstore.node.publish.health import Troubles
 from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.state.change_log import ReplicaChangeLog
@@ -56,6 +57,7 @@ class NodeGauges:
         links: the NICs of its data planes.
         drainer: how far it is, where the node drains.
         troubles: what fails.
+        process_stall: how long the process did not run.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class NodeGauges:
         table: BlockTable,
         sessions: Sessions,
         replica_log: ReplicaChangeLog,
-        buffers: Mapping[str, StagingBuffer],
+        buffers: Mapping[str, StagingBudget],
         registered: Callable[[], bool],
         links: Links,
         drainer: Drainer,
         troubles: Troubles,
+        process_stall: ProcessStallDetector,
     ) -> None:
+        self._process_stall = process_stall
         self._troubles = troubles
         self._drainer = drainer
         self._table = table
@@ -99,6 +103,7 @@ class NodeGauges:
         yield Sample("node_publish_waiting_events", self._log.waiting())
         yield Sample("node_publish_failing_seconds", self._troubles.publish_failing_s())
         yield Sample("node_registered", int(self._registered()))
+        yield Sample("node_process_stalled_seconds_total", self._process_stall.stalled_s)
         drain = self._drainer.progress()
         yield Sample("node_draining", int(drain is not None))
         yield Sample("node_drain_blocked", int(drain is not None and drain.state == NODE_STATE_DRAIN_BLOCKED))

@@ -29,9 +29,9 @@ from kvstore.node.loads.locate import pin_stored, runs_of
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.loads.prompt_wait import Prompts
 from kvstore.node.loads.provider import runs_of_equal
-from kvstore.node.loads.timings import LoadAccount, LoadAccounts
+from kvstore.node.loads.timings import LoadTimer, LoadTimings
 from kvstore.node.rpc.sessions import Session, Sessions
-from kvstore.node.rpc.wait_threads import Lanes
+from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
@@ -91,7 +91,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         prefaulted: bool,
         io_engines: Callable[[], Sequence[str]],
         threads: int,
-        accounts: LoadAccounts,
+        timings: LoadTimings,
     ) -> None:
         self._info = info
         self._namespaces = namespaces
@@ -114,19 +114,19 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._lease_ms = lease_ms
         self._prefaulted = prefaulted
         self._io_engines = io_engines
-        self._accounts = accounts
+        self._timings = timings
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
-        self._load_lanes = Lanes(MAX_LOADS, "loads", counters)
-        self._staging_lanes = Lanes(MAX_STAGED, "staged-loads", counters)
-        self._prompt_lanes = Lanes(MAX_PROMPTS, "prompts", counters)
-        self._wait_lanes = Lanes(MAX_WAITS, "waits", counters)
+        self._load_threads = WaitThreads(MAX_LOADS, "loads", counters)
+        self._layered_threads = WaitThreads(MAX_STAGED, "staged-loads", counters)
+        self._prompt_threads = WaitThreads(MAX_PROMPTS, "prompts", counters)
+        self._wait_threads = WaitThreads(MAX_WAITS, "waits", counters)
         self._ending: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
         """Ends the pool; waits in it are bounded by their deadlines or ended by ``BlockTable.close``."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for lanes in (self._load_lanes, self._staging_lanes, self._prompt_lanes, self._wait_lanes):
-            lanes.close()
+        for threads in (self._load_threads, self._layered_threads, self._prompt_threads, self._wait_threads):
+            threads.close()
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
         """Work for operators and nodes that may take its time, in the pool: for as long as its call lives."""
@@ -138,9 +138,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         Raises:
             CapacityExceeded: too many wait, of all or of the caller's tenant.
         """
-        leave = self._wait_lanes.enter()
+        leave = self._wait_threads.acquire()
         try:
-            return await apart(self._wait_lanes.pool, work)
+            return await apart(self._wait_threads.pool, work)
         finally:
             leave()
 
@@ -236,12 +236,12 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._session(request.session_id)
         keys = keys_from_packed(request.keys)
         block_bytes, draining = session.namespace.shape.block_bytes, self._gate.shut
-        account = self._accounts.open(len(keys), block_bytes, first_layer=request.first_layer, draining=draining)
+        timer = self._timings.begin(len(keys), block_bytes, first_layer=request.first_layer, draining=draining)
         part = self._loader.resident(session.namespace, keys)
         if part is not None:  # all in DRAM: no thread, no window
-            account.part(part)
+            timer.ready(part)
             yield self._progress(session, part, want_checksums=request.want_checksums)
-            account.close()
+            timer.close()
             return
         parent = BlockKey(check_id(request.parent, "parent")) if request.parent else None
         if request.depth + len(keys) > MAX_DEPTH:
@@ -251,22 +251,22 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if draining:  # what lies here is served; of the rest the caller asks those who have it
             named = place.pop("sources")
             parts = self._left_to_others(self._loader.load(session.namespace, keys, deadline_s, **place), named)  # type: ignore[arg-type]
-            lanes = self._load_lanes
+            threads = self._load_threads
         elif request.layer_group:
             layers = session.namespace.shape.layers
             if request.first_layer >= layers:
                 raise InvalidArgument("no such layer", first_layer=request.first_layer, layers=layers)
             groups = {"layer_group": min(request.layer_group, layers), "first_layer": request.first_layer}
             parts = self._stager.load(session.namespace, keys, deadline_s, **place, **groups)  # type: ignore[arg-type]
-            lanes = self._staging_lanes
+            threads = self._layered_threads
         else:
             parts = self._loader.load(session.namespace, keys, deadline_s, **place)  # type: ignore[arg-type]
-            lanes = self._load_lanes
+            threads = self._load_threads
         try:
-            async for progress in self._stream(session, parts, lanes, account, want_checksums=request.want_checksums):
+            async for progress in self._stream(session, parts, threads, timer, want_checksums=request.want_checksums):
                 yield progress
         finally:
-            account.close()
+            timer.close()
 
     def _left_to_others(self, parts: Iterator[Part], sources: Sequence[Source]) -> Iterator[Part]:
         """The parts of a load that brings nothing here: what is missing and named elsewhere is UNAVAILABLE here, no miss."""
@@ -304,7 +304,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if self._gate.shut:  # what is here is told at once; nothing more is to come here
             deadline_s = min(deadline_s, self._clock.now_s() + SHUT_PROMPT_S)
         parts = self._prompts.arrive(session.namespace, keys, deadline_s, request.transfer_id)
-        async for progress in self._stream(session, parts, self._prompt_lanes, None, want_checksums=request.want_checksums):
+        async for progress in self._stream(session, parts, self._prompt_threads, None, want_checksums=request.want_checksums):
             yield progress
 
     async def AbandonPrompt(  # noqa: N802
@@ -316,18 +316,18 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         return node_pb2.AbandonPromptResponse(awaited=self._prompts.abandon(request.transfer_id, tenant()))
 
     async def _stream(
-        self, session: Session, parts: Iterator[Part], lanes: Lanes, account: LoadAccount | None, *, want_checksums: bool
+        self, session: Session, parts: Iterator[Part], threads: WaitThreads, timer: LoadTimer | None, *, want_checksums: bool
     ) -> AsyncIterator[node_pb2.LoadProgress]:
-        """The parts of a load as they travel, each under a lease; what was waited for goes into the account.
+        """The parts of a load as they travel, each under a lease; what was waited for goes into the timer.
 
-        The waiting for them is done in a thread of ``lanes``, which are left when no thread works for the load any more. While
+        The waiting for them is done in a thread of ``threads``, which are left when no thread works for the load any more. While
         the next part takes its time, a message without runs shows from time to time that a load waits, or that bytes still come
         in.
 
         Raises:
             CapacityExceeded: no lane is free, or the caller's tenant has its share of them.
         """
-        leave = lanes.enter()
+        leave = threads.acquire()
         began_s = self._clock.now_s()
         taken: Part | None = None
         turn = threading.Lock()  # `stop` comes after a `following` that still runs: not for long, for nobody wants it any more
@@ -349,15 +349,15 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         told = 0
         wanted = Wanted()
         request = wanted.context()  # `following` runs in other threads, for the same request
-        if account is not None:
-            request.run(account.peers.follow)
+        if timer is not None:
+            request.run(timer.peers.record_in_context)
         try:
             while True:
-                coming = loop.run_in_executor(lanes.pool, request.run, following)
+                coming = loop.run_in_executor(threads.pool, request.run, following)
                 while not (await asyncio.wait((coming,), timeout=SIGN_OF_LIFE_S))[0]:
                     session.used_s = self._clock.now_s()
                     received = self._counters.get(_RECEIVED)
-                    if received != told or account is not None:  # an engine gives back what it holds when it hears of waiting
+                    if received != told or timer is not None:  # an engine gives back what it holds when it hears of waiting
                         told = received
                         yield node_pb2.LoadProgress(bytes_received=received)
                 part = coming.result()
@@ -365,17 +365,17 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                     return
                 granted_ms = int((self._clock.now_s() - began_s) * 1000)  # before the lease is: never too late
                 taken = None  # from here on its pins are the lease's
-                if account is not None:
-                    account.part(part)
+                if timer is not None:
+                    timer.ready(part)
                 progress = self._progress(session, part, want_checksums=want_checksums)
                 progress.granted_ms = granted_ms
                 handed_s = self._clock.now_s()
                 yield progress
-                if account is not None:
-                    account.told(handed_s)
+                if timer is not None:
+                    timer.delivered(handed_s)
         finally:
             wanted.end()  # the caller may have gone
-            ending = loop.create_task(self._end_stream(coming, lanes.pool, stop, leave))
+            ending = loop.create_task(self._end_stream(coming, threads.pool, stop, leave))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 

@@ -1,7 +1,8 @@
-"""Which addresses are nodes' of this store: a node shows its token there and nowhere else.
+"""The addresses of this store's nodes: a node sends its token to no other address.
 
-Loads name the peers to read from, and callers may be tenants: one that named a server of its own would be shown the node's token,
-which reaches every namespace. So, where a node has a token, an address counts only as the metadata server names it.
+Loads name the peers to read from, and the caller may be a tenant. A tenant that names a server of its own would otherwise receive
+the node's token, which gives access to every namespace. So a node with a token accepts only addresses that the metadata server
+lists.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.client import call, connect
 
-_ASK_S: Final = 2.0
-_PAUSE_S: Final = 1.0
-"""An address that is not known is asked about so often at most: whoever makes them up must not set the pace."""
+_RPC_TIMEOUT_S: Final = 2.0
+_REFRESH_INTERVAL_S: Final = 1.0
+"""An unknown address causes a refresh at most this often: callers can invent addresses, and must not set the rate."""
 
 
-class KnownNodes:
-    """The nodes that a metadata server names. Thread-safe.
+class TrustedNodes:
+    """The nodes that the metadata server lists. Thread-safe.
 
     Args:
-        metadata: its address; None: there is none, and no address is known.
+        metadata: address of the metadata server; None: there is none, and no address is trusted.
         tls: as for every channel of the node.
-        token: what it is shown.
+        token: the node's token, for the metadata server.
         now_s: a monotonic clock.
     """
 
@@ -41,31 +42,36 @@ class KnownNodes:
         self._token = token
         self._now_s = now_s
         self._lock = threading.Lock()
-        self._known: frozenset[tuple[str, str]] = frozenset()
-        self._asked_s = -_PAUSE_S
+        self._trusted: frozenset[tuple[str, str]] = frozenset()
+        self._refreshed_s = -_REFRESH_INTERVAL_S
 
     def check(self, address: PeerAddress) -> None:
-        """Whether it is a node's.
+        """Check that an address belongs to a node of this store.
 
         Raises:
             PermissionDenied: no node of the store has it.
             KVStoreError: the metadata server does not answer.
         """
-        wanted = (address.control_address, address.data_address)
-        if wanted in self._known:
+        pair = (address.control_address, address.data_address)
+        if pair in self._trusted:
             return
-        with self._lock:  # one asks for all that wait
-            if wanted not in self._known and self._now_s() - self._asked_s >= _PAUSE_S:
-                self._asked_s = self._now_s()
-                self._known = self._ask()
-            if wanted not in self._known:
+        with self._lock:  # one refresh serves all callers that wait for it
+            if pair not in self._trusted and self._now_s() - self._refreshed_s >= _REFRESH_INTERVAL_S:
+                self._refreshed_s = self._now_s()
+                self._trusted = self._fetch()
+            if pair not in self._trusted:
                 raise PermissionDenied("no node of this store has this address", control_address=address.control_address[:64])
 
-    def _ask(self) -> frozenset[tuple[str, str]]:
+    def _fetch(self) -> frozenset[tuple[str, str]]:
+        """Return (control address, data address) for each network of each node."""
         if self._metadata is None:
             return frozenset()
         with connect(self._metadata, tls=self._tls, token=self._token) as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
-            nodes = [one.node for one in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), _ASK_S).nodes]
-        places = ((node, data) for node in nodes for data in (node.data_address, node.storage_address) if data)
-        return frozenset((node.control_address, data) for node, data in places)
+            nodes = [status.node for status in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), _RPC_TIMEOUT_S).nodes]
+        return frozenset(
+            (node.control_address, data_address)
+            for node in nodes
+            for data_address in (node.data_address, node.storage_address)
+            if data_address
+        )

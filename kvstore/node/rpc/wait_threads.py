@@ -1,7 +1,7 @@
-"""Threads for calls that wait for long: one each, for as long as the call lives.
+"""Threads for calls that wait: one thread per call, for as long as the call lives.
 
-In a pool with fewer threads than calls, those that wait for room could hold every thread, and whoever has the room would find
-none to go on with and to give it back: all would wait until their deadlines. So there are no more calls than threads.
+In a pool with fewer threads than calls, calls that wait for memory could hold every thread. The calls that hold the memory would
+then find no thread to continue and release it, and all would wait until their deadlines. So a call without a thread is refused.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.tenant_limits import Shares
 
 
-class Lanes:
-    """``enter`` before a call begins to wait; leave when no thread works for it any more. On the event loop only.
+class WaitThreads:
+    """A bounded set of threads. Acquire one before a call begins to wait; release it when no thread works for the call any more.
+
+    To be used on the event loop only.
 
     Args:
-        count: calls at once; threads are made as they are needed.
+        count: calls at once; threads are created when they are needed.
         name: of the threads, and for errors.
-        counters: what is refused to tenants that have their share.
+        counters: count refusals of tenants that are at their limit.
     """
 
     def __init__(self, count: int, name: str, counters: Counters) -> None:
@@ -28,33 +30,33 @@ class Lanes:
         self._count = count
         self._name = name
         self._shares = Shares(name, count, counters.add)
-        self._taken = 0
+        self._in_use = 0
 
     @property
-    def taken(self) -> int:
-        """Calls that have one."""
-        return self._taken
+    def in_use(self) -> int:
+        """Number of calls that hold a thread."""
+        return self._in_use
 
-    def enter(self) -> Callable[[], None]:
-        """Takes a lane.
+    def acquire(self) -> Callable[[], None]:
+        """Reserve a thread.
 
         Returns:
-            What gives it back, once.
+            A function that releases it. To be called once.
 
         Raises:
-            CapacityExceeded: all are taken, or the caller's tenant has its share of them.
+            CapacityExceeded: all are in use, or the caller's tenant is at its limit.
         """
-        if self._taken >= self._count:
-            raise CapacityExceeded("too many calls wait on this node", what=self._name, limit=self._count)
-        give_back = self._shares.take()
-        self._taken += 1
+        if self._in_use >= self._count:
+            raise CapacityExceeded("too many calls wait on this node; try again later", calls=self._name, limit=self._count)
+        leave_share = self._shares.take()
+        self._in_use += 1
 
-        def leave() -> None:
-            self._taken -= 1
-            give_back()
+        def release() -> None:
+            self._in_use -= 1
+            leave_share()
 
-        return leave
+        return release
 
     def close(self) -> None:
-        """Waits in it are bounded by their deadlines or ended by ``BlockTable.close``."""
+        """Shut the pool down without waiting: deadlines or ``BlockTable.close`` end the calls in it."""
         self.pool.shutdown(wait=False, cancel_futures=True)
