@@ -128,7 +128,7 @@ class FilledTable:
         self.table.complete(prepared, keys, sums)
         while blocks := self.table.take_pending(len(keys), 1 << 30, 0.0):
             for block, slot in zip(blocks, self._durable_slots(len(blocks)), strict=True):
-                self.table.persisted(block, self.node_volume, slot)
+                self.table.writeback_done(block, self.node_volume, slot)
         return list(keys)
 
     def _durable_slots(self, wanted: int) -> list[Slot]:

@@ -18,7 +18,8 @@ from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Stor
 from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.eviction.on_demand import evict_all_nvme, invalidate
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.model import NodeVolume, StoreGrant
+from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -77,7 +78,7 @@ class Node:
         return {block.key: (block.parent, block.depth) for block in self.table.snapshot()}
 
     def close(self) -> None:
-        self.table.check()
+        self.table.validate()
         self.table.close()
         self.slab.close()
         self.arena.close()
@@ -194,7 +195,7 @@ def test_store_any_claims_first_one_stays(history: list[tuple[object, ...]]) -> 
                     attempt(node, run)
             after = node.places()
             assert all(after[key] == place for key, place in before.items() if key in after)
-            node.table.check()
+            node.table.validate()
             check_bytes(node)
         node.table.unpin(pinned)
         node.write_back()

@@ -67,7 +67,7 @@ def test_one_volume_evicted_by_name_takes_nothing_from_the_others(node: NodeHarn
     done = evict_down_to(node.table, node.table.node_volumes[0], capacity // 4)
     assert node.slabs[0].usage().used_bytes <= capacity // 4
     assert node.blocks_on() == [before[0] - done.blocks, *before[1:]]
-    node.table.check()
+    node.table.validate()
 
 
 def test_blocks_go_to_the_volumes_that_can_hold_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -136,10 +136,10 @@ class Node:
 
     def check_nothing_leaked(self) -> None:
         """Every used slot of arena and volumes belongs to a block, or to an outdated entry of a catalog."""
-        self.table.check()
-        assert not self.table._loading
+        self.table.validate()
+        assert not self.table.residency.loading
         blocks = self.table.snapshot()
-        assert all(block.pins == 0 and not block.pending and not block.leaving for block in blocks)
+        assert all(block.pins == 0 and not block.writing and not block.evicting for block in blocks)
         assert self.arena.usage().blocks == sum(block.dram is not None for block in blocks)
         for node_volume in self.table.node_volumes:
             mine = sum(block.nvme_volume is node_volume for block in blocks)
@@ -203,7 +203,7 @@ def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
     ).slots:
         filled += 1
     assert node.arena.usage().blocks == stuck + filled, "what hangs was not given away"
-    for prepared in {id(one): one for one in node.table._preparing.values()}.values():
+    for prepared in {id(one): one for one in node.table.residency.preparing.values()}.values():
         node.table.abandon(prepared)
     assert node.arena.usage().blocks == stuck
     node.answers_again()
@@ -280,7 +280,7 @@ def test_evict_volume_hung_fails_soon_and_settles_later(node: Node) -> None:
     with pytest.raises(VolumeStalled):
         evict_all_nvme(node.table)
     assert time.monotonic() - began_s < SOON_S
-    assert all(node.block(key).leaving for key in hung), "nobody may begin to read them"
+    assert all(node.block(key).evicting for key in hung), "nobody may begin to read them"
     assert node.load(hung) == [Outcome.MISS] * CHAIN
     node.answers_again()
     assert node.table.snapshot() == [], "the commit came, and they left"

@@ -77,7 +77,7 @@ class Node:
     def close(self) -> None:
         self.slab.gate.set()
         self.loader.close()
-        self.table.check()
+        self.table.validate()
         self.table.close()
         self.slab.close()
         self.arena.close()
@@ -148,7 +148,7 @@ def test_a_block_that_its_writer_gives_up_is_ours_to_bring(node: Node) -> None:
         parts: list[Part] = []
         load = threading.Thread(target=load_into, args=(node, parts))
         load.start()
-        while len(node.table._changed._waiters) == 0:
+        while len(node.table.residency.changed._waiters) == 0:
             pass
         node.table.unclaim(KEYS[:8], claim.durable.values())
         load.join(WAIT_S)

@@ -56,7 +56,7 @@ class Waiting:
         self.wanted = Wanted()
         self.thread = threading.Thread(target=self.wanted.context().run, args=(self._wait, count, wait_s))
         self.thread.start()
-        while not node.table._vigils and self.thread.is_alive():
+        while not node.table.residency.waiters and self.thread.is_alive():
             pass
 
     def _wait(self, count: int, wait_s: float) -> None:
@@ -76,8 +76,8 @@ class Waiting:
                     assert self.node.layers_right(block, 0, SHAPE.layers)
                     assert block.key == keys(64)[part.first + at]
             self.node.table.unpin(part.pinned())
-        self.node.table.check()
-        assert not alone or not self.node.table._vigils
+        self.node.table.validate()
+        assert not alone or not self.node.table.residency.waiters
         return [outcome for part in sorted(self.parts, key=lambda part: part.first) for outcome in part.outcomes]
 
 
@@ -158,13 +158,13 @@ def test_the_same_key_of_another_namespace_is_not_meant(node: Node) -> None:
     other = node.namespaces.of_shape(NamespaceId(b"n" * 16), SHAPE)
     prepared = node.table.prepare(other, BlockRun(other.namespace_id, None, 0, tuple(keys(2))), node.clock.now_s())
     node.table.complete(prepared, keys(2), [bytes(8 * SHAPE.layers)] * 2)
-    node.table.check()
+    node.table.validate()
     assert waiting.end() == [Outcome.TIMEOUT] * 2
 
 
 def test_two_wait_for_the_same_blocks_and_one_leaves(node: Node) -> None:
     one, two = Waiting(node, 4, wait_s=0.1), Waiting(node, 4)
-    assert one.end() == [Outcome.TIMEOUT] * 4 if not node.table._vigils else True
+    assert one.end() == [Outcome.TIMEOUT] * 4 if not node.table.residency.waiters else True
     one.thread.join(LONG_S)
     store(node, 0, 4)
     assert two.end() == [Outcome.HIT] * 4
@@ -187,7 +187,7 @@ def test_a_transfer_that_is_abandoned_is_answered_with_what_is_there(node: Node)
     store(node, 0, 2)
     calls = [Waiting(node, 5, FOR_EVER_S, transfer="t", prompts=prompts) for _ in range(3)]
     other = Waiting(node, 5, FOR_EVER_S, transfer="o", prompts=prompts)
-    while len(node.table._vigils.get(keys(5)[4], ())) < 4:
+    while len(node.table.residency.waiters.get(keys(5)[4], ())) < 4:
         pass
     assert prompts.abandon("t") == 3
     for call in calls:

@@ -42,7 +42,7 @@ def never(_seconds: float) -> None:
 def flush(node: NodeHarness, sleep: Callable[[float], None] = never) -> tuple[bool, int]:
     with writing(node.table, node.target):
         found = flush_on_shutdown(node.table, node.clock, node.clock.now_s() + DEADLINE_S, sleep)
-    node.table.check()
+    node.table.validate()
     return found
 
 
@@ -178,7 +178,7 @@ def test_flush_storage_node_gets_parents_first(tmp_path: Path) -> None:
             turn()
             sent.extend(block.key for block in blocks)
             for block in blocks:
-                node.table.persisted(block, None, None)
+                node.table.writeback_done(block, None, None)
 
     with writing(node.table, Storage()):
         assert flush_on_shutdown(node.table, node.clock, node.clock.now_s() + DEADLINE_S, never) == (True, 60)

@@ -117,12 +117,12 @@ class Node:
                 pins += part.pinned()
             else:
                 self.table.unpin(part.pinned())
-            self.table.check()
+            self.table.validate()
         return layers, failed, pins
 
     def empty(self) -> None:
         """Nothing is pinned, admitted or claimed any more."""
-        self.table.check()
+        self.table.validate()
         assert self.buffer.used_bytes == 0
         self.table.evict_dram()
         assert self.arena.usage().blocks == 0, "a slot leaks"

@@ -14,7 +14,8 @@ from kvstore.core.types import BlockKey, BlockRun, Outcome
 from kvstore.node.base.cancellation import Wanted, ending, over, result, wait
 from kvstore.node.loads.prompt_wait import Prompts
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.model import Block, Claim
+from kvstore.node.state.grants import LoadClaim
+from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import Gate
@@ -87,7 +88,7 @@ def test_a_stores_wait_for_room_ends(node: Node) -> None:
     assert prepared.slots == {}  # type: ignore[attr-defined]
     node.table.unpin(pinned)
     assert len(node.table.prepare(node.namespace, run, node.clock.now_s()).slots) == 2, "its keys are not taken any more"
-    node.table.abandon(node.table._preparing[keys(1)[0]])
+    node.table.abandon(node.table.residency.preparing[keys(1)[0]])
 
 
 def test_a_wait_for_anothers_load_ends(node: Node) -> None:
@@ -117,7 +118,7 @@ def test_what_other_windows_brought_is_given_back_where_one_fails(node: Node, mo
     storage.provider.put(SPEC.namespace, range(4))
     claim, begun = node.table.claim, threading.Event()
 
-    def failing(namespace: NodeNamespace, wanted: Sequence[BlockKey]) -> Claim:
+    def failing(namespace: NodeNamespace, wanted: Sequence[BlockKey]) -> LoadClaim:
         if wanted[0] == keys(1)[0]:
             assert begun.wait(20.0)  # a window that has not begun would be cancelled instead
             raise RuntimeError("a bug")
@@ -196,7 +197,7 @@ def test_prompts_that_nobody_waits_for_leave_their_room(node: Node) -> None:
     prepared = node.table.prepare(node.namespace, run, node.clock.now_s())
     node.table.complete(prepared, keys(8), [bytes(8 * SHAPE.layers)] * 8)
     assert whole.answer.result(BOUND_S) == [Outcome.HIT] * 8
-    assert not node.table._vigils
+    assert not node.table.residency.waiters
     assert node.counters.get("node_waits_left_total") == 20
 
 

@@ -68,7 +68,7 @@ class NodeHarness:
         self.lengths: dict[int, int] = {}
 
     def close(self) -> None:
-        self.table.check()
+        self.table.validate()
         self.table.close()
         for slab in self.slabs:
             slab.close()
@@ -97,7 +97,7 @@ class NodeHarness:
             self.table.complete(prepared, list(prepared.slots), sums)
             while write_back and (blocks := self.table.take_pending(BATCH, 1 << 20, 0.0)):
                 self.target.persist(blocks, lambda: None)
-        self.table.check()
+        self.table.validate()
 
     def durable(self) -> dict[BlockKey, Block]:
         return {block.key: block for block in self.table.snapshot() if block.nvme is not None}

@@ -75,7 +75,7 @@ class Demoter:
                 _log.exception("demoting %d blocks failed", len(blocks))
             for block in blocks:
                 # they may leave now, written below or not. Those below may forget them again, so that nothing is taken as durable
-                parts.table.not_persisted(block)
+                parts.table.writeback_failed(block)
 
     def _demote(self, blocks: Sequence[Block]) -> bool:
         """One run. Whether the tiers below hold all of it now."""

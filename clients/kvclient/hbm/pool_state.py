@@ -93,12 +93,11 @@ class PoolState:
         if first:
             _log.error("pool %s cannot %s %s any more and is left alone: %s", self.node_id, what, self.volume.device, error)
         self.table.give_up_pending()
-        for block in self.table.snapshot():  # what is pinned leaves with its last pin
-            block.expendable = block.passing = True
+        self.table.discard_after_use(self.table.snapshot())
         self.table.evict_dram()
 
     def condemn(self, block: Block) -> None:
         """A block that the caller has pinned has other bytes than it came with: it leaves with its last pin, for nowhere."""
-        block.expendable = block.passing = True
+        self.table.discard_after_use([block])
         self.counters.add("hbm_corrupt_blocks_total")
         _limited.warning("pool %s: a block on %s does not match its checksums and is dropped", self.node_id, self.volume.device)

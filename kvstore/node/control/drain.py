@@ -212,14 +212,14 @@ class Drainer:
         for node_volume in self._table.node_volumes:
             node_volume.volume.in_place()
         moved: Callable[[BlockKey], bool] = self.mover.is_safe if order.move and self.mover is not None else lambda _key: False
-        return [block for block in self._table.snapshot() if block.ours and not block.durable and not moved(block.key)]
+        return [block for block in self._table.snapshot() if block.produced_here and not block.durable and not moved(block.key)]
 
     def _write_behind(self, order: DrainOrder) -> None:
         """Sends what lies in DRAM only to where it is durable, and waits for it, as long as this order holds."""
         if not self._writes_behind:
             return
         for namespace, keys in by_namespace(sorted(self._volatile(order), key=lambda block: block.depth)):
-            self._table.write_again(namespace, keys)
+            self._table.requeue_writeback(namespace, keys)
         while not self._over(order) and not self._table.wait_written(self._clock.now_s() + WRITTEN_S):
             self._not_durable = len(self._volatile(order))
 

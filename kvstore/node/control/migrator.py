@@ -113,7 +113,7 @@ class Mover:
         takers = self._takers()
         stays = {status.node.node_id for status in takers}
         self._taken = {key: node_id for key, node_id in self._taken.items() if node_id in stays}
-        ours = [block for block in blocks if block.ours and not block.elsewhere and not block.leaving]
+        ours = [block for block in blocks if block.produced_here and not block.durable_remotely and not block.evicting]
         safe = self._safe(ours)
         room = {NodeId(status.node.node_id): _room(status) for status in takers}
         moves = plan_moves(ours, safe, {one: size for one, size in room.items() if size}, self._window_bytes, BATCH_BLOCKS)

@@ -28,8 +28,8 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, KVStoreError
 from kvstore.core.types import StoreOutcome
 from kvstore.node.base.volume_guard import VolumeStalled
-from kvstore.node.eviction.on_demand import leave_nvme
-from kvstore.node.eviction.quotas import Leave, claim_durable, unclaim_durable
+from kvstore.node.eviction.on_demand import evict_from_volume
+from kvstore.node.eviction.quotas import WriteAllowance, claim_durable, unclaim_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.state.change_log import runs_of
 from kvstore.node.state.model import Block, NodeVolume
@@ -85,21 +85,21 @@ class LocalTarget:
         try:
             self._persist(blocks[: leave.blocks], turn)
         finally:
-            unclaim_durable(self._table, leave)
+            unclaim_durable(self._table.residency, leave)
         if denied := blocks[leave.blocks :]:
             turn()
             self._counters.add("write_behind_beyond_quota_blocks_total", len(denied))
             for block in denied:
-                self._table.not_persisted(block, denied=True)
+                self._table.writeback_failed(block, denied=True)
 
-    def _claim(self, namespace: NodeNamespace, wanted: int) -> Leave:
+    def _claim(self, namespace: NodeNamespace, wanted: int) -> WriteAllowance:
         """How many leading blocks their tenant's share lets come to the volumes; its coldest have left for them."""
         for _ in range(CLAIM_TRIES):
-            leave = claim_durable(self._table, namespace, wanted)
+            leave = claim_durable(self._table.residency, namespace, wanted)
             if not leave.victims:
                 return leave
             self._leave(None, leave.victims)
-        return Leave(0)
+        return WriteAllowance(0)
 
     def _persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
         if not blocks:
@@ -119,7 +119,7 @@ class LocalTarget:
         turn()
         self._counters.add("write_behind_dropped_blocks_total", len(blocks))
         for block in blocks:
-            self._table.not_persisted(block)
+            self._table.writeback_failed(block)
 
     @staticmethod
     def _room(node_volume: NodeVolume) -> int:
@@ -170,7 +170,7 @@ class LocalTarget:
             if written:
                 node_volume.failing.worked(self._clock.now_s())
         for block, slot in written:
-            self._table.persisted(block, node_volume, slot)
+            self._table.writeback_done(block, node_volume, slot)
         self._counters.add("write_behind_blocks_total", len(written))
         if failed:
             self._rest(node_volume, failed[0][2])
@@ -197,7 +197,7 @@ class LocalTarget:
         for each in self._table.node_volumes:
             theirs = [block for block in victims if block.nvme_volume is each]
             try:
-                leave_nvme(self._table, each, theirs)
+                evict_from_volume(self._table, each, theirs)
             except VolumeStalled as error:
                 self._stalled(each, error)
                 left = left and each is not node_volume
@@ -250,9 +250,9 @@ class RemoteTarget:
         self._counters.add("write_behind_dropped_blocks_total", len(blocks) - len(durable))
         for block in blocks:
             if id(block) in durable:
-                self._table.persisted(block, None, None)
+                self._table.writeback_done(block, None, None)
             else:
-                self._table.not_persisted(block)
+                self._table.writeback_failed(block)
 
     def _send(self, namespace: NodeNamespace, blocks: Sequence[Block]) -> set[int]:
         peer = self._peers.peer(self._find(), namespace)
@@ -372,8 +372,8 @@ class WriteBehind:
         self._counters.add("write_behind_bugs_total")
         log.error("write-behind of %d blocks failed", len(blocks), exc_info=bug)
         for block in blocks:
-            if block.pending:
-                self._table.not_persisted(block)
+            if block.writing:
+                self._table.writeback_failed(block)
 
     def _sound_of(self, blocks: Sequence[Block]) -> list[Block]:
         """Those whose bytes match; with pauses that let the writers go on.
@@ -401,5 +401,5 @@ class WriteBehind:
             return True
         self._counters.add("write_behind_corrupt_blocks_total")
         log.error("block %s in DRAM does not match its checksums: dropped", block.key.hex())
-        self._table.not_persisted(block, corrupt=True)
+        self._table.writeback_failed(block, corrupt=True)
         return False

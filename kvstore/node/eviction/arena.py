@@ -74,7 +74,7 @@ class ArenaEvictor:
 
         def may_leave(key: BlockKey) -> bool | None:
             block = blocks[key]
-            return None if block.namespace.pinned else idle(block) and block.expendable
+            return None if block.namespace.pinned else idle(block) and block.clean
 
         for key in self._policy.coldest(may_leave):
             slot = blocks[key].dram
@@ -96,14 +96,12 @@ class ArenaEvictor:
                 return None
             if not idle(block):
                 return False
-            if not block.expendable and len(passed) < CASCADE_AT_ONCE:
+            if not block.clean and len(passed) < CASCADE_AT_ONCE:
                 passed[key] = block
-            return block.expendable
+            return block.clean
 
         order = (blocks[key] for key in self._policy.coldest(may_leave))
         leaving = self.room.victims(shape, (count,), order, lambda block: block.dram, (may_leave,))
         if not leaving:
-            leaving = self.room.among_pins(
-                shape, lambda block: block.dram, lambda key: idle(blocks[key]) and blocks[key].expendable
-            )
+            leaving = self.room.among_pins(shape, lambda block: block.dram, lambda key: idle(blocks[key]) and blocks[key].clean)
         return leaving, list(passed.values())

@@ -287,7 +287,7 @@ class Stager:
             for position, slot in zip(mine, slots, strict=True):
                 key = chain.keys[position]
                 parent = chain.keys[position - 1] if position else chain.parent
-                block = self._table.arriving(Block(chain.namespace, key, parent, chain.depth + position, b""), slot)
+                block = self._table.begin_fill(Block(chain.namespace, key, parent, chain.depth + position, b""), slot)
                 arrival = _Arrival(block, first_layer, holding[position])
                 arrivals[position] = self._arriving[key] = arrival
         return arrivals
@@ -298,9 +298,9 @@ class Stager:
             for one in arrivals.values():
                 if self._arriving.get(one.block.key) is one:
                     del self._arriving[one.block.key]
-                if one.block.arriving and one.ready > one.first:
+                if one.block.filling and one.ready > one.first:
                     self._left_over[one.block.key] = one
-        self._table.unclaim([one.block.key for one in arrivals.values() if one.block.arriving], ())
+        self._table.unclaim([one.block.key for one in arrivals.values() if one.block.filling], ())
         self._table.unpin([one.block for one in arrivals.values()])
         with self._lock:
             for key in [key for key, one in self._left_over.items() if one.block.dram is None]:
@@ -419,7 +419,7 @@ class Stager:
                 assert one.ready >= step.first_layer + step.layer_count, "layers are answered in order"
             if whole and read.outcomes[index] is Outcome.HIT and one.first == 0:
                 one.block.checksums = one.sums.astype("<u8", copy=False).tobytes()
-                self._table.arrived(one.block)
+                self._table.finish_fill(one.block)
         start = 0
         for at in range(1, len(step.positions) + 1 if step.positions else 0):
             if at < len(step.positions) and step.positions[at] == step.positions[at - 1] + 1:

@@ -37,7 +37,8 @@ from kvstore.node.loads.mount_reader import MountLoads
 from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.peers import PeerAddress, Peers
-from kvstore.node.state.model import Block, Claim, NodeVolume
+from kvstore.node.state.grants import LoadClaim
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe import tracing
@@ -433,7 +434,7 @@ class Loader:
             return None
         return self._table.reserve(chain.namespace.shape, count, chain.deadline_s, chain.namespace)
 
-    def _read_nvme(self, chain: _Chain, claim: Claim, part: Part, own: NodeVolume | None) -> None:
+    def _read_nvme(self, chain: _Chain, claim: LoadClaim, part: Part, own: NodeVolume | None) -> None:
         """Reads claimed durable blocks into fresh slots, verified; those on the volume ``own`` in this thread."""
         table, shape = self._table, chain.namespace.shape
         todo = list(claim.durable.items())
@@ -477,7 +478,7 @@ class Loader:
                 position, block = todo[index]
                 part.outcomes[position] = outcome
                 if outcome is Outcome.HIT:
-                    table.promoted(block, slots[index], checksums)
+                    table.finish_promotion(block, slots[index], checksums)
                     part.blocks[position] = block
                     continue
                 self._counters.add(f"nvme_read_{outcome.name.lower()}_blocks_total")
@@ -514,7 +515,7 @@ class Loader:
             part.tier, part.node = Tier.NVME, self._node_id
         return left
 
-    def _fetch(self, chain: _Chain, start: int, claim: Claim, part: Part, sources: tuple[Source, ...]) -> None:
+    def _fetch(self, chain: _Chain, start: int, claim: LoadClaim, part: Part, sources: tuple[Source, ...]) -> None:
         """Fetches claimed absent blocks from the first source that delivers each: directly, where its volume is mounted here."""
         table, shape = self._table, chain.namespace.shape
         left = list(claim.claimed_absent)
@@ -566,7 +567,7 @@ class Loader:
                     chain.depth + at,
                     checksums[index].astype("<u8", copy=False).tobytes(),
                 )
-                part.blocks[position] = table.adopted(block, slots[index])
+                part.blocks[position] = table.insert_fetched(block, slots[index])
                 part.tier, part.node = answer.tiers[index], source.peer.node_id
             self._counters.add("peer_fetched_blocks_total", len(left) - len(missing))
             left = missing

@@ -52,7 +52,7 @@ class MountLoads:
             for (at, _), room, (outcome, checksums) in zip(known, rooms, answers or (), strict=False):
                 if outcome is Outcome.HIT:
                     blocks[at].checksums = checksums
-                    brought[at] = table.adopted(blocks[at], room)
+                    brought[at] = table.insert_fetched(blocks[at], room)
                 else:
                     table.unreserve((room,))
         hits = len(blocks) - brought.count(None)

@@ -104,15 +104,15 @@ class Prompts:
         """The prompt's blocks, pinned; None for those that did not come."""
         found: list[Block | None] = [None] * len(keys)
         left = len(keys)
-        vigil = self._table.watch(namespace, keys)
+        vigil = self._table.subscribe(namespace, keys)
         try:
             self._bring(namespace, keys, deadline_s)
-            while left and (came := self._table.came(vigil, deadline_s)):
+            while left and (came := self._table.next_arrivals(vigil, deadline_s)):
                 for position, block in came:
                     found[position] = block
                 left -= len(came)
         finally:
-            self._table.unwatch(vigil)
+            self._table.unsubscribe(vigil)
         return found
 
     def _bring(self, namespace: NodeNamespace, keys: Sequence[BlockKey], deadline_s: float) -> None:

@@ -11,7 +11,8 @@ from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome, T
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.loads.layered import Stager
 from kvstore.node.loads.loader import Loader, Part
-from kvstore.node.state.model import Block, StoreGrant
+from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
@@ -80,7 +81,7 @@ class NodeProvider(BlockProvider):
         keys = [request.run.keys[at] for at in held]
         if all(self._table.are_durable(keys)):
             return
-        self._table.write_again(namespace, keys)
+        self._table.requeue_writeback(namespace, keys)
         self._table.wait_written(request.deadline_s)
         for at, durable in zip(held, self._table.are_durable(keys), strict=True):
             if not durable:
