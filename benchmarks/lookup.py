@@ -71,7 +71,7 @@ def fill(path: Path, blocks: int, seed: int) -> list[bytes]:
         volumes=volumes,
     )
     register_node(index, node)
-    dram, nvme = [index.open_life(name, NodeId("host-1"), tier, boot_id) for name, tier in tiers.items()]
+    dram, nvme = [index.open_volume_epoch(name, NodeId("host-1"), tier, boot_id) for name, tier in tiers.items()]
     draw = random.Random(seed)
     chains = blocks // CHAIN
     kept = set(draw.sample(range(chains), min(chains, SAMPLE_CHAINS)))

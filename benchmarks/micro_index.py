@@ -20,7 +20,7 @@ from pathlib import Path
 import harness
 from harness import Figure, Options, Reference, Target
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import Life
+from kvstore.index.contract import VolumeEpoch
 from kvstore.index.lmdb import LmdbIndex
 
 CHAIN_KEYS = 1_600
@@ -36,7 +36,7 @@ class Filled:
 
     place: Path
     index: LmdbIndex
-    life: Life
+    volume_epoch: VolumeEpoch
     chains: list[bytes]
     publish_s: float
 
@@ -51,9 +51,9 @@ def runs_of(packed: bytes) -> Iterator[BlockRun]:
 def fill(place: Path, blocks: int, seed: int) -> Filled:
     """Makes an index of about as many blocks (whole chains)."""
     index = LmdbIndex.open(place)
-    life = index.open_life(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(os.urandom(KEY_BYTES)))
+    volume_epoch = index.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(os.urandom(KEY_BYTES)))
     chooser = random.Random(seed)
-    filled = Filled(place, index, life, [], 0.0)
+    filled = Filled(place, index, volume_epoch, [], 0.0)
     batch: list[BlockRun] = []
     chains = max(1, blocks // CHAIN_KEYS)
     for number in range(chains):
@@ -66,14 +66,14 @@ def fill(place: Path, blocks: int, seed: int) -> Filled:
         while len(batch) >= BATCH_RUNS or (batch and number == chains - 1):
             part, batch = batch[:BATCH_RUNS], batch[BATCH_RUNS:]
             begun = time.perf_counter()
-            index.publish(life, part, ())
+            index.publish(volume_epoch, part, ())
             filled.publish_s += time.perf_counter() - begun
     return filled
 
 
 def lookup_seconds(filled: Filled, count: int, chooser: random.Random) -> list[float]:
     """Sorted times of single lookups, each answer checked."""
-    visible = {filled.life}
+    visible = {filled.volume_epoch}
     took: list[float] = []
     for _ in range(count):
         held = chooser.randrange(CHAIN_KEYS + 1)
@@ -91,7 +91,7 @@ def reopen_seconds(filled: Filled) -> float:
     filled.index.close()
     begun = time.perf_counter()
     filled.index = LmdbIndex.open(filled.place)
-    hit = filled.index.lookup(NAMESPACE, filled.chains[0], {filled.life})
+    hit = filled.index.lookup(NAMESPACE, filled.chains[0], {filled.volume_epoch})
     took = time.perf_counter() - begun
     if hit.blocks != CHAIN_KEYS:
         raise SystemExit("the index lost blocks when it was closed")

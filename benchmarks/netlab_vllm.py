@@ -32,7 +32,7 @@ import grpc
 import harness
 from harness import Figure, Options, Reference, Target
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
-from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
+from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
 from kvstore.lab.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer, token_ids_of
 from kvstore.lab.tiny_models import TinyModel, make_model
 from kvstore.netlab import netns
@@ -96,7 +96,7 @@ class Bed:
         fd = self._stack.enter_context((netns.NETNS_DIR / metadata.namespace).open("rb")).fileno()
         # whoever asks sits beside the metadata server, whose links are free
         self._asking = self._stack.enter_context(ThreadPoolExecutor(4, initializer=netns.enter, initargs=(fd,)))
-        place = Place(metadata.compute_ip, metadata.popen)
+        place = DaemonHost(metadata.compute_ip, metadata.popen)
         self.cluster = self._stack.enter_context(LocalCluster(self._nodes(), self.folder / "store", metadata_place=place))
         self.engines = self._stack.enter_context(EngineBed(self.folder / "engines"))
         model = make_model(self.folder / "model", MODEL)
@@ -129,7 +129,7 @@ class Bed:
             nvme,
             write_behind_to=None if nvme else STORAGE,
             settings=tuple(more.items()),
-            place=Place(host.compute_ip, host.popen),
+            place=DaemonHost(host.compute_ip, host.popen),
         )
 
     def _engine(self, name: str, model: Path, core: int) -> ServeSpec:

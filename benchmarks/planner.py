@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import harness
 from harness import Figure, Reference, Target
-from kvstore.dualpath.contract import LoadPlan, ReadRequest
-from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.contract import LoadPlan, PlanRequest
+from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.dualpath.scheduler import Ask, EngineReport, Pair, Scheduler, SchedulerLimits
@@ -53,13 +53,13 @@ class Cluster:
         self.engines: dict[str, list[Engine]] = {}
         for number in range(engines):
             node = number // a_node
-            role = Role.DECODE if node % 3 else Role.PREFILL
+            role = EngineKind.DECODE if node % 3 else EngineKind.PREFILL
             group = f"node{node}" if groups == "node" else role
             engine = Engine(f"e{number}", role, group, f"node{node}", HBM_BYTES)
             self.scheduler.join(engine)
             self.engines.setdefault(group, []).append(engine)
             if not number % a_node:
-                self.planner.node_here(engine.node, SNIC, CNIC)
+                self.planner.add_node(engine.node, SNIC, CNIC)
         self.names = itertools.count()
         self.now = 0.0
         self.asked: dict[str, int] = {}
@@ -90,7 +90,7 @@ class Cluster:
     def plan(self, pair: Pair) -> LoadPlan:
         """The read of a request that has its engines."""
         blocks = self.asked.pop(pair.request_id) // BLOCK_TOKENS
-        request = ReadRequest(pair.request_id, blocks, BLOCK_BYTES, BLOCK_TOKENS, pair.prefill.node, pair.decode.node)
+        request = PlanRequest(pair.request_id, blocks, BLOCK_BYTES, BLOCK_TOKENS, pair.prefill.node, pair.decode.node)
         return self.planner.plan(request, self.now)
 
     def end(self, done: list[UnderWay]) -> None:
@@ -124,7 +124,7 @@ def main() -> None:
     for cluster in clusters.values():
         for _ in range(TICKS_A_REQUEST + 2):
             cluster.tick()
-    gc_tuning.settle()  # as in the metadata server
+    gc_tuning.freeze_startup_objects()  # as in the metadata server
     samples = harness.interleave(
         {repr(key): functools.partial(cluster.microseconds, decisions) for key, cluster in clusters.items()},
         options.repetitions,

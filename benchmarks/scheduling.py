@@ -30,7 +30,7 @@ from kvclient.scheduling.types import EngineRole
 from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvstore.core.errors import KVStoreError
-from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.scheduler import Ask, EngineReport, Scheduler, SchedulerLimits
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.main import run
@@ -139,7 +139,7 @@ def pure_rate(seconds: float) -> float:
     scheduler = Scheduler(SchedulerLimits(ENOUGH, ENOUGH))
     for group, (role, count) in GROUPS.items():
         for number in range(count):
-            scheduler.join(Engine(f"{group}-{number}", Role(role), group, f"node-{number}", ENOUGH))
+            scheduler.join(Engine(f"{group}-{number}", EngineKind(role), group, f"node-{number}", ENOUGH))
     names, served = itertools.count(), 0
     begun_s = time.perf_counter()
     while time.perf_counter() - begun_s < seconds:

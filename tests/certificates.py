@@ -33,7 +33,7 @@ class CertificateFiles:
         return TlsConfig(ca=self.ca, cert=self.cert, key=self.key, require_client_cert=True, server_name=SERVER_NAME)
 
     def client(self, server_name: str | None = SERVER_NAME) -> TlsConfig:
-        """The configuration of a client that shows a certificate."""
+        """The configuration of a client with a certificate."""
         return TlsConfig(ca=self.ca, cert=self.cert, key=self.key, server_name=server_name)
 
     def settings(self) -> tuple[tuple[str, str], ...]:
@@ -48,7 +48,7 @@ class CertificateFiles:
 
 
 def make_certificates(folder: Path, *, name: str = SERVER_NAME, authority: CertificateFiles | None = None) -> CertificateFiles:
-    """Runs the how-to's commands in a folder, which is created.
+    """Run the commands of the how-to page in a new folder.
 
     Args:
         folder: for the files.
@@ -64,7 +64,7 @@ def make_certificates(folder: Path, *, name: str = SERVER_NAME, authority: Certi
     if authority is not None:
         for file in ("ca.crt", "ca.key"):
             shutil.copy(authority.ca.with_name(file), folder)
-        lines = lines[1:]  # the first makes an authority
+        lines = lines[1:]  # the first command makes an authority
     done = subprocess.run(
         ["bash", "-euc", "\n".join(lines)],
         cwd=folder,

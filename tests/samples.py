@@ -1,4 +1,4 @@
-"""How much an ordinary run makes of a long search: a sample. ``--thorough`` makes all of it."""
+"""The part of a long search that an ordinary run makes. ``--thorough`` makes all of it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ _thorough = False
 
 
 def be_thorough() -> None:
-    """From here on all is made; before tests are collected."""
+    """Make all of every search. Call before tests are collected."""
     global _thorough
     _thorough = True
 
 
 def sample(some: int, of: int) -> int:
-    """How many of the examples, seeds or turns of a search are made."""
+    """Return the number of examples, seeds or turns to run."""
     return of if _thorough else some

@@ -1,4 +1,4 @@
-"""Rules of the house that no package can keep alone: who imports whom, what the contract says, how long a file may be."""
+"""Rules for the whole tree: allowed imports, the contract, the length of files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstore.core import errors, status
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 LEAVES = {"core", "observe", "process"}
-"""Import nothing of ours, so everybody may import them."""
+"""Packages that import none of ours, so every package may import them."""
 
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
@@ -45,10 +45,10 @@ ALLOWED: dict[str, set[str]] = {
     "testing": LEAVES | {"embedded", "index", "tiers", "transport", "rpc", "kvproto"},
     "lab": LEAVES | {"embedded", "testing", "tiers", "transport", "rpc", "kvproto", "node", "kvclient"},
 }
-"""Package -> packages of ours that it may import. Those that wire everything together (``FREE``) may import all."""
+"""Allowed imports of each package. Packages that wire everything together (``FREE``) may import all."""
 
 WITHIN = {"clients/kvclient/hbm": {"node", "tiers"}}
-"""Folder -> what it may import beyond its package's: a pool of device memory is a small node, loaded by those who name it."""
+"""Additional imports of a folder: a pool of device memory is a small node, and loaded only by name."""
 
 TEST_CODE = {"testing", "lab"}
 """Packages that only tests, benchmarks and third parties import."""
@@ -74,7 +74,7 @@ def package_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and absolute dotted name of every import, also those within functions and below ``if TYPE_CHECKING``."""
+    """Yield line and absolute name of every import, including those in functions and below ``if TYPE_CHECKING``."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -86,12 +86,12 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 module = f"{base}.{node.module}" if node.module else base
             else:
                 module = node.module or ""
-            # `from kvstore import metadata` names the package in the alias
+            # `from kvstore import metadata`: the alias is the package
             yield from ((node.lineno, f"{module}.{alias.name}" if module == "kvstore" else module) for alias in node.names)
 
 
 def our_package(module: str) -> str | None:
-    """Which package of ours a dotted name lies in; None for others (and for the bare version in ``kvstore``)."""
+    """Return our package that a dotted name belongs to; None for others and for the version in ``kvstore``."""
     parts = module.split(".")
     if parts[0] in {"kvclient", "kvproto"}:
         return parts[0]
@@ -146,7 +146,7 @@ def test_importing_the_client_loads_no_engine_and_no_server() -> None:
         f"kvstore.{package}"
         for package in ("index", "tiers", "metadata", "node", "embedded", "netlab", "testing", "lab", *sorted(FREE))
     ]
-    # names are loaded when first used: use them all
+    # names are loaded on first use: use them all
     program = f"import sys; from kvclient import *; print(*[name for name in {forbidden!r} if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert loaded.stdout.split() == []
@@ -168,7 +168,7 @@ def test_files_stay_short() -> None:
 
 @pytest.fixture(scope="module")
 def contract(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto]:
-    """Our proto files as descriptors with their comments."""
+    """Return descriptors of our proto files, with comments."""
     out = tmp_path_factory.mktemp("contract") / "set"
     sources = sorted(str(path) for path in (REPOSITORY / "proto" / "kvstore").rglob("*.proto"))
     arguments = ["protoc", f"-I{REPOSITORY / 'proto'}", f"--descriptor_set_out={out}", "--include_source_info", *sources]
@@ -177,13 +177,13 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorPro
 
 
 def uncommented(file: FileDescriptorProto) -> Iterator[str]:
-    """Names of fields, values, rpcs and messages that no comment stands at."""
+    """Yield the names of fields, values, RPCs and messages without a comment."""
     said = {
         tuple(place.path)
         for place in file.source_code_info.location
         if (place.leading_comments + place.trailing_comments).strip()
     }
-    # the request and the response of an rpc are spoken of by the rpc
+    # the comment of an RPC covers its request and response
     spoken_for = {
         name.rsplit(".", 1)[-1]
         for service in file.service

@@ -1,4 +1,4 @@
-"""A record keeps everything that its figure needs, and the table says of it what is true."""
+"""A record is complete, and the table shows it correctly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def options(results: Path | None, mode: harness.Mode = "full") -> Options:
 FIGURE = Figure("sample_rate", "Sample rate", {"block_bytes": 1 << 20, "verify": True}, "GB/s")
 
 
-def test_interleave_runs_all_once_a_round_and_nobody_always_first() -> None:
+def test_interleave_alternates_the_first_runner() -> None:
     order: list[str] = []
 
     def contestant(name: str) -> float:
@@ -51,12 +51,12 @@ def test_ratio_is_taken_round_by_round() -> None:
         (FIGURE, None, None),
     ],
 )
-def test_verdicts(figure: Figure, target: Target | None, passed: bool | None) -> None:
+def test_record_target_decides_verdict(figure: Figure, target: Target | None, passed: bool | None) -> None:
     record = options(None).keep(figure, [1.0, 2.0, 3.0], peer=Reference("peer", [2.0, 4.0, 6.0]), target=target)
     assert record.passed is passed
 
 
-def test_time_that_others_had_is_told_from_where_it_shows() -> None:
+def test_stolen_time_is_read_from_its_source() -> None:
     record = options(None).keep(FIGURE, [1.0, 2.0, 3.0])
     assert record.stolen is None or 0 <= record.stolen <= 1
     assert harness.stolen_share((10, 100), (16, 150)) == 0.12
@@ -69,7 +69,7 @@ def test_time_that_others_had_is_told_from_where_it_shows() -> None:
         assert ("* stolen:" in report.circumstances([told])) is shown
 
 
-def test_a_record_survives_its_line_and_knows_where_it_was_made(tmp_path: Path) -> None:
+def test_record_json_round_trip_keeps_host(tmp_path: Path) -> None:
     kept = options(tmp_path).keep(
         FIGURE,
         [1.0, 2.0, 4.0],
@@ -91,7 +91,7 @@ def test_a_record_survives_its_line_and_knows_where_it_was_made(tmp_path: Path) 
     assert json.loads(read.to_json()) == json.loads(kept.to_json())
 
 
-def test_the_newest_full_record_is_shown(tmp_path: Path) -> None:
+def test_table_newest_full_record_is_shown(tmp_path: Path) -> None:
     for mode, value in (("full", 1.0), ("full", 2.0), ("quick", 3.0)):
         options(tmp_path, mode).keep(FIGURE, [value])  # type: ignore[arg-type]
     options(tmp_path).keep(Figure("other", "Other", {}, "ms"), [5.0])
@@ -99,7 +99,7 @@ def test_the_newest_full_record_is_shown(tmp_path: Path) -> None:
     assert [(record.figure, record.median) for record in shown] == [("other", 5.0), ("sample_rate", 2.0)]
 
 
-def test_the_table_says_what_was_measured_and_what_was_missed() -> None:
+def test_table_shows_measured_and_missed() -> None:
     kept: list[Record] = [
         options(None).keep(FIGURE, [1.0], peer=Reference("fio", [2.0]), target=Target("peer", 0.9), verified=True),
         options(None).keep(FIGURE, [1.0], target=Target("peer", 0.9), verified=False, notes="why"),

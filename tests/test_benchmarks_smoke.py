@@ -1,4 +1,4 @@
-"""Every benchmark runs, tiny, so that none can rot; figures are not looked at here."""
+"""Every benchmark runs with tiny sizes. Its figures are not checked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvstore.netlab.lab import available
 
 
 @pytest.mark.parametrize("script", run_all.SCRIPTS)
-def test_runs_tiny_and_keeps_records(script: str, tmp_path: Path) -> None:
+def test_benchmark_tiny_run_keeps_records(script: str, tmp_path: Path) -> None:
     if script.startswith("netlab") and (reason := available()) is not None:
-        pytest.skip(f"NO NETWORK LAB CAN RUN HERE: {reason}")
+        pytest.skip(f"network lab cannot run: {reason}")
     results = tmp_path / "results"
     command = [
         sys.executable,

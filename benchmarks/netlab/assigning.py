@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kvstore.core.errors import Internal
-from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.scheduler import Ask, Pair, Scheduler
 from netlab.engine_bed import EngineBed
 
@@ -76,8 +76,8 @@ class ByRules:
         self._token_bytes = bed.engine.token_bytes
         self._generations: dict[str, int] = {}
         self._scheduler = Scheduler(bed.limits)
-        for role, names in ((Role.PREFILL, bed.bed.prefill_hosts), (Role.DECODE, bed.bed.decode_hosts)):
-            room = int(bed.engine.kv_room_bytes) if role is Role.DECODE else 0
+        for role, names in ((EngineKind.PREFILL, bed.bed.prefill_hosts), (EngineKind.DECODE, bed.bed.decode_hosts)):
+            room = int(bed.engine.kv_room_bytes) if role is EngineKind.DECODE else 0
             for name in names:
                 self._scheduler.join(Engine(name, role, group=role.value, node=name, hbm_bytes=room))
 
@@ -99,7 +99,7 @@ class ByRules:
 
     def _fetch(self) -> list[Assigned]:
         pairs: list[Pair] = []
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (EngineKind.PREFILL, EngineKind.DECODE):
             pairs += self._scheduler.fetch(role.value).pairs
         self._generations.update((pair.request_id, pair.generation) for pair in pairs)
         return [Assigned(pair.request_id, pair.prefill.engine, pair.decode.engine) for pair in pairs]

@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore.core.spec import CacheSpec
-from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
+from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
 from kvstore.netlab.bed import METADATA_HOST, LabBed
-from kvstore.netlab.lab import Host, NetLab
+from kvstore.netlab.lab import LabHost, NetLab
 from kvstore.netlab.traffic import Recording
 from netlab.workload import Workload
 
@@ -105,7 +105,7 @@ class Batch:
 class Driver:
     """An engine's client on one host; ``ask`` and ``answer`` come in pairs."""
 
-    def __init__(self, host: Host, cluster: LocalCluster, spec: CacheSpec, workload: Path, log: Path) -> None:
+    def __init__(self, host: LabHost, cluster: LocalCluster, spec: CacheSpec, workload: Path, log: Path) -> None:
         arguments = {
             "metadata": cluster.metadata_address,
             "node": cluster.node(host.name).local_socket,
@@ -189,7 +189,7 @@ class LoadBed:
         self._stack.enter_context(self.lab)
         metadata = self.lab.host(METADATA_HOST)
         self.cluster = self._stack.enter_context(
-            LocalCluster(self._nodes(), self.folder, metadata_place=Place(metadata.compute_ip, metadata.popen))
+            LocalCluster(self._nodes(), self.folder, metadata_place=DaemonHost(metadata.compute_ip, metadata.popen))
         )
         path = self.folder / "workload.npz"
         self.workload.save(path)
@@ -237,7 +237,7 @@ class LoadBed:
     def _node(self, name: str, role: str, dram: int, nvme: int, settings: Mapping[str, str]) -> NodeSpec:
         host = self.lab.host(name)
         more = {"storage_listen": f"{host.storage_ip}:0", **settings}
-        return NodeSpec(name, (role,), dram, nvme, settings=tuple(more.items()), place=Place(host.compute_ip, host.popen))
+        return NodeSpec(name, (role,), dram, nvme, settings=tuple(more.items()), place=DaemonHost(host.compute_ip, host.popen))
 
     # ---------------------------------------------------------------- running
     def begin(

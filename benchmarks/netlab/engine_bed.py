@@ -24,12 +24,12 @@ from typing import Any, Self
 
 from kvstore.core.spec import CacheSpec
 from kvstore.dualpath.scheduler import SchedulerLimits
-from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
+from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
 from kvstore.engine.hardware import gpu_named
 from kvstore.engine.models import model_named
-from kvstore.engine.roofline import Chunk, EngineModel, Scale
+from kvstore.engine.roofline import EngineModel, PrefillChunk, Scale
 from kvstore.netlab.bed import METADATA_HOST, LabBed
-from kvstore.netlab.lab import Host, NetLab
+from kvstore.netlab.lab import LabHost, NetLab
 from netlab.agents import Trajectory
 
 MIB = 1 << 20
@@ -89,7 +89,9 @@ class EngineSettings:
 class EngineProcess:
     """An engine on a host, and the thread that reads its events."""
 
-    def __init__(self, host: Host, argv: Sequence[str], log: Path, events: queue.SimpleQueue[tuple[str, dict[str, Any]]]) -> None:
+    def __init__(
+        self, host: LabHost, argv: Sequence[str], log: Path, events: queue.SimpleQueue[tuple[str, dict[str, Any]]]
+    ) -> None:
         self.name = host.name
         self._log = log
         self._events = events
@@ -195,7 +197,7 @@ class EngineBed:
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._stack.enter_context(self.lab)
         metadata = self.lab.host(METADATA_HOST)
-        place = Place(metadata.compute_ip, metadata.popen)
+        place = DaemonHost(metadata.compute_ip, metadata.popen)
         limits = {"alpha_tokens": str(self.limits.alpha_tokens), "beta_tokens": str(self.limits.beta_tokens)}
         self.cluster = self._stack.enter_context(
             LocalCluster(self._nodes(), self.folder, metadata_settings=tuple(limits.items()), metadata_place=place)
@@ -268,7 +270,7 @@ class EngineBed:
         """As the paper profiles them: tokens that a storage link reads in 3 s, and that an engine processes in 5 s."""
         read_rate = self.settings.snic_bytes_per_s / self.engine.model.token_bytes
         prompts = [(one.known(0), one.prompt(0)) for one in made]
-        seconds = sum(self.engine.prefill_seconds((Chunk(known, prompt - known),)) for known, prompt in prompts)
+        seconds = sum(self.engine.prefill_seconds((PrefillChunk(known, prompt - known),)) for known, prompt in prompts)
         computed = sum(prompt for _, prompt in prompts) / seconds * self.settings.dilation
         return SchedulerLimits(int(ALPHA_S * read_rate), int(BETA_S * computed))
 
@@ -297,5 +299,5 @@ class EngineBed:
     def _node(self, name: str, role: str, dram: int, nvme: int, behind: str | None, settings: Mapping[str, str]) -> NodeSpec:
         host = self.lab.host(name)
         more = {"storage_listen": f"{host.storage_ip}:0", **settings}
-        place = Place(host.compute_ip, host.popen)
+        place = DaemonHost(host.compute_ip, host.popen)
         return NodeSpec(name, (role,), dram, nvme, write_behind_to=behind, settings=tuple(more.items()), place=place)

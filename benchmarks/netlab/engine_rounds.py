@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness import Options, Parameter
-from kvstore.engine.roofline import Chunk
+from kvstore.engine.roofline import PrefillChunk
 from kvstore.netlab.bed import LabBed
 from netlab.agents import Trajectory
 from netlab.coordinator import Coordinator, Variant
@@ -65,7 +65,7 @@ def facts_of(made: Sequence[Trajectory], settings: EngineSettings, bed: LabBed) 
     """What bounds the bed: reading and computing, a turn."""
     engine = settings.engine(bed)
     chunks = [(one.known(turn), one.prompt(turn) - one.known(turn)) for one in made for turn in range(len(one.turns))]
-    compute_s = sum(engine.prefill_seconds([Chunk(*chunk)]) for chunk in chunks) / len(chunks)
+    compute_s = sum(engine.prefill_seconds([PrefillChunk(*chunk)]) for chunk in chunks) / len(chunks)
     read_s = read_s_of(made, settings, bed) / len(chunks)
     link = settings.snic_bytes_per_s * 8e-9
     return (

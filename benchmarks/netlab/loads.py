@@ -17,7 +17,7 @@ from harness import REPOSITORY, Figure, Options, Reference, Target
 from kvstore.core.spec import CacheSpec
 from kvstore.netlab.bed import LabBed
 from kvstore.netlab.lab import available
-from kvstore.netlab.traffic import Network, Nic, Recording
+from kvstore.netlab.traffic import LabNic, Network, Recording
 from netlab import plots
 from netlab.bed import MIB, Batch, BedOptions, LoadBed, machine_times
 from netlab.workload import Workload, from_trace, made_up
@@ -296,7 +296,7 @@ def _broken(running: LoadBed, size: int, breaks: Callable[[], object], mends: Ca
 
     def arrived() -> int:
         now = running.lab.sample()
-        return sum(now[Nic(*one)].rx_bytes - before[Nic(*one)].rx_bytes for one in sources)
+        return sum(now[LabNic(*one)].rx_bytes - before[LabNic(*one)].rx_bytes for one in sources)
 
     idle = machine_times()
     running.begin(0, [0], 1, running.paths("split"))

@@ -16,7 +16,7 @@ from kvclient import KVClient, Lookup, Paths
 from kvclient.handoff.sender import Handoff
 from kvclient.load.layerwise import LoadHandle
 from kvstore.core.types import BlockKey
-from kvstore.engine.roofline import Chunk, EngineModel
+from kvstore.engine.roofline import EngineModel, PrefillChunk
 from kvstore.workload.payload import Payloads
 from netlab.agents import Chains
 from netlab.stepping import Processor, Speaker
@@ -272,7 +272,7 @@ class PrefillEngine:
 
     def _seconds(self, job: Job) -> float:
         cached = job.hit * self._block_tokens
-        return self._model.prefill_seconds((Chunk(cached, job.prompt - cached),))
+        return self._model.prefill_seconds((PrefillChunk(cached, job.prompt - cached),))
 
 
 def _packed(keys: Sequence[BlockKey]) -> bytes:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.dualpath.groups import Role
-from kvstore.dualpath.quota import QUOTA_S
+from kvstore.dualpath.compute_budget import QUOTA_S
+from kvstore.dualpath.groups import EngineKind
 from kvstore.netlab.bed import LabBed
-from kvstore.simulate.cluster import Host, Scheduling, SimConfig
+from kvstore.simulate.cluster import DispatchPolicy, SimConfig, SimHost
 from kvstore.simulate.cluster import Variant as SimVariant
 from kvstore.simulate.result import SimResult
 from kvstore.simulate.run import simulate
-from kvstore.simulate.sessions import Session, Turn
+from kvstore.simulate.sessions import AgentSession, SessionTurn
 from netlab.agents import Trajectory
 from netlab.coordinator import Variant
 from netlab.engine_bed import BYTES_PER_MBIT, DECODE_BUFFER, PREFILL_BUFFER, EngineSettings
@@ -36,10 +36,10 @@ def sim_config(bed: LabBed, settings: EngineSettings, made: Sequence[Trajectory]
     """As ``simulated``, not run."""
     engine, spec = settings.engine(bed), settings.spec(bed)
     hosts = [
-        Host(name, role, 1, role.value, bed.snic_mbit * BYTES_PER_MBIT, bed.cnic_mbit * BYTES_PER_MBIT, stage_bytes=room)
+        SimHost(name, role, 1, role.value, bed.snic_mbit * BYTES_PER_MBIT, bed.cnic_mbit * BYTES_PER_MBIT, stage_bytes=room)
         for role, names, room in (
-            (Role.PREFILL, bed.prefill_hosts, PREFILL_BUFFER),
-            (Role.DECODE, bed.decode_hosts, DECODE_BUFFER),
+            (EngineKind.PREFILL, bed.prefill_hosts, PREFILL_BUFFER),
+            (EngineKind.DECODE, bed.decode_hosts, DECODE_BUFFER),
         )
         for name in names
     ]
@@ -52,7 +52,7 @@ def sim_config(bed: LabBed, settings: EngineSettings, made: Sequence[Trajectory]
             variant.name,
             variant.policy,
             layerwise=variant.layerwise,
-            scheduling=Scheduling.PAPER if variant.scheduled else Scheduling.ROUND_ROBIN,
+            scheduling=DispatchPolicy.PAPER if variant.scheduled else DispatchPolicy.ROUND_ROBIN,
         ),
         block_tokens=settings.block_tokens,
         block_bytes=spec.block_bytes,
@@ -64,10 +64,10 @@ def sim_config(bed: LabBed, settings: EngineSettings, made: Sequence[Trajectory]
     )
 
 
-def _session(one: Trajectory, block_tokens: int) -> Session:
+def _session(one: Trajectory, block_tokens: int) -> AgentSession:
     turns = []
     for number, turn in enumerate(one.turns):
         prompt = one.prompt(number)
         hit = min(one.known(number), prompt - 1) // block_tokens * block_tokens
-        turns.append(Turn(hit, prompt - hit, turn.out))
-    return Session(0.0, tuple(turns))
+        turns.append(SessionTurn(hit, prompt - hit, turn.out))
+    return AgentSession(0.0, tuple(turns))

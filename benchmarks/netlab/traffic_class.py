@@ -31,8 +31,8 @@ import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.core.types import Outcome
-from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
-from kvstore.netlab.lab import Host, HostSpec, NetLab, available
+from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
+from kvstore.netlab.lab import HostSpec, LabHost, NetLab, available
 from kvstore.workload.payload import Payloads
 
 MIB = 1 << 20
@@ -122,10 +122,10 @@ class TrafficBed:
         metadata = self.lab.host("metadata")
         settings = tuple({"keep_loaded": "false", "prefault": "false", **case.settings}.items())
         nodes = [
-            NodeSpec(host.name, (role,), dram, settings=settings, place=Place(host.compute_ip, host.popen))
+            NodeSpec(host.name, (role,), dram, settings=settings, place=DaemonHost(host.compute_ip, host.popen))
             for host, role, dram in ((self._prefill, "prefill", 128 * MIB), (self._decode, "decode", 128 * MIB))
         ]
-        place = Place(metadata.compute_ip, metadata.popen)
+        place = DaemonHost(metadata.compute_ip, metadata.popen)
         cluster = self._stack.enter_context(LocalCluster(nodes, folder, metadata_place=place))
         stores = self._talker(self._decode, "engine", cluster.metadata_address, cluster.node("decode-0").local_socket)
         stores.ask("store")
@@ -133,7 +133,7 @@ class TrafficBed:
         stores.close()
         return self._talker(self._prefill, "engine", cluster.metadata_address, cluster.node("prefill-0").local_socket)
 
-    def _talker(self, host: Host, *arguments: str) -> Talker:
+    def _talker(self, host: LabHost, *arguments: str) -> Talker:
         talker = Talker(host, *arguments)
         self._stack.callback(talker.close)
         return talker
@@ -173,7 +173,7 @@ class TrafficBed:
 class Talker:
     """A process of this file on a host; commands are words, answers JSON lines."""
 
-    def __init__(self, host: Host, *arguments: str) -> None:
+    def __init__(self, host: LabHost, *arguments: str) -> None:
         argv = [sys.executable, "-m", "netlab.traffic_class", *arguments]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = host.popen(

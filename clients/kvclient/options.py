@@ -9,7 +9,7 @@ from typing import Literal
 from kvclient.call.operation import check_seconds
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_metrics_address
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.transport.nixl.agent import NEEDS_TRUST, NixlOptions
 from kvstore.transport.shaping.socket_marking import CS1
 from kvstore.transport.shaping.traffic import TrafficClass
@@ -133,13 +133,13 @@ class ClientOptions:
         if self.verify not in VERIFY_CHOICES:
             raise InvalidArgument("unknown choice", option="verify", value=self.verify, choices=VERIFY_CHOICES)
 
-    def shown_token(self) -> Shown | None:
+    def shown_token(self) -> TokenSource | None:
         """The token for a channel; None: there is none.
 
         Raises:
             InvalidArgument: given twice, cannot be read, or no token.
         """
-        return Shown.of(self.token, self.token_file)
+        return TokenSource.of(self.token, self.token_file)
 
     def traffic_class(self) -> TrafficClass:
         """The class of this client's KV traffic.

@@ -37,7 +37,7 @@ from kvstore.core.errors import (
 )
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
-from kvstore.rpc.auth.tokens import Tokens, Watched
+from kvstore.rpc.auth.tokens import TokenTable, WatchedFile
 
 OPENAPI: Final = "/v1/openapi.json"
 _ABOUT: Final = """\
@@ -59,7 +59,7 @@ _NOT_FOUND: Final = 404
 _NO_METHOD: Final = 405
 
 
-def make_app(rpc: StoreRpc, config: AdminConfig, tokens: Watched[Tokens] | None, counters: Counters) -> Gate:
+def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable] | None, counters: Counters) -> Gate:
     """One admin server's application, behind its gate."""
     app = FastAPI(
         title="kvstore admin",

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from kvstore.admin.problems import Refused
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth.tokens import Caller
+from kvstore.rpc.auth.tokens import Principal
 
 logger: Final = logging.getLogger("kvstore.audit")
 logger.setLevel(logging.INFO)  # whatever level the other logs begin at
@@ -25,7 +25,7 @@ Details = dict[str, object]
 @contextmanager
 def audited(request: Request, counters: Counters, action: str, target: str, **asked: object) -> Iterator[Details]:
     """Logs a change when it has ended, well or not; what it brought is put into the dictionary."""
-    caller: Caller = request.state.caller
+    caller: Principal = request.state.caller
     began_s = time.monotonic()
     result: Details = {}
     outcome = "cancelled"

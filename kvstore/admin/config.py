@@ -10,7 +10,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix, stays_on_host
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class AdminConfig:
     max_inflight: int = 64
     stop_grace_s: float = 5.0
     tls: TlsConfig | None = None
-    token: Shown | None = None
-    read_token: Shown | None = None
+    token: TokenSource | None = None
+    read_token: TokenSource | None = None
     serve_tls: TlsConfig | None = None
     allow_insecure_remote: bool = False
     ready_file: Path | None = None

@@ -40,8 +40,8 @@ from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.address import stays_on_host
-from kvstore.rpc.auth.interceptor import too_low
-from kvstore.rpc.auth.tokens import LOCAL, Caller, Role, Tokens, Watched
+from kvstore.rpc.auth.interceptor import insufficient_role
+from kvstore.rpc.auth.tokens import LOCAL, AccessRole, Principal, TokenTable, WatchedFile
 from kvstore.rpc.http_server import ABORT
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Gate:
         counters: of the process.
     """
 
-    def __init__(self, app: ASGIApp, config: AdminConfig, tokens: Watched[Tokens] | None, counters: Counters) -> None:
+    def __init__(self, app: ASGIApp, config: AdminConfig, tokens: WatchedFile[TokenTable] | None, counters: Counters) -> None:
         self._app = app
         self._config = config
         self._tokens = tokens
@@ -189,7 +189,7 @@ class Gate:
         """An error is being told."""
         self._counters.add(f"admin_errors_{error.kind.value}_total")
 
-    def _admit(self, scope: Scope, headers: Mapping[str, str]) -> Caller | None:
+    def _admit(self, scope: Scope, headers: Mapping[str, str]) -> Principal | None:
         """Who asks; None: nobody in particular, for what is public.
 
         Raises:
@@ -211,9 +211,11 @@ class Gate:
             if given or changes:  # the page asks without one each time that it is opened
                 _limited.warning("refused a request: %s (request=%s, peer=%s)", why, _what(scope), _peer(scope))
             raise Unauthenticated(why)
-        if caller.role is Role.OPERATOR or (caller.role is Role.READ and not changes):
+        if caller.role is AccessRole.OPERATOR or (caller.role is AccessRole.READ and not changes):
             return caller
-        refused = too_low(_what(scope), [Role.OPERATOR] if changes else [Role.READ, Role.OPERATOR], caller)
+        refused = insufficient_role(
+            _what(scope), [AccessRole.OPERATOR] if changes else [AccessRole.READ, AccessRole.OPERATOR], caller
+        )
         _limited.warning("refused a request: %s (peer=%s)", refused.message, _peer(scope))
         raise refused
 

@@ -18,7 +18,7 @@ from kvproto.v1.node_pb2_grpc import NodeStub
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unauthenticated, Unavailable
 from kvstore.observe.counters import Counters
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
 
@@ -56,8 +56,8 @@ class StoreEndpoint:
 
     metadata: str = "127.0.0.1:7400"
     tls: TlsConfig | None = None
-    token: Shown | None = None
-    read_token: Shown | None = None
+    token: TokenSource | None = None
+    read_token: TokenSource | None = None
     timeout_s: float = 3.0
     change_timeout_s: float = 60.0
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from kvstore.doctor.facts import Facts, Section, Wanted
-from kvstore.process.run_with_timeout import run_bounded
+from kvstore.process.run_with_timeout import run_with_timeout
 
 PROBE_S = 10.0
 GDS_S = 30.0
@@ -49,7 +49,7 @@ def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float 
 def run_probe(module: str, arguments: Sequence[str], timeout_s: float) -> Section:
     """Runs a module that prints what it found as JSON in its last line."""
     try:
-        ran = run_bounded([sys.executable, "-m", module, *arguments], timeout_s)
+        ran = run_with_timeout([sys.executable, "-m", module, *arguments], timeout_s)
     except OSError as error:
         return Section({}, f"cannot be started: {error.strerror or error}")
     if ran.code is None:

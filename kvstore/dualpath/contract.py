@@ -2,7 +2,7 @@
 
 A *request* names the blocks of one prefix that must come from storage, numbered 0 … ``blocks`` - 1 in prefix order. A *policy*
 says which node reads how many of them (``Share``); the planner lays the shares over the blocks that have not arrived and makes a
-``LoadPlan`` of ``Part`` s. Parts keep their index and their generation for as long as the plan lives.
+``LoadPlan`` of ``PlanPart`` s. Parts keep their index and their generation for as long as the plan lives.
 
 Units: bytes, tokens, seconds of a monotonic clock, bytes per second.
 
@@ -36,7 +36,7 @@ class ReadSide(StrEnum):
 
 
 @dataclass(slots=True)
-class ReadRequest:
+class PlanRequest:
     """Blocks of one prompt that must come from storage.
 
     Attributes:
@@ -69,9 +69,9 @@ class ReadRequest:
         if max(map(len, (self.request_id, self.prefill_node, self.decode_node or "", *self.relays))) > MAX_NAME_BYTES:
             raise InvalidArgument("a name is too long", most=MAX_NAME_BYTES)
 
-    def with_relays(self, relays: tuple[str, ...]) -> ReadRequest:
+    def with_relays(self, relays: tuple[str, ...]) -> PlanRequest:
         """The same request, with these relays."""
-        return ReadRequest(
+        return PlanRequest(
             self.request_id, self.blocks, self.block_bytes, self.block_tokens, self.prefill_node, self.decode_node, relays
         )
 
@@ -124,7 +124,7 @@ class Share(NamedTuple):
 
 
 @dataclass(slots=True)
-class Part:
+class PlanPart:
     """A run of blocks that one node reads. ``index`` is unique in its plan over all attempts."""
 
     index: int
@@ -194,8 +194,8 @@ class LoadPlan(NamedTuple):
 
     plan_id: int
     attempt: int
-    request: ReadRequest
-    parts: tuple[Part, ...]
+    request: PlanRequest
+    parts: tuple[PlanPart, ...]
     reasons: Reasons
 
 
@@ -213,14 +213,14 @@ class PlanUnderWay:
     """
 
     plan_id: int
-    request: ReadRequest
+    request: PlanRequest
     policy: str
     attempt: int
     deadline: float
-    parts: tuple[tuple[Part, int | None], ...]
+    parts: tuple[tuple[PlanPart, int | None], ...]
 
 
-class PathPolicy(Protocol):
+class PlanPolicy(Protocol):
     """Cuts a request over nodes: a function of the request and the queues (``round_robin`` alone remembers whose turn it is)."""
 
     @property
@@ -229,7 +229,7 @@ class PathPolicy(Protocol):
         ...
 
     def choose(
-        self, request: ReadRequest, nodes: Sequence[tuple[NodeState, ReadSide]], prefill: NodeState | None
+        self, request: PlanRequest, nodes: Sequence[tuple[NodeState, ReadSide]], prefill: NodeState | None
     ) -> Sequence[Share]:
         """Shares whose blocks add up to ``request.blocks`` (or none at all: nothing is read).
 

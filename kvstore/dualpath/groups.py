@@ -17,7 +17,7 @@ NEVER = np.iinfo(np.int64).max
 """Stands for an engine that does not come into question where the smallest number wins."""
 
 
-class Role(StrEnum):
+class EngineKind(StrEnum):
     """What an engine does; all engines of a group do the same."""
 
     PREFILL = "prefill"
@@ -37,7 +37,7 @@ class Engine:
     """
 
     engine: str
-    role: Role
+    role: EngineKind
     group: str
     node: str
     hbm_bytes: int = 0
@@ -57,7 +57,7 @@ class EngineGroup:
 
     __slots__ = ("_place", "engines", "free", "most_hbm", "name", "open", "read", "role", "seq", "tok")
 
-    def __init__(self, name: str, role: Role) -> None:
+    def __init__(self, name: str, role: EngineKind) -> None:
         self.name = name
         self.role = role
         self.engines: list[Engine] = []

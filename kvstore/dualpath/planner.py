@@ -19,19 +19,19 @@ from dataclasses import dataclass, field, replace
 
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, NotFound, Unavailable
+from kvstore.dualpath.arrival_time import finish_seconds
 from kvstore.dualpath.contract import (
     LoadPlan,
     NodeState,
-    Part,
-    PathPolicy,
+    PlanPart,
+    PlanPolicy,
+    PlanRequest,
     PlanUnderWay,
-    ReadRequest,
     ReadSide,
     Reasons,
     Share,
     Span,
 )
-from kvstore.dualpath.predict import finish_seconds
 from kvstore.dualpath.queues import Charge, ReadQueues
 
 PLAN_LIFE_S = 60.0
@@ -47,7 +47,7 @@ DECISION_PARTS_KEPT = 16_384
 
 
 @dataclass(slots=True)
-class Counters:
+class PlannerCounters:
     """What happened, since the start."""
 
     plans: int = 0
@@ -56,7 +56,7 @@ class Counters:
     given_up: int = 0
     """Plans that no node was left for, or that their client aborted."""
     expired: int = 0
-    doubted: int = 0
+    stalled: int = 0
     """Times that a plan ceased to count, as nothing of it moved."""
     late_reports: int = 0
     """Reports for plans or parts that were over."""
@@ -66,8 +66,8 @@ class Counters:
 class _Live:
     """A plan under way. A part that is over (failed) has no charge."""
 
-    request: ReadRequest
-    policy: PathPolicy
+    request: PlanRequest
+    policy: PlanPolicy
     """As it was when the plan was made: whoever plans with another one meanwhile does not decide about its re-plans."""
     attempt: int
     deadline: float
@@ -77,9 +77,9 @@ class _Live:
     """Seconds without progress after which it is in doubt."""
     doubt: float = math.inf
     """When it will be, unless something moves."""
-    doubted: bool = False
+    stalled: bool = False
     """It is, and does not count."""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[PlanPart] = field(default_factory=list)
     charges: list[Charge | None] = field(default_factory=list)
     at: dict[str, Charge] = field(default_factory=dict)
     """Its first charge at each node: the others there belong to it."""
@@ -88,7 +88,7 @@ class _Live:
     @property
     def wake(self) -> float:
         """When it is to be looked at."""
-        return self.deadline if self.doubted or self.deadline < self.doubt else self.doubt
+        return self.deadline if self.stalled or self.deadline < self.doubt else self.doubt
 
 
 class Planner:
@@ -96,7 +96,7 @@ class Planner:
 
     Args:
         policy: how requests are cut; may be replaced at any time (plans under way go on).
-        queues: pending reads and rates; nodes are made known there, or with ``node_here``.
+        queues: pending reads and rates; nodes are made known there, or with ``add_node``.
         plan_life_s: a plan without progress for this long expires.
         patience_s: where nothing of a plan has moved for this long, and twice as long as what stood before it should have taken,
             it does not count until something does.
@@ -108,7 +108,7 @@ class Planner:
 
     def __init__(
         self,
-        policy: PathPolicy,
+        policy: PlanPolicy,
         queues: ReadQueues | None = None,
         *,
         plan_life_s: float = PLAN_LIFE_S,
@@ -119,7 +119,7 @@ class Planner:
     ) -> None:
         self.policy = policy
         self.queues = ReadQueues() if queues is None else queues
-        self.counters = Counters()
+        self.counters = PlannerCounters()
         self.plan_life_s = plan_life_s
         self.patience_s = patience_s
         self.relays = relays
@@ -158,11 +158,11 @@ class Planner:
 
     # ---- nodes ----
 
-    def node_here(self, node: str, snic: float, cnic: float) -> None:
+    def add_node(self, node: str, snic: float, cnic: float) -> None:
         """A node is there (again), with its configured bandwidths in bytes/s."""
         self.queues.join(node, snic, cnic)
 
-    def node_gone(self, node: str) -> tuple[tuple[int, int], ...]:
+    def remove_node(self, node: str) -> tuple[tuple[int, int], ...]:
         """A node is dead: it gets no more work.
 
         Returns:
@@ -179,7 +179,7 @@ class Planner:
 
     # ---- plans ----
 
-    def plan(self, request: ReadRequest, now: float, life_s: float = 0.0) -> LoadPlan:
+    def plan(self, request: PlanRequest, now: float, life_s: float = 0.0) -> LoadPlan:
         """Decides who reads the request, and charges the queues.
 
         Args:
@@ -324,8 +324,8 @@ class Planner:
                 self._end(plan_id, now)
                 over.append(plan_id)
                 continue
-            if not live.doubted and live.doubt <= now:
-                self._count(live, now, doubted=True)
+            if not live.stalled and live.doubt <= now:
+                self._count(live, now, stalled=True)
             heapq.heappush(self._wakes, (live.wake, plan_id))  # something moved since, or its end is all that is left
         self.counters.expired += len(over)
         return over
@@ -352,16 +352,16 @@ class Planner:
         if deadline > live.deadline:
             live.deadline = deadline
         live.doubt = now + live.patience
-        if live.doubted:
-            self._count(live, now, doubted=False)
+        if live.stalled:
+            self._count(live, now, stalled=False)
             self._wake(plan_id, live)
 
-    def _count(self, live: _Live, now: float, *, doubted: bool) -> None:
-        """The plan does not count any more (``doubted``), or does again."""
-        live.doubted = doubted
-        self.counters.doubted += doubted and any(charge is not None and charge.blocks for charge in live.charges)
+    def _count(self, live: _Live, now: float, *, stalled: bool) -> None:
+        """The plan does not count any more (``stalled``), or does again."""
+        live.stalled = stalled
+        self.counters.stalled += stalled and any(charge is not None and charge.blocks for charge in live.charges)
         for charge in live.at.values():
-            self.queues.doubt(charge, now, doubted=doubted)
+            self.queues.doubt(charge, now, stalled=stalled)
 
     def _end(self, plan_id: int, now: float) -> None:
         """The plan is under way no longer."""
@@ -432,7 +432,7 @@ class Planner:
             self._parts_kept -= len(self._decisions.popleft().parts)
 
 
-def missing_spans(part: Part, arrived: Iterable[Span]) -> list[Span]:
+def missing_spans(part: PlanPart, arrived: Iterable[Span]) -> list[Span]:
     """Blocks of a part that lie in none of the spans.
 
     Raises:
@@ -451,7 +451,7 @@ def missing_spans(part: Part, arrived: Iterable[Span]) -> list[Span]:
     return missing
 
 
-def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> tuple[Part, ...]:
+def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> tuple[PlanPart, ...]:
     """Parts that give each share its blocks, in order; a share over a gap becomes several parts.
 
     Args:
@@ -464,7 +464,7 @@ def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> t
     """
     if not shares:
         return ()
-    parts: list[Part] = []
+    parts: list[PlanPart] = []
     spans = iter(missing)
     start, left, fits = 0, 0, True
     for node, side, wanted in shares:
@@ -476,7 +476,7 @@ def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> t
                     fits = False
                     break
             count = min(wanted, left)
-            parts.append(Part(first_index + len(parts), node, side, start, count))
+            parts.append(PlanPart(first_index + len(parts), node, side, start, count))
             start, left, wanted = start + count, left - count, wanted - count
     if not fits or left or next(spans, None):
         raise Internal("the policy's shares are not the request", shares=[tuple(share) for share in shares])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.contract import NodeState, PathPolicy, ReadRequest, ReadSide, Share
+from kvstore.dualpath.contract import NodeState, PlanPolicy, PlanRequest, ReadSide, Share
 from kvstore.dualpath.split import Split
 
 Candidates = Sequence[tuple[NodeState, ReadSide]]
@@ -16,7 +16,7 @@ class PrefillOnly:
 
     name = "prefill_only"
 
-    def choose(self, request: ReadRequest, nodes: Candidates, prefill: NodeState | None) -> Sequence[Share]:  # noqa: ARG002
+    def choose(self, request: PlanRequest, nodes: Candidates, prefill: NodeState | None) -> Sequence[Share]:  # noqa: ARG002
         state, side = nodes[0]
         return (Share(state.node, side, request.blocks),)
 
@@ -29,7 +29,7 @@ class ShorterQueue:
 
     name = "shorter_queue"
 
-    def choose(self, request: ReadRequest, nodes: Candidates, prefill: NodeState | None) -> Sequence[Share]:  # noqa: ARG002
+    def choose(self, request: PlanRequest, nodes: Candidates, prefill: NodeState | None) -> Sequence[Share]:  # noqa: ARG002
         pair = [entry for entry in nodes if entry[1] is not ReadSide.RELAY] or nodes
         state, side = min(pair, key=lambda entry: entry[0].pending_tokens)
         return (Share(state.node, side, request.blocks),)
@@ -46,7 +46,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, request: ReadRequest, nodes: Candidates, prefill: NodeState | None) -> Sequence[Share]:  # noqa: ARG002
+    def choose(self, request: PlanRequest, nodes: Candidates, prefill: NodeState | None) -> Sequence[Share]:  # noqa: ARG002
         pair = [entry for entry in nodes if entry[1] is not ReadSide.RELAY] or nodes
         state, side = pair[self._turn % len(pair)]
         self._turn += 1
@@ -58,11 +58,11 @@ class Oracle:
 
     name = "oracle"
 
-    def choose(self, request: ReadRequest, nodes: Candidates, prefill: NodeState | None) -> Sequence[Share]:  # noqa: ARG002
+    def choose(self, request: PlanRequest, nodes: Candidates, prefill: NodeState | None) -> Sequence[Share]:  # noqa: ARG002
         return ()
 
 
-POLICIES: dict[str, Callable[[], PathPolicy]] = {
+POLICIES: dict[str, Callable[[], PlanPolicy]] = {
     "prefill_only": PrefillOnly,
     "round_robin": RoundRobin,
     "shorter_queue": ShorterQueue,
@@ -72,7 +72,7 @@ POLICIES: dict[str, Callable[[], PathPolicy]] = {
 """By the name that configuration and command lines use."""
 
 
-def policy_named(name: str) -> PathPolicy:
+def policy_named(name: str) -> PlanPolicy:
     """A new policy with its defaults.
 
     Raises:

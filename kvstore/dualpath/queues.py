@@ -15,7 +15,7 @@ from collections.abc import Container
 from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.dualpath.bandwidth import BandwidthEstimator
 from kvstore.dualpath.contract import NodeState
-from kvstore.dualpath.shortest import ShortestFirst
+from kvstore.dualpath.min_tracker import ShortestFirst
 
 QUEUE_S = 10.0
 """Seconds of a link's reading that one plan counts for at most; above what the scheduler calls a long queue, the paper's 3 s."""
@@ -37,7 +37,7 @@ class _Entry:
 class _Debt:
     """What one plan owes at one node, with all its parts there. Of ``blocks`` in all, ``queued`` stand in the queues."""
 
-    __slots__ = ("block_bytes", "block_tokens", "blocks", "doubted", "forwarded", "most", "queued", "sink", "source")
+    __slots__ = ("block_bytes", "block_tokens", "blocks", "forwarded", "most", "queued", "sink", "source", "stalled")
 
     def __init__(
         self, source: _Entry, sink: _Entry | None, most: int, block_bytes: int, block_tokens: int, *, forwarded: bool
@@ -48,13 +48,13 @@ class _Debt:
         self.block_bytes = block_bytes
         self.block_tokens = block_tokens
         self.forwarded = forwarded
-        self.doubted = False
+        self.stalled = False
         self.blocks = self.queued = 0
 
     def add(self, blocks: int) -> None:
         """So many more (or fewer) are owed; the queues follow."""
         self.blocks += blocks
-        queued = 0 if self.doubted else self.blocks
+        queued = 0 if self.stalled else self.blocks
         if queued > self.most:
             queued = self.most
         more, self.queued = queued - self.queued, queued
@@ -186,11 +186,11 @@ class ReadQueues:
         self._settle(source, now)
         return Charge(debt, blocks)
 
-    def doubt(self, charge: Charge, now: float, *, doubted: bool) -> None:
-        """What the plan of a charge owes at its node does not count any more (``doubted``), or does again."""
+    def doubt(self, charge: Charge, now: float, *, stalled: bool) -> None:
+        """What the plan of a charge owes at its node does not count any more (``stalled``), or does again."""
         debt = charge._debt
         debt.source.link.credit(0, now, debt.source.pending_bytes)
-        debt.doubted = doubted
+        debt.stalled = stalled
         debt.add(0)
         self._settle(debt.source, now)
 

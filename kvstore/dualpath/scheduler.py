@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
-from kvstore.dualpath.groups import DecodeGroups, Engine, EngineGroup, Role, assign_decode, assign_prefill, decode_watermark
+from kvstore.dualpath.groups import DecodeGroups, Engine, EngineGroup, EngineKind, assign_decode, assign_prefill, decode_watermark
 
 MAX_TOKENS = 1 << 40
 MAX_HBM_BYTES = 1 << 50
@@ -69,7 +69,7 @@ class Ask:
 
     def spared(self, engine: Engine) -> int:
         """Tokens that an engine has at hand; of those that decode it is not asked."""
-        return min(self.tokens, self.near.get(engine.engine, 0)) if engine.role is Role.PREFILL else 0
+        return min(self.tokens, self.near.get(engine.engine, 0)) if engine.role is EngineKind.PREFILL else 0
 
     def cost(self, engine: Engine) -> int:
         """Tokens that an engine is charged."""
@@ -101,7 +101,7 @@ class EngineReport:
                 raise InvalidArgument("engine report out of bounds", engine=self.engine, value=value)
 
 
-class Assignment(NamedTuple):
+class EngineAssignment(NamedTuple):
     """A request was given to an engine of the group that fetched."""
 
     request_id: str
@@ -122,7 +122,7 @@ class Pair(NamedTuple):
 class Fetched:
     """Answer to a group's fetch, in the order of assignment."""
 
-    assigned: tuple[Assignment, ...]
+    assigned: tuple[EngineAssignment, ...]
     pairs: tuple[Pair, ...]
 
 
@@ -173,7 +173,7 @@ class _Desk:
     @property
     def left(self) -> int:
         """HBM bytes that these leave free; below zero where they need more than it has (any more)."""
-        used = sum(job.ask.hbm_bytes for job in self.work.values()) if self.engine.role is Role.DECODE else 0
+        used = sum(job.ask.hbm_bytes for job in self.work.values()) if self.engine.role is EngineKind.DECODE else 0
         return self.engine.hbm_bytes - used
 
 
@@ -236,7 +236,7 @@ class Scheduler:
         group = self._groups.get(engine.group)
         if group is None:
             group = self._groups[engine.group] = EngineGroup(engine.group, engine.role)
-            if engine.role is Role.DECODE:
+            if engine.role is EngineKind.DECODE:
                 self._decode_groups.join(group)
                 self._private[engine.group] = OrderedDict()
                 self._private_tokens[engine.group] = 0
@@ -264,7 +264,7 @@ class Scheduler:
         desk.engine = changed
         if desk.room:
             group.free[group.place(engine)] = desk.left
-        if group.role is Role.DECODE:
+        if group.role is EngineKind.DECODE:
             self._reroute(group)
             self._refresh(group)
 
@@ -277,11 +277,11 @@ class Scheduler:
             return
         self._shut = nodes
         for group in self._groups.values():
-            if group.shut(nodes) and group.role is Role.DECODE:
+            if group.shut(nodes) and group.role is EngineKind.DECODE:
                 self._reroute(group)
                 self._refresh(group)
 
-    def engine_gone(self, engine: str) -> tuple[GivenBack, ...]:
+    def remove_engine(self, engine: str) -> tuple[GivenBack, ...]:
         """An engine died or left: its unfinished requests go to the head of the queues they came from, in their order.
 
         A dead decode engine takes the prompt's KV with it: a prompt that was already computed waits for a prefill engine too.
@@ -298,21 +298,21 @@ class Scheduler:
         back = []
         for job in reversed(desk.work.values()):
             job.generation += 1
-            if gone.role is Role.PREFILL:
+            if gone.role is EngineKind.PREFILL:
                 job.prefill = None
             else:
                 job.decode = None
                 self._to_head(self._decode_queue, job)
-            if job.prefilled or gone.role is Role.PREFILL:
+            if job.prefilled or gone.role is EngineKind.PREFILL:
                 job.prefill, job.prefilled = None, False
                 self._to_head(self._prefill_queue, job)
             back.append(GivenBack(job.ask.request_id, job.generation, job.prefill or job.decode))
-        if gone.role is Role.DECODE:
+        if gone.role is EngineKind.DECODE:
             self._reroute(group)
             self._refresh(group)
         return tuple(reversed(back))
 
-    def group_gone(self, group: str) -> None:
+    def remove_group(self, group: str) -> None:
         """A group that has no engine any more is forgotten; its name may come back with either role.
 
         Raises:
@@ -325,7 +325,7 @@ class Scheduler:
         if len(known):
             raise Conflict("group has engines", group=group, engines=len(known))
         del self._groups[group]
-        if known.role is Role.DECODE:  # its private queue went back to the global one with its last engine
+        if known.role is EngineKind.DECODE:  # its private queue went back to the global one with its last engine
             self._decode_groups.leave(group)
             del self._private[group], self._private_tokens[group]
 
@@ -407,12 +407,12 @@ class Scheduler:
         if known is None:
             raise NotFound("group is not known", group=group)
         self.report(reports)
-        return self._fetch_prefill(known) if known.role is Role.PREFILL else self._fetch_decode(known)
+        return self._fetch_prefill(known) if known.role is EngineKind.PREFILL else self._fetch_decode(known)
 
     def _fetch_prefill(self, group: EngineGroup) -> Fetched:
         queue = self._prefill_queue
         lengths = (job.ask.tokens for job in _heads(queue))
-        assigned: list[Assignment] = []
+        assigned: list[EngineAssignment] = []
         pairs: list[Pair] = []
         near = (job.ask.near for job in _heads(queue))
         for place in assign_prefill(group, lengths, self.limits.alpha_tokens, self.limits.beta_tokens, near):
@@ -424,7 +424,7 @@ class Scheduler:
     def _fetch_decode(self, group: EngineGroup) -> Fetched:
         self._route()
         queue = self._private[group.name]
-        assigned: list[Assignment] = []
+        assigned: list[EngineAssignment] = []
         pairs: list[Pair] = []
         if not queue or not len(group):
             return Fetched((), ())
@@ -438,12 +438,12 @@ class Scheduler:
         self._refresh(group)
         return Fetched(tuple(assigned), tuple(pairs))
 
-    def _assigned(self, job: _Job, engine: Engine, pairs: list[Pair]) -> Assignment:
+    def _assigned(self, job: _Job, engine: Engine, pairs: list[Pair]) -> EngineAssignment:
         name = job.ask.request_id
         self._desks[engine.engine].work[name] = job
         if job.prefill is not None and job.decode is not None:
             pairs.append(Pair(name, job.generation, job.prefill, job.decode))
-        return Assignment(name, job.generation, engine.engine)
+        return EngineAssignment(name, job.generation, engine.engine)
 
     def _route(self) -> None:
         """Phase 1: moves the global decode queue to private ones. What no group could ever hold stays, in nobody's way."""
@@ -468,7 +468,7 @@ class Scheduler:
         return job if job is not None and job.generation == generation else None
 
     def _refresh(self, group: EngineGroup) -> None:
-        if group.role is Role.DECODE:
+        if group.role is EngineKind.DECODE:
             waiting = self._private_tokens[group.name] if self.limits.count_waiting else 0
             self._decode_groups.refresh(group.name, waiting)
 
@@ -481,9 +481,9 @@ class Scheduler:
         if desk.counts:
             group.tok[place] -= job.ask.cost(engine)
             group.seq[place] -= 1
-            if engine.role is Role.DECODE:
+            if engine.role is EngineKind.DECODE:
                 self._decode_groups.add(engine.group, -job.ask.tokens)
-        if desk.room and engine.role is Role.DECODE:
+        if desk.room and engine.role is EngineKind.DECODE:
             group.free[place] += job.ask.hbm_bytes
 
     def _drop(self, job: _Job) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.contract import NodeState, ReadRequest, ReadSide, Share
+from kvstore.dualpath.contract import NodeState, PlanRequest, ReadSide, Share
 
 CLOSE_ENOUGH = 1e-9
 """Relative precision of the water level: far below a block."""
@@ -45,7 +45,7 @@ class Split:
         self.relay_gain = relay_gain
 
     def choose(
-        self, request: ReadRequest, nodes: Sequence[tuple[NodeState, ReadSide]], prefill: NodeState | None
+        self, request: PlanRequest, nodes: Sequence[tuple[NodeState, ReadSide]], prefill: NodeState | None
     ) -> Sequence[Share]:
         least = max(self.least_blocks, -(-self.least_bytes // request.block_bytes))
         parts = min(self.most_parts, request.blocks // least)
@@ -125,7 +125,7 @@ class _Filling(NamedTuple):
     seconds: float
 
 
-def _best_of_one(lanes: Sequence[_Lane], request: ReadRequest, into: _Into) -> _Filling:
+def _best_of_one(lanes: Sequence[_Lane], request: PlanRequest, into: _Into) -> _Filling:
     """All blocks on the lane that has them first."""
     total = request.total_bytes
     ends = [lane.alone(total, into) for lane in lanes]
@@ -133,7 +133,7 @@ def _best_of_one(lanes: Sequence[_Lane], request: ReadRequest, into: _Into) -> _
     return _Filling((lanes[ends.index(seconds)],), (request.blocks,), seconds)
 
 
-def _fill(lanes: list[_Lane], request: ReadRequest, into: _Into, least: int, wanted: float) -> _Filling | None:
+def _fill(lanes: list[_Lane], request: PlanRequest, into: _Into, least: int, wanted: float) -> _Filling | None:
     """Water-fills the lanes; one that would read fewer than ``least`` blocks is left out and its water goes to the others.
 
     Args:
@@ -219,7 +219,7 @@ def _held(lanes: list[_Lane], into: _Into, level: float) -> tuple[list[float], f
     return amounts, here + forwarded, here_slope + forwarded_slope
 
 
-def _round(lanes: list[_Lane], amounts: list[float], request: ReadRequest, into: _Into) -> list[int]:
+def _round(lanes: list[_Lane], amounts: list[float], request: PlanRequest, into: _Into) -> list[int]:
     """Whole blocks: all that fit below the level, and the few that are left one by one to whoever has them soonest."""
     size = request.block_bytes
     blocks = [int(amount / size) for amount in amounts]

@@ -22,7 +22,7 @@ from typing import Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound
 from kvstore.embedded.children import Children, Launcher
-from kvstore.embedded.temp_dirs import ScratchFolder
+from kvstore.embedded.temp_dirs import TempDir
 from kvstore.process.node_id import check_node_id
 from kvstore.rpc.address import stays_on_host
 
@@ -36,7 +36,7 @@ _SHOWN_LINES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DaemonHost:
     """Where a daemon runs.
 
     Attributes:
@@ -69,7 +69,7 @@ class NodeSpec:
     policy: str = "gap"
     settings: tuple[tuple[str, str], ...] = ()
     """Further ``--set node.<name>=<value>``."""
-    place: Place = Place()
+    place: DaemonHost = DaemonHost()
 
     def __post_init__(self) -> None:
         check_node_id(self.node_id)
@@ -142,21 +142,21 @@ class LocalCluster:
         nodes: Sequence[NodeSpec],
         base_dir: Path | None = None,
         metadata_settings: Sequence[tuple[str, str]] = (),
-        metadata_place: Place = Place(),
+        metadata_place: DaemonHost = DaemonHost(),
         arguments: Sequence[str] = (),
         run_place: Path = Path("/tmp"),  # noqa: S108  # a folder of its own is made there
     ) -> None:
         if base_dir is not None and "," in str(base_dir) and any(spec.nvme_bytes for spec in nodes):
             raise InvalidArgument("a folder of volumes has no comma in its path: commas separate volumes", folder=base_dir)
         self._specs = {spec.node_id: spec for spec in nodes}
-        self._data: ScratchFolder | None = None
+        self._data: TempDir | None = None
         if base_dir is None:
-            self._data = ScratchFolder("kvstore-")
+            self._data = TempDir("kvstore-")
             base_dir = self._data.path
         self.base_dir = base_dir
         # unix socket paths are limited to 107 bytes: keep them out of deep folders
         run_place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._run = ScratchFolder("kvs-", run_place)
+        self._run = TempDir("kvs-", run_place)
         self._run_dir = self._run.path
         self._metadata_settings = tuple(metadata_settings)
         self._metadata_place = metadata_place
@@ -228,7 +228,7 @@ class LocalCluster:
     def start_admin(self, *settings: tuple[str, str]) -> Daemon:
         """Starts an admin server, on any free port unless ``settings`` (further ``--set admin.<name>=<value>``) say otherwise."""
         arguments = [f"admin.metadata={self.metadata_address}", f"admin.listen={LOOPBACK}:0"]
-        return self._start("admin", "admin", [*arguments, *(f"admin.{name}={value}" for name, value in settings)], Place())
+        return self._start("admin", "admin", [*arguments, *(f"admin.{name}={value}" for name, value in settings)], DaemonHost())
 
     def stop(self, name: str) -> None:
         """Stops one daemon (``"metadata"``, ``"admin"`` or a node id) in order."""
@@ -260,7 +260,7 @@ class LocalCluster:
         return self.base_dir / "index"
 
     # ---------------------------------------------------------------- inside
-    def _start(self, name: str, command: str, settings: Sequence[str], place: Place) -> Daemon:
+    def _start(self, name: str, command: str, settings: Sequence[str], place: DaemonHost) -> Daemon:
         ready_file = self._run_dir / f"{name}.ready"
         ready_file.unlink(missing_ok=True)
         self.base_dir.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ _OURS = re.compile(r"(kvstore|kvstore-dual|kvs)-[a-z0-9_]{8}")
 """Names as ``tempfile`` makes them of the prefixes that are used."""
 
 
-class ScratchFolder:
+class TempDir:
     """A temporary folder, removed by ``close``, or after the death of this process by the next one that makes some.
 
     Args:

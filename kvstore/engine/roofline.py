@@ -42,7 +42,7 @@ class Scale:
 REAL_SIZE = Scale()
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Tokens of one request in a forward batch."""
 
     cached: int
@@ -108,7 +108,7 @@ class EngineModel:
         share = MFU_EXPERT_PARALLEL if self.model.expert_parallel else MFU_DENSE
         return share * self.gpu.peak_flops(self.model.weight_bytes) * self.tensor_parallel
 
-    def prefill_seconds(self, batch: Iterable[Chunk]) -> float:
+    def prefill_seconds(self, batch: Iterable[PrefillChunk]) -> float:
         """One forward pass over all layers; 0 for an empty batch.
 
         Exchanges between experts hide behind computation of the other half of the batch; they show where there is too little.
@@ -123,11 +123,11 @@ class EngineModel:
         seconds = max(flops / self._prefill_flops_per_s, weights / self._memory_rate, model.layers * self._exchange_s)
         return seconds * self.scale.dilation
 
-    def prefill_layer_seconds(self, batch: Iterable[Chunk]) -> float:
+    def prefill_layer_seconds(self, batch: Iterable[PrefillChunk]) -> float:
         """One layer of it."""
         return self.prefill_seconds(batch) / self.model.layers
 
-    def attention_seconds(self, chunk: Chunk) -> float:
+    def attention_seconds(self, chunk: PrefillChunk) -> float:
         """Attention alone, over all layers: what the compute quota of a batch is counted in."""
         return self.model.attention_flops(chunk.cached, chunk.new) / self._prefill_flops_per_s * self.scale.dilation
 

@@ -13,7 +13,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import NamespaceId, NodeId, Tier
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, check_metrics_address, stays_on_host
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 
 _ENDPOINT: Final = re.compile(r"(?P<kind>tcp|ipc)://(?P<rest>.+)")
 
@@ -68,7 +68,7 @@ class EventsConfig:
     heartbeat_s: float = 5.0
     first: int | None = None
     tls: TlsConfig | None = None
-    token: Shown | None = None
+    token: TokenSource | None = None
     metrics_listen: str | None = None
     ready_file: Path | None = None
     allow_insecure_remote: bool = False

@@ -1,4 +1,4 @@
-"""What callers may give to an index, whichever it is."""
+"""Argument checks shared by all index backends."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, NamespaceId
 
 
 def check_namespace(namespace: NamespaceId) -> None:
-    """A namespace's id, not its spec.
+    """Check the length of a namespace id.
 
     Raises:
-        InvalidArgument: none.
+        InvalidArgument: it is not 16 bytes long.
     """
     if len(namespace) != KEY_BYTES:
-        raise InvalidArgument("a namespace id takes 16 bytes", bytes=len(namespace))
+        raise InvalidArgument(f"a namespace id must have {KEY_BYTES} bytes", bytes=len(namespace))
 
 
 def check_batch(stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
-    """One batch to publish.
+    """Check one publish batch.
 
     Raises:
-        InvalidArgument: too large, or a run that no chain can have.
+        InvalidArgument: the batch is too large, or a run is invalid.
     """
     if len(removed) + sum(len(run.keys) for run in stored) > limits.MAX_KEYS_PER_CALL:
         raise InvalidArgument("too many keys in one batch: split it", limit=limits.MAX_KEYS_PER_CALL)
     for run in stored:
         check_namespace(run.namespace)
         if run.depth < 0 or run.depth + len(run.keys) > limits.MAX_DEPTH:
-            raise InvalidArgument("a run lies outside of what a chain may be", depth=run.depth, limit=limits.MAX_DEPTH)
+            raise InvalidArgument("a run exceeds the maximum chain length", depth=run.depth, limit=limits.MAX_DEPTH)
         if (run.parent is None) != (run.depth == 0):
-            raise InvalidArgument("a run has a parent exactly where it does not begin its chain", depth=run.depth)
+            raise InvalidArgument("a run has a parent if and only if its depth is above 0", depth=run.depth)
         if run.parent is not None and len(run.parent) != KEY_BYTES:
-            raise InvalidArgument("a key takes 16 bytes", bytes=len(run.parent))
+            raise InvalidArgument(f"a key must have {KEY_BYTES} bytes", bytes=len(run.parent))
         check_keys(run.keys)
     check_keys(removed)
 
 
 def check_keys(keys: Sequence[BlockKey]) -> None:
-    """Keys, their number aside.
+    """Check the length of each key.
 
     Raises:
-        InvalidArgument: one that is none.
+        InvalidArgument: a key is not 16 bytes long.
     """
     if set(map(len, keys)) - {KEY_BYTES}:
-        raise InvalidArgument("a key takes 16 bytes")
+        raise InvalidArgument(f"a key must have {KEY_BYTES} bytes")

@@ -1,16 +1,16 @@
-"""What a prefix index is: which volumes hold which keys, and how long the leading run of a chain is that can be served.
+"""Contract of a prefix index: which volumes hold which keys, and how long the servable prefix of a chain is.
 
-The index is a *hint* that nodes publish (they are the truth), prefix-closed by construction: a block is published after its
-parent and leaves before it. Two things follow, and both make lookups logarithmic:
+The index is a *hint* that nodes publish; the nodes are the truth. It is prefix-closed by construction: a block is published after
+its parent and removed before its parent. Two properties follow, and both make lookups logarithmic:
 
 * the hit length of a chain is found by bisection;
-* each replica remembers ``run_start``: the depth from which its volume holds the chain without a gap. One record at the end
-  of a run thus speaks for the whole run, and a lookup probes only where runs end.
+* each replica records ``run_start``: the depth from which its volume holds the chain without a gap. One record at the end of a
+  run therefore describes the whole run, and a lookup probes only the ends of runs.
 
-Where a lost node tore a hole, the probes find it and only shorten the hit.
+If a lost node left a gap in a chain, the probes find the gap, and the hit is shorter.
 
-A *life* is one boot of one volume. Records name lives by a small number, so that a volume's death is one write, not a scan;
-what dead lives leave behind is swept in the background.
+A *volume epoch* is one boot of one volume. Records name volume epochs by a small number, so the loss of a volume is one write
+and needs no scan. Records of closed volume epochs are removed in the background (``sweep``).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import NamedTuple, NewType, Protocol
 
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 
-Life = NewType("Life", int)
-"""One boot of one volume, as a number. Never used twice within one index epoch."""
+VolumeEpoch = NewType("VolumeEpoch", int)
+"""Number of one boot of one volume. Never reused within one index epoch."""
 
 
 @dataclass(frozen=True, slots=True)
-class LifeInfo:
-    """What a life stands for."""
+class VolumeEpochInfo:
+    """An open volume epoch."""
 
-    life: Life
+    volume_epoch: VolumeEpoch
     volume_id: VolumeId
     node_id: NodeId
     tier: Tier
@@ -38,22 +38,22 @@ class LifeInfo:
 
 
 class ReplicaRun(NamedTuple):
-    """Blocks ``[start, start + count)`` of the keys asked for lie in one volume. A tuple, for every lookup makes some."""
+    """Blocks ``[start, start + count)`` of the requested keys that one volume holds. A tuple, because each lookup makes some."""
 
     start: int
     count: int  # type: ignore[assignment]  # hides tuple.count
-    life: Life
+    volume_epoch: VolumeEpoch
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The longest servable run of leading keys, and who holds which part.
+    """The longest servable prefix of a chain, and its replicas.
 
     Args:
-        blocks: how many keys.
-        runs: they cover ``[0, blocks)``; they may overlap.
-        revision: ``PrefixIndex.revision`` in the snapshot that was read: another one than the caller went by means that the
-            lives it called visible were old news.
+        blocks: number of leading blocks.
+        runs: replicas; they cover ``[0, blocks)`` and may overlap.
+        revision: ``PrefixIndex.revision`` of the snapshot that was read. If it differs from the caller's revision, the caller's
+            set of visible volume epochs was stale.
     """
 
     blocks: int
@@ -62,68 +62,69 @@ class PrefixHit:
 
 
 class IndexedBlock(NamedTuple):
-    """What the index knows of one key: its place, and which open lives hold it."""
+    """One key with its namespace, its depth, and the open volume epochs that hold it."""
 
     key: BlockKey
     namespace: NamespaceId
     depth: int
-    lives: tuple[Life, ...]
+    volume_epochs: tuple[VolumeEpoch, ...]
 
 
-class Removed(NamedTuple):
-    """A life does not hold some blocks any more: it removed them, or they gave way to others."""
+class RemovedKeys(NamedTuple):
+    """Keys that a volume epoch no longer holds: it removed them, or records of another depth replaced them."""
 
-    life: Life
+    volume_epoch: VolumeEpoch
     namespace: NamespaceId
     keys: Sequence[BlockKey]
 
 
 class IndexListener(Protocol):
-    """Is told what this process changed, right after it was committed, in the thread that did so; returns soon, raises nothing.
+    """Receives the changes of this process.
 
-    Where one thread makes all changes, it is told in their order.
+    A method is called right after the commit, in the thread that made the change. It must return soon and raise nothing. If one
+    thread makes all changes, the calls are in commit order.
     """
 
-    def opened(self, info: LifeInfo) -> None:
-        """A life is open; perhaps it was before."""
+    def opened(self, info: VolumeEpochInfo) -> None:
+        """A volume epoch is open; it may have been open before."""
 
-    def closed(self, life: Life) -> None:
-        """A life is closed, with all that it held; perhaps it was before."""
+    def closed(self, volume_epoch: VolumeEpoch) -> None:
+        """A volume epoch is closed, with all its blocks; it may have been closed before."""
 
-    def published(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[Removed]) -> None:
-        """A batch took effect: first what lives no longer hold, then what the one holds, without what was ignored."""
+    def published(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[RemovedKeys]) -> None:
+        """A batch took effect: first ``removed``, then ``stored``. Ignored parts of the batch are left out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What the index says of one key, for people.
+class IndexEntry:
+    """The record of one key, for diagnosis.
 
     Args:
-        namespace: whose it is; None: of a number that no namespace has, which only damage explains.
-        depth: its place in its chain.
-        replicas: life and run_start of each; lives that are closed are among them until they are swept.
+        namespace: its namespace; None: no namespace has the record's number, which only damage explains.
+        depth: depth in its chain.
+        replicas: volume epoch and run_start of each replica, including closed volume epochs that are not swept yet.
     """
 
     namespace: NamespaceId | None
     depth: int
-    replicas: tuple[tuple[Life, int], ...]
+    replicas: tuple[tuple[VolumeEpoch, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """Sizes, and whether changes fail. ``blocks`` counts keys, dead ones included until they are swept."""
+    """Size and health of the index. ``blocks`` counts keys, including those of closed volume epochs that are not swept yet."""
 
     blocks: int
     bytes: int
-    dead_lives: int
+    dead_volume_epochs: int
     failing: str = ""
-    """Why changes by this process fail now, e.g. on a full disk; empty: they do not."""
+    """Why changes by this process fail now, for example because the disk is full; empty: they succeed."""
     failing_s: float = 0.0
-    """For how long."""
+    """Seconds since changes began to fail."""
 
 
 class PrefixIndex(ABC):
-    """One index. Thread-safe; backends that say so may be opened by several processes at once.
+    """A prefix index. Thread-safe; some backends may be opened by several processes at once.
 
     The conformance suite is ``kvstore.testing.index.suite``.
     """
@@ -131,122 +132,127 @@ class PrefixIndex(ABC):
     @property
     @abstractmethod
     def epoch(self) -> bytes:
-        """16 random bytes drawn when the index was made; another value means that it was made anew."""
+        """The index epoch: 16 random bytes, drawn when the index was created. A new value means that all contents were lost."""
 
-    # ---- lives ----
+    # ---- volume epochs ----
     @abstractmethod
-    def open_life(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> Life:
-        """Begins a life, or finds the open one of the same (volume, boot). Older lives of the volume stay as they are."""
-
-    @abstractmethod
-    def close_life(self, life: Life) -> None:
-        """Hides everything that the life holds, at once, in O(1). Unknown or closed: no change."""
+    def open_volume_epoch(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> VolumeEpoch:
+        """Open a volume epoch, or find the open one of the same volume and boot. Older ones of the volume stay open."""
 
     @abstractmethod
-    def lives(self) -> list[LifeInfo]:
-        """All open lives."""
+    def close_volume_epoch(self, volume_epoch: VolumeEpoch) -> None:
+        """Hide all blocks of a volume epoch at once, in O(1). No effect if it is unknown or closed."""
+
+    @abstractmethod
+    def volume_epochs(self) -> list[VolumeEpochInfo]:
+        """All open volume epochs."""
 
     # ---- blocks ----
     @abstractmethod
-    def publish(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
-        """Applies one batch, atomically: first ``removed``, then ``stored`` in order. Applying a batch again changes nothing.
+    def publish(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
+        """Apply one batch atomically: first ``removed``, then ``stored`` in order. Idempotent.
 
-        A key has one place. A run that names another than its record, or another namespace, is ignored as far as it does;
-        only where the run's parent is held right before it, in the same namespace, does the record give way.
+        A key has one namespace and one depth. Keys of a run that disagree with their record are ignored, except if the run's
+        parent is held one level above in the same namespace: then the record is replaced.
 
-        Runs of a namespace that is not known, where there are as many as may be, are ignored, and counted.
+        Runs of an unknown namespace are ignored and counted if the index holds as many namespaces as it may.
 
         Raises:
-            NotFound: the life is not open.
+            NotFound: the volume epoch is not open.
         """
 
     @abstractmethod
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[Life]) -> PrefixHit:
-        """Longest prefix of a packed chain (from its head) in volumes whose life is ``visible``.
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
+        """Find the longest prefix of a chain that ``visible`` volume epochs hold.
 
-        Keys of another namespace are misses. Logarithmic in the number of keys, plus the number of runs.
+        Keys of another namespace are misses. The cost is logarithmic in the number of keys, plus the number of runs.
+
+        Args:
+            namespace: namespace of the chain.
+            keys: the chain's keys from its head, 16 bytes each, concatenated.
+            visible: volume epochs that can be read now.
         """
 
     @abstractmethod
-    def describe(self, keys: Sequence[BlockKey]) -> list[Entry | None]:
-        """What the index says of each key; None: nothing. For people: it may take milliseconds a thousand keys."""
+    def describe(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
+        """The record of each key, or None. For diagnosis: it may take milliseconds per thousand keys."""
 
     @abstractmethod
-    def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[Life, ...]]:
-        """Open lives that hold each of some keys of a namespace, wherever in their chains; visible or not."""
+    def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
+        """Open volume epochs that hold each key of a namespace, at any depth, visible or not."""
 
     # ---- the whole ----
     @abstractmethod
     def listen(self, listener: IndexListener) -> None:
-        """Tells a listener what this process changes from here on. One at most; other processes' changes are not told."""
+        """Report the changes of this process to a listener from now on. One listener at most."""
 
     @abstractmethod
     def blocks_from(self, first: BlockKey | None, most: int) -> tuple[list[IndexedBlock], BlockKey | None]:
-        """Looks at up to ``most`` records, in the order of keys, from a key on (None: from the first).
+        """Read up to ``most`` records in key order, from a key on (None: from the first).
 
         Returns:
-            Those that open lives hold, as of one snapshot, and the key to go on from (None: that was all).
+            Blocks of open volume epochs, as of one snapshot, and the key to continue from (None: all records were read).
         """
 
     # ---- anti-entropy ----
     @abstractmethod
-    def keys_in_range(self, life: Life, key_range: int) -> list[BlockKey]:
-        """Keys that the life holds in one of the 4,096 ranges of key space (by the first 12 bits)."""
+    def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
+        """Keys of the volume epoch in one of the 4,096 ranges of key space (by the first 12 bits)."""
 
     @abstractmethod
     def sweep(self, max_entries: int) -> bool:
-        """Looks at up to ``max_entries`` records, going on where the last call ended, and drops what dead lives left.
+        """Remove replicas of closed volume epochs from up to ``max_entries`` records, continuing after the last call.
 
         Returns:
-            True when no dead life has records left.
+            True if no closed volume epoch has records left.
         """
 
     # ---- namespaces: 16-byte digest -> serialised spec ----
     @abstractmethod
     def put_namespace(self, namespace: NamespaceId, spec: bytes) -> None:
-        """Remembers a namespace. Idempotent.
+        """Store the spec of a namespace. Idempotent.
 
         Raises:
-            CapacityExceeded: there are as many as may be.
+            CapacityExceeded: the index holds as many namespaces as it may.
         """
 
     @abstractmethod
     def spec_of(self, namespace: NamespaceId) -> bytes | None:
-        """What one was put with, at once; None: it was not."""
+        """The stored spec of a namespace, or None."""
 
     @abstractmethod
     def namespaces(self) -> list[tuple[NamespaceId, bytes]]:
-        """All namespaces, in order of arrival."""
+        """All namespaces with their specs, in the order of their creation."""
 
-    # ---- small records of the server that uses the index (node registrations), kept beside it ----
+    # ---- notes: small records of the metadata server (node registrations) ----
     @abstractmethod
     def put_note(self, name: str, value: bytes | None, *, announce: bool = True) -> None:
-        """Keeps (or, with None, drops) a small named value.
+        """Store (or with None: delete) a small named value.
 
         Args:
-            name: what to find it by.
-            value: what to keep.
-            announce: whether `revision` moves. False is for what changes often (heartbeats, sequence numbers): other
-                processes poll it, and their caches stay warm.
+            name: name of the note.
+            value: its value.
+            announce: whether `revision` grows. False for notes that change often (heartbeats, sequence numbers): other processes
+                poll those, and their caches stay valid.
         """
 
     @abstractmethod
     def note(self, name: str) -> bytes | None:
-        """One of them, as it is now; None where there is none."""
+        """The value of a note, or None."""
 
     @abstractmethod
     def notes(self) -> dict[str, bytes]:
-        """All of them."""
+        """All notes."""
 
     @property
     @abstractmethod
     def revision(self) -> int:
-        """Grows with every announced change of lives, namespaces or notes, by any process: tells a cache that it is stale."""
+        """Grows with every announced change of volume epochs, namespaces or notes, by any process; caches compare it."""
 
     @abstractmethod
     def stats(self) -> IndexStats:
-        """Sizes, and whether changes fail, at once."""
+        """Size and health of the index, in O(1)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of files."""
+        """Close the index and its files."""

@@ -1,10 +1,12 @@
 """The embedded index: LMDB, memory-mapped, shared by several processes of one machine.
 
-Databases: ``blocks`` (key -> record, see ``kvstore.index.record``), ``lives`` and ``dead`` (life -> what it stands for / when its
-leftovers are swept), ``namespaces`` (digest -> ordinal and spec), ``notes``, ``meta`` (epoch, revision, counters, sweep cursor).
+Databases: ``blocks`` (key -> record, see ``kvstore.index.record``), ``lives`` and ``dead`` (volume epoch -> what it stands for
+/ when its leftovers are swept), ``namespaces`` (digest -> ordinal and spec), ``notes``, ``meta`` (epoch, revision, counters,
+sweep cursor).
 
 Any process may write: LMDB admits one writer at a time and readers see a commit at once. What a process remembers between
-calls (open lives, ordinals of namespaces) is checked against ``revision``, which is read in the same snapshot as the records.
+calls (open volume epochs, ordinals of namespaces) is checked against ``revision``, which is read in the same snapshot as the
+records.
 
 Threads: all methods may be called from any. Two locks: ``_write_lock`` serialises this process's writers, ``_gate`` is held for
 each short read, so that the map can be resized while no transaction is open. A publish of many thousand keys holds the first
@@ -36,21 +38,21 @@ from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError,
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.checks import check_batch, check_keys, check_namespace
 from kvstore.index.contract import (
-    Entry,
     IndexedBlock,
+    IndexEntry,
     IndexListener,
     IndexStats,
-    Life,
-    LifeInfo,
     PrefixHit,
     PrefixIndex,
-    Removed,
+    RemovedKeys,
+    VolumeEpoch,
+    VolumeEpochInfo,
 )
 from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
-from kvstore.index.run_end_cache import ChainEnds
-from kvstore.observe.failure_tracker import Failing
+from kvstore.index.run_end_cache import RunEndCache
+from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,10 @@ _FORMAT = b"kvstore-index/1"
 _DATABASES = (b"meta", b"blocks", b"lives", b"dead", b"namespaces", b"notes")
 _SCAN_PART = 1_024
 """Entries read in one hold of the gate: about a millisecond."""
+_CONFLICTS = "ignored keys that the index holds at another depth (volume_epoch=%d, keys=%d)"
+_FOREIGN = "ignored keys that the index holds for another namespace: no lookup finds them (volume_epoch=%d, keys=%d)"
+_UNNAMED = "ignored keys of new namespaces: the index holds as many namespaces as it may (volume_epoch=%d, keys=%d)"
+_REPLACED = "replaced records of another depth: the published parents are in the index (volume_epoch=%d, keys=%d)"
 _U32 = struct.Struct(">I")  # big-endian, so that LMDB keeps them in numeric order
 _U64 = struct.Struct(">Q")
 
@@ -79,12 +85,12 @@ def _tell_nobody() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lives:
-    """Open lives, as of one revision."""
+class _OpenVolumeEpochs:
+    """Open volume epochs, as of one revision."""
 
     revision: bytes
-    by_number: dict[Life, LifeInfo]
-    by_boot: dict[tuple[VolumeId, BootId], Life]
+    by_number: dict[VolumeEpoch, VolumeEpochInfo]
+    by_boot: dict[tuple[VolumeId, BootId], VolumeEpoch]
 
     @property
     def revision_number(self) -> int:
@@ -101,18 +107,18 @@ class LmdbIndex(PrefixIndex):
         self._count = count
         self._on_damage = on_damage
         self._damaged = False
-        self._changes = Failing()
+        self._changes = FailureTracker()
         self._write_lock = threading.Lock()
         self._gate = threading.Lock()
         self._closed: str | None = None
-        meta, self._blocks, self._lives_db, self._dead, self._namespaces, self._notes = [
+        meta, self._blocks, self._volume_epochs_db, self._dead, self._namespaces, self._notes = [
             self._env.open_db(name, create=False) for name in _DATABASES
         ]
         self._meta = meta
         self._ordinals: dict[NamespaceId, int] = {}
-        self._known = _Lives(b"", {}, {})
-        self._judged: tuple[bytes, Container[Life], frozenset[Life]] = (b"", frozenset(), frozenset())
-        self._ends = ChainEnds()
+        self._known = _OpenVolumeEpochs(b"", {}, {})
+        self._judged: tuple[bytes, Container[VolumeEpoch], frozenset[VolumeEpoch]] = (b"", frozenset(), frozenset())
+        self._run_ends = RunEndCache()
         self._listener: IndexListener | None = None
         self._names: dict[int, NamespaceId] = {}
         with self._env.begin(db=meta) as txn:
@@ -155,58 +161,62 @@ class LmdbIndex(PrefixIndex):
     def epoch(self) -> bytes:
         return self._epoch
 
-    # ---- lives ----
-    def open_life(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> Life:
+    # ---- volume epochs ----
+    def open_volume_epoch(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> VolumeEpoch:
         for name in (volume_id, node_id):
             if not name or len(name.encode()) > limits.MAX_NAME_BYTES:
                 raise InvalidArgument("a volume or node id is empty or too long", limit=limits.MAX_NAME_BYTES)
         if len(boot_id) != KEY_BYTES:
             raise InvalidArgument("a boot id takes 16 bytes", bytes=len(boot_id))
 
-        def work(txn: Txn) -> Life:
-            known = self._lives_now(txn).by_boot.get((volume_id, boot_id))
+        def work(txn: Txn) -> VolumeEpoch:
+            known = self._open_volume_epochs(txn).by_boot.get((volume_id, boot_id))
             if known is not None:
                 return known
-            life = self._next(txn, b"next_life")
+            volume_epoch = self._next(txn, b"next_life")
             fields = (volume_id.encode(), node_id.encode(), bytes([tier]), bytes(boot_id))
-            txn.put(_U32.pack(life), b"".join(struct.pack("<I", len(field)) + field for field in fields), db=self._lives_db)
+            txn.put(
+                _U32.pack(volume_epoch),
+                b"".join(struct.pack("<I", len(field)) + field for field in fields),
+                db=self._volume_epochs_db,
+            )
             self._announce(txn)
-            return Life(life)
+            return VolumeEpoch(volume_epoch)
 
         opened = self._write(work)
         if self._listener is not None:
-            self._listener.opened(LifeInfo(opened, volume_id, node_id, tier, boot_id))
+            self._listener.opened(VolumeEpochInfo(opened, volume_id, node_id, tier, boot_id))
         return opened
 
-    def close_life(self, life: Life) -> None:
+    def close_volume_epoch(self, volume_epoch: VolumeEpoch) -> None:
         def work(txn: Txn) -> None:
-            if life not in self._lives_now(txn).by_number:
+            if volume_epoch not in self._open_volume_epochs(txn).by_number:
                 return
-            txn.delete(_U32.pack(life), db=self._lives_db)
+            txn.delete(_U32.pack(volume_epoch), db=self._volume_epochs_db)
             cursor, running = self._sweep_state(txn)
             # a pass under way has already gone by some of its records: they are gone when the next one ends
-            txn.put(_U32.pack(life), _U64.pack(running + 1 if cursor else running), db=self._dead)
+            txn.put(_U32.pack(volume_epoch), _U64.pack(running + 1 if cursor else running), db=self._dead)
             self._announce(txn)
 
         self._write(work)
         if self._listener is not None:
-            self._listener.closed(life)
+            self._listener.closed(volume_epoch)
 
-    def lives(self) -> list[LifeInfo]:
-        return list(self._read(self._lives_now).by_number.values())
+    def volume_epochs(self) -> list[VolumeEpochInfo]:
+        return list(self._read(self._open_volume_epochs).by_number.values())
 
     # ---- blocks ----
-    def publish(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
+    def publish(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
         check_batch(stored, removed)
         wanted = BatchEdit.reads(stored, removed)
 
         def work(txn: Txn) -> BatchEdit:
-            lives = self._lives_now(txn).by_number
-            if life not in lives:
-                raise NotFound("the life is not open", life=life)
+            volume_epochs = self._open_volume_epochs(txn).by_number
+            if volume_epoch not in volume_epochs:
+                raise NotFound("the volume epoch is not open", volume_epoch=volume_epoch)
             cursor = txn.cursor(db=self._blocks)
             existing = cast("dict[BlockKey, bytes]", dict(cursor.getmulti(wanted)))
-            edit = BatchEdit(life, lives, lambda namespace: self._ordinal_or_new(txn, namespace), existing)
+            edit = BatchEdit(volume_epoch, volume_epochs, lambda namespace: self._ordinal_or_new(txn, namespace), existing)
             edit.remove(removed)
             for run in stored:
                 edit.store(run)
@@ -217,44 +227,33 @@ class LmdbIndex(PrefixIndex):
             return edit
 
         edit = self._write(work)
-        self._ends.published(stored)
+        self._run_ends.record_stored(stored)
         if self._listener is not None and (edit.stored or edit.removed):
-            gone = [Removed(whose, self._name_of(ordinal), keys) for (whose, ordinal), keys in edit.removed.items()]
-            self._listener.published(life, edit.stored, gone)
-        if edit.conflicts:
-            limited.warning(
-                "life %d published %d keys that are held at another place of a chain; they were ignored", life, edit.conflicts
-            )
-            self._count("index_key_conflicts_total", edit.conflicts)
-        if edit.foreign:
-            limited.warning(
-                "life %d published %d keys that are held for another namespace; they were ignored: no lookup finds them",
-                life,
-                edit.foreign,
-            )
-            self._count("index_key_foreign_total", edit.foreign)
-        if edit.unnamed:
-            limited.warning("life %d published %d keys of namespaces beyond the bound; they were ignored", life, edit.unnamed)
-            self._count("index_key_unnamed_total", edit.unnamed)
-        if edit.replaced:
-            limited.warning(
-                "life %d published %d keys behind their parents; records of another place gave way", life, edit.replaced
-            )
-            self._count("index_key_replaced_total", edit.replaced)
+            gone = [RemovedKeys(whose, self._name_of(ordinal), keys) for (whose, ordinal), keys in edit.removed.items()]
+            self._listener.published(volume_epoch, edit.stored, gone)
+        for keys, counter, line in (
+            (edit.conflicts, "index_key_conflicts_total", _CONFLICTS),
+            (edit.foreign, "index_key_foreign_total", _FOREIGN),
+            (edit.unnamed, "index_key_unnamed_total", _UNNAMED),
+            (edit.replaced, "index_key_replaced_total", _REPLACED),
+        ):
+            if keys:
+                limited.warning(line, volume_epoch, keys)
+                self._count(counter, keys)
 
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[Life]) -> PrefixHit:
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
         if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:
             raise InvalidArgument("packed keys take 16 bytes each", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL)
 
         count, head = len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
-        guesses = self._ends.of(head)
+        guesses = self._run_ends.of(head)
 
         def work(txn: Txn) -> PrefixHit:
-            known = self._lives_now(txn)
+            known = self._open_volume_epochs(txn)
             ordinal = self._ordinal(txn, namespace)
             if ordinal is None:
                 return PrefixHit(0, (), known.revision_number)
-            get, blocks, lives = txn.get, self._blocks, self._visible_of(known, visible)
+            get, blocks, volume_epochs = txn.get, self._blocks, self._visible_of(known, visible)
 
             def probe(position: int) -> Replicas:
                 at = position * KEY_BYTES
@@ -264,22 +263,22 @@ class LmdbIndex(PrefixIndex):
                 record = decode(value)
                 if record[0] != ordinal or record[1] != position:
                     return {}
-                return replicas_of(record, lives)
+                return replicas_of(record, volume_epochs)
 
             hit = longest_prefix(count, probe, guesses)
             return PrefixHit(hit.blocks, hit.runs, known.revision_number)
 
         hit = self._read(work)
-        self._ends.found(head, count, tuple([run.start + run.count for run in hit.runs]))
+        self._run_ends.record_lookup(head, count, tuple([run.start + run.count for run in hit.runs]))
         return hit
 
-    def describe(self, keys: Sequence[BlockKey]) -> list[Entry | None]:
+    def describe(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
         def read_names(txn: Txn) -> dict[int, NamespaceId]:
             with txn.cursor(db=self._namespaces) as cursor:
                 return {_U32.unpack_from(value)[0]: NamespaceId(key) for key, value in cursor}
 
         names = self._read(read_names)
-        found: list[Entry | None] = []
+        found: list[IndexEntry | None] = []
 
         def work(txn: Txn) -> None:
             for key in keys[len(found) : len(found) + _SCAN_PART]:
@@ -288,14 +287,16 @@ class LmdbIndex(PrefixIndex):
                     found.append(None)
                     continue
                 ordinal, depth, *flat = decode(value)
-                replicas = tuple((Life(life), start) for life, start in zip(flat[::2], flat[1::2], strict=True))
-                found.append(Entry(names.get(ordinal), depth, replicas))
+                replicas = tuple(
+                    (VolumeEpoch(volume_epoch), start) for volume_epoch, start in zip(flat[::2], flat[1::2], strict=True)
+                )
+                found.append(IndexEntry(names.get(ordinal), depth, replicas))
 
         while len(found) < len(keys):
             self._read(work)
         return found
 
-    def give_up(self) -> None:
+    def request_rebuild(self) -> None:
         """Has the index made anew by whoever opens it next, as if it were damaged, and tells the owner so."""
         logger.warning(
             "the index in %s is given up, as somebody asked for it: it is dropped when it is opened again", self._files.path
@@ -305,14 +306,14 @@ class LmdbIndex(PrefixIndex):
         self._files.mark_given_up()
         self._on_damage()
 
-    def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[Life, ...]]:
+    def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
         check_keys(keys)
-        found: list[tuple[Life, ...]] = []
+        found: list[tuple[VolumeEpoch, ...]] = []
 
-        def work(txn: Txn, part: Sequence[BlockKey]) -> list[tuple[Life, ...]]:
-            lives, ordinal = self._lives_now(txn).by_number, self._ordinal(txn, namespace)
+        def work(txn: Txn, part: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
+            volume_epochs, ordinal = self._open_volume_epochs(txn).by_number, self._ordinal(txn, namespace)
             records = [decode(value) if (value := txn.get(key, None, self._blocks)) else () for key in part]
-            return [tuple(replicas_of(one, lives)) if one and one[0] == ordinal else () for one in records]
+            return [tuple(replicas_of(one, volume_epochs)) if one and one[0] == ordinal else () for one in records]
 
         for at in range(0, len(keys), _SCAN_PART):  # in parts: the gate is held for each
             part = keys[at : at + _SCAN_PART]
@@ -327,11 +328,11 @@ class LmdbIndex(PrefixIndex):
         if most < 1:
             raise InvalidArgument("a look at the index takes one record at least", most=most)
 
-        def work(txn: Txn) -> tuple[list[tuple[bytes, tuple[int, ...], tuple[Life, ...]]], bytes | None]:
-            lives = self._lives_now(txn).by_number
+        def work(txn: Txn) -> tuple[list[tuple[bytes, tuple[int, ...], tuple[VolumeEpoch, ...]]], bytes | None]:
+            volume_epochs = self._open_volume_epochs(txn).by_number
             part, following = self._scan(txn, first or b"", most)
             records = [(key, decode(value)) for key, value in part]
-            return [(key, record, tuple(replicas_of(record, lives))) for key, record in records], following
+            return [(key, record, tuple(replicas_of(record, volume_epochs))) for key, record in records], following
 
         found, following = self._read(work)
         blocks = [
@@ -340,7 +341,7 @@ class LmdbIndex(PrefixIndex):
         return blocks, None if following is None else BlockKey(following)
 
     # ---- anti-entropy ----
-    def keys_in_range(self, life: Life, key_range: int) -> list[BlockKey]:
+    def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
         if not 0 <= key_range < limits.DIGEST_RANGES:
             raise InvalidArgument("no such range of key space", key_range=key_range, ranges=limits.DIGEST_RANGES)
         found: list[BlockKey] = []
@@ -348,11 +349,11 @@ class LmdbIndex(PrefixIndex):
         end = ((key_range + 1) << 4).to_bytes(2, "big") if key_range + 1 < limits.DIGEST_RANGES else None
 
         def work(txn: Txn) -> bytes | None:
-            if life not in self._lives_now(txn).by_number:
+            if volume_epoch not in self._open_volume_epochs(txn).by_number:
                 return None
             part, following = self._scan(txn, position or b"", _SCAN_PART, end)
             for key, value in part:
-                if life in decode(value)[2::2]:
+                if volume_epoch in decode(value)[2::2]:
                     found.append(BlockKey(key))
             return following
 
@@ -367,21 +368,21 @@ class LmdbIndex(PrefixIndex):
         def work(txn: Txn) -> bool:
             if not txn.stat(self._dead)["entries"]:
                 return True
-            lives = self._lives_now(txn).by_number
+            volume_epochs = self._open_volume_epochs(txn).by_number
             position, running = self._sweep_state(txn)
             part, following = self._scan(txn, position, max_entries)
             for key, value in part:
                 record = decode(value)
-                replicas = replicas_of(record, lives)
+                replicas = replicas_of(record, volume_epochs)
                 if not replicas:
                     txn.delete(key, db=self._blocks)
                 elif len(replicas) * 2 + 2 < len(record):
                     txn.put(key, encode(record[0], record[1], replicas), db=self._blocks)
             if following is None:
                 with txn.cursor(db=self._dead) as cursor:
-                    swept = [life for life, due in cursor if _U64.unpack(due)[0] <= running]
-                for life in swept:
-                    txn.delete(life, db=self._dead)
+                    swept = [volume_epoch for volume_epoch, due in cursor if _U64.unpack(due)[0] <= running]
+                for volume_epoch in swept:
+                    txn.delete(volume_epoch, db=self._dead)
                 running += 1
             txn.put(b"sweep", _U64.pack(running) + (following or b""), db=self._meta)
             return not txn.stat(self._dead)["entries"]
@@ -454,8 +455,8 @@ class LmdbIndex(PrefixIndex):
             return IndexStats(
                 blocks=txn.stat(self._blocks)["entries"],
                 bytes=(self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"],
-                dead_lives=txn.stat(self._dead)["entries"],
-                failing=self._changes.why(now_s),
+                dead_volume_epochs=txn.stat(self._dead)["entries"],
+                failing=self._changes.reason(now_s),
                 failing_s=self._changes.seconds(now_s),
             )
 
@@ -510,7 +511,7 @@ class LmdbIndex(PrefixIndex):
                         with self._gate:
                             self._adopt_size()
                     else:
-                        self._changes.worked(time.monotonic())
+                        self._changes.succeeded(time.monotonic())
                         return done
         except lmdb.Error as error:
             failed = self._failed(error)
@@ -539,24 +540,24 @@ class LmdbIndex(PrefixIndex):
         return as_store_error(error, self._files.path)
 
     # ---- parts of transactions ----
-    def _lives_now(self, txn: Txn) -> _Lives:
-        """Open lives as the snapshot has them. Only committed data is remembered: writers ask before they change anything."""
+    def _open_volume_epochs(self, txn: Txn) -> _OpenVolumeEpochs:
+        """Open volume epochs in this snapshot. Only committed data is cached: writers ask before they change anything."""
         revision = txn.get(b"revision", b"", self._meta)
         known = self._known
         if known.revision == revision:
             return known
-        with txn.cursor(db=self._lives_db) as cursor:
-            lives = [_life_info(Life(_U32.unpack(key)[0]), value) for key, value in cursor]
-        by_boot = {(info.volume_id, info.boot_id): info.life for info in lives}
-        self._known = _Lives(revision, {info.life: info for info in lives}, by_boot)
+        with txn.cursor(db=self._volume_epochs_db) as cursor:
+            volume_epochs = [_volume_epoch_info(VolumeEpoch(_U32.unpack(key)[0]), value) for key, value in cursor]
+        by_boot = {(info.volume_id, info.boot_id): info.volume_epoch for info in volume_epochs}
+        self._known = _OpenVolumeEpochs(revision, {info.volume_epoch: info for info in volume_epochs}, by_boot)
         return self._known
 
-    def _visible_of(self, known: _Lives, visible: Container[Life]) -> Container[Life]:
-        """The open ones among the lives that a caller calls visible. A frozen set is worked through once, not at every lookup."""
+    def _visible_of(self, known: _OpenVolumeEpochs, visible: Container[VolumeEpoch]) -> Container[VolumeEpoch]:
+        """The open volume epochs among the visible ones; computed once per frozen set."""
         revision, asked, open_ones = self._judged
         if asked is visible and revision == known.revision:
             return open_ones
-        open_ones = frozenset([life for life in known.by_number if life in visible])
+        open_ones = frozenset([volume_epoch for volume_epoch in known.by_number if volume_epoch in visible])
         if isinstance(visible, frozenset):
             self._judged = known.revision, visible, open_ones
         return open_ones
@@ -627,7 +628,7 @@ class LmdbIndex(PrefixIndex):
             part = list(islice(records, most + 1))
         return part[:most], part[most][0] if len(part) > most else None
 
-    def _after_fork(self) -> None:
+    def abandon_after_fork(self) -> None:
         self._closed = "the index was opened before a fork: open it anew in the child"
         self._write_lock, self._gate = threading.Lock(), threading.Lock()  # another thread of the parent may have held them
         self._files.abandon()
@@ -641,7 +642,7 @@ _inherited: list[lmdb.Environment] = []
 
 def _abandon_all() -> None:
     for index in list(_opened):
-        index._after_fork()
+        index.abandon_after_fork()
 
 
 os.register_at_fork(after_in_child=_abandon_all)
@@ -667,7 +668,7 @@ def _is_index_or_made_one(env: lmdb.Environment) -> bool:
     return True
 
 
-def _life_info(life: Life, value: bytes) -> LifeInfo:
+def _volume_epoch_info(volume_epoch: VolumeEpoch, value: bytes) -> VolumeEpochInfo:
     fields: list[bytes] = []
     at = 0
     while at < len(value):
@@ -675,7 +676,7 @@ def _life_info(life: Life, value: bytes) -> LifeInfo:
         fields.append(value[at + 4 : at + 4 + size])
         at += 4 + size
     volume_id, node_id, tier, boot_id = fields
-    return LifeInfo(life, VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id))
+    return VolumeEpochInfo(volume_epoch, VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id))
 
 
 def _note_key(name: str) -> bytes:

@@ -1,13 +1,14 @@
 """Finding the longest servable prefix of a chain, and who holds which part of it, from as few records as possible. Pure.
 
-A *probe* looks at one position of the chain and answers ``{life: run_start}`` of the visible lives that hold it; empty: nobody.
+A *probe* looks at one position of the chain and answers ``{volume epoch: run_start}`` of the visible volume epochs that hold
+it; empty: nobody.
 
 1. **Hit length**: bisection between the head and the last key asked for.
-2. **Cover**: between two neighbouring probed positions ``low < high``, each life at ``high`` with start ``s`` is trusted to hold
-   ``[max(s, low + 1), high]``. A position that nobody is trusted to hold is probed itself: either it brings lives whose claims
-   cover more, or it is a hole and the hit ends there (bisect again below it).
-3. **Discover**: a life at ``low`` that is not known to reach ``high`` ends somewhere between: bisect until its last block is
-   probed. So a volume that holds just the first 40 of 100 blocks is found, from its record at the head.
+2. **Cover**: between two neighbouring probed positions ``low < high``, each volume epoch at ``high`` with start ``s`` is
+   trusted to hold ``[max(s, low + 1), high]``. A position that nobody is trusted to hold is probed itself: either it brings
+   volume epochs whose claims cover more, or it is a hole and the hit ends there (bisect again below it).
+3. **Discover**: a volume epoch at ``low`` that is not known to reach ``high`` ends somewhere between: bisect until its last
+   block is probed. So a volume that holds just the first 40 of 100 blocks is found, from its record at the head.
 
 If the caller guesses where runs end (``kvstore.index.run_end_cache``), all guesses are probed first: the last block of each run
 and the one after it. Nearly always they are right, and then what was probed satisfies 1 to 3 as it is, without any search; else
@@ -16,9 +17,10 @@ the search goes on from there, and bisections look around the guesses first. Gue
 What holds, whatever the index contains:
 
 * every block of ``[0, blocks)`` is covered by a run; every run is true at its last block, and no run covers a probed position
-  whose record lacks its life;
+  whose record lacks its volume epoch;
 * a claim is trusted down to the next probed position only, so a stale claim is found wherever a probe falls on it;
-* where the union of the visible records is prefix-closed, ``blocks`` is exact; where each life's claims are true, so is each run.
+* where the union of the visible records is prefix-closed, ``blocks`` is exact; where each volume epoch's claims are true, so is
+  each run.
 
 What does not: a run of a further volume that begins and ends strictly between two neighbouring probes is not seen (the hit
 does not depend on it); discovery is bounded, so in a chain scattered over very many volumes some ends come out too short.
@@ -30,7 +32,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from kvstore.index.contract import Life, PrefixHit, ReplicaRun
+from kvstore.index.contract import PrefixHit, ReplicaRun, VolumeEpoch
 from kvstore.index.record import Replicas
 
 MAX_DISCOVERY_PROBES = 256
@@ -89,8 +91,8 @@ def _as_guessed(count: int, probe: Callable[[int], Replicas], ends: Sequence[int
                     break
             else:
                 return None  # nobody is trusted to hold the blocks right below
-            for life in below:
-                if above.get(life, high) > known:
+            for volume_epoch in below:
+                if above.get(volume_epoch, high) > known:
                     return None  # its run ends somewhere between
         low, below = high, above
     return count
@@ -142,8 +144,8 @@ class _Search:
         first_covered = min(above.values())
         if first_covered > low + 1:
             return first_covered - 1
-        for life in self.seen[low]:
-            if above.get(life, high) > low + 1:  # its end lies between
+        for volume_epoch in self.seen[low]:
+            if above.get(volume_epoch, high) > low + 1:  # its end lies between
                 if not self._discovery_left:
                     return None
                 self._discovery_left -= 1
@@ -160,27 +162,27 @@ class _Search:
 def _runs(seen: dict[int, Replicas], hit: int) -> tuple[ReplicaRun, ...]:
     """All that the probes say of ``[0, hit)``, neighbouring parts joined."""
     joined: list[ReplicaRun] = []
-    current: dict[Life, tuple[int, int]] = {}
+    current: dict[VolumeEpoch, tuple[int, int]] = {}
     beyond = 0  # of the probe before
     for position in sorted(seen):
         if position >= hit:
             break
         end = position + 1
-        for life, claimed in seen[position].items():
+        for volume_epoch, claimed in seen[position].items():
             start = max(claimed, beyond)
-            run = current.get(life)
+            run = current.get(volume_epoch)
             if run is not None:
                 if run[1] == start:
                     start = run[0]
                 else:
-                    joined.append(ReplicaRun(run[0], run[1] - run[0], life))
-            current[life] = (start, end)
+                    joined.append(ReplicaRun(run[0], run[1] - run[0], volume_epoch))
+            current[volume_epoch] = (start, end)
         beyond = end
-    joined += [ReplicaRun(start, end - start, life) for life, (start, end) in current.items()]
+    joined += [ReplicaRun(start, end - start, volume_epoch) for volume_epoch, (start, end) in current.items()]
     if len(joined) > 1:
         joined.sort(key=_run_order)
     return tuple(joined)
 
 
 def _run_order(run: ReplicaRun) -> tuple[int, int, int]:
-    return run.start, -run.count, run.life
+    return run.start, -run.count, run.volume_epoch

@@ -2,15 +2,16 @@
 
 A record is little-endian uint32 numbers::
 
-    namespace ordinal, depth, then for each replica: life, run_start
+    namespace ordinal, depth, then for each replica: volume epoch, run_start
 
-``run_start`` is a claim of the life: *at the moment this block was published, my volume held the chain from depth run_start up
-to here without a gap*. It is made from the parent's record: where the life is in it, its ``run_start`` is inherited, else the run
-begins here. Publishing a block again makes the claim anew, so a claim is as true as the parent's record is.
+``run_start`` is a claim of the volume epoch: *at the moment this block was published, my volume held the chain from depth
+run_start up to here without a gap*. It is made from the parent's record: where the volume epoch is in it, its ``run_start`` is
+inherited, else the run begins here. Publishing a block again makes the claim anew, so a claim is as true as the parent's record
+is.
 
-A claim goes stale only when a block is removed while the same life still holds its children. Nodes remove leaves first, so
-that happens only where a node was lost or an index was repaired in the middle; readers (``kvstore.index.prefix``) trust a claim
-only as far down as the next record they have seen.
+A claim goes stale only when a block is removed while the same volume epoch still holds its children. Nodes remove leaves first,
+so that happens only where a node was lost or an index was repaired in the middle; readers (``kvstore.index.prefix``) trust a
+claim only as far down as the next record they have seen.
 """
 
 from __future__ import annotations
@@ -20,38 +21,38 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import cast
 
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId
-from kvstore.index.contract import Life
+from kvstore.index.contract import VolumeEpoch
 
 HEAD_BYTES = 8
 REPLICA_BYTES = 8
 
-Replicas = dict[Life, int]
-"""Life -> run_start."""
+Replicas = dict[VolumeEpoch, int]
+"""Volume epoch -> run_start."""
 
 _pack_single = struct.Struct("<4I").pack
 _UNPACK = {size: struct.Struct(f"<{size // 4}I").unpack for size in range(HEAD_BYTES + REPLICA_BYTES, 65, REPLICA_BYTES)}
 """Ready-made formats of records with one to seven replicas: nearly all there are, and twice as fast."""
 
 
-def encode(ordinal: int, depth: int, replicas: Mapping[Life, int]) -> bytes:
+def encode(ordinal: int, depth: int, replicas: Mapping[VolumeEpoch, int]) -> bytes:
     """Record -> bytes."""
     flat = [number for replica in replicas.items() for number in replica]
     return struct.pack(f"<{2 + len(flat)}I", ordinal, depth, *flat)
 
 
 def decode(value: bytes) -> tuple[int, ...]:
-    """Bytes -> (ordinal, depth, life, run_start, life, run_start, …)."""
+    """Bytes -> (ordinal, depth, volume epoch, run_start, volume epoch, run_start, …)."""
     unpack = _UNPACK.get(len(value))
     return unpack(value) if unpack is not None else struct.unpack(f"<{len(value) // 4}I", value)
 
 
-def replicas_of(record: tuple[int, ...], lives: Container[Life]) -> Replicas:
-    """The replicas of a decoded record whose lives are among ``lives``."""
+def replicas_of(record: tuple[int, ...], volume_epochs: Container[VolumeEpoch]) -> Replicas:
+    """The replicas of a decoded record whose volume epochs are among ``volume_epochs``."""
     replicas: dict[int, int] = {}
     for at in range(2, len(record), 2):
-        life = record[at]
-        if life in lives:
-            replicas[life] = record[at + 1]
+        volume_epoch = record[at]
+        if volume_epoch in volume_epochs:
+            replicas[volume_epoch] = record[at + 1]
     return cast("Replicas", replicas)
 
 
@@ -59,21 +60,21 @@ class BatchEdit:
     """One published batch, worked out in memory against the records that it touches.
 
     Args:
-        life: who publishes.
-        open_lives: lives that still count; what others left in a touched record is dropped on the way.
+        volume_epoch: who publishes.
+        open_volume_epochs: volume epochs that still count; what others left in a touched record is dropped on the way.
         ordinal_of: number of a namespace; None: there is no room for one more.
         existing: records of all keys and parents in the batch that are there now.
     """
 
     def __init__(
         self,
-        life: Life,
-        open_lives: Container[Life],
+        volume_epoch: VolumeEpoch,
+        open_volume_epochs: Container[VolumeEpoch],
         ordinal_of: Callable[[NamespaceId], int | None],
         existing: Mapping[BlockKey, bytes],
     ) -> None:
-        self._life = life
-        self._open = open_lives
+        self._volume_epoch = volume_epoch
+        self._open = open_volume_epochs
         self._ordinal_of = ordinal_of
         self._existing = existing
         self._now: dict[BlockKey, bytes | None] = dict(existing)
@@ -88,8 +89,8 @@ class BatchEdit:
         """Blocks published in place of a record that named another place: their parents are here, right before them."""
         self.stored: list[BlockRun] = []
         """What of the runs took effect."""
-        self.removed: dict[tuple[Life, int], list[BlockKey]] = {}
-        """What lives held and do not hold any more, by life and ordinal of the namespace: of others, what gave way."""
+        self.removed: dict[tuple[VolumeEpoch, int], list[BlockKey]] = {}
+        """Keys that each volume epoch no longer holds, by namespace ordinal; for other volume epochs: replaced keys."""
 
     @staticmethod
     def reads(stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> list[BlockKey]:
@@ -102,35 +103,35 @@ class BatchEdit:
         return sorted(wanted)
 
     def remove(self, keys: Iterable[BlockKey]) -> None:
-        """The life no longer holds these."""
+        """The volume epoch no longer holds these."""
         ordinal, gone = -1, list[BlockKey]()
         for key in keys:
             value = self._now.get(key)
             if value is None:
                 continue
             record = decode(value)
-            if self._life not in record[2::2]:
+            if self._volume_epoch not in record[2::2]:
                 continue
             replicas = replicas_of(record, self._open)
-            replicas.pop(self._life, None)
+            replicas.pop(self._volume_epoch, None)
             self._now[key] = encode(record[0], record[1], replicas) if replicas else None
             self._touched.add(key)
             if record[0] != ordinal:
                 ordinal = record[0]
-                gone = self.removed.setdefault((self._life, ordinal), [])
+                gone = self.removed.setdefault((self._volume_epoch, ordinal), [])
             gone.append(key)
 
     def store(self, run: BlockRun) -> None:
-        """The life holds this run."""
+        """The volume epoch holds this run."""
         ordinal = self._ordinal_of(run.namespace)
         if ordinal is None:
             self.unnamed += len(run.keys)
             return
         start = self._run_start(run, ordinal)
         if self._now.keys().isdisjoint(run.keys):  # all new: the case that a node's inventory is made of
-            life = self._life
+            volume_epoch = self._volume_epoch
             depths = range(run.depth, run.depth + len(run.keys))
-            self._now.update(zip(run.keys, [_pack_single(ordinal, depth, life, start) for depth in depths], strict=True))
+            self._now.update(zip(run.keys, [_pack_single(ordinal, depth, volume_epoch, start) for depth in depths], strict=True))
             self._touched.update(run.keys)
             self.stored.append(run)
             return
@@ -152,7 +153,7 @@ class BatchEdit:
             self.stored.append(BlockRun(run.namespace, parent, begun, run.keys[first:last]))
 
     def _stands(self, key: BlockKey | None, ordinal: int, depth: int) -> bool:
-        """Whether a life that counts has a key at a place."""
+        """Whether a volume epoch that counts has a key at a place."""
         value = None if key is None else self._now.get(key)
         if value is None:
             return False
@@ -166,7 +167,7 @@ class BatchEdit:
         parent = decode(value)
         if parent[0] != ordinal or parent[1] + 1 != run.depth:
             return run.depth
-        return replicas_of(parent, self._open).get(self._life, run.depth)
+        return replicas_of(parent, self._open).get(self._volume_epoch, run.depth)
 
     def _store_one(self, key: BlockKey, ordinal: int, depth: int, start: int, *, linked: bool) -> bool:
         value = self._now.get(key)
@@ -182,10 +183,10 @@ class BatchEdit:
                     self.conflicts += 1
                     return False
                 self.replaced += bool(replicas)
-                for life in replicas.keys() - {self._life}:
-                    self.removed.setdefault((life, record[0]), []).append(key)
+                for volume_epoch in replicas.keys() - {self._volume_epoch}:
+                    self.removed.setdefault((volume_epoch, record[0]), []).append(key)
                 replicas = {}
-        replicas[self._life] = start
+        replicas[self._volume_epoch] = start
         self._now[key] = encode(ordinal, depth, replicas)
         self._touched.add(key)
         return True

@@ -1,8 +1,8 @@
-"""Where chains ended when they were last seen: guesses that spare a lookup most of its probes.
+"""Cache of the depths at which runs of a chain ended: guesses that save a lookup most of its probes.
 
-An agent's next request continues the chain of its last one, so where a volume's run ended a moment ago is very nearly where it
-ends now. Guesses are learnt from lookups and from what is published in this process, and only say where to look first: every
-answer still rests on records that were read (``kvstore.index.prefix``), so a wrong guess costs a probe or two and nothing else.
+An agent's next request continues the chain of its last request, so a run very likely ends where it ended a moment ago. The cache
+learns from lookups and from the batches that this process publishes. A guess only decides where a lookup probes first; the answer
+rests on the records that were read (``kvstore.index.prefix``). A wrong guess costs one or two probes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Final
 from kvstore.core.types import BlockKey, BlockRun
 
 MAX_CHAINS: Final = 16_384
-"""Chains remembered: about ten megabytes. The one learnt of longest ago goes first."""
+"""Maximum number of cached chains: about ten megabytes. The chain that was updated longest ago is dropped first."""
 MAX_ENDS: Final = 6
-"""Ends remembered of one chain, the newest."""
+"""Maximum number of run ends per chain; the deepest are kept."""
 
 Ends = tuple[int, ...]
 
 
-class ChainEnds:
-    """Guesses by the head of a chain. Thread-safe."""
+class RunEndCache:
+    """Run ends by the head key of a chain. Thread-safe."""
 
     def __init__(self, max_chains: int = MAX_CHAINS) -> None:
         self._max_chains = max_chains
@@ -31,22 +31,22 @@ class ChainEnds:
         self._heads: dict[BlockKey, BlockKey] = {}  # last key of a published run -> head of its chain
 
     def of(self, head: BlockKey) -> Ends:
-        """Numbers of blocks after which some volume's run of this chain may end."""
+        """Numbers of leading blocks after which a run of this chain may end."""
         return self._ends.get(head, ())
 
-    def found(self, head: BlockKey, asked: int, ends: Ends) -> None:
-        """A lookup of ``asked`` blocks has found where runs end. What it could not see, beyond its keys, stays."""
+    def record_lookup(self, head: BlockKey, key_count: int, ends: Ends) -> None:
+        """Replace the ends that a lookup of ``key_count`` blocks could see; deeper ends stay."""
         known = self._ends.get(head, ())
-        now = {end for end in ends if end < asked}
+        updated = {end for end in ends if end < key_count}
         if known:
-            if now == set(known):
+            if updated == set(known):
                 return
-            now.update([end for end in known if end >= asked])
-        if now != set(known):
-            self._remember(head, now)
+            updated.update([end for end in known if end >= key_count])
+        if updated != set(known):
+            self._put(head, updated)
 
-    def published(self, runs: Iterable[BlockRun]) -> None:
-        """Runs were stored: chains end further out. Those whose beginning was not seen here are left alone."""
+    def record_stored(self, runs: Iterable[BlockRun]) -> None:
+        """Add the ends of stored runs. A run whose head is not cached is ignored."""
         for run in runs:
             if not run.keys:
                 continue
@@ -56,18 +56,18 @@ class ChainEnds:
             end = run.depth + len(run.keys)
             with self._lock:
                 self._heads[run.keys[-1]] = head
-                _bound(self._heads, 2 * self._max_chains)
-            # where it ended before is where another volume's run may still end, or this one's if it was a middle part
-            self._remember(head, {end, *self._ends.get(head, ())})
+                _drop_oldest(self._heads, 2 * self._max_chains)
+            # the old ends stay: another volume's run may still end there, or this volume's if the run was a middle part
+            self._put(head, {end, *self._ends.get(head, ())})
 
-    def _remember(self, head: BlockKey, ends: set[int]) -> None:
+    def _put(self, head: BlockKey, ends: set[int]) -> None:
         with self._lock:
-            self._ends.pop(head, None)  # so that it becomes the newest
+            self._ends.pop(head, None)  # reinserted below, as the newest entry
             if ends:
                 self._ends[head] = tuple(sorted(ends)[-MAX_ENDS:])
-                _bound(self._ends, self._max_chains)
+                _drop_oldest(self._ends, self._max_chains)
 
 
-def _bound(entries: dict[BlockKey, Ends] | dict[BlockKey, BlockKey], most: int) -> None:
-    if len(entries) > most:
+def _drop_oldest(entries: dict[BlockKey, Ends] | dict[BlockKey, BlockKey], limit: int) -> None:
+    if len(entries) > limit:
         del entries[next(iter(entries))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvstore.observe.metrics import METRICS
+from kvstore.observe.metric_definitions import METRICS
 
 
 def check_accounts(totals: Mapping[str, int], block_tokens: int) -> None:

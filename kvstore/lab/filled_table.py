@@ -18,47 +18,31 @@ from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.tiers.allocator import SlotAllocator
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, Vacancy, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slot_header import slot_bytes
+from kvstore.tiers.slot_pool import PooledVolume, SlotPool
 
 DRAM, NVME = VolumeId("table/dram"), VolumeId("table/nvme0")
 DEADLINE_S = 60.0
 
 
-class BytelessVolume(DurableVolume):
+class BytelessVolume(PooledVolume, DurableVolume):
     """A durable volume that gives out slots and keeps no bytes: a read says that there are none."""
 
     tier = Tier.NVME
 
     def __init__(self, volume_id: VolumeId, capacity_bytes: int) -> None:
         self.volume_id = volume_id
-        self._allocator = SlotAllocator(capacity_bytes)
+        self.slot_pool = SlotPool(capacity_bytes)
 
     def fits(self, shape: BlockShape) -> bool:
-        return self._allocator.fits(slot_bytes(shape))
+        return self.slot_pool.fits(slot_bytes(shape))
 
-    def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
-        return self._allocator.allocate(slot_bytes(shape), count)
-
-    def free(self, slots: Sequence[Slot]) -> None:
-        self._allocator.free(slots)
-
-    def room_plan(
-        self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
-    ) -> list[BlockKey] | None:
-        return self._allocator.room_plan(slot_bytes(shape), count, coldest, limit)
-
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
-        return self._allocator.vacancies(slot_bytes(shape), cold)
-
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
-        return self._allocator.held_in(vacancy)
-
-    def usage(self) -> VolumeUsage:
-        return VolumeUsage(self._allocator.capacity_bytes, self._allocator.used_bytes, self._allocator.slots_used)
+    @staticmethod
+    def _slot_bytes(shape: BlockShape) -> int:
+        return slot_bytes(shape)
 
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
         return [None] * len(items)

@@ -23,9 +23,9 @@ from kvstore.metadata.indexing.explain import describe_blocks
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.node_table import NodeTable
-from kvstore.metadata.retention.policies import RetentionOrders
-from kvstore.metadata.retention.settings_store import OrdersFile
-from kvstore.metadata.scheduling.planner_service import SIDES, Planning
+from kvstore.metadata.retention.policies import RetentionPolicies
+from kvstore.metadata.retention.settings_store import SettingsStore
+from kvstore.metadata.scheduling.planner_service import SIDES, PlannerService
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.codec import check_id, keys_from_packed
 
@@ -37,7 +37,7 @@ SETTABLE_POLICIES: Final = tuple(name for name in POLICIES if name != "oracle")
 
 
 @dataclass(frozen=True, slots=True)
-class AdminParts:
+class MetadataAdminParts:
     """What the handlers look at and change.
 
     Args:
@@ -59,20 +59,20 @@ class AdminParts:
     nodes: NodeTable
     reads: IndexThread
     lookups: Lookups
-    planning: Planning
+    planning: PlannerService
     clock: Clock
     workers: int
     configured_policy: str
     in_force: Sequence[EffectiveSetting]
     rebuild: Callable[[], None]
-    retention: RetentionOrders
-    orders: OrdersFile
+    retention: RetentionPolicies
+    orders: SettingsStore
 
 
 class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
     """Handlers; their names and comments are those of ``proto/kvstore/v1/admin.proto``."""
 
-    def __init__(self, parts: AdminParts) -> None:
+    def __init__(self, parts: MetadataAdminParts) -> None:
         self._parts = parts
         self._began_s = parts.clock.now_s()
 

@@ -8,10 +8,10 @@ from typing import Final
 
 import kvstore
 from kvstore.index.contract import PrefixIndex
-from kvstore.metadata.events.event_log import BlockFeed
+from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.membership.node_table import NodeTable
-from kvstore.metadata.scheduling.planner_service import Planning
-from kvstore.metadata.scheduling.scheduler_service import Scheduling
+from kvstore.metadata.scheduling.planner_service import PlannerService
+from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.observe.exposition import Sample
 
 _ANSWER_S: Final = 2.0
@@ -34,9 +34,9 @@ class MetadataGauges:
         loop: asyncio.AbstractEventLoop,
         index: PrefixIndex,
         nodes: NodeTable,
-        planning: Planning,
-        scheduling: Scheduling | None,
-        feed: BlockFeed | None,
+        planning: PlannerService,
+        scheduling: SchedulerService | None,
+        feed: BlockEventLog | None,
     ) -> None:
         self._loop = loop
         self._index = index

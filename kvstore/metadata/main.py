@@ -30,7 +30,7 @@ from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
 from kvstore.process import gc_tuning
 from kvstore.process.fd_limits import raise_limit
-from kvstore.process.graceful_shutdown import SIGNALS, Leaving, Wishes, exit_now
+from kvstore.process.graceful_shutdown import SIGNALS, GracefulShutdown, SignalCounter, exit_now
 from kvstore.rpc.address import cannot_listen
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
     grace_s = config.stop_grace_ms / 1000
-    leaving = Leaving(grace_s, leave.set)
+    leaving = GracefulShutdown(grace_s, leave.set)
     leaving.listen()
     if parent is not None:
         loop.add_reader(parent, leaving.begin)
@@ -124,7 +124,7 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
             logger.critical("the index is damaged: it is dropped and made anew", exc_info=True)
             server = MetadataServer(config, worker=worker, counters=counters, namespaces=namespaces)
             address = await server.start()
-        gc_tuning.settle()
+        gc_tuning.freeze_startup_objects()
         announcer.ready(address, server.metrics_address)
         await _first_of(leave, server.damaged)
         namespaces = server.kept_namespaces
@@ -177,7 +177,7 @@ class _Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._workers: dict[int, SpawnProcess] = {}
         self._restarts: deque[float] = deque()
-        self._wishes = Wishes()
+        self._signals = SignalCounter()
 
     def run(self) -> None:
         wake, waker = socket.socketpair()
@@ -198,7 +198,7 @@ class _Supervisor:
                 self._stop_all()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._wishes.at_once(number):
+        if self._signals.is_repeated(number):
             for process in self._workers.values():
                 process.kill()
             exit_now(128 + number)

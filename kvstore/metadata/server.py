@@ -14,21 +14,21 @@ from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.admin_service import SERVICE_NAME as METADATA_ADMIN
-from kvstore.metadata.admin_service import AdminParts, MetadataAdminServicer
+from kvstore.metadata.admin_service import MetadataAdminParts, MetadataAdminServicer
 from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.events.event_log import BlockFeed
+from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.events.subscription import tell_served
 from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
-from kvstore.metadata.membership.maintenance import Upkeep
-from kvstore.metadata.membership.node_admin import NodeOrders
+from kvstore.metadata.membership.maintenance import Maintenance
+from kvstore.metadata.membership.node_admin import NodeAdmin
 from kvstore.metadata.membership.node_table import NodeTable
-from kvstore.metadata.retention.policies import RetentionOrders
-from kvstore.metadata.retention.settings_store import OrdersFile
-from kvstore.metadata.scheduling.planner_service import Planning
-from kvstore.metadata.scheduling.scheduler_service import Scheduling
-from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts, add_to_server
+from kvstore.metadata.retention.policies import RetentionPolicies
+from kvstore.metadata.retention.settings_store import SettingsStore
+from kvstore.metadata.scheduling.planner_service import PlannerService
+from kvstore.metadata.scheduling.scheduler_service import SchedulerService
+from kvstore.metadata.service import SERVICE_NAME, MetadataParts, MetadataService, add_to_server
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.http import MetricsServer, serve
@@ -70,11 +70,11 @@ class MetadataServer:
         self._index: LmdbIndex | None = None
         self._writes: IndexThread | None = None
         self._reads: IndexThread | None = None
-        self._upkeep: Upkeep | None = None
+        self._upkeep: Maintenance | None = None
         self._bound: BoundServer | None = None
         self._service: MetadataService | None = None
         self._metrics: MetricsServer | None = None
-        self._feed: BlockFeed | None = None
+        self._feed: BlockEventLog | None = None
 
     async def start(self) -> str:
         """Opens the index, binds, and serves.
@@ -102,13 +102,13 @@ class MetadataServer:
             ttl_s = config.node_ttl_ms / 1000
             nodes = NodeTable(index, self._clock, ttl_s, self.counters)
             nodes.view()  # before a port is taken: damage shows here, and the next server needs the port
-            planning = Planning(nodes, config.path_policy, self.counters, self._clock)
+            planning = PlannerService(nodes, config.path_policy, self.counters, self._clock)
             scheduling = self._scheduling(planning, nodes) if config.workers == 1 else None
             feed = self._feed = self._block_feed(loop, index) if config.workers == 1 else None
             lookups = Lookups(index, nodes, self.counters)
-            orders = NodeOrders(index, nodes, writes, reads, self.counters, self._clock)
-            orders_file = OrdersFile(config.orders_path)
-            retention = RetentionOrders(
+            orders = NodeAdmin(index, nodes, writes, reads, self.counters, self._clock)
+            orders_file = SettingsStore(config.orders_path)
+            retention = RetentionPolicies(
                 orders_file,
                 index,
                 nodes,
@@ -117,7 +117,7 @@ class MetadataServer:
                 self._clock,
                 config.heartbeat_interval_ms / 2_000,
             )
-            parts = Parts(
+            parts = MetadataParts(
                 index,
                 nodes,
                 writes,
@@ -132,7 +132,7 @@ class MetadataServer:
                 feed=feed,
             )
             service = self._service = MetadataService(parts)
-            admin = AdminParts(
+            admin = MetadataAdminParts(
                 index,
                 nodes,
                 reads,
@@ -162,7 +162,7 @@ class MetadataServer:
             also: list[Callable[[], None]] = [] if scheduling is None else [scheduling.expire]
             if feed is not None:
                 also += [feed.expire, functools.partial(tell_served, feed, nodes)]
-            self._upkeep = Upkeep(
+            self._upkeep = Maintenance(
                 index,
                 nodes,
                 writes,
@@ -190,16 +190,16 @@ class MetadataServer:
         """Gives the index up: ``damaged`` is set, once the caller has been answered. Specs are kept for the next one."""
         assert self._index is not None
         self.kept_namespaces = self._index.namespaces()
-        self._index.give_up()
+        self._index.request_rebuild()
 
-    def _block_feed(self, loop: asyncio.AbstractEventLoop, index: PrefixIndex) -> BlockFeed:
-        feed = BlockFeed(loop, self._config.events_bytes, self._config.max_subscribers, self._clock)
+    def _block_feed(self, loop: asyncio.AbstractEventLoop, index: PrefixIndex) -> BlockEventLog:
+        feed = BlockEventLog(loop, self._config.events_bytes, self._config.max_subscribers, self._clock)
         index.listen(feed)
         return feed
 
-    def _scheduling(self, planning: Planning, nodes: NodeTable) -> Scheduling:
+    def _scheduling(self, planning: PlannerService, nodes: NodeTable) -> SchedulerService:
         config = self._config
-        return Scheduling(
+        return SchedulerService(
             SchedulerLimits(config.alpha_tokens, config.beta_tokens, max_waiting=config.max_requests),
             planning.planner.queues,
             engine_ttl_s=config.engine_ttl_ms / 1000,

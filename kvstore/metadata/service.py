@@ -19,23 +19,23 @@ from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unsupported
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
-from kvstore.metadata.events.event_log import BlockFeed
-from kvstore.metadata.events.subscription import BlockWatch, tell_served
+from kvstore.metadata.events.event_log import BlockEventLog
+from kvstore.metadata.events.subscription import BlockEventSubscription, tell_served
 from kvstore.metadata.indexing.anti_entropy import differing_ranges
 from kvstore.metadata.indexing.index_mutations import register_node, repair_range
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.indexing.publish_stream import PublishStream
-from kvstore.metadata.membership.node_admin import NodeOrders, check_progress, refuse_removed
+from kvstore.metadata.membership.node_admin import NodeAdmin, check_progress, refuse_removed
 from kvstore.metadata.membership.node_table import NodeTable
-from kvstore.metadata.retention.policies import RetentionOrders, check_usages
-from kvstore.metadata.retention.tenants import Tenants
-from kvstore.metadata.scheduling.planner_service import Planning
-from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, Scheduling
+from kvstore.metadata.retention.policies import RetentionPolicies, check_usages
+from kvstore.metadata.retention.tenants import NamespaceOwners
+from kvstore.metadata.scheduling.planner_service import PlannerService
+from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, SchedulerService
 from kvstore.observe.counters import Counters
 from kvstore.process.node_id import check_node_id
-from kvstore.rpc.auth.interceptor import confine, host_of_peer, tenant
-from kvstore.rpc.auth.tenant_limits import Shares
+from kvstore.rpc.auth.interceptor import host_of_peer, require_tenant, tenant
+from kvstore.rpc.auth.tenant_limits import TenantLimit
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
@@ -46,7 +46,7 @@ _ROLES: Final = frozenset({"prefill", "decode", "storage"})
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MetadataParts:
     """What the handlers work with.
 
     Args:
@@ -70,22 +70,22 @@ class Parts:
     reads: IndexThread
     counters: Counters
     heartbeat_interval_ms: int
-    planning: Planning
-    scheduling: Scheduling | None
+    planning: PlannerService
+    scheduling: SchedulerService | None
     lookups: Lookups
-    orders: NodeOrders
-    retention: RetentionOrders
-    feed: BlockFeed | None
+    orders: NodeAdmin
+    retention: RetentionPolicies
+    feed: BlockEventLog | None
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
     """Handlers. Their names and comments are those of ``proto/kvstore/v1/metadata.proto``."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: MetadataParts) -> None:
         self._parts = parts
         self._lookups = parts.lookups
-        self._tenants = Tenants(parts.index)
-        self._watches = Shares("block events", 0 if parts.feed is None else parts.feed.most, parts.counters.add)
+        self._tenants = NamespaceOwners(parts.index)
+        self._watches = TenantLimit("block events", 0 if parts.feed is None else parts.feed.most, parts.counters.add)
         self._streams: set[PublishStream] = set()
 
     def end_streams(self) -> None:
@@ -175,10 +175,10 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             raise InvalidArgument(
                 "digests and counts take one value a range", digests=count, counts=len(request.counts), first=request.first_range
             )
-        life = self._parts.nodes.life(*_volume_of(request))
+        volume_epoch = self._parts.nodes.volume_epoch(*_volume_of(request))
         parts = self._parts
         ranges = await differing_ranges(
-            parts.index, parts.reads, life, request.first_range, list(request.digests), list(request.counts)
+            parts.index, parts.reads, volume_epoch, request.first_range, list(request.digests), list(request.counts)
         )
         parts.counters.add("metadata_ranges_compared_total", count)
         parts.counters.add("metadata_ranges_differing_total", len(ranges))
@@ -188,16 +188,16 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         check_id(request.operation_id, "operation_id")
         if request.range >= limits.DIGEST_RANGES:
             raise InvalidArgument("no such range of key space", range=request.range, ranges=limits.DIGEST_RANGES)
-        life = self._parts.nodes.life(*_volume_of(request))
+        volume_epoch = self._parts.nodes.volume_epoch(*_volume_of(request))
         runs = runs_from_proto(request.blocks)
-        added, removed = await self._parts.writes.run(repair_range, self._parts.index, life, request.range, runs)
+        added, removed = await self._parts.writes.run(repair_range, self._parts.index, volume_epoch, request.range, runs)
         self._parts.counters.add("metadata_replicas_repaired_total", added + removed)
         return pb.RepairRangeResponse(added=added, removed=removed)
 
     async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest, context: object) -> pb.RegisterNamespaceResponse:
         check_id(request.operation_id, "operation_id")
         spec = spec_from_proto(request.spec)
-        confine(spec.tenant)
+        require_tenant(spec.tenant)
         if self._parts.index.spec_of(spec.namespace) is None:
             await self._parts.writes.run(self._tenants.register, spec)
         return pb.RegisterNamespaceResponse(namespace_id=spec.namespace)
@@ -246,8 +246,8 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         if parts.feed is None:
             raise Unsupported("block events are told by one process that sees all changes: set metadata.workers to 1")
         self._tenants.check_all(request.namespace_ids)
-        watch = BlockWatch(request, parts.feed, parts.index, parts.reads, parts.nodes, parts.counters)
-        give_back = self._watches.take()
+        watch = BlockEventSubscription(request, parts.feed, parts.index, parts.reads, parts.nodes, parts.counters)
+        give_back = self._watches.acquire()
         try:
             async with aclosing(watch.run()) as messages:
                 async for message in messages:
@@ -266,7 +266,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         )
 
     @property
-    def _scheduling(self) -> Scheduling:
+    def _scheduling(self) -> SchedulerService:
         if self._parts.scheduling is None:
             raise Unsupported("requests are scheduled by one process that knows all engines: set metadata.workers to 1")
         return self._parts.scheduling

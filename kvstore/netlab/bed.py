@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.bound import Bed, Verdict, judge
+from kvstore.dualpath.pd_ratio import Bed, RatioVerdict, judge
 from kvstore.netlab.lab import HostSpec
 
 METADATA_HOST = "metadata"
@@ -66,7 +66,7 @@ class LabBed:
         """Names of the storage hosts."""
         return tuple(f"storage-{number}" for number in range(self.storage))
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RatioVerdict:
         """Whether all storage links can be full, by equation 9."""
         cnic, snic = self.cnic_mbit * _BYTES_PER_MBIT, self.snic_mbit * _BYTES_PER_MBIT
         return judge(Bed(self.prefill, self.decode, 1, cnic, snic, self.dram_bytes_per_s))

@@ -6,7 +6,7 @@
       snic 198.18.0.1 ─────── s0 ─ storage bridge ─ s1 ─────── snic 198.18.0.2
       cnic 198.19.0.1 ─────── c0 ─ compute bridge ─ c1 ─────── cnic 198.19.0.2
 
-Real processes run inside (``Host.popen``) over real TCP; each link is shaped at both ends, MTU 9000. Links can be cut,
+Real processes run inside (``LabHost.popen``) over real TCP; each link is shaped at both ends, MTU 9000. Links can be cut,
 restored and given another rate while traffic runs, a host's processes killed, and KV traffic put into a class of its own.
 Labs know nothing of each other: several may run at once, with the same addresses. Needs root, ``iproute2`` and a kernel with
 veth, bridge, tbf, htb and u32: ``available`` says what is missing. Keep the sum of the rates in use below about 15 Gbit/s for
@@ -33,8 +33,8 @@ from kvstore.core.errors import Conflict, Internal, InvalidArgument, KVStoreErro
 from kvstore.embedded import children
 from kvstore.embedded.children import Children
 from kvstore.netlab import netns
-from kvstore.netlab.links import MTU, LinkSettings, TrafficClass, change_lines, check_rate
-from kvstore.netlab.traffic import DEFAULT_INTERVAL_S, CounterFile, Counts, Network, Nic, Recording
+from kvstore.netlab.links import MTU, LinkSettings, LinkTrafficClass, change_lines, check_rate
+from kvstore.netlab.traffic import DEFAULT_INTERVAL_S, CounterFile, Counts, LabNic, Network, Recording
 
 NETWORKS: tuple[Network, ...] = get_args(Network)
 MAX_HOSTS = 200
@@ -74,7 +74,7 @@ class HostSpec:
             check_rate(rate)
 
 
-class Host:
+class LabHost:
     """One host of a running lab; made by ``NetLab``."""
 
     def __init__(self, spec: HostSpec, index: int, lab: str) -> None:
@@ -192,7 +192,7 @@ class Host:
         if settings.rate_mbit is None:
             raise InvalidArgument("a link without a rate has no classes: give it a rate", host=self.name, network=network)
         floor = kv_floor_mbit if kv_floor_mbit is not None else max(1.0, _KV_SHARE * settings.rate_mbit)
-        self._change(network, replace(settings, kv=TrafficClass(kv_dscp, floor, kv_ceil_mbit)))
+        self._change(network, replace(settings, kv=LinkTrafficClass(kv_dscp, floor, kv_ceil_mbit)))
 
     def unclassify(self, network: Network) -> None:
         """All traffic alike again."""
@@ -260,7 +260,7 @@ class NetLab:
         if not 1 <= len(hosts) <= MAX_HOSTS or len(set(names)) != len(names):
             raise InvalidArgument(f"a lab has 1 to {MAX_HOSTS} hosts of different names", hosts=names)
         self.name = netns.new_lab_name()
-        self._hosts = {spec.name: Host(spec, index, self.name) for index, spec in enumerate(hosts)}
+        self._hosts = {spec.name: LabHost(spec, index, self.name) for index, spec in enumerate(hosts)}
         self._guard: netns.Guard | None = None
         self._switch_fd = -1
         self._counters: CounterFile | None = None
@@ -304,11 +304,11 @@ class NetLab:
 
     # ---------------------------------------------------------------- looking
     @property
-    def hosts(self) -> tuple[Host, ...]:
+    def hosts(self) -> tuple[LabHost, ...]:
         """In the order given."""
         return tuple(self._hosts.values())
 
-    def host(self, name: str) -> Host:
+    def host(self, name: str) -> LabHost:
         """One host.
 
         Raises:
@@ -318,7 +318,7 @@ class NetLab:
             raise NotFound("no such host in this lab", host=name, hosts=", ".join(self._hosts))
         return self._hosts[name]
 
-    def sample(self) -> dict[Nic, Counts]:
+    def sample(self) -> dict[LabNic, Counts]:
         """Bytes over every NIC since the lab began.
 
         Raises:
@@ -353,7 +353,7 @@ class NetLab:
     def _open_counters(self) -> CounterFile:
         if self._switch_fd < 0:
             raise NotFound("this lab does not run", lab=self.name)
-        ports = {Nic(host.name, network): host.port(network) for host in self.hosts for network in NETWORKS}
+        ports = {LabNic(host.name, network): host.port(network) for host in self.hosts for network in NETWORKS}
         return CounterFile(self._switch_fd, ports)
 
 
@@ -373,7 +373,7 @@ def available() -> str | None:
             return f"{name} is not installed: install iproute2"
     lab = netns.new_lab_name()
     probe = f"{lab}-probe"
-    classes = LinkSettings(100.0, TrafficClass(8, 1.0))
+    classes = LinkSettings(100.0, LinkTrafficClass(8, 1.0))
     plain = LinkSettings(100.0)
     steps: list[tuple[str, str, list[str], str | None]] = [
         ("network namespaces cannot be made (CAP_SYS_ADMIN and a writable /run/netns)", "ip", [f"netns add {probe}"], None),

@@ -1,7 +1,7 @@
 """What ``tc`` is told about a link: a rate, and on it a traffic class for KV. Pure: settings in, command lines out.
 
 A link is shaped where packets are *sent*: at the host for what leaves it, at the switch's port for what comes in. Plain links
-have a token bucket (``tbf``). With a ``TrafficClass`` they have two classes (``htb``), told apart by the DSCP in the IPv4
+have a token bucket (``tbf``). With a ``LinkTrafficClass`` they have two classes (``htb``), told apart by the DSCP in the IPv4
 header: KV traffic has a small guaranteed share and a ceiling and takes what is left over; all other traffic has the rest
 guaranteed and goes first.
 """
@@ -24,7 +24,7 @@ _QUANTUM_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficClass:
+class LinkTrafficClass:
     """How KV traffic shares a link with everything else.
 
     Attributes:
@@ -68,7 +68,7 @@ class LinkSettings:
     """
 
     rate_mbit: float | None
-    kv: TrafficClass | None = None
+    kv: LinkTrafficClass | None = None
 
     def __post_init__(self) -> None:
         check_rate(self.rate_mbit)

@@ -34,7 +34,7 @@ _MAX_SAMPLES = 20_000
 _READ_BYTES = 1 << 20
 
 
-class Nic(NamedTuple):
+class LabNic(NamedTuple):
     """One network card of one host."""
 
     host: str
@@ -56,8 +56,8 @@ class CounterFile:
         ports: NIC -> name of the switch's port.
     """
 
-    def __init__(self, switch_fd: int, ports: Mapping[Nic, str]) -> None:
-        self.nics: tuple[Nic, ...] = tuple(ports)
+    def __init__(self, switch_fd: int, ports: Mapping[LabNic, str]) -> None:
+        self.nics: tuple[LabNic, ...] = tuple(ports)
         self._ports = [port.encode() for port in ports.values()]
         # "thread-self": plain /proc/net is that of the process's first thread
         self._fd = netns.call_inside(switch_fd, lambda: os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC))
@@ -88,7 +88,7 @@ class Series:
         tx_bytes: sent since the lab began, shape ``[n]``.
     """
 
-    nic: Nic
+    nic: LabNic
     at_s: npt.NDArray[np.float64]
     rx_bytes: npt.NDArray[np.int64]
     tx_bytes: npt.NDArray[np.int64]
@@ -147,7 +147,7 @@ class Recording:
         self._counters.close()
 
     @property
-    def nics(self) -> tuple[Nic, ...]:
+    def nics(self) -> tuple[LabNic, ...]:
         """Whose counters these are."""
         return self._counters.nics
 
@@ -157,7 +157,7 @@ class Recording:
         Raises:
             NotFound: no such NIC.
         """
-        nic = Nic(host, network)
+        nic = LabNic(host, network)
         if nic not in self.nics:
             raise NotFound("no such NIC in this lab", host=host, network=network)
         place = 2 * self.nics.index(nic)

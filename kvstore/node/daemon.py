@@ -58,11 +58,11 @@ from kvstore.node.state.namespaces import Accounts, NamespaceRegistry, NodeNames
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
-from kvstore.observe.failure_tracker import Failing
+from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.observe.slow_loads import RecentLoads
 from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
-from kvstore.rpc.auth.tokens import Shown, tokens_file
+from kvstore.rpc.auth.tokens import TokenSource, tokens_file
 from kvstore.rpc.client import call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.health_probe import HealthProbe
@@ -121,7 +121,7 @@ class NodeDaemon:
                 )
         check_metrics_address(config.metrics_listen, allow_remote=config.allow_insecure_remote)
         self._tokens = None if config.tokens_file is None else tokens_file(config.tokens_file)
-        self._token = Shown.of(file=config.token_file)
+        self._token = TokenSource.of(file=config.token_file)
         config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._socket = config.run_dir / f"{config.node_id}.sock"
         self._arena_socket = config.run_dir / f"{config.node_id}.arena"
@@ -252,7 +252,7 @@ class NodeDaemon:
         marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
         self._door = ArenaServer(self._arena_socket, self._hand_out_arena, self._engine_left)
-        sent_away = Failing()
+        sent_away = FailureTracker()
         target = (
             LocalTarget(self.table, counters, clock)
             if node_volumes or config.write_behind_to is None

@@ -8,7 +8,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import NodeDaemon
 from kvstore.observe import tracing
 from kvstore.process.fd_limits import raise_limit
-from kvstore.process.graceful_shutdown import Leaving, exit_now
+from kvstore.process.graceful_shutdown import GracefulShutdown, exit_now
 
 
 def run(config: NodeConfig) -> None:
@@ -22,7 +22,7 @@ def run(config: NodeConfig) -> None:
 
 async def _serve(config: NodeConfig) -> None:
     stop = asyncio.Event()
-    leaving = Leaving(config.stop_grace_s, stop.set)
+    leaving = GracefulShutdown(config.stop_grace_s, stop.set)
     leaving.listen()
     daemon = NodeDaemon(config)
     await daemon.start()

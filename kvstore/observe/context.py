@@ -1,7 +1,7 @@
-"""Which request the work at hand belongs to: set where a request begins, sent along with calls, shown in log lines.
+"""Id of the request that the current task or thread works for.
 
-A client names each load; the name travels in gRPC metadata (``kv-request-id``). Lookups by themselves bear none: they are many
-and short. Threads that work for a request are given its context (``contextvars.copy_context``).
+A client creates an id for each load and sends it in gRPC metadata (``kv-request-id``); log lines and traces have it. Lookups have
+none, because they are many and short. Threads that work for a request run in a copy of its context.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from kvstore.observe import tracing
 
 REQUEST_ID_KEY: Final = "kv-request-id"
 _PLAUSIBLE = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""Others could send anything, and it is written to logs."""
+"""Other ids are ignored: the id is written to logs."""
 
 request_id: Final[ContextVar[str]] = ContextVar("kvstore_request_id", default="")
-"""The request that is worked for; empty: none."""
+"""Id of the current request; empty: none."""
 plan_id: Final[ContextVar[str]] = ContextVar("kvstore_plan_id", default="")
-"""The load plan, where there is one."""
+"""Id of the current load plan; empty: none."""
 
 _boot = secrets.token_hex(4)
 _numbers = itertools.count(1)
 
 
 def new_request_id() -> str:
-    """A name that no other request has."""
+    """A unique request id."""
     return f"{_boot}-{next(_numbers):x}"
 
 
 @contextmanager
 def named_request() -> Iterator[str]:
-    """While inside, work is for a request: the one that it is part of, or a new one."""
+    """Work for the current request, or for a new one if there is none."""
     name = request_id.get()
     if name:
         yield name
@@ -48,8 +48,8 @@ def named_request() -> Iterator[str]:
         request_id.reset(token)
 
 
-def outgoing() -> list[tuple[str, str]] | None:
-    """What a call made now takes along; None: nothing."""
+def inject() -> list[tuple[str, str]] | None:
+    """Metadata with the request id and the trace for an inject call; None: neither is set."""
     name = request_id.get()
     if not name and not tracing.on():
         return None
@@ -58,8 +58,8 @@ def outgoing() -> list[tuple[str, str]] | None:
     return metadata or None
 
 
-def take_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-    """Takes over the request that a call was made for, as the call's metadata says."""
+def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+    """Set the current request id from the metadata of an incoming call."""
     for key, value in metadata or ():
         if key == REQUEST_ID_KEY and isinstance(value, str) and _PLAUSIBLE.fullmatch(value):
             request_id.set(value)

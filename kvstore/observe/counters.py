@@ -1,6 +1,6 @@
-"""Counters: one thread-safe registry a process.
+"""Counters: one thread-safe registry per process.
 
-Count whatever makes the store do less than it was asked for: fallbacks, drops, quarantined blocks. Every counter is declared in
+Count whatever makes the store do less than it was asked for: fallbacks, drops, quarantined blocks. Events are declared in
 ``kvstore.observe.metric_definitions``. ``GetStats``, ``GetNodeStats`` and ``/metrics`` return the totals.
 """
 
@@ -12,16 +12,17 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.observe.metrics import EVENTS, Kind
+from kvstore.observe.metric_definitions import EVENTS
+from kvstore.observe.metrics import Kind
 
 log = logging.getLogger(__name__)
 
 strict = False
-"""Whether an undeclared name raises: set by tests. Elsewhere it is counted and logged once: seeing must not stop the store."""
+"""Whether an undeclared event raises. Tests set this. In production it is counted and logged once."""
 
 
 class _Totals(dict[str, int]):
-    """Totals by event; one that is counted for the first time is looked up among those declared."""
+    """Totals by event. An event is checked against the declarations when it is counted for the first time."""
 
     def __missing__(self, name: str) -> int:
         if name not in EVENTS:
@@ -31,13 +32,13 @@ class _Totals(dict[str, int]):
 
 def _undeclared(name: str) -> None:
     if strict:
-        raise AssertionError(f"{name} is counted and not declared in kvstore/observe/metric_definitions.py")
-    log.error("%s is counted under no declared name", name)
+        raise AssertionError(f"event {name} is not declared in kvstore/observe/metric_definitions")
+    log.error("undeclared event counted: %s", name)
 
 
 @dataclass(slots=True)
 class HistogramTotals:
-    """What was observed: how many values fell into each bucket (the last: above all bounds), and their sum."""
+    """Number of values per bucket (the last one: above all bounds), and the sum of all values."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -45,7 +46,7 @@ class HistogramTotals:
 
 
 class Counters:
-    """Totals and distributions since the process started."""
+    """Totals and histograms since the start of the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,18 +54,18 @@ class Counters:
         self._histograms: dict[str, HistogramTotals] = {}
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Adds to a total; a name appears with its first event."""
+        """Add to a total."""
         with self._lock:
             self._totals[name] += amount
 
     def add_all(self, names: Sequence[str], amounts: Sequence[int]) -> None:
-        """Adds to several totals at once."""
+        """Add to several totals in one step."""
         with self._lock:
             for name, amount in zip(names, amounts, strict=True):
                 self._totals[name] += amount
 
     def observe(self, name: str, value: float) -> None:
-        """Takes a value into a distribution."""
+        """Add a value to a histogram."""
         with self._lock:
             found = self._histograms.get(name) or self._histogram(name)
             found.counts[bisect_left(found.bounds, value)] += 1
@@ -75,12 +76,12 @@ class Counters:
         return self._totals.get(name, 0)
 
     def snapshot(self) -> Mapping[str, int]:
-        """All totals, as of now."""
+        """A copy of all totals, by event."""
         with self._lock:
             return dict(self._totals)
 
     def distributions(self) -> Mapping[str, HistogramTotals]:
-        """All distributions, as of now."""
+        """A copy of all histograms, by event."""
         with self._lock:
             return {
                 name: HistogramTotals(found.bounds, list(found.counts), found.total) for name, found in self._histograms.items()

@@ -1,4 +1,4 @@
-"""What a process shows: its totals, distributions and gauges as Prometheus reads them."""
+"""Totals, histograms and gauges of a process in Prometheus format."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvstore.observe.counters import Counters, HistogramTotals
-from kvstore.observe.metric_definitions import CONSTANT_LABELS, SHOWN_AT_ZERO
-from kvstore.observe.metrics import EVENTS, METRICS, PREFIX, Kind, Metric, check_sample
+from kvstore.observe.metric_definitions import EVENTS, METRICS, SHOWN_AT_ZERO
+from kvstore.observe.metrics import CONSTANT_LABELS, PREFIX, Kind, Metric
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class Sample(NamedTuple):
-    """One value that is asked for when somebody looks."""
+    """A value that is read at a scrape."""
 
     metric: str
     """Declared name, without prefix."""
@@ -32,13 +32,13 @@ Gauges = Callable[[], Iterable[Sample]]
 
 
 class StoreCollector(Collector):
-    """A collector for ``prometheus_client``: register it in a registry of one's own, or in the engine's.
+    """Collector for ``prometheus_client``. Register it in a registry of your own, or in the engine's.
 
     Args:
-        counters: registries whose totals are shown, added up; gone through at each scrape.
-        gauges: what else is shown, asked at each scrape; one that fails leaves out its part.
-        process: whose totals are shown from the start, see ``SHOWN_AT_ZERO``; empty: they appear with their first event.
-        labels: on everything, e.g. ``{"worker": "0"}``.
+        counters: registries whose totals are added up; iterated at each scrape.
+        gauges: called at each scrape. If one raises, its samples are missing.
+        process: a key of ``SHOWN_AT_ZERO``: its totals are exposed from the start; empty: they appear with their first event.
+        labels: added to every sample, e.g. ``{"worker": "0"}``.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class StoreCollector(Collector):
         for gauges in self._gauges:
             try:
                 samples = list(gauges())
-            except Exception:  # process edge: what can still be seen is shown
-                log.exception("some gauges cannot be read")
+            except Exception:  # the other samples are exposed nevertheless
+                log.exception("gauges failed")
                 continue
             for sample in samples:
-                metric = check_sample(sample.metric, sample.labels)
+                metric = _metric_of(sample)
                 self._add(families, metric, [sample.labels[label] for label in metric.labels], sample.value)
         yield from families.values()
 
     def describe(self) -> Iterable[Family]:
-        """Nothing: what is shown is declared, and asking at registration would start what is not ready."""
+        """No families: ``collect`` at registration would read gauges before they are ready."""
         return ()
 
     def _distributions(self) -> dict[str, HistogramTotals]:
@@ -119,8 +119,15 @@ class StoreCollector(Collector):
         family.add_metric([*labels, *self._labels.values()], buckets, found.total)
 
 
+def _metric_of(sample: Sample) -> Metric:
+    metric = METRICS[PREFIX + sample.metric]
+    if set(sample.labels) != set(metric.labels):
+        raise KeyError(f"{sample.metric} requires the labels {sorted(metric.labels)}, got {sorted(sample.labels)}")
+    return metric
+
+
 def registry_of(collector: StoreCollector) -> CollectorRegistry:
-    """A registry of a process's own, with what the kernel knows of it: CPU, memory, open files."""
+    """A registry with this collector and the process's CPU, memory and open files."""
     from prometheus_client.process_collector import ProcessCollector
 
     registry = CollectorRegistry(auto_describe=False)

@@ -1,54 +1,54 @@
-"""What fails now: for health, which wants neither totals nor a state that changes with every try."""
+"""Current failure of a repeated operation, for health reports. Health needs a stable state, not totals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-SETTLED_S: Final = 10.0
-"""A success ends a failure that is so old: on a disk that is full, one small write in ten succeeds."""
-FORGOTTEN_S: Final = 60.0
-"""What was not tried again for so long is not known to fail any more."""
+SETTLE_S: Final = 10.0
+"""A success ends a failure only if the last error is this old: on a full disk, one small write in ten succeeds."""
+FORGET_S: Final = 60.0
+"""A failure ends if the operation was not tried again for this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
     began_s: float
     last_s: float
-    why: str
+    reason: str
 
 
-class Failing:
-    """One thing that is tried again and again. Times are of one monotonic clock. Thread-safe: its state is one reference."""
+class FailureTracker:
+    """State of one operation that is tried repeatedly. Thread-safe. Times are of one monotonic clock."""
 
     def __init__(self) -> None:
         self._failure: _Failure | None = None
 
-    def failed(self, now_s: float, why: object) -> None:
-        """It failed."""
-        known = self._now(now_s)
-        self._failure = _Failure(now_s if known is None else known.began_s, now_s, str(why))
+    def failed(self, now_s: float, reason: object) -> None:
+        """Record a failure."""
+        known = self._current(now_s)
+        self._failure = _Failure(now_s if known is None else known.began_s, now_s, str(reason))
 
-    def worked(self, now_s: float) -> None:
-        """It did not."""
+    def succeeded(self, now_s: float) -> None:
+        """Record a success."""
         known = self._failure
-        if known is not None and now_s - known.last_s >= SETTLED_S:
+        if known is not None and now_s - known.last_s >= SETTLE_S:
             self._failure = None
 
-    def over(self) -> None:
-        """Nothing is left of it."""
+    def clear(self) -> None:
+        """Forget the failure, e.g. because nothing is left to do."""
         self._failure = None
 
-    def why(self, now_s: float) -> str:
-        """Why it failed last; empty: it does not fail now."""
-        known = self._now(now_s)
-        return "" if known is None else known.why
+    def reason(self, now_s: float) -> str:
+        """Reason of the last failure; empty: the operation does not fail now."""
+        known = self._current(now_s)
+        return "" if known is None else known.reason
 
     def seconds(self, now_s: float) -> float:
-        """For how long it has failed; 0: it does not fail now."""
-        known = self._now(now_s)
+        """Duration of the failure; 0: the operation does not fail now."""
+        known = self._current(now_s)
         return 0.0 if known is None else max(now_s - known.began_s, 1e-9)
 
-    def _now(self, now_s: float) -> _Failure | None:
+    def _current(self, now_s: float) -> _Failure | None:
         known = self._failure
-        return known if known is not None and now_s - known.last_s < FORGOTTEN_S else None
+        return known if known is not None and now_s - known.last_s < FORGET_S else None

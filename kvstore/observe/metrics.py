@@ -1,26 +1,37 @@
-"""What a metric is, and which exist: each name that is counted or shown is declared in ``kvstore.observe.metric_definitions``.
+"""Declaration of metrics as typed objects. The metrics themselves are in ``kvstore.observe.metric_definitions``.
 
-Code counts *events*: plain names, so that counting is one dictionary entry. A metric shows one event, or several that differ in
-a label: ``client_hit_local_dram_blocks_total`` is shown as ``kvstore_client_hit_blocks_total{path="local",tier="dram"}``. Labels
-take few values, all of them known here, or as many as a stated limit allows; nothing that comes from outside becomes a label.
+Code counts *events*: names in one registry per process (``kvstore.observe.counters``). A metric shows one event, or one event
+per combination of its label values: ``client_hit_local_dram_blocks_total`` is exposed as
+``kvstore_client_hit_blocks_total{path="local",tier="dram"}``. An event is a ``str`` at run time, so counting one costs a
+dictionary entry. For a type checker only a declaration makes an event, so no undeclared name can be counted.
+
+Every label has few values, listed here, or a stated maximum number of values. Input from outside never becomes a label.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
-
-from kvstore.observe.metric_definitions import DECLARED, LATENCY_BUCKETS_S
+from typing import Final, NewType
 
 PREFIX: Final = "kvstore_"
-"""What every exposed name begins with."""
+"""Prefix of every exposed name."""
+LATENCY_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+CONSTANT_LABELS: Final = ("worker",)
+"""Labels of every sample of a process: the number of a metadata worker."""
+
+Event = NewType("Event", str)
+"""A counter's event: ``Counters.add``."""
+TimedEvent = NewType("TimedEvent", str)
+"""A histogram's event: ``Counters.observe``."""
+SampledMetric = NewType("SampledMetric", str)
+"""A metric whose value is read at each scrape: ``exposition.Sample``."""
 
 
 class Kind(StrEnum):
-    """How a metric behaves."""
+    """Prometheus type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -29,12 +40,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Values of a label that a configuration or a registration names: at most so many."""
+    """Maximum number of values of a label whose values a configuration or a registration defines."""
 
     most: int
 
 
 LabelValues = tuple[str, ...] | Limit
+Labels = Mapping[str, LabelValues]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,77 +54,122 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: as exposed, with its prefix.
-        kind: how it behaves.
-        help: one line.
-        labels: names of its labels, and what values they take.
-        events: the event behind each combination of label values, in the order of ``labels``; empty: it is shown from elsewhere.
-        scale: what an event's total is multiplied by to be in the unit of the name.
+        name: exposed name, with its prefix.
+        kind: its Prometheus type.
+        help: one sentence, with the unit if the name has none.
+        group: heading in the reference.
+        labels: values of each label.
+        events: event -> label values, in the order of ``labels``; empty if the metric is sampled.
+        scale: factor from an event's total to the unit of the name.
         buckets: upper bounds of a histogram's buckets, without infinity.
     """
 
     name: str
     kind: Kind
     help: str
-    labels: Mapping[str, LabelValues] = field(default_factory=dict)
+    group: str
+    labels: Labels = field(default_factory=dict)
     events: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scale: float = 1.0
     buckets: tuple[float, ...] = ()
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Names that its samples have in a scrape."""
+        """Names of its series in a scrape."""
         if self.kind is Kind.HISTOGRAM:
             return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
         return (self.name,)
 
 
-def _metrics() -> Iterator[Metric]:
-    for name, (kind, text, *rest) in DECLARED.items():
-        more = rest[0] if rest else {}
-        labels: dict[str, LabelValues] = {
-            label: Limit(values) if isinstance(values, int) else tuple(values) for label, values in more.get("labels", {}).items()
-        }
-        pattern = more.get("events", "" if kind == "gauge" else name)
-        events = {}
-        if pattern:
-            known = {label: values for label, values in labels.items() if not isinstance(values, Limit)}
-            for chosen in itertools.product(*known.values()):
-                events[pattern.format(**dict(zip(known, chosen, strict=True)))] = chosen
-        buckets = more.get("buckets", LATENCY_BUCKETS_S) if kind == "histogram" else ()
-        yield Metric(PREFIX + name, Kind(kind), text, labels, events, more.get("scale", 1.0), tuple(buckets))
+DECLARED: Final[dict[str, Metric]] = {}
+"""Metrics declared so far, by exposed name. Complete in ``metric_definitions.METRICS``."""
 
 
-METRICS: Final[Mapping[str, Metric]] = {metric.name: metric for metric in _metrics()}
-"""All metrics by exposed name."""
+class CounterFamily:
+    """Counters that differ in labels: ``family["quota"]``, with several labels ``family["local", "dram"]``."""
 
-EVENTS: Final[Mapping[str, Metric]] = {event: metric for metric in METRICS.values() for event in metric.events}
-"""The metric that shows each event."""
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self._events = {_key(values): Event(event) for event, values in metric.events.items()}
 
-assert len(EVENTS) == sum(len(metric.events) for metric in METRICS.values()), "an event is shown by two metrics"
+    def __getitem__(self, values: str | tuple[str, ...]) -> Event:
+        return self._events[values]
 
 
-def event(metric: str, **labels: str) -> str:
-    """The event behind one combination of label values: for tables made when a module is imported.
+class HistogramFamily:
+    """Histograms that differ in labels: ``family["dram"]``."""
 
-    Raises:
-        KeyError: there is no such metric, or a value is not among those declared.
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self._events = {_key(values): TimedEvent(event) for event, values in metric.events.items()}
+
+    def __getitem__(self, values: str | tuple[str, ...]) -> TimedEvent:
+        return self._events[values]
+
+    def get(self, values: str) -> TimedEvent | None:
+        """The event of these label values; None: none is declared."""
+        return self._events.get(values)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricGroup:
+    """Metrics that share a heading in the reference; its methods declare them.
+
+    Names are without prefix. ``events`` is the pattern of a family's events, with ``{label}`` for each label.
     """
-    found = METRICS[PREFIX + metric]
-    wanted = tuple(labels[label] for label in found.labels)
-    for name, values in found.events.items():
-        if values == wanted:
-            return name
-    raise KeyError(f"{metric} has no {labels}")
+
+    title: str
+
+    def counter(self, name: str, text: str, *, event: str = "", scale: float = 1.0) -> Event:
+        """Declare a counter without labels. ``event`` is what code counts, if it is not ``name``."""
+        self._declare(name, Kind.COUNTER, text, {}, event or name, scale=scale)
+        return Event(event or name)
+
+    def counter_family(self, name: str, text: str, labels: Labels, events: str) -> CounterFamily:
+        """Declare counters that differ in labels."""
+        return CounterFamily(self._declare(name, Kind.COUNTER, text, labels, events))
+
+    def histogram(self, name: str, text: str) -> TimedEvent:
+        """Declare a histogram of seconds without labels."""
+        self._declare(name, Kind.HISTOGRAM, text, {}, name, buckets=LATENCY_BUCKETS_S)
+        return TimedEvent(name)
+
+    def histogram_family(self, name: str, text: str, labels: Labels, events: str) -> HistogramFamily:
+        """Declare histograms of seconds that differ in labels."""
+        return HistogramFamily(self._declare(name, Kind.HISTOGRAM, text, labels, events, buckets=LATENCY_BUCKETS_S))
+
+    def gauge(self, name: str, text: str, labels: Labels | None = None) -> SampledMetric:
+        """Declare a gauge."""
+        self._declare(name, Kind.GAUGE, text, labels or {}, "")
+        return SampledMetric(name)
+
+    def sampled_counter(self, name: str, text: str, labels: Labels | None = None) -> SampledMetric:
+        """Declare a counter whose total is read from elsewhere, e.g. from the kernel."""
+        self._declare(name, Kind.COUNTER, text, labels or {}, "")
+        return SampledMetric(name)
+
+    def _declare(
+        self,
+        name: str,
+        kind: Kind,
+        text: str,
+        labels: Labels,
+        events: str,
+        *,
+        scale: float = 1.0,
+        buckets: tuple[float, ...] = (),
+    ) -> Metric:
+        values = {label: listed for label, listed in labels.items() if not isinstance(listed, Limit)}
+        by_event = (
+            {events.format(**dict(zip(values, chosen, strict=True))): chosen for chosen in itertools.product(*values.values())}
+            if events
+            else {}
+        )
+        metric = Metric(PREFIX + name, kind, text, self.title, labels, by_event, scale, buckets)
+        assert metric.name not in DECLARED, f"{metric.name} is declared twice"
+        DECLARED[metric.name] = metric
+        return metric
 
 
-def check_sample(name: str, labels: Iterable[str]) -> Metric:
-    """The metric of a sample that is shown from elsewhere than events.
-
-    Raises:
-        KeyError: it is not declared, or not with these labels.
-    """
-    metric = METRICS[PREFIX + name]
-    if set(labels) != set(metric.labels):
-        raise KeyError(f"{name} takes the labels {sorted(metric.labels)}, not {sorted(labels)}")
-    return metric
+def _key(values: tuple[str, ...]) -> str | tuple[str, ...]:
+    return values[0] if len(values) == 1 else values

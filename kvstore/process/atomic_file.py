@@ -1,4 +1,4 @@
-"""A small file that is there as it was before a change or as it is after it, and never in between."""
+"""Atomic replacement of a small file: a reader, or a crash, sees the old or the new content, never a mixture."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, raw: bytes) -> None:
-    """Writes a file anew: beside it, synced, then renamed, and the folder synced. Nobody but its owner may read it.
+def write_atomically(path: Path, raw: bytes) -> None:
+    """Write a synced temporary file with mode 0600, rename it to ``path``, and sync the folder.
 
     Raises:
-        OSError: it could not be written; the one of before is there.
+        OSError: the file could not be written; the old content is unchanged.
     """
     scratch = path.with_name(f".{path.name}.new")
     try:

@@ -1,4 +1,4 @@
-"""A value of a process's configuration as it tells others: servers see settings of their own, not the configuration itself."""
+"""Configuration values of a process as it reports them over RPC. Servers do not see the configuration itself."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSetting:
-    """One value.
+    """One setting with its value and source.
 
     Attributes:
         key: dotted, e.g. ``node.dram``.
-        value: as people write it; secrets are masked.
+        value: as in a configuration file; secrets are masked.
         source: ``default``, ``file``, ``environment``, ``flag`` or ``derived`` (from the host or other settings).
-        detail: the file, the variable, the flag, the reason.
-        description: what it does.
+        detail: path of the file, name of the variable or flag, or reason of the derived value.
+        description: help text.
     """
 
     key: str

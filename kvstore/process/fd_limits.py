@@ -1,8 +1,7 @@
-"""File descriptors: what a server that anybody may connect to runs out of first.
+"""File descriptor limits of a server.
 
-A process is lent few by default (1,024 on most systems), and may take more for itself. Of what it has, gRPC's connections on one
-address get a share: whoever opens idle ones without end must leave enough for the other doors, for files and for the store's
-own connections.
+The default soft limit is 1,024 on most systems; a process may raise it to the hard limit. gRPC's connections on one address get
+a share of the limit, so that idle connections cannot use up the descriptors for other addresses, files and outgoing connections.
 """
 
 from __future__ import annotations
@@ -13,37 +12,37 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-MOST: Final = 1 << 20
-"""More is of no use, and systems without a limit would have us ask for billions."""
-SHARE: Final = 4
-"""Connections on one gRPC address take at most this fraction (1/n) of the process's descriptors."""
-LEAST_CONNECTIONS: Final = 64
+MAX_DESCRIPTORS: Final = 1 << 20
+"""More are not useful. Systems without a limit report billions."""
+CONNECTIONS_SHARE: Final = 4
+"""Connections on one gRPC address may use this fraction (1/n) of the descriptors."""
+MIN_CONNECTIONS: Final = 64
 
 
 def raise_limit() -> int:
-    """Takes as many descriptors as this process may have. Called once at the start of a daemon; its children inherit it.
+    """Raise the soft limit as far as allowed. Call it once when a daemon starts; its children inherit the limit.
 
     Returns:
-        How many it may open now.
+        The limit in effect.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < target:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError) as error:  # a sandbox may forbid it: the daemon works with what it has
-            log.warning("the limit of open files stays at %d: %s", soft, error)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        except (OSError, ValueError) as error:  # a sandbox may forbid it
+            log.warning("open file limit not raised: %s (limit=%d)", error, soft)
         else:
-            log.info("raised the limit of open files from %d to %d", soft, wanted)
+            log.info("open file limit raised: %d -> %d", soft, target)
     return limit()
 
 
 def limit() -> int:
-    """Descriptors that this process may have open."""
+    """Number of descriptors that this process may have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
+    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MAX_DESCRIPTORS)
 
 
 def connections_allowed() -> int:
-    """Connections that one gRPC address may have."""
-    return max(LEAST_CONNECTIONS, limit() // SHARE)
+    """Number of connections that one gRPC address may have."""
+    return max(MIN_CONNECTIONS, limit() // CONNECTIONS_SHARE)

@@ -1,17 +1,17 @@
-"""How the garbage collector of a long-lived daemon is set: it looks rarely, and not at what lives for ever."""
+"""Garbage collector settings for a long-lived daemon."""
 
 from __future__ import annotations
 
 import gc
 from typing import Final
 
-NEW_OBJECTS: Final = 50_000
-"""Between two looks at what is young. A plan makes some hundred objects of which many outlive 700, the default, and are looked
-at several times each; almost none is part of a cycle."""
+YOUNG_OBJECTS: Final = 50_000
+"""Allocations between collections of the young generation. One load plan creates several hundred objects, many of which outlive
+the default of 700 allocations. Almost none of them is part of a cycle."""
 
 
-def settle() -> None:
-    """What lives now lives for ever: the collector need not look at it again in the middle of an answer."""
+def freeze_startup_objects() -> None:
+    """Exclude all objects that exist now from collections, and collect less often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])

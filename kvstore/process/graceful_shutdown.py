@@ -1,7 +1,7 @@
-"""How a daemon is told to end: SIGTERM or SIGINT, in order; the same signal again, at once.
+"""Graceful shutdown of a daemon: SIGTERM or SIGINT begins it, the same signal again ends the process immediately.
 
-A process group and the parent that started it may both be told to end, and the parent passes it on: what comes twice within a
-moment is one wish.
+A supervisor may signal a process group, and the parent may pass the signal on. So a repeated signal within ``REPEAT_S`` is
+ignored.
 """
 
 from __future__ import annotations
@@ -18,70 +18,71 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-AGAIN_S: Final = 1.0
-"""A signal that comes so long after the first of its kind means: at once."""
-LATE_S: Final = 3.0
-"""A daemon that has not ended so long after its deadline is ended where it stands."""
+REPEAT_S: Final = 1.0
+"""A signal that arrives at least this long after the first of its kind ends the process immediately."""
+OVERTIME_S: Final = 3.0
+"""A daemon that still runs this long after the deadline of its shutdown is killed."""
 
 
 def exit_now(code: int) -> None:
-    """Ends the process, with nothing cleaned up."""
+    """End the process without cleanup."""
     logging.shutdown()
     os._exit(code)
 
 
-class Wishes:
-    """Signals that have come. Called by handlers, in the main thread."""
+class SignalCounter:
+    """First arrival of each signal. Called by signal handlers, in the main thread."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._first_s: dict[int, float] = {}
 
-    def at_once(self, number: int) -> bool:
-        """A signal has come: whether it means that the process is to end at once."""
+    def is_repeated(self, number: int) -> bool:
+        """Record a signal. Returns whether the process must end immediately."""
         now_s = self._now_s()
-        return now_s - self._first_s.setdefault(number, now_s) >= AGAIN_S
+        return now_s - self._first_s.setdefault(number, now_s) >= REPEAT_S
 
 
-class Leaving:
-    """Of one process with an event loop.
+class GracefulShutdown:
+    """Shutdown of a process with an event loop.
 
     Args:
-        grace_s: how long its end in order may take.
-        leave: begins that end; also called for later signals.
-        at_once: ends the process, with the exit code given.
+        grace_s: time limit of the graceful shutdown.
+        begin: begins the graceful shutdown; called again for later signals.
+        end: ends the process immediately, with the given exit code.
     """
 
-    def __init__(self, grace_s: float, leave: Callable[[], object], at_once: Callable[[int], None] = exit_now) -> None:
+    def __init__(self, grace_s: float, begin: Callable[[], object], end: Callable[[int], None] = exit_now) -> None:
         self._grace_s = grace_s
-        self._leave = leave
-        self._at_once = at_once
-        self._wishes = Wishes()
-        self._late: threading.Timer | None = None
+        self._begin = begin
+        self._end = end
+        self._signals = SignalCounter()
+        self._watchdog: threading.Timer | None = None
 
     def listen(self) -> None:
-        """Takes the signals over, on the running loop."""
+        """Install the signal handlers on the running loop."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def begin(self) -> None:
-        """The end in order begins, for whatever reason; it is bounded from now on."""
-        if self._late is None:
-            self._late = threading.Timer(self._grace_s + LATE_S, self._too_late)
-            self._late.daemon = True
-            self._late.start()
-        self._leave()
+        """Begin the graceful shutdown, and the time limit for it."""
+        if self._watchdog is None:
+            self._watchdog = threading.Timer(self._grace_s + OVERTIME_S, self._on_overtime)
+            self._watchdog.daemon = True
+            self._watchdog.start()
+        self._begin()
 
     def _on_signal(self, number: int) -> None:
-        if self._wishes.at_once(number):
-            log.warning("told to end once more (%s): ending at once", signal.Signals(number).name)
-            self._at_once(128 + number)
-        elif self._late is None:
-            log.info("told to end (%s): within %.1f s", signal.Signals(number).name, self._grace_s)
+        name = signal.Signals(number).name
+        if self._signals.is_repeated(number):
+            log.warning("signal repeated: %s; exiting immediately", name)
+            self._end(128 + number)
+        elif self._watchdog is None:
+            log.info("shutdown begun: %s (grace_s=%.1f)", name, self._grace_s)
         self.begin()
 
-    def _too_late(self) -> None:
-        """What hangs is given up: what was to be made durable in time is, the rest had its deadline."""
-        log.error("not ended %.1f s after its deadline: ended where it stands", LATE_S)
-        self._at_once(0)
+    def _on_overtime(self) -> None:
+        """End a process that hangs. Whatever had to become durable had its time limit."""
+        log.error("shutdown timed out: still running %.1f s after the deadline; exiting immediately", OVERTIME_S)
+        self._end(0)

@@ -130,7 +130,7 @@ def _stop_grace(facts: HostFacts) -> Derived[int]:
     rate = VOLUME_WRITE_BYTES_PER_S * max(1, facts.volumes)
     seconds = -(-waiting // rate)
     value = min(MOST_GRACE_MS, max(LEAST_GRACE_MS, seconds * 1_000))
-    why = f"three quarters of the arena may wait for write-behind, at {rate / 1e9:g} GB/s assumed"
+    why = f"three quarters of the arena may wait for write-back, at {rate / 1e9:g} GB/s assumed"
     return Derived(value, why)
 
 

@@ -1,4 +1,4 @@
-"""How much memory this process may have: the host's, or less where it is in a control group with a limit, as containers are."""
+"""Memory available to this process: that of the host, or the limit of its control group, e.g. in a container."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ _TREE = Path("/sys/fs/cgroup")
 
 
 def memory_total(meminfo: Path = _MEMINFO, groups: Path = _GROUPS, tree: Path = _TREE) -> int | None:
-    """Bytes that this process may use at most, all its memory together; None where the host does not say.
+    """Maximum number of bytes that this process may use; None: unknown.
 
     Args:
-        meminfo: the host's figures.
-        groups: the control groups of this process, as the kernel lists them.
-        tree: where control groups are mounted.
+        meminfo: path of the host's memory statistics.
+        groups: path of the kernel's list of this process's control groups.
+        tree: mount point of the control groups.
     """
     known = [value for value in (_host_total(meminfo), _group_limit(groups, tree)) if value is not None]
     return min(known, default=None)
 
 
 def memory_available(meminfo: Path = _MEMINFO, groups: Path = _GROUPS, tree: Path = _TREE) -> int | None:
-    """Bytes that this process may take now without swapping; None where the host does not say.
+    """Number of bytes that this process can allocate now without swapping; None: unknown.
 
-    Of the host, what its kernel says is available; of each control group with a limit, what all in it leave of that. Pages of
-    files that were not used lately count as free there: they go first. Arguments as of ``memory_total``.
+    The minimum of the host's available memory and the unused part of each control group's limit. Inactive file pages count as
+    unused, because the kernel reclaims them first. Arguments: see ``memory_total``.
     """
-    rooms = [
+    unused = [
         max(0, limit - max(0, used - (_statistic(folder / "memory.stat", idle) or 0)))
         for folder, limit, usage, idle in _limited(groups, tree)
         if (used := _number(folder / usage)) is not None
     ]
     host = _host(meminfo, "MemAvailable:")
-    return min([*rooms, *([host] if host is not None else [])], default=None)
+    return min([*unused, *([host] if host is not None else [])], default=None)
 
 
 def huge_pages_free(meminfo: Path = _MEMINFO) -> int:
-    """Bytes of huge pages of the usual size that are reserved and that nobody uses; 0 where the host does not say."""
+    """Bytes of reserved huge pages of the default size that are free; 0: unknown."""
     try:
         values = {line.split()[0]: int(line.split()[1]) for line in meminfo.read_text(encoding="ascii").splitlines() if line}
     except (OSError, ValueError, IndexError):
         return 0
-    free = values.get("HugePages_Free:", 0) - values.get("HugePages_Rsvd:", 0)  # reserved: promised to a mapping already
+    free = values.get("HugePages_Free:", 0) - values.get("HugePages_Rsvd:", 0)  # HugePages_Rsvd: committed to existing mappings
     return max(0, free) * (values.get("Hugepagesize:", 0) << 10)
 
 
@@ -60,15 +60,15 @@ def _host(meminfo: Path, name: str) -> int | None:
 
 
 def _group_limit(groups: Path, tree: Path) -> int | None:
-    """The least limit of the groups that this process is in and of all above them."""
+    """Minimum limit of this process's control groups and their ancestors."""
     return min((limit for _, limit, _, _ in _limited(groups, tree)), default=None)
 
 
 def _limited(groups: Path, tree: Path) -> Iterator[tuple[Path, int, str, str]]:
-    """The groups that this process is in and all above them, where they have a limit.
+    """This process's control groups and their ancestors that have a limit.
 
     Yields:
-        Folder, limit in bytes, the file that says what is used, and which line of ``memory.stat`` counts idle pages of files.
+        Folder, limit in bytes, name of the file with the usage, and name of the inactive file pages in ``memory.stat``.
     """
     try:
         lines = groups.read_text(encoding="utf-8").splitlines()
@@ -85,7 +85,7 @@ def _limited(groups: Path, tree: Path) -> Iterator[tuple[Path, int, str, str]]:
         else:
             continue
         own = PurePosixPath(path.lstrip("/"))
-        if ".." in own.parts:  # a group outside of what this process sees
+        if ".." in own.parts:  # a group outside of this process's cgroup namespace
             own = PurePosixPath()
         for folder in (top / part for part in (own, *own.parents)):
             if (limit := _number(folder / name)) is not None:
@@ -93,7 +93,7 @@ def _limited(groups: Path, tree: Path) -> Iterator[tuple[Path, int, str, str]]:
 
 
 def _statistic(path: Path, name: str) -> int | None:
-    """One line's number of a group's statistics."""
+    """One value of a group's statistics."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
         return next((int(words[1]) for line in lines if (words := line.split())[:1] == [name]), None)
@@ -102,7 +102,7 @@ def _statistic(path: Path, name: str) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """A file's number; None where there is none, or it is ``max``."""
+    """The number in a file; None: no such file, or no number (``max``)."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):

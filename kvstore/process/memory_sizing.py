@@ -1,4 +1,4 @@
-"""Memory of a store in addition to its blocks: measured constants, and the sums made of them. Pure."""
+"""Memory of a store in addition to its blocks, estimated from measured constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may name a node. Node ids become parts of paths (sockets, volumes, logs), so that only plain names pass."""
+"""Validation of node ids. They become parts of paths (sockets, volumes, logs), so only plain names are valid."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Final
 from kvstore.core.errors import InvalidArgument
 
 _NODE_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
-_TAKEN: Final = "metadata"
-"""Names the metadata server's own files in a folder that it shares with nodes."""
+_RESERVED: Final = "metadata"
+"""Name of the metadata server's files, in a folder that it shares with nodes."""
 
 
 def check_node_id(node_id: str) -> str:
-    """Returns ``node_id`` if it may name a node.
+    """Return a valid node id unchanged.
 
     Raises:
-        InvalidArgument: it is not 1 to 64 letters, digits, ``.``, ``_`` and ``-``, begins with a dot, or is ``metadata``.
+        InvalidArgument: not 1 to 64 letters, digits, ``.``, ``_`` and ``-``, a leading dot, or the reserved id ``metadata``.
     """
     if not is_plain(node_id):
         raise InvalidArgument(
-            f"a node id takes 1 to 64 letters, digits, '.', '_' and '-', and does not begin with a dot: not {node_id!r}"
+            f"invalid node id {node_id!r}: use 1 to 64 letters, digits, '.', '_' and '-', without a leading dot"
         )
-    if node_id == _TAKEN:
-        raise InvalidArgument(f"no node is called {_TAKEN!r}: the metadata server has that name")
+    if node_id == _RESERVED:
+        raise InvalidArgument(f"node id {_RESERVED!r} is reserved for the metadata server; choose another id")
     return node_id
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name has the characters of a node's id and no others: safe in a path, a shell, a terminal."""
+    """Whether a name has only the characters of a node id, which are safe in a path, a shell and a terminal."""
     return _NODE_ID.fullmatch(name) is not None

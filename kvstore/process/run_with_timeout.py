@@ -1,4 +1,4 @@
-"""Runs a command that may never come back: tools that ask a driver can wait for it for ever, even beyond a kill."""
+"""Run a command that may hang. Tools that call a driver can block in the kernel, where even SIGKILL does not end them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_DYING_S = 1.0
-MOST_OUTPUT_BYTES = 1 << 20
+_KILL_WAIT_S = 1.0
+MAX_OUTPUT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """How a command went."""
+class CommandResult:
+    """Result of a command."""
 
     code: int | None
-    """Exit code; None: it did not end in time (and was killed, as far as it could be)."""
+    """Exit code; None: the command timed out and was killed, if possible."""
     output: str
-    """What it wrote on standard output until then, at most ``MOST_OUTPUT_BYTES``."""
+    """Standard output so far, at most ``MAX_OUTPUT_BYTES``."""
     errors: str
-    """The same of standard error."""
+    """Standard error so far, at most ``MAX_OUTPUT_BYTES``."""
 
 
-def run_bounded(command: Sequence[str], timeout_s: float, *, environment: Mapping[str, str] | None = None) -> Ran:
-    """Runs a command for ``timeout_s`` seconds at most, in a process group of its own, without standard input.
+def run_with_timeout(command: Sequence[str], timeout_s: float, *, environment: Mapping[str, str] | None = None) -> CommandResult:
+    """Run a command in its own process group, without standard input.
 
     Args:
         command: program and arguments.
-        timeout_s: after it, the group is killed; where even that does not end it, it is left behind.
-        environment: beside this process's.
+        timeout_s: time limit; then the group is killed. A process that does not die is abandoned.
+        environment: added to this process's.
 
     Raises:
-        OSError: there is no such program, or it cannot be started.
+        OSError: the program does not exist, or cannot be started.
     """
-    # files, not pipes: reading a pipe to its end would wait for whatever still holds the other end
+    # files, not pipes: a surviving child keeps a pipe open, and reading it to its end would block
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command,
@@ -54,11 +54,11 @@ def run_bounded(command: Sequence[str], timeout_s: float, *, environment: Mappin
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_DYING_S)
+                process.wait(_KILL_WAIT_S)
         output.seek(0)
         errors.seek(0)
-        return Ran(
+        return CommandResult(
             code,
-            output.read(MOST_OUTPUT_BYTES).decode(errors="replace"),
-            errors.read(MOST_OUTPUT_BYTES).decode(errors="replace"),
+            output.read(MAX_OUTPUT_BYTES).decode(errors="replace"),
+            errors.read(MAX_OUTPUT_BYTES).decode(errors="replace"),
         )

@@ -1,6 +1,6 @@
-"""Where one process's TLS identity lies: shared by the gRPC and the data-plane sockets.
+"""TLS settings of a process, for its gRPC and data-plane sockets.
 
-Pure: only paths and switches. ``kvstore.rpc.tls`` makes gRPC credentials of it, ``kvstore.transport`` an ``ssl`` context.
+Paths and switches only: ``kvstore.rpc.tls`` reads the files for gRPC, ``kvstore.transport`` for an ``ssl`` context.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from kvstore.core.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """PEM files of one side.
+    """PEM files of one process.
 
     Args:
-        ca: certificates that the other side's certificate must descend from.
-        cert: this side's certificate chain. A server needs it; a client only where the server asks (mTLS).
-        key: the private key of ``cert``.
-        require_client_cert: server: refuse clients without a certificate of ``ca``.
-        server_name: client: the name expected in the server's certificate, where it is not the host name dialled.
+        ca: certificates of the authorities that sign the peer's certificate.
+        cert: certificate chain of this process. Required for a server, and for a client if the server requires one (mTLS).
+        key: private key of ``cert``.
+        require_client_cert: server only: reject clients without a certificate signed by ``ca``.
+        server_name: client only: name in the server's certificate, if it is not the host name of the address.
 
     Raises:
-        InvalidArgument: a certificate without its key, or the other way round.
+        InvalidArgument: a certificate without a key, a key without a certificate, or ``require_client_cert`` without ``ca``.
     """
 
     ca: Path | None = None
@@ -34,6 +34,8 @@ class TlsConfig:
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise InvalidArgument("TLS takes a certificate and its key together", cert=self.cert, key=self.key)
+            raise InvalidArgument(
+                "TLS requires both a certificate and its key; set both or neither", cert=self.cert, key=self.key
+            )
         if self.require_client_cert and self.ca is None:
-            raise InvalidArgument("asking clients for certificates takes the CA that they must descend from")
+            raise InvalidArgument("require_client_cert requires ca, the authority that signs the clients' certificates")

@@ -23,7 +23,7 @@ _DISK_SHARE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class StoreCapacity:
     """Bytes of each tier."""
 
     dram_bytes: int
@@ -63,7 +63,7 @@ def dram_slot_bytes(shape: BlockShape) -> int:
     return round_up(shape.block_bytes)
 
 
-def parse_capacity(text: str) -> Capacity:
+def parse_capacity(text: str) -> StoreCapacity:
     """Reads ``dram=1GiB,nvme=20GiB``.
 
     Raises:
@@ -81,10 +81,10 @@ def parse_capacity(text: str) -> Capacity:
             raise InvalidArgument(str(error), got=text) from error
     if not sizes.get("dram"):
         raise InvalidArgument("every node needs some DRAM: blocks pass through it", got=text)
-    return Capacity(sizes["dram"], sizes.get("nvme", 0), limited=True)
+    return StoreCapacity(sizes["dram"], sizes.get("nvme", 0), limited=True)
 
 
-def room_for(blocks: int, shape: BlockShape, folder: Path) -> Capacity:
+def room_for(blocks: int, shape: BlockShape, folder: Path) -> StoreCapacity:
     """Room for ``blocks`` blocks: in DRAM where that is no burden for this machine, else on the disk below ``folder``.
 
     Raises:
@@ -93,11 +93,11 @@ def room_for(blocks: int, shape: BlockShape, folder: Path) -> Capacity:
     memory = available_memory_bytes()
     dram = _with_slack(blocks * dram_slot_bytes(shape))
     if dram <= memory // _DRAM_SHARE:
-        return Capacity(dram)
+        return StoreCapacity(dram)
     nvme = _with_slack(blocks * slot_bytes(shape))
     free = _free_disk_bytes(folder)
     if nvme <= free // _DISK_SHARE:
-        return Capacity(max(_LEAST_BYTES, memory // _STAGING_SHARE), nvme)
+        return StoreCapacity(max(_LEAST_BYTES, memory // _STAGING_SHARE), nvme)
     raise CapacityExceeded(
         f"{blocks:,} blocks of {format_size(shape.block_bytes)} fit neither in a quarter of the memory nor in half of the disk: "
         "take smaller --block-bytes, a --limit, or say --capacity",

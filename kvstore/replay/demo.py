@@ -15,7 +15,7 @@ from kvclient.options import ClientOptions
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.replay.engine import RequestRunner, Tally
+from kvstore.replay.engine import ReplayTotals, RequestRunner
 from kvstore.replay.progress import Report, silent
 from kvstore.replay.report import tally_json, version
 from kvstore.workload.chains import BlockKeys
@@ -72,14 +72,14 @@ class DemoPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DemoRequest:
     """One request: what is prefilled, and what decoding adds to it."""
 
     keys: list[BlockKey]
     prompt_blocks: int
 
 
-def read_turns(plan: DemoPlan) -> tuple[list[Turn], int]:
+def read_turns(plan: DemoPlan) -> tuple[list[DemoRequest], int]:
     """All turns, and how many prompt blocks an unlimited store would serve."""
     keys = BlockKeys(plan.spec())
     turns = []
@@ -89,7 +89,7 @@ def read_turns(plan: DemoPlan) -> tuple[list[Turn], int]:
         chain = keys.intern(request.session, np.concatenate((request.block_ids, request.answer_ids)))
         prompt = len(request.block_ids)
         possible += int(np.count_nonzero(chain[:prompt] < known))
-        turns.append(Turn(keys.keys_of(chain), prompt))
+        turns.append(DemoRequest(keys.keys_of(chain), prompt))
     return turns, possible
 
 
@@ -98,7 +98,7 @@ class DemoResult:
     """What a demo showed."""
 
     plan: DemoPlan
-    tally: Tally
+    tally: ReplayTotals
     seconds: float
     possible_hits: int
     """Prompt blocks that an unlimited store would have served."""
@@ -136,7 +136,7 @@ def run_demo(plan: DemoPlan, base_dir: Path | None = None, report: Report = sile
     """
     turns, possible = read_turns(plan)
     largest = max(len(turn.keys) for turn in turns)
-    tally = Tally()
+    tally = ReplayTotals()
     with LocalCluster(plan.nodes(), base_dir) as cluster, ExitStack() as clients:
         options = ClientOptions(client_name="demo", default_deadline_s=_DEADLINE_S, lookup_deadline_s=_DEADLINE_S)
         prefill, decode = (

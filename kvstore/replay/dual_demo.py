@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from kvstore.core.errors import Internal
-from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
-from kvstore.embedded.temp_dirs import ScratchFolder
+from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
+from kvstore.embedded.temp_dirs import TempDir
 from kvstore.netlab.bed import METADATA_HOST, LabBed
-from kvstore.netlab.lab import Host, NetLab
+from kvstore.netlab.lab import LabHost, NetLab
 
 MIB = 1 << 20
 POLICIES = ("prefill_only", "shorter_queue", "split")
@@ -103,11 +103,11 @@ def run_dual_demo(plan: DualDemoPlan, tell: Tell, report: Callable[[int], None])
     tell(bed.describe())
     with ExitStack() as stack:
         lab = stack.enter_context(NetLab(bed.hosts()))
-        scratch = ScratchFolder("kvstore-dual-")
+        scratch = TempDir("kvstore-dual-")
         stack.callback(scratch.close)
         metadata = lab.host(METADATA_HOST)
         cluster = stack.enter_context(
-            LocalCluster(_nodes(plan, lab), scratch.path, metadata_place=Place(metadata.compute_ip, metadata.popen))
+            LocalCluster(_nodes(plan, lab), scratch.path, metadata_place=DaemonHost(metadata.compute_ip, metadata.popen))
         )
         tell("storing prompts on the storage host …")
         with _worker(plan, lab.host(STORAGE), cluster) as ask:
@@ -161,13 +161,13 @@ def _nodes(plan: DualDemoPlan, lab: NetLab) -> list[NodeSpec]:
     for name, (dram, nvme) in sizes.items():
         host = lab.host(name)
         settings = (("storage_listen", f"{host.storage_ip}:0"), *(staging if name != STORAGE else ()))
-        place = Place(host.compute_ip, host.popen)
+        place = DaemonHost(host.compute_ip, host.popen)
         nodes.append(NodeSpec(name, (name.partition("-")[0],), dram, nvme, settings=settings, place=place))
     return nodes
 
 
 @contextmanager
-def _worker(plan: DualDemoPlan, host: Host, cluster: LocalCluster) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+def _worker(plan: DualDemoPlan, host: LabHost, cluster: LocalCluster) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
     """An engine's process on a host: asked by JSON lines."""
     sizes = [str(number) for number in (plan.in_flight, plan.blocks, plan.layers, plan.block_bytes)]
     argv = [sys.executable, "-m", "kvstore.replay.dual_worker"]

@@ -20,7 +20,7 @@ _BUFFER_BYTES = 256 << 20
 
 
 @dataclass(slots=True)
-class Tally:
+class ReplayTotals:
     """What a run did. Times are seconds, one entry a call that moved blocks."""
 
     requests: int = 0
@@ -61,7 +61,7 @@ class RequestRunner:
         largest_request: blocks of the longest request to come.
     """
 
-    def __init__(self, client: KVClient, tally: Tally, largest_request: int) -> None:
+    def __init__(self, client: KVClient, tally: ReplayTotals, largest_request: int) -> None:
         self._client = client
         self._tally = tally
         block_bytes = client.spec.block_bytes

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvstore
-from kvstore.replay.engine import Tally
+from kvstore.replay.engine import ReplayTotals
 
 PERCENTILES = (50, 90, 99)
 
@@ -28,7 +28,7 @@ def milliseconds(seconds: Sequence[float]) -> dict[str, float | None]:
     }
 
 
-def tally_json(tally: Tally, seconds: float) -> dict[str, Any]:
+def tally_json(tally: ReplayTotals, seconds: float) -> dict[str, Any]:
     """The counts of a run, by the names that the documentation gives them."""
     return {
         "requests": tally.requests,
@@ -85,7 +85,7 @@ def print_summary(title: str, rows: Mapping[str, str], console: Console) -> None
     console.print(table)
 
 
-def tally_rows(tally: Tally, seconds: float) -> dict[str, str]:
+def tally_rows(tally: ReplayTotals, seconds: float) -> dict[str, str]:
     """The counts of a run, in words."""
     rows = {
         "requests": f"{tally.requests:,} in {seconds:.1f} s",

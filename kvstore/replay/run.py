@@ -12,8 +12,8 @@ from kvclient import KVClient
 from kvclient.options import ClientOptions
 from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.replay.capacity import Capacity
-from kvstore.replay.engine import RequestRunner, Tally
+from kvstore.replay.capacity import StoreCapacity
+from kvstore.replay.engine import ReplayTotals, RequestRunner
 from kvstore.replay.plan import Workload
 from kvstore.replay.progress import Report, silent
 from kvstore.replay.report import tally_json, version
@@ -29,9 +29,9 @@ class ReplayResult:
     """What a replay showed."""
 
     workload: Workload
-    capacity: Capacity
+    capacity: StoreCapacity
     policy: str
-    tally: Tally
+    tally: ReplayTotals
     seconds: float
     best: HitCount | None
     """The best possible at this capacity; None where there was room for everything."""
@@ -71,7 +71,7 @@ class ReplayResult:
 
 def replay(
     workload: Workload,
-    capacity: Capacity,
+    capacity: StoreCapacity,
     policy: str,
     base_dir: Path | None = None,
     report: Report = silent,
@@ -96,7 +96,7 @@ def replay(
             volume=volume,
         )
     node = NodeSpec(NODE_ID, dram_bytes=capacity.dram_bytes, nvme_bytes=capacity.nvme_bytes, policy=policy)
-    tally = Tally()
+    tally = ReplayTotals()
     with LocalCluster([node], base_dir) as cluster:
         started(cluster)
         options = ClientOptions(client_name="replay", default_deadline_s=_DEADLINE_S, lookup_deadline_s=_DEADLINE_S)

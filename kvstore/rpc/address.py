@@ -1,4 +1,4 @@
-"""Addresses of gRPC servers: ``"host:port"`` (port 0: any free one), ``"[ipv6]:port"`` or ``"unix:/path"``."""
+"""Addresses of gRPC servers: ``"host:port"`` (port 0: any free port), ``"[ipv6]:port"`` or ``"unix:/path"``."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ _MAX_PORT: Final = 65_535
 
 
 def check_address(address: str) -> str:
-    """Returns the address unchanged if it is one.
+    """Return a valid address unchanged.
 
     Raises:
-        InvalidArgument: it is neither ``"host:port"`` nor ``"unix:/path"``.
+        InvalidArgument: the address is neither ``"host:port"`` nor ``"unix:/path"``.
     """
     tcp = _TCP.fullmatch(address)
     if len(address) > limits.MAX_NAME_BYTES or not (_UNIX.fullmatch(address) or (tcp and int(tcp["port"]) <= _MAX_PORT)):
-        raise InvalidArgument('an address is "host:port" or "unix:/path"', address=address)
+        raise InvalidArgument('an address must be "host:port" or "unix:/path"', address=address)
     return address
 
 
 def check_metrics_address(address: str | None, *, allow_remote: bool) -> None:
-    """Checks where ``/metrics`` is to be served: plain HTTP, so not beyond this host unless that is allowed. None: nowhere.
+    """Check the address of ``/metrics``. It is plain HTTP, so a non-loopback address must be allowed explicitly.
 
     Raises:
-        InvalidArgument: it is no ``host:port``, or reaches beyond this host.
+        InvalidArgument: the address is not ``host:port``, or is reachable from other hosts.
     """
     if address is None:
         return
     if is_unix(check_address(address)):
-        raise InvalidArgument("metrics are served over TCP", metrics_listen=address)
+        raise InvalidArgument("metrics_listen must be host:port, not a unix socket", metrics_listen=address)
     if not allow_remote and not stays_on_host(address):
         raise InvalidArgument(
-            "metrics are plain HTTP: to show them beyond this host set allow_insecure_remote", metrics_listen=address
+            "metrics are plain HTTP; set allow_insecure_remote to expose them to other hosts", metrics_listen=address
         )
 
 
 def is_unix(address: str) -> bool:
-    """Whether it is a unix socket."""
+    """Whether the address is a unix socket."""
     return address.startswith("unix:")
 
 
 def stays_on_host(address: str) -> bool:
-    """Whether only processes of this host can reach it: a unix socket or a loopback address.
+    """Whether only processes of this host can reach the address: a unix socket or a loopback address.
 
-    A name other than ``localhost`` is not resolved: it counts as remote.
+    Names other than ``localhost`` are not resolved and count as remote.
 
     Raises:
-        InvalidArgument: it is no address.
+        InvalidArgument: the address is invalid.
     """
     check_address(address)
     if is_unix(address):
@@ -70,32 +70,32 @@ def stays_on_host(address: str) -> bool:
 
 
 def cannot_listen(address: str, setting: str, error: OSError | None = None) -> Unavailable:
-    """What to raise where an address cannot be listened on: why, and what to do about it.
+    """The error for an address that cannot be bound, with its cause and a remedy.
 
     Args:
-        address: the one.
-        setting: which setting names it, e.g. ``metadata.listen``.
-        error: how binding failed; None: that is found out by binding a socket of its own.
+        address: the address.
+        setting: the setting that has it, e.g. ``metadata.listen``.
+        error: error of the bind; None: bind a socket here to find out.
     """
     if error is None and not is_unix(address):
-        error = _try(address)
+        error = _bind_error(address)
     host, _, port = address.rpartition(":")
     if error is not None and error.errno == errno.EADDRINUSE and not is_unix(address):
         return Unavailable(
-            f"port {port} of {host} is in use: `kvstore status` shows whether another store runs here; another port:"
+            f"port {port} of {host} is in use; `kvstore status` shows whether another store runs here. Set another port:"
             f" --set {setting}={host}:{int(port) + 100 if int(port) + 100 <= _MAX_PORT else 0}"
         )
-    reason = "no reason was given" if error is None else error.strerror or str(error)
+    reason = "unknown reason" if error is None else error.strerror or str(error)
     return Unavailable(f"cannot listen on {address} ({setting}): {reason}")
 
 
-def _try(address: str) -> OSError | None:
-    """How binding to an address fails; None: it does not."""
+def _bind_error(address: str) -> OSError | None:
+    """Error of binding to the address; None: it can be bound."""
     host, _, port = address.rpartition(":")
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, endpoint = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.bind(place)
+            probe.bind(endpoint)
     except OSError as error:
         return error
     return None

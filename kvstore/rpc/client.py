@@ -1,13 +1,11 @@
-"""Channels and calls that raise our errors.
+"""gRPC channels, and calls that raise ``KVStoreError``.
 
-``call`` and ``call_aio`` add to a bare gRPC call only what turns its failure into a ``KVStoreError``: a try block. Retries are
-asked for explicitly, stay inside the deadline, and send the very same request: mutating requests carry an operation id, which
-makes the second arrival of a request whose answer was lost harmless.
+``call`` and ``call_aio`` convert the failure of a gRPC call to a ``KVStoreError``. Retries are explicit, end at the deadline,
+and send the same request: mutating requests have an operation id, so a request whose response was lost has no effect when it
+arrives twice. The request id and the trace of the caller are sent as metadata (``kvstore.observe.context``).
 
-Measured on loopback with 25.6 KB requests, one after the other: this wrapper, synchronous or asyncio channels, and the options
-set below are all within noise of a bare call; nearly all the time is gRPC's own. Work for a named request, or
-traced, takes its name along as metadata (``kvstore.observe.context``). Channel options that promise less threading
-(``grpc.experimental.single_threaded_unary_stream``) touch server streams only. So: one channel, kept and shared.
+Measured on loopback with 25.6 KB requests in sequence, this wrapper, synchronous or asyncio channels, and the options below are
+within noise of a bare call. Keep one channel per server and share it.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ import grpc.aio
 
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
-from kvstore.observe.context import outgoing
+from kvstore.observe.context import inject
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix
-from kvstore.rpc.auth.channel import ShowingChannel, shows_token
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.channel import TokenChannel, token_interceptors
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 from kvstore.rpc.tls import channel_credentials
 
@@ -42,7 +40,7 @@ _KEEPALIVE_TIME_MS: Final = 20_000
 _KEEPALIVE_TIMEOUT_MS: Final = 5_000
 _RECONNECT_BACKOFF_MS: Final = (50, 1_000)
 _CONNECT_TIMEOUT_MS: Final = 3_000
-"""A connection is made within this, its handshakes included: a busy machine or a long way take their time, a dead host none."""
+"""Time limit of a connection attempt, handshakes included; long enough for a busy or distant host."""
 
 
 class UnaryMethod(Protocol[_Request, _Response]):
@@ -51,7 +49,7 @@ class UnaryMethod(Protocol[_Request, _Response]):
     def __call__(
         self, request: _Request, timeout: float | None = None, *, metadata: list[tuple[str, str]] | None = None
     ) -> _Response:
-        """Calls it."""
+        """Call the method."""
 
 
 class AioUnaryMethod(Protocol[_Request, _Response]):
@@ -60,17 +58,17 @@ class AioUnaryMethod(Protocol[_Request, _Response]):
     def __call__(
         self, request: _Request, timeout: float | None = None, *, metadata: list[tuple[str, str]] | None = None
     ) -> Awaitable[_Response]:
-        """Calls it."""
+        """Call the method."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often, and how patiently, a call that failed retryably is sent again. Never past the call's deadline.
+    """Retries of a call that failed with a retryable error. They end at the call's deadline.
 
     Args:
-        attempts: calls in all, the first included.
-        first_backoff_s: mean wait before the second attempt; doubles from there.
-        max_backoff_s: longest mean wait.
+        attempts: number of calls, the first included.
+        first_backoff_s: mean backoff before the second attempt; doubles with each attempt.
+        max_backoff_s: maximum mean backoff.
     """
 
     attempts: int = 3
@@ -79,13 +77,15 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.first_backoff_s < 0 or self.max_backoff_s < self.first_backoff_s:
-            raise InvalidArgument("a retry policy takes at least one attempt and rising waits", policy=self)
+            raise InvalidArgument(
+                "invalid retry policy: set attempts >= 1 and 0 <= first_backoff_s <= max_backoff_s", policy=self
+            )
 
     def backoffs_s(self) -> Iterator[float]:
-        """Waits between attempts, spread by half either way so that many callers do not come back as one."""
+        """Backoffs between attempts, with a jitter of 50 %, so that many callers do not retry at once."""
         for attempt in range(self.attempts - 1):
             mean_s = min(self.first_backoff_s * 2**attempt, self.max_backoff_s)
-            yield mean_s * random.uniform(0.5, 1.5)  # noqa: S311  # spreads load, guards nothing
+            yield mean_s * random.uniform(0.5, 1.5)  # noqa: S311  # jitter
 
 
 NO_RETRY: Final = RetryPolicy(attempts=1)
@@ -95,24 +95,24 @@ def connect(
     address: str,
     *,
     tls: TlsConfig | None = None,
-    token: Shown | None = None,
+    token: TokenSource | None = None,
     node_id: str | None = None,
     max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
     own_connection: bool = False,
 ) -> grpc.Channel:
-    """A synchronous channel; connects when first used. Thread-safe: share it.
+    """A synchronous channel. It connects at the first call. Thread-safe: share it.
 
     Args:
         address: ``"host:port"`` or ``"unix:/path"``.
-        tls: this side's identity and whom it trusts; None: plain text. Unix sockets are always plain.
-        token: shown with every call; None: nothing is.
-        node_id: of the node that calls, sent with every call (``kvstore.rpc.auth.interceptor``); None: no node calls.
-        max_message_bytes: longest request and response.
-        own_connection: use a connection of its own instead of the process's one to that address, so that several
-            channels spread over the processes behind one port.
+        tls: identity and trusted authorities; None: no TLS. Unix sockets never use TLS.
+        token: sent with every call; None: no token.
+        node_id: id of the calling node, sent with every call; None: the caller is not a node.
+        max_message_bytes: maximum size of a request and a response.
+        own_connection: do not share the process's connection to the address. Several channels then use several of the processes
+            that share one port.
 
     Raises:
-        InvalidArgument: the address is none, or a TLS file cannot be read.
+        InvalidArgument: the address is invalid, or a TLS file cannot be read.
     """
     options = _options(tls, max_message_bytes, own_connection=own_connection)
     if tls is None or is_unix(check_address(address)):
@@ -121,41 +121,41 @@ def connect(
         channel = grpc.secure_channel(address, channel_credentials(tls), options=options)
     if token is None and node_id is None:
         return channel
-    return ShowingChannel(channel, token, node_id)
+    return TokenChannel(channel, token, node_id)
 
 
 def connect_aio(
     address: str,
     *,
     tls: TlsConfig | None = None,
-    token: Shown | None = None,
+    token: TokenSource | None = None,
     max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
     own_connection: bool = False,
 ) -> grpc.aio.Channel:
     """As :func:`connect`, for the running event loop."""
     options = _options(tls, max_message_bytes, own_connection=own_connection)
-    shows = None if token is None else shows_token(token)
+    interceptors = None if token is None else token_interceptors(token)
     if tls is None or is_unix(check_address(address)):
-        return grpc.aio.insecure_channel(check_address(address), options=options, interceptors=shows)
-    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options, interceptors=shows)
+        return grpc.aio.insecure_channel(check_address(address), options=options, interceptors=interceptors)
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options, interceptors=interceptors)
 
 
 def call(method: UnaryMethod[_Req, _Res], request: _Req, timeout_s: float, retry: RetryPolicy = NO_RETRY) -> _Res:
-    """Calls a unary method and raises our errors.
+    """Call a unary method.
 
     Args:
         method: a stub's method, e.g. ``MetadataStub(channel).Lookup``.
-        request: its request; sent again unchanged where the policy retries.
-        timeout_s: for all attempts and waits together.
-        retry: what to do about retryable failures.
+        request: its request; retries send it unchanged.
+        timeout_s: time limit of all attempts and backoffs together.
+        retry: retries of retryable errors.
 
     Raises:
-        KVStoreError: of the class that the server raised, or that the failure of the connection stands for.
+        KVStoreError: the error that the server raised, or the error for a failed connection.
     """
     deadline_s = time.monotonic() + timeout_s
     backoffs = retry.backoffs_s()
     left_s = timeout_s
-    metadata = outgoing()
+    metadata = inject()
     while True:
         try:
             return method(request, timeout=left_s) if metadata is None else method(request, timeout=left_s, metadata=metadata)
@@ -164,7 +164,7 @@ def call(method: UnaryMethod[_Req, _Res], request: _Req, timeout_s: float, retry
             wait_s = _wait_before_next(error, backoffs, deadline_s)
             if wait_s is None:
                 raise error from failed
-        except ValueError as closed:  # how a closed synchronous channel answers
+        except ValueError as closed:  # a closed synchronous channel raises it
             raise Unavailable("the channel is closed") from closed
         time.sleep(wait_s)
         left_s = deadline_s - time.monotonic()
@@ -177,14 +177,15 @@ def call_cancellable(
     scope: Callable[[Callable[[], object]], AbstractContextManager[object]],
     retry: RetryPolicy = NO_RETRY,
 ) -> Any:  # noqa: ANN401
-    """As :func:`call`, but the wait can be ended from another thread. A start costs about 0.05 ms more.
+    """As :func:`call`, but another thread can cancel it. A call costs about 0.05 ms more.
 
     Args:
-        method: as for ``call``.
-        request: as for ``call``.
-        timeout_s: as for ``call``.
-        scope: takes what cancels the wait, and surrounds each attempt. It turns what a cancellation raises into its own error.
-        retry: as for ``call``.
+        method: see ``call``.
+        request: see ``call``.
+        timeout_s: see ``call``.
+        scope: called with the function that cancels an attempt; the context manager that it returns surrounds the attempt and
+            converts the exception of a cancelled one.
+        retry: see ``call``.
     """
 
     def attempt(request: object, timeout: float | None = None, *, metadata: list[tuple[str, str]] | None = None) -> object:
@@ -200,7 +201,7 @@ async def call_aio(method: AioUnaryMethod[_Req, _Res], request: _Req, timeout_s:
     deadline_s = time.monotonic() + timeout_s
     backoffs = retry.backoffs_s()
     left_s = timeout_s
-    metadata = outgoing()
+    metadata = inject()
     while True:
         try:
             if metadata is None:
@@ -218,7 +219,7 @@ async def call_aio(method: AioUnaryMethod[_Req, _Res], request: _Req, timeout_s:
 
 
 def _wait_before_next(error: KVStoreError, backoffs: Iterator[float], deadline_s: float) -> float | None:
-    """How long to wait before the next attempt; None: give up, because it cannot help or not within the deadline."""
+    """Backoff before the next attempt; None: the error is not retryable, or the deadline is too close."""
     if not error.retryable:
         return None
     wait_s = next(backoffs, None)
@@ -234,12 +235,12 @@ def _options(tls: TlsConfig | None, max_message_bytes: int, *, own_connection: b
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", _KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-        # a server that was restarted is found again soon: the library's own first wait is a second, its last two minutes
+        # gRPC's defaults of 1 s to 2 min delay the reconnect to a restarted server
         ("grpc.initial_reconnect_backoff_ms", first_ms),
-        ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),  # this bounds an attempt, whatever its name says
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),  # despite its name, the time limit of an attempt
         ("grpc.max_reconnect_backoff_ms", max_ms),
         ("grpc.use_local_subchannel_pool", int(own_connection)),
-        ("grpc.enable_http_proxy", 0),  # the environment's web proxy has no business between our processes
+        ("grpc.enable_http_proxy", 0),  # never through the web proxy of the environment
     ]
     if tls is not None and tls.server_name is not None:
         options.append(("grpc.ssl_target_name_override", tls.server_name))

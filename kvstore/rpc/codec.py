@@ -1,7 +1,6 @@
-"""Proto messages to value types and back: the door at which everything from outside is checked.
+"""Conversion between proto messages and value types, with the validation of everything that a peer sends.
 
-Each ``…_from_proto`` validates before it allocates: lengths and counts against ``kvstore.core.limits`` first, then the content.
-What it returns can be trusted as far as shape goes.
+Each ``…_from_proto`` checks lengths and counts against ``kvstore.core.limits`` before it allocates memory, then the content.
 """
 
 from __future__ import annotations
@@ -24,61 +23,61 @@ _STORE_OUTCOMES: Final = frozenset(StoreOutcome)
 
 # ---- ids and keys ----
 def check_id(value: bytes, name: str) -> bytes:
-    """A 16-byte id (boot, namespace, operation, session), unchanged.
+    """Return a 16-byte id (volume epoch, namespace, operation, session) unchanged.
 
     Raises:
-        InvalidArgument: it has another length.
+        InvalidArgument: wrong length.
     """
     if len(value) != KEY_BYTES:
-        raise InvalidArgument(f"{name} takes {KEY_BYTES} bytes", got=len(value))
+        raise InvalidArgument(f"{name} must have {KEY_BYTES} bytes", got=len(value))
     return value
 
 
 def check_name(value: str, name: str) -> str:
-    """A node, volume or client name, unchanged.
+    """Return the name of a node, volume or client unchanged.
 
     Raises:
-        InvalidArgument: it is empty, too long, or has control characters (it ends up in logs and file names).
+        InvalidArgument: the name is empty, too long, or has control characters, which must not reach logs and file names.
     """
     if not value or len(value.encode()) > limits.MAX_NAME_BYTES or not value.isprintable():
-        raise InvalidArgument(f"{name} takes 1 to {limits.MAX_NAME_BYTES} bytes of printable text", got=value[:64])
+        raise InvalidArgument(f"{name} must have 1 to {limits.MAX_NAME_BYTES} bytes of printable text", got=value[:64])
     return value
 
 
 def count_keys(packed: bytes, name: str = "keys", limit: int = limits.MAX_KEYS_PER_CALL) -> int:
-    """How many keys a packed list has, without cutting it apart.
+    """Number of keys in a packed list.
 
     Raises:
-        InvalidArgument: its length is no multiple of 16, or it has more keys than the limit.
+        InvalidArgument: the length is not a multiple of 16, or there are more keys than ``limit``.
     """
     count, rest = divmod(len(packed), KEY_BYTES)
     if rest:
-        raise InvalidArgument(f"{name} takes {KEY_BYTES} bytes a key", got=len(packed))
+        raise InvalidArgument(f"{name} must have {KEY_BYTES} bytes per key", got=len(packed))
     if count > limit:
         raise InvalidArgument(f"too many {name} in one call", got=count, limit=limit)
     return count
 
 
 def keys_from_packed(packed: bytes, name: str = "keys", limit: int = limits.MAX_KEYS_PER_CALL) -> list[BlockKey]:
-    """Cuts packed keys apart, checked as by :func:`count_keys`."""
+    """Unpack keys. Raises as :func:`count_keys`."""
     count_keys(packed, name, limit)
     return unpack_keys(packed)
 
 
 # ---- runs of blocks ----
 def run_from_proto(message: common_pb2.BlockRun) -> BlockRun:
-    """A run of blocks.
+    """One run of blocks.
 
     Raises:
-        InvalidArgument: wrong lengths, no keys, too deep, or a parent where there can be none (or none where one must be).
+        InvalidArgument: wrong lengths, no keys, too deep, a parent at depth 0, or no parent at another depth.
     """
     count = count_keys(message.keys)
     if count == 0:
-        raise InvalidArgument("a run of blocks takes at least one key")
+        raise InvalidArgument("a run of blocks must have at least one key")
     if message.depth + count > limits.MAX_DEPTH:
         raise InvalidArgument("a chain is too deep", depth=message.depth, keys=count, limit=limits.MAX_DEPTH)
     if message.depth == 0 and message.parent:
-        raise InvalidArgument("the head of a chain has no parent")
+        raise InvalidArgument("parent must be empty at depth 0")
     if message.depth > 0:
         check_id(message.parent, "parent")
     return BlockRun(
@@ -90,10 +89,10 @@ def run_from_proto(message: common_pb2.BlockRun) -> BlockRun:
 
 
 def runs_from_proto(messages: Sequence[common_pb2.BlockRun], limit: int = limits.MAX_KEYS_PER_CALL) -> list[BlockRun]:
-    """Runs whose keys together stay within the limit.
+    """Runs of blocks with at most ``limit`` keys together.
 
     Raises:
-        InvalidArgument: as :func:`run_from_proto`, or too many keys in all.
+        InvalidArgument: as :func:`run_from_proto`, or too many keys.
     """
     count = sum(len(message.keys) for message in messages) // KEY_BYTES
     if len(messages) > limit or count > limit:
@@ -102,15 +101,15 @@ def runs_from_proto(messages: Sequence[common_pb2.BlockRun], limit: int = limits
 
 
 def run_to_proto(run: BlockRun) -> common_pb2.BlockRun:
-    """As it travels."""
+    """The message of a run of blocks."""
     return common_pb2.BlockRun(namespace_id=run.namespace, parent=run.parent or b"", depth=run.depth, keys=b"".join(run.keys))
 
 
 # ---- cache specs ----
 def spec_from_proto(message: common_pb2.CacheSpec) -> CacheSpec:
-    """A cache domain.
+    """The spec of a namespace.
 
-    Every field is taken as sent: what is missing is empty or zero, never a default, so that both sides compute one digest.
+    A missing field is empty or zero, never a default, so that both sides compute the same digest.
 
     Raises:
         InvalidArgument: a field is missing or outside its limits.
@@ -133,7 +132,7 @@ def spec_from_proto(message: common_pb2.CacheSpec) -> CacheSpec:
 
 
 def spec_to_proto(spec: CacheSpec) -> common_pb2.CacheSpec:
-    """As it travels."""
+    """The message of a spec."""
     return common_pb2.CacheSpec(
         model=spec.model,
         weights_epoch=spec.weights_epoch,
@@ -160,10 +159,10 @@ def _hash_algorithm(value: str) -> HashAlgorithm:
 
 # ---- tiers ----
 def tier_from_proto(value: int, name: str = "tier") -> Tier:
-    """A tier.
+    """One tier.
 
     Raises:
-        InvalidArgument: unspecified, or one that this build does not know.
+        InvalidArgument: the tier is unspecified, or unknown to this version.
     """
     try:
         return Tier(value)
@@ -172,44 +171,46 @@ def tier_from_proto(value: int, name: str = "tier") -> Tier:
 
 
 def tier_to_proto(tier: Tier) -> common_pb2.Tier:
-    """As it travels: the numbers are the same."""
+    """The message value of a tier, which has the same number."""
     return cast("common_pb2.Tier", int(tier))
 
 
 # ---- packed arrays ----
 def pack_u64(values: UInt64s | Iterable[int]) -> bytes:
-    """Little-endian uint64, 8 bytes a value: checksums, arena offsets."""
+    """Pack values as little-endian uint64: checksums, arena offsets."""
     array = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64)
     return array.astype("<u8", copy=False).tobytes()
 
 
 def unpack_u64(packed: bytes, name: str, count: int | None = None) -> UInt64s:
-    """A read-only view of packed little-endian uint64 values: nothing is copied.
+    """A read-only view of packed little-endian uint64 values, without a copy.
 
     Args:
-        packed: as it travelled.
-        name: what it is, for the error.
-        count: how many there must be; None: any number.
+        packed: the packed values.
+        name: their name, for the error.
+        count: required number of values; None: any.
 
     Raises:
-        InvalidArgument: its length is no multiple of 8, or not ``count`` values.
+        InvalidArgument: the length is not a multiple of 8, or not that of ``count`` values.
     """
     if len(packed) % 8 or (count is not None and len(packed) != 8 * count):
-        raise InvalidArgument(f"{name} takes 8 bytes a value", got=len(packed), expected="any" if count is None else 8 * count)
+        raise InvalidArgument(
+            f"{name} must have 8 bytes per value", got=len(packed), expected="any" if count is None else 8 * count
+        )
     return np.frombuffer(packed, "<u8")
 
 
 def pack_store_outcomes(outcomes: Iterable[StoreOutcome]) -> bytes:
-    """One byte a key."""
+    """Pack outcomes, one byte per key."""
     return bytes(outcomes)
 
 
 def unpack_store_outcomes(packed: bytes, count: int) -> list[StoreOutcome]:
-    """What became of each key of a store.
+    """Outcome of each key of a store.
 
     Raises:
-        InvalidArgument: not one byte a key, or a value that this build does not know.
+        InvalidArgument: wrong number of bytes, or an outcome unknown to this version.
     """
     if len(packed) != count or not _STORE_OUTCOMES.issuperset(packed):
-        raise InvalidArgument("outcomes take one known value a key", got=len(packed), expected=count)
+        raise InvalidArgument("outcomes must have one known value per key", got=len(packed), expected=count)
     return [StoreOutcome(value) for value in packed]

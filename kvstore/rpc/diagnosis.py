@@ -24,7 +24,7 @@ from typing import Final
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unauthenticated, Unavailable
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 
 TIMEOUT_S: Final = 2.0
 """For all connections of one diagnosis together."""
@@ -72,7 +72,7 @@ class Target:
     server: str
     address: str
     tls: TlsConfig | None
-    token: Shown | None
+    token: TokenSource | None
     tls_settings: str
     token_setting: str
 

@@ -1,8 +1,8 @@
-"""Our errors as gRPC status with details, and back.
+"""Conversion of ``KVStoreError`` to a gRPC status, and back.
 
-On the wire an error is a ``google.rpc.Status`` whose details hold one ``ErrorDetail`` {kind, retryable, fields}. The other side
-makes an error of the same class of it. Where the detail is missing (a proxy, the gRPC library itself, an older peer) or says
-a kind that this build does not know, the status code decides.
+An error is sent as a ``google.rpc.Status`` with one ``ErrorDetail`` {kind, retryable, fields}, and the receiver creates an error
+of the same class. If the detail is missing (sent by a proxy, the gRPC library or an older peer) or has an unknown kind, the
+class follows from the status code.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from kvstore.core.errors import ErrorKind, KVStoreError
 from kvstore.core.status import STATUS, kind_of_grpc, make_error
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
-"""Trailing metadata key that the gRPC libraries of all languages agree on."""
+"""Trailing metadata key of the status details in all gRPC libraries."""
 _GRPC_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _KINDS: Final = {kind.value: kind for kind in ErrorKind}
-# gRPC peers accept about 8 KiB of trailing metadata by default: a status that does not fit would arrive as a bare
-# RESOURCE_EXHAUSTED. The message travels twice (once percent-encoded), so everything is cut to fit.
+# gRPC peers accept about 8 KiB of trailing metadata by default. A larger status would arrive as RESOURCE_EXHAUSTED without
+# details. The message is sent twice (once percent-encoded), so everything is truncated.
 _MAX_MESSAGE_CHARS: Final = 512
 _MAX_FIELDS: Final = 16
 _MAX_FIELD_CHARS: Final = 96
 
 
 class FailedCall(Protocol):
-    """What ``grpc.RpcError`` offers in practice: the synchronous ones are calls, those of asyncio have the same methods."""
+    """Methods of every ``grpc.RpcError``, synchronous or asyncio."""
 
     def code(self) -> grpc.StatusCode | None:
-        """How the call ended."""
+        """Status code of the call."""
 
     def details(self) -> str | None:
-        """The message."""
+        """Message of the status."""
 
     def trailing_metadata(self) -> object:
         """Pairs of key and value, or None."""
 
 
 def to_status(error: KVStoreError) -> status_pb2.Status:
-    """The status that an error travels as."""
+    """The status of an error."""
     detail = ErrorDetail(kind=error.kind.value, retryable=error.retryable)
     for name, value in list(error.fields.items())[:_MAX_FIELDS]:
         detail.fields[_text(name, _MAX_FIELD_CHARS)] = _text(value, _MAX_FIELD_CHARS)
@@ -52,13 +52,13 @@ def to_status(error: KVStoreError) -> status_pb2.Status:
 
 
 def abort_arguments(error: KVStoreError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """What a servicer context's ``abort`` takes: code, message, trailing metadata."""
+    """Arguments of a servicer context's ``abort``: code, message, trailing metadata."""
     status = to_status(error)
     return _GRPC_CODES[status.code], status.message, ((DETAILS_KEY, status.SerializeToString()),)
 
 
 def from_rpc_error(failed: FailedCall) -> KVStoreError:
-    """The error that a failed call stands for: of the class that the details name, else of the status code's."""
+    """The error of a failed call: of the kind in its details, else of the status code's kind."""
     code = failed.code()
     number: int = code.value[0] if code is not None else grpc.StatusCode.UNKNOWN.value[0]
     message = failed.details() or "the call failed without a message"
@@ -66,13 +66,13 @@ def from_rpc_error(failed: FailedCall) -> KVStoreError:
     if detail is not None and (kind := _KINDS.get(detail.kind)) is not None:
         return make_error(kind, message, detail.fields)
     if number == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0] and "larger than max" in message:
-        # gRPC's own refusal of an oversized message: the same call can never succeed, so it must not look retryable
+        # gRPC rejected an oversized message; a retry can never succeed, so the error must not be retryable
         return make_error(ErrorKind.INVALID_ARGUMENT, message, {})
     return make_error(kind_of_grpc(number), message, {})
 
 
 def _detail(failed: FailedCall) -> ErrorDetail | None:
-    """The ErrorDetail of a failed call, if there is one."""
+    """ErrorDetail of a failed call; None: it has none."""
     metadata = failed.trailing_metadata()
     for key, value in metadata or ():  # type: ignore[attr-defined]  # pairs, in both flavours
         if key != DETAILS_KEY:
@@ -84,10 +84,10 @@ def _detail(failed: FailedCall) -> ErrorDetail | None:
                 if packed.Unpack(detail):
                     return detail
         except DecodeError:
-            return None  # a mangled detail: the status code still says what kind of failure it was
+            return None  # invalid detail: the kind follows from the status code
     return None
 
 
 def _text(text: str, limit: int) -> str:
-    """Cuts, and replaces what UTF-8 cannot carry (a lone surrogate from a hostile name)."""
+    """Truncate, and replace characters that UTF-8 cannot encode (lone surrogates)."""
     return text[:limit].encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Probes of gRPC servers: the standard health check, which needs no token and answers as long as the server runs at all."""
+"""Probes of gRPC servers by the standard health check, which requires no token."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 MAX_CHANNELS = 128
-"""Servers with an open channel; the one used least recently is closed beyond it."""
+"""Number of open channels; the least recently used one is closed."""
 _NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 
 class HealthProbe:
-    """Asks servers whether they answer. Thread-safe; fits ``kvstore.transport.liveness.Probe``.
+    """Check whether servers answer. Thread-safe; implements ``kvstore.transport.liveness.Probe``.
 
-    A channel with the settings of the channels that calls use shares their connection: the probe goes where the calls go.
+    gRPC shares the connection of channels with equal settings, so a probe uses the same connection as calls do.
 
     Args:
         connect: opens a channel to an address.
@@ -31,7 +31,7 @@ class HealthProbe:
         self._closed = False
 
     def __call__(self, address: str, timeout_s: float, ended: Callable[[bool], None]) -> None:
-        """Starts a probe; ``ended(answered)`` is called once, from another thread. Any answer counts, also a refusal."""
+        """Start a probe. ``ended(answered)`` is called once, from another thread. An error response counts as an answer."""
         channel = self._channel(address)
         if channel is None:
             ended(False)
@@ -39,13 +39,13 @@ class HealthProbe:
         check: Any = health_pb2_grpc.HealthStub(channel).Check
         try:
             probe = check.future(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
-        except ValueError:  # the channel was closed meanwhile
+        except ValueError:  # the channel was closed by another thread
             ended(False)
             return
         probe.add_done_callback(lambda done: ended(done.code() not in _NO_ANSWER))
 
     def close(self) -> None:
-        """Closes all channels; probes under way end without an answer."""
+        """Close all channels. Running probes end without an answer."""
         with self._lock:
             self._closed = True
             channels = list(self._channels.values())

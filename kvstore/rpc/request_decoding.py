@@ -1,6 +1,6 @@
-"""Requests that are none: bytes that gRPC cannot take for the message of a method are refused as any wrong argument is.
+"""Decoding of request messages. Undecodable bytes are rejected as an invalid argument.
 
-Left to gRPC, each would be an ``UNKNOWN`` and a traceback in the log, as often as a stranger likes.
+gRPC alone would respond with ``UNKNOWN`` and log a traceback for each such request.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from kvstore.core.errors import InvalidArgument
 
 
 class UnreadableRequest(InvalidArgument):
-    """A request's bytes are not its message. On the wire it is an ``InvalidArgument`` as any other."""
+    """The bytes of a request are not a valid message. Sent as an ordinary ``InvalidArgument``."""
 
 
-def reading(deserialize: Callable[[bytes], object], *, streamed: bool) -> Callable[[bytes], object]:
-    """A deserializer as a method's, for handlers that are guarded by the server's error interceptor.
+def decoder(deserialize: Callable[[bytes], object], *, streamed: bool) -> Callable[[bytes], object]:
+    """A deserializer for a handler that the server's error interceptor wraps.
 
     Args:
-        deserialize: the method's.
-        streamed: whether requests are a stream, which a handler reads: there the error is raised, and ends the handler. A single
-            request is read before its handler begins, where errors are gRPC's: the error takes the request's place.
+        deserialize: the method's deserializer.
+        streamed: whether the method has a stream of requests. The handler reads a stream, so the error is raised there and ends
+            the handler. gRPC decodes a single request before the handler begins, so the error is returned in its place.
     """
 
-    def read(data: bytes) -> object:
+    def decode(data: bytes) -> object:
         try:
             return deserialize(data)
         except DecodeError as error:
-            refused = UnreadableRequest("the request cannot be read: it is not this method's message", request_bytes=len(data))
+            refused = UnreadableRequest("the request is not a valid message of this method", request_bytes=len(data))
             if streamed:
                 raise refused from error
             return refused
 
-    return read
+    return decode
 
 
-def check_read(request: object) -> None:
-    """For a handler's guard, before the handler.
+def check_decoded(request: object) -> None:
+    """Check a request before its handler begins.
 
     Raises:
-        UnreadableRequest: what came could not be read.
+        UnreadableRequest: the request could not be decoded.
     """
     if isinstance(request, UnreadableRequest):
         raise request

@@ -1,8 +1,7 @@
-"""A grpc.aio server as this store runs it: errors mapped in one place, limits, health, reflection, TLS.
+"""grpc.aio servers with the store's error mapping, limits, health service, reflection and TLS.
 
-Handlers raise ``KVStoreError``; :class:`ErrorInterceptor` makes status of it, for unary and streaming methods alike. What a
-handler did not mean to raise becomes ``Internal``: logged here with its traceback, counted, and told to the caller without
-anything of our insides.
+Handlers raise ``KVStoreError``; :class:`ErrorInterceptor` converts it to a gRPC status, for unary and streaming methods. Any
+other exception becomes ``Internal``: the server logs the traceback and counts it, and the client gets no internals.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from kvstore.core.errors import Internal, KVStoreError
 from kvstore.observe import context as request_context
 from kvstore.observe import tracing
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.observe.metrics import EVENTS
+from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.process.fd_limits import connections_allowed
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import cannot_listen, check_address, is_unix
-from kvstore.rpc.auth.interceptor import Doorkeeper, RefusedNode
-from kvstore.rpc.auth.tokens import Tokens, Watched
+from kvstore.rpc.auth.interceptor import AuthInterceptor, RefusedNode
+from kvstore.rpc.auth.tokens import TokenTable, WatchedFile
 from kvstore.rpc.errors import abort_arguments
-from kvstore.rpc.request_decoding import UnreadableRequest, check_read, reading
+from kvstore.rpc.request_decoding import UnreadableRequest, check_decoded, decoder
 from kvstore.rpc.tls import server_credentials
 from kvstore.rpc.tls_connections import TlsConnections
 
@@ -40,36 +39,35 @@ logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
 
 METADATA_SERVICE: Final = "kvstore.v1.Metadata"
-"""At a node, the health of this service says whether the metadata server takes the node's reports."""
+"""At a node, the health of this service is whether the metadata server accepts the node's reports."""
 MAX_CONCURRENT_RPCS: Final = 4_096
-"""Calls in progress; one more is refused with RESOURCE_EXHAUSTED, which our clients may retry."""
+"""Concurrent calls. gRPC rejects more with RESOURCE_EXHAUSTED, which clients may retry."""
 _KEEPALIVE_TIME_MS: Final = 30_000
 _KEEPALIVE_TIMEOUT_MS: Final = 10_000
 _MIN_CLIENT_PING_MS: Final = 5_000
 _HANDSHAKE_TIMEOUT_MS: Final = 10_000
-"""For a new connection to speak HTTP/2, after TLS where there is some."""
+"""Time limit of a new connection's TLS and HTTP/2 handshakes."""
 _IDLE_CONNECTION_MS: Final = 600_000
-"""A connection without a call for so long is closed; a client of ours that needs it again reconnects by itself."""
+"""A connection without calls is closed after this time. Clients reconnect at their next call."""
 
-# handlers of all methods pass through here, so their generic parameters say nothing
 Context: TypeAlias = Any
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class CounterSink(Protocol):
-    """Where events are counted: ``kvstore.observe.counters.Counters`` or a stand-in."""
+    """Registry of counters: ``kvstore.observe.counters.Counters`` or a fake."""
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Adds to a total."""
+        """Add to a total."""
 
     def observe(self, name: str, value: float) -> None:
-        """Takes a value into a distribution."""
+        """Add a value to a histogram."""
 
 
-class _GoneCallers(logging.Filter):
-    """Of gRPC's own lines, takes those on answers that found no caller any more: it logs each with a traceback, as an error.
+class _DisconnectFilter(logging.Filter):
+    """Suppress gRPC's log lines about responses whose client has disconnected, and count them.
 
-    Anybody can cause them by leaving; they are counted by the server that had the call, and nothing is lost with them.
+    gRPC logs each with a traceback, as an error. Any client causes one by disconnecting, and nothing is lost.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -78,32 +76,30 @@ class _GoneCallers(logging.Filter):
             return True
         server = _serving.get(None)
         if server is not None:
-            server.add("rpc_callers_gone_total")
-        logger.debug("a caller was gone before its answer: %s", error)
+            server.add(common_metrics.RPC_CALLERS_GONE)
+        logger.debug("client disconnected before its response: %s", error)
         return False
 
 
 _serving: ContextVar[CounterSink] = ContextVar("kvstore_serving")
 """Counters of the server whose call this task handles."""
-_GONE_CALLERS: Final = _GoneCallers()
+_DISCONNECT_FILTER: Final = _DisconnectFilter()
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Maps what handlers raise to gRPC status, times them, and takes over the request that a call was made for.
+    """Convert exceptions of handlers to gRPC status, measure the handlers, and extract the request id of each call.
+
+    Wrapped handlers are cached, so that the overhead per call is one dictionary lookup, two stack frames and two clock reads.
 
     Args:
-        counters: where errors are counted.
-        connections: told of callers at a TLS port; None: there is no such port.
-
-    Counts ``rpc_errors_<kind>_total`` and, for unexpected exceptions, ``rpc_unexpected_errors_total``; for requests that cannot
-    be read, ``rpc_unreadable_requests_total``. Wrapped handlers are kept, so that the cost a call is one dictionary look-up, two
-    more frames and two looks at the clock.
+        counters: registry for errors and durations.
+        connections: connections of a TLS port, to record the peers of calls; None: no TLS port.
     """
 
     def __init__(self, counters: CounterSink, connections: TlsConnections | None = None) -> None:
         self._counters = counters
         self._connections = connections
-        self._wrapped: dict[str, Handler] = {}  # bounded: only methods that exist get in
+        self._wrapped: dict[str, Handler] = {}  # only existing methods, so bounded
 
     async def intercept_service(
         self,
@@ -112,19 +108,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     ) -> Handler:
         handler = await continuation(handler_call_details)
         if handler is None:
-            return handler  # type: ignore[unreachable]  # no such method, which gRPC answers itself; the stubs deny it
+            return handler  # type: ignore[unreachable]  # unknown method: gRPC responds; the stubs do not know None
         method = handler_call_details.method
         wrapped = self._wrapped.get(method)
         if wrapped is None:
             wrapped = self._wrapped[method] = self._wrap(handler, method.rpartition("/")[2])
-        # the handler runs in this very task, and each call has a task and with it a context of its own
+        # gRPC runs each call, its handler included, in one task with its own context
         _serving.set(self._counters)
-        request_context.take_in(handler_call_details.invocation_metadata)
+        request_context.extract(handler_call_details.invocation_metadata)
         return wrapped
 
     def _wrap(self, handler: Any, name: str) -> Handler:  # noqa: ANN401  # grpc's handler tuple is untyped
-        read = reading(handler.request_deserializer, streamed=handler.request_streaming)
-        codec = {"request_deserializer": read, "response_serializer": handler.response_serializer}
+        decode = decoder(handler.request_deserializer, streamed=handler.request_streaming)
+        codec = {"request_deserializer": decode, "response_serializer": handler.response_serializer}
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(self._guard_unary(name, handler.unary_unary), **codec)
         if handler.stream_unary is not None:
@@ -134,21 +130,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         return grpc.stream_stream_rpc_method_handler(self._guard_stream(name, handler.stream_stream), **codec)
 
     def _guard_unary(self, name: str, behaviour: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
-        timed = self._timed(name)
+        timed = common_metrics.RPC_SECONDS.get(name)
 
         async def guarded(request: object, context: Context) -> object:
             began_s = time.perf_counter()
             if self._connections is not None:
                 self._connections.called(context)
             try:
-                check_read(request)
+                check_decoded(request)
                 if tracing.on():
                     with tracing.server_span(name, context.invocation_metadata()):
                         return await behaviour(request, context)
                 return await behaviour(request, context)
             except grpc.aio.AbortError:
-                raise  # gRPC's own services abort for themselves
-            except Exception as error:  # noqa: BLE001  # the process edge: nothing may leave as a bare exception
+                raise  # health and reflection abort by themselves
+            except Exception as error:  # noqa: BLE001  # every exception becomes a status
                 await self._abort(name, error, context)
             finally:
                 if timed is not None:
@@ -157,14 +153,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         return guarded
 
     def _guard_stream(self, name: str, behaviour: Callable[..., AsyncIterator[object]]) -> Callable[..., AsyncIterator[object]]:
-        timed = self._timed(name)
+        timed = common_metrics.RPC_SECONDS.get(name)
 
         async def guarded(request: object, context: Context) -> AsyncIterator[object]:
             began_s = time.perf_counter()
             if self._connections is not None:
                 self._connections.called(context)
             try:
-                check_read(request)
+                check_decoded(request)
                 with tracing.server_span(name, context.invocation_metadata() if tracing.on() else None):
                     async for response in behaviour(request, context):
                         yield response
@@ -178,21 +174,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
         return guarded
 
-    @staticmethod
-    def _timed(name: str) -> str | None:
-        """The distribution that a method's time goes into; None: it is not timed (health, reflection, streams without end)."""
-        event = f"rpc_{name}_seconds"
-        return event if event in EVENTS else None
-
     async def _abort(self, name: str, error: Exception, context: Context) -> NoReturn:
         if not isinstance(error, KVStoreError):
-            self._counters.add("rpc_unexpected_errors_total")
-            logger.error("unexpected error in a handler", exc_info=error)
+            self._counters.add(common_metrics.RPC_UNEXPECTED_ERRORS)
+            logger.error("handler failed: %s", name, exc_info=error)
             error = Internal("internal error; the server's log has the details")
         if isinstance(error, UnreadableRequest):
-            self._counters.add("rpc_unreadable_requests_total")
-            limited.warning("refused a %s of %s: %s", name, context.peer(), error)
-        self._counters.add(f"rpc_errors_{error.kind.value}_total")
+            self._counters.add(common_metrics.RPC_UNREADABLE_REQUESTS)
+            limited.warning("request rejected: %s (method=%s, peer=%s)", error, name, context.peer())
+        self._counters.add(common_metrics.RPC_ERRORS[error.kind.value])
         code, message, metadata = abort_arguments(error)
         await context.abort(code, message, metadata)
         raise AssertionError("abort always raises")
@@ -200,12 +190,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
 @dataclass(frozen=True, slots=True)
 class BoundServer:
-    """A server with its addresses bound, not started yet.
+    """A server with bound addresses that is not started yet.
 
     Args:
-        server: call ``start`` and ``stop`` on it.
-        addresses: what to dial, in the order asked for, with real port numbers.
-        health: the standard health servicer; knows how to say that the server is about to leave.
+        server: the gRPC server.
+        addresses: its addresses in the requested order, with actual port numbers.
+        health: the standard health servicer.
     """
 
     server: grpc.aio.Server
@@ -213,16 +203,16 @@ class BoundServer:
     health: Any
 
     async def start(self) -> None:
-        """Begins to serve."""
+        """Start serving."""
         await self.server.start()
 
     async def show_serving(self, service: str, *, serving: bool) -> None:
-        """Sets what the health service says of a service. Whoever asks for the server as a whole is told nothing of it."""
+        """Set the health of one service. The health of the server as a whole does not change."""
         status = health_pb2.HealthCheckResponse
         await self.health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Says NOT_SERVING, takes no new calls, and gives those in progress up to ``grace_s`` to end."""
+        """Report NOT_SERVING, reject new calls, and wait up to ``grace_s`` for running calls."""
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 
@@ -234,33 +224,33 @@ async def build_aio_server(
     services: Sequence[str],
     counters: CounterSink,
     tls: TlsConfig | None = None,
-    tokens: Watched[Tokens] | None = None,
+    tokens: WatchedFile[TokenTable] | None = None,
     on_refused_node: Callable[[RefusedNode], None] | None = None,
     reuse_port: bool = False,
     max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
 ) -> BoundServer:
-    """Builds and binds a server; must run on the event loop that will serve.
+    """Build a server and bind its addresses. Must run on the event loop that will serve.
 
     Args:
         register: each adds one servicer, e.g. ``functools.partial(add_NodeServicer_to_server, servicer)``.
-        addresses: ``"host:port"`` (port 0: any) or ``"unix:/path"``.
+        addresses: ``"host:port"`` (port 0: any free port) or ``"unix:/path"``.
         services: full names of the services, for health and reflection.
-        counters: where errors are counted.
-        tls: identity for the TCP addresses; unix sockets stay plain, file permission guards them.
-        tokens: who may do what (``kvstore.rpc.auth.interceptor``), over unix sockets too; None: whoever reaches an address.
-        on_refused_node: told of calls refused for their token that claim to come from a node; None: nobody is.
-        reuse_port: let several processes bind one port, the kernel spreads connections over them.
-        max_message_bytes: longest request and response.
+        counters: registry for errors and durations.
+        tls: identity for the TCP addresses. Unix sockets have no TLS; file permissions protect them.
+        tokens: the token file (``kvstore.rpc.auth``), checked on unix sockets too; None: every caller has every permission.
+        on_refused_node: called with each call refused for its token that claims to come from a node.
+        reuse_port: let several processes bind one port; the kernel distributes connections over them.
+        max_message_bytes: maximum size of a request and a response.
 
     Raises:
-        InvalidArgument: an address that is none, or TLS files that cannot be read.
+        InvalidArgument: an address is invalid, or a TLS file cannot be read.
         Unavailable: an address cannot be bound.
     """
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_GONE_CALLERS)  # once, however often
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_DISCONNECT_FILTER)  # adding a filter twice has no effect
     connections = None if tls is None else TlsConnections(counters.add)
-    doorkeepers = [] if tokens is None else [Doorkeeper(tokens, counters.add, on_refused_node, connections)]
+    authorization = [] if tokens is None else [AuthInterceptor(tokens, counters.add, on_refused_node, connections)]
     server = grpc.aio.server(
-        interceptors=[*doorkeepers, ErrorInterceptor(counters, connections)],
+        interceptors=[*authorization, ErrorInterceptor(counters, connections)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -270,7 +260,7 @@ async def build_aio_server(
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
             ("grpc.keepalive_permit_without_calls", 1),
-            # a listener closes what comes above its share by itself, which leaves the other addresses and doors theirs
+            # a listener closes connections above its share, so that descriptors are left for the others
             ("grpc.max_allowed_incoming_connections", connections_allowed()),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
             ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
@@ -288,9 +278,9 @@ async def build_aio_server(
         setting = f"{services[0].rpartition('.')[2].lower()}.listen" if services else "listen"
         bound = tuple(_bind(server, address, credentials, setting) for address in addresses)
     except KVStoreError:
-        await server.stop(None)  # or what was bound before stays so
+        await server.stop(None)  # releases the addresses bound so far
         raise
-    if connections is not None and not reuse_port:  # else connections of other processes are in the kernel's list, too
+    if connections is not None and not reuse_port:  # else the kernel's list has connections of other processes too
         connections.watch(next((int(one.rpartition(":")[2]) for one in bound if not is_unix(one)), 0))
     return BoundServer(server, bound, health)
 

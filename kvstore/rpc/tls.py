@@ -15,26 +15,26 @@ def server_credentials(tls: TlsConfig, begun: Callable[[], None]) -> grpc.Server
     """Credentials of a server.
 
     Args:
-        tls: the server's certificate and whom it trusts.
-        begun: called at the start of each handshake, from a thread of gRPC's.
+        tls: the server's certificate and trusted authorities.
+        begun: called at the start of each handshake, from a thread of gRPC.
 
     Raises:
-        InvalidArgument: no certificate given, or a file cannot be read.
+        InvalidArgument: the certificate is not set, or a file cannot be read.
     """
     if tls.cert is None or tls.key is None:
-        raise InvalidArgument("a TLS server takes a certificate and its key")
+        raise InvalidArgument("a TLS server requires a certificate and its key; set cert and key")
     configuration = grpc.ssl_server_certificate_configuration(
         [(_read(tls.key), _read(tls.cert))], root_certificates=_read(tls.ca) if tls.ca is not None else None
     )
     return grpc.dynamic_ssl_server_credentials(
         configuration,
-        begun,  # type: ignore[arg-type]  # the stubs do not know that None keeps the certificate
+        begun,  # type: ignore[arg-type]  # the stubs omit None, which keeps the certificate
         require_client_authentication=tls.require_client_cert,
     )
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """Credentials of a client; without ``ca`` the system's authorities are trusted.
+    """Credentials of a client. Without ``ca`` it trusts the authorities of the host.
 
     Raises:
         InvalidArgument: a file cannot be read.

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.groups import Role
-from kvstore.dualpath.quota import QUOTA_S
+from kvstore.dualpath.compute_budget import QUOTA_S
+from kvstore.dualpath.groups import EngineKind
 from kvstore.engine.hardware import Gpu
 from kvstore.engine.models import Model
 from kvstore.engine.roofline import EngineModel
-from kvstore.simulate.sessions import Session
+from kvstore.simulate.sessions import AgentSession
 
 HOPPER_SNIC = 50e9
 """400 Gb/s, bytes/s."""
@@ -23,7 +23,7 @@ GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class SimHost:
     """One node.
 
     Attributes:
@@ -39,7 +39,7 @@ class Host:
     """
 
     name: str
-    role: Role
+    role: EngineKind
     engines: int
     group: str
     snic: float
@@ -53,7 +53,7 @@ class Host:
             raise InvalidArgument("a host has engines, links and memory", host=self.name)
 
 
-class Scheduling(StrEnum):
+class DispatchPolicy(StrEnum):
     """Who gets which engines."""
 
     ROUND_ROBIN = "round_robin"
@@ -77,7 +77,7 @@ class Variant:
     name: str
     path: str
     layerwise: bool = True
-    scheduling: Scheduling = Scheduling.PAPER
+    scheduling: DispatchPolicy = DispatchPolicy.PAPER
 
 
 POLICIES = {name: Variant(name, name) for name in ("prefill_only", "round_robin", "shorter_queue", "split", "oracle")}
@@ -86,9 +86,9 @@ POLICIES = {name: Variant(name, name) for name in ("prefill_only", "round_robin"
 LADDER = {
     variant.name: variant
     for variant in (
-        Variant("basic", "prefill_only", layerwise=False, scheduling=Scheduling.ROUND_ROBIN),
-        Variant("+layerwise", "prefill_only", scheduling=Scheduling.ROUND_ROBIN),
-        Variant("+both paths", "round_robin", scheduling=Scheduling.ROUND_ROBIN),
+        Variant("basic", "prefill_only", layerwise=False, scheduling=DispatchPolicy.ROUND_ROBIN),
+        Variant("+layerwise", "prefill_only", scheduling=DispatchPolicy.ROUND_ROBIN),
+        Variant("+both paths", "round_robin", scheduling=DispatchPolicy.ROUND_ROBIN),
         Variant("+scheduler", "shorter_queue"),
         Variant("+split", "split"),
     )
@@ -121,10 +121,10 @@ class SimConfig:
         compute: False: prefill and decode take no time, only bytes do.
     """
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[SimHost, ...]
     prefill: EngineModel
     decode: EngineModel
-    sessions: tuple[Session, ...] = field(repr=False)
+    sessions: tuple[AgentSession, ...] = field(repr=False)
     variant: Variant = POLICIES["split"]
     block_tokens: int = 64
     block_bytes: int | None = None
@@ -139,7 +139,7 @@ class SimConfig:
     compute: bool = True
 
     def __post_init__(self) -> None:
-        if {host.role for host in self.hosts} != {Role.PREFILL, Role.DECODE}:
+        if {host.role for host in self.hosts} != {EngineKind.PREFILL, EngineKind.DECODE}:
             raise InvalidArgument("a cluster has prefill and decode hosts")
         if len({host.name for host in self.hosts}) < len(self.hosts):
             raise InvalidArgument("a host's name is used twice")
@@ -160,7 +160,7 @@ class SimConfig:
             return self.block_bytes
         return max(1, round(self.prefill.token_bytes * self.block_tokens))
 
-    def of(self, role: Role) -> list[Host]:
+    def of(self, role: EngineKind) -> list[SimHost]:
         """Hosts of a role."""
         return [host for host in self.hosts if host.role is role]
 
@@ -172,7 +172,7 @@ class SimConfig:
 def uniform(
     model: Model,
     gpu: Gpu,
-    sessions: tuple[Session, ...],
+    sessions: tuple[AgentSession, ...],
     *,
     prefill_nodes: int | None = None,
     decode_nodes: int | None = None,
@@ -198,11 +198,11 @@ def uniform(
     engines, left = divmod(gpus_per_node, model.tensor_parallel)
     if engines < 1 or left:
         raise InvalidArgument("GPUs of a node are a multiple of an engine's", node=gpus_per_node, engine=model.tensor_parallel)
-    hosts: list[Host] = []
-    models: dict[Role, EngineModel] = {}
+    hosts: list[SimHost] = []
+    models: dict[EngineKind, EngineModel] = {}
     for role, nodes, usual in (
-        (Role.PREFILL, prefill_nodes, model.prefill_nodes),
-        (Role.DECODE, decode_nodes, model.decode_nodes),
+        (EngineKind.PREFILL, prefill_nodes, model.prefill_nodes),
+        (EngineKind.DECODE, decode_nodes, model.decode_nodes),
     ):
         together = min(nodes, usual) if model.expert_parallel else 1
         group_gpus = together * gpus_per_node if model.expert_parallel else model.tensor_parallel
@@ -210,7 +210,7 @@ def uniform(
         if models[role].kv_room_bytes <= 0:
             raise InvalidArgument(f"{model.name} does not fit {group_gpus} GPUs of type {gpu.name}", role=role.value)
         hosts += [
-            Host(
+            SimHost(
                 f"{role.value}-{index}",
                 role,
                 engines,
@@ -223,4 +223,4 @@ def uniform(
             )
             for index in range(nodes)
         ]
-    return SimConfig(tuple(hosts), models[Role.PREFILL], models[Role.DECODE], sessions, variant)
+    return SimConfig(tuple(hosts), models[EngineKind.PREFILL], models[EngineKind.DECODE], sessions, variant)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.simulate.cluster import SimConfig
-from kvstore.simulate.events import EventLoop
-from kvstore.simulate.job import Job
+from kvstore.simulate.engines.job import Job
+from kvstore.simulate.network.event_loop import EventLoop
 
 PERCENTILES = (50, 90, 99)
 _BUSY_SHARE = 0.5

@@ -12,23 +12,23 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.dualpath.contract import Part, PathPolicy, ReadRequest, ReadSide
-from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.contract import PlanPart, PlanPolicy, PlanRequest, ReadSide
+from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.dualpath.split import Split
-from kvstore.engine.roofline import Chunk
-from kvstore.simulate.cluster import Scheduling, SimConfig
-from kvstore.simulate.decode import DecodeUnit
-from kvstore.simulate.dispatch import ByScheduler, Dispatch, TakeTurns, check_fits
-from kvstore.simulate.events import EventLoop
-from kvstore.simulate.fluid import FluidNetwork
-from kvstore.simulate.job import Job, Room
-from kvstore.simulate.links import Links
-from kvstore.simulate.prefill import PrefillEngine, PrefillUnit
+from kvstore.engine.roofline import PrefillChunk
+from kvstore.simulate.cluster import DispatchPolicy, SimConfig
+from kvstore.simulate.engines.decode import DecodeUnit
+from kvstore.simulate.engines.dispatch import ByScheduler, Dispatch, TakeTurns, check_fits
+from kvstore.simulate.engines.job import Job, Room
+from kvstore.simulate.engines.prefill import PrefillEngine, PrefillUnit
+from kvstore.simulate.network.event_loop import EventLoop
+from kvstore.simulate.network.fluid import FluidNetwork
+from kvstore.simulate.network.links import PathLinks
 from kvstore.simulate.result import SimResult, Traffic, collect
-from kvstore.simulate.sessions import Session
+from kvstore.simulate.sessions import AgentSession
 
 Progress = Callable[[int, int], None]
 """Called with (requests done, requests in all)."""
@@ -76,7 +76,7 @@ class _Run:
         self.config = config
         self.hosts = config.hosts
         self.token_bytes = config.token_bytes
-        self.links = Links(config.hosts, config.storage)
+        self.links = PathLinks(config.hosts, config.storage)
         self.network = FluidNetwork(self.links.capacities)
         self.loop = EventLoop(self.network)
         self.oracle = config.variant.path == "oracle"
@@ -84,11 +84,11 @@ class _Run:
         self.planner = Planner(self._policy(), plan_life_s=_NO_PLAN_EXPIRES, decisions_kept=0)
         self.host_of = {host.name: index for index, host in enumerate(config.hosts)}
         for host in config.hosts:
-            self.planner.node_here(host.name, host.snic, host.cnic * host.cnics)
+            self.planner.add_node(host.name, host.snic, host.cnic * host.cnics)
         self.stage = [Room(host.stage_bytes) for host in config.hosts]
         slots = math.inf if config.reads_in_flight is None else config.reads_in_flight
         self.slots = [Room(slots) for _ in config.hosts]
-        self.places = {role: self._places_of(role) for role in Role}
+        self.places = {role: self._places_of(role) for role in EngineKind}
         self.prefill = self._prefill()
         self.decode_units, self.decode_of = self._decode()
         self.dispatch = self._dispatch()
@@ -99,13 +99,13 @@ class _Run:
 
     # ---- building ----
 
-    def _policy(self) -> PathPolicy:
+    def _policy(self) -> PlanPolicy:
         if self.config.variant.path == "split":
             return Split(least_bytes=self.config.split_least_bytes)
         return policy_named(self.config.variant.path)
 
-    def _places_of(self, role: Role) -> list[_Place]:
-        room = self.config.decode.kv_room_bytes if role is Role.DECODE else 0
+    def _places_of(self, role: EngineKind) -> list[_Place]:
+        room = self.config.decode.kv_room_bytes if role is EngineKind.DECODE else 0
         return [
             _Place(index, local, Engine(f"{host.name}/{local}", role, host.group, host.name, max(0, round(room))))
             for index, host in enumerate(self.hosts)
@@ -113,7 +113,7 @@ class _Run:
             for local in range(host.engines)
         ]
 
-    def _units(self, role: Role) -> list[list[int]]:
+    def _units(self, role: EngineKind) -> list[list[int]]:
         """Engines of a role that compute in step, by index."""
         units: dict[object, list[int]] = {}
         together = self.config.prefill.model.expert_parallel
@@ -127,9 +127,9 @@ class _Run:
         model = config.prefill
         room = max(model.kv_room_bytes, 1.0)
         found: list[tuple[PrefillUnit, PrefillEngine]] = []
-        for unit in self._units(Role.PREFILL):
+        for unit in self._units(EngineKind.PREFILL):
             engines = [PrefillEngine(index, Room(room)) for index in unit]
-            host = self.hosts[self.places[Role.PREFILL][unit[0]].host]
+            host = self.hosts[self.places[EngineKind.PREFILL][unit[0]].host]
             stream = host.cnic * host.cnics / host.engines
             made = PrefillUnit(
                 self.loop,
@@ -148,27 +148,27 @@ class _Run:
 
     def _decode(self) -> tuple[list[DecodeUnit], list[DecodeUnit]]:
         units, of = [], []
-        for unit in self._units(Role.DECODE):
+        for unit in self._units(EngineKind.DECODE):
             made = DecodeUnit(self.loop, len(unit), unit[0], self.config.decode, compute=self.config.compute, done=self._decoded)
             units.append(made)
             of += [made] * len(unit)
         return units, of
 
     def _dispatch(self) -> Dispatch:
-        decode = self.places[Role.DECODE]
-        if self.config.variant.scheduling is Scheduling.ROUND_ROBIN:
+        decode = self.places[EngineKind.DECODE]
+        if self.config.variant.scheduling is DispatchPolicy.ROUND_ROBIN:
             room = [place.engine.hbm_bytes for place in decode]
-            return TakeTurns(len(self.places[Role.PREFILL]), room, self._paired)
-        engines = [place.engine for role in Role for place in self.places[role]]
+            return TakeTurns(len(self.places[EngineKind.PREFILL]), room, self._paired)
+        engines = [place.engine for role in EngineKind for place in self.places[role]]
         return ByScheduler(self.loop, engines, self._limits(), self.config.fetch_s, self._read_tokens, self._paired)
 
     def _limits(self) -> SchedulerLimits:
         """Alpha and beta, "profiled": by the links and by the mean request."""
-        alpha = ALPHA_S * min(host.snic for host in self.config.of(Role.PREFILL)) / self.token_bytes
+        alpha = ALPHA_S * min(host.snic for host in self.config.of(EngineKind.PREFILL)) / self.token_bytes
         turns = [turn for session in self.config.sessions[:64] for turn in session.turns]
         tokens = sum(turn.hit + turn.new for turn in turns) / max(1, len(turns))
         hit = sum(turn.hit for turn in turns) / max(1, len(turns))
-        each = self.config.prefill.prefill_seconds([Chunk(round(hit), max(1, round(tokens - hit)))] * 4) / 4
+        each = self.config.prefill.prefill_seconds([PrefillChunk(round(hit), max(1, round(tokens - hit)))] * 4) / 4
         return SchedulerLimits(round(alpha), round(BETA_S / each * tokens) if self.config.compute else 1 << 40)
 
     def _read_tokens(self, node: str) -> int:
@@ -207,7 +207,7 @@ class _Run:
         if not self.oracle:
             check_fits(longest, min(host.stage_bytes for host in self.hosts), "host memory for staging")
 
-    def _turn(self, session_index: int, session: Session, turn_index: int) -> None:
+    def _turn(self, session_index: int, session: AgentSession, turn_index: int) -> None:
         name = f"{session_index}.{turn_index}"
         job = Job(name, session_index, turn_index, session.turns[turn_index], self.loop.now)
         self.jobs.append(job)
@@ -222,9 +222,9 @@ class _Run:
             job.loaded = self.loop.now
             self._ready(job)
             return
-        p, d = self.places[Role.PREFILL][prefill].host, self.places[Role.DECODE][decode].host
+        p, d = self.places[EngineKind.PREFILL][prefill].host, self.places[EngineKind.DECODE][decode].host
         blocks = job.turn.hit // self.config.block_tokens
-        request = ReadRequest(
+        request = PlanRequest(
             job.name,
             blocks,
             self.config.full_block_bytes,
@@ -256,7 +256,7 @@ class _Run:
 
     # ---- loading ----
 
-    def _read(self, job: Job, plan_id: int, parts: Sequence[Part]) -> None:
+    def _read(self, job: Job, plan_id: int, parts: Sequence[PlanPart]) -> None:
         """All room is there: the parts queue at their storage links."""
         if not parts:
             self._all_read(job, plan_id)
@@ -268,9 +268,9 @@ class _Run:
             slot = self.slots[self.host_of[part.node]]
             slot.take(1, lambda part=part: self._read_part(job, plan_id, part, leading))  # type: ignore[misc]
 
-    def _read_part(self, job: Job, plan_id: int, part: Part, leading: list[int]) -> None:
+    def _read_part(self, job: Job, plan_id: int, part: PlanPart, leading: list[int]) -> None:
         reader = self.host_of[part.node]
-        p, d = self.places[Role.PREFILL][job.prefill], self.places[Role.DECODE][job.decode]
+        p, d = self.places[EngineKind.PREFILL][job.prefill], self.places[EngineKind.DECODE][job.decode]
         path = self.links.read(reader, d.local if reader == d.host else 0, p.host, p.local)
         nbytes = part.count * self.config.full_block_bytes
         first = nbytes / self.config.layer_groups
@@ -325,13 +325,13 @@ class _Run:
         if not self.layerwise:
             self._push(job)
             return
-        self.stage[self.places[Role.PREFILL][job.prefill].host].give(job.prefill_bytes)
+        self.stage[self.places[EngineKind.PREFILL][job.prefill].host].give(job.prefill_bytes)
         if job.pushed:
             self._hand_over(job)
 
     def _push(self, job: Job) -> None:
         """KV to the decode node, but for what it has read itself."""
-        p, d = self.places[Role.PREFILL][job.prefill], self.places[Role.DECODE][job.decode]
+        p, d = self.places[EngineKind.PREFILL][job.prefill], self.places[EngineKind.DECODE][job.decode]
         nbytes = job.prompt_tokens * self.token_bytes - job.decode_bytes
 
         def pushed() -> None:
@@ -345,7 +345,7 @@ class _Run:
 
     def _hand_over(self, job: Job) -> None:
         """The prompt is complete in the decode buffer: to HBM, once."""
-        d = self.places[Role.DECODE][job.decode]
+        d = self.places[EngineKind.DECODE][job.decode]
         prompt = job.prompt_tokens * self.token_bytes
 
         def there() -> None:

@@ -15,7 +15,7 @@ _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, spread evenly however many are drawn."""
 
 
-class Turn(NamedTuple):
+class SessionTurn(NamedTuple):
     """One request."""
 
     hit: int
@@ -28,11 +28,11 @@ class Turn(NamedTuple):
     """Time after the turn before it (for the first: after the session's start)."""
 
 
-class Session(NamedTuple):
+class AgentSession(NamedTuple):
     """Turns that follow one another."""
 
     start_s: float
-    turns: tuple[Turn, ...]
+    turns: tuple[SessionTurn, ...]
 
 
 def sessions_of(
@@ -41,7 +41,7 @@ def sessions_of(
     *,
     append_factor: float = 1.0,
     most_tokens: int | None = None,
-) -> list[Session]:
+) -> list[AgentSession]:
     """Sessions of a workload; what hits is what an unbounded store would hold.
 
     Sessions begin when the workload says; inside one each turn follows the one before at once, as if tools took no time.
@@ -54,7 +54,7 @@ def sessions_of(
         most_tokens: a session ends before the first turn whose prompt is longer.
     """
     table = ChainTable()
-    turns: dict[str, list[Turn]] = {}
+    turns: dict[str, list[SessionTurn]] = {}
     starts: dict[str, float] = {}
     grown: dict[str, int] = {}
     ended: set[str] = set()
@@ -74,11 +74,11 @@ def sessions_of(
             ended.add(request.session)
             continue
         starts.setdefault(request.session, request.timestamp_ms / 1000)
-        turns.setdefault(request.session, []).append(Turn(hit, new, max(1, request.output_tokens)))
-    return [Session(starts[name], tuple(found)) for name, found in turns.items()]
+        turns.setdefault(request.session, []).append(SessionTurn(hit, new, max(1, request.output_tokens)))
+    return [AgentSession(starts[name], tuple(found)) for name, found in turns.items()]
 
 
-def thinned(sessions: Iterable[Session], every: int) -> list[Session]:
+def thinned(sessions: Iterable[AgentSession], every: int) -> list[AgentSession]:
     """One turn in ``every`` of each session, the rest taken as done before: the same load at any moment, for less time.
 
     Which turns are kept differs evenly from session to session, so that early and late ones are kept alike; a short session
@@ -88,19 +88,19 @@ def thinned(sessions: Iterable[Session], every: int) -> list[Session]:
     if every < 1:
         raise InvalidArgument("turns are kept one in so many", every=every)
     return [
-        Session(session.start_s / every, session.turns[int(index * _GOLDEN % 1 * every) :: every])
+        AgentSession(session.start_s / every, session.turns[int(index * _GOLDEN % 1 * every) :: every])
         for index, session in enumerate(sessions)
     ]
 
 
-def at_once(sessions: Iterable[Session]) -> tuple[Session, ...]:
+def at_once(sessions: Iterable[AgentSession]) -> tuple[AgentSession, ...]:
     """All sessions begin at 0: an offline batch."""
-    return tuple(Session(0.0, session.turns) for session in sessions)
+    return tuple(AgentSession(0.0, session.turns) for session in sessions)
 
 
-def arriving(sessions: Sequence[Session], per_s: float, seed: int) -> tuple[Session, ...]:
+def arriving(sessions: Sequence[AgentSession], per_s: float, seed: int) -> tuple[AgentSession, ...]:
     """Sessions begin as a Poisson process of that rate."""
     if not per_s > 0:
         raise InvalidArgument("arrivals are above zero", per_s=per_s)
     starts = np.random.default_rng([seed, 7]).exponential(1 / per_s, len(sessions)).cumsum()
-    return tuple(Session(float(start), session.turns) for start, session in zip(starts, sessions, strict=True))
+    return tuple(AgentSession(float(start), session.turns) for start, session in zip(starts, sessions, strict=True))

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvstore.core.types import BlockKey, BlockShape, Outcome
-from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, Slot, Vacancy, Volume, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, ReclaimableSpan, Slot, Volume, VolumeUsage
 
 HANG_LIMIT_S = 60.0
 """A hang that nobody releases ends after this, with EIO: a test fails rather than stands."""
 
 
-class Operation(StrEnum):
+class VolumeOperation(StrEnum):
     """What a rule speaks of."""
 
     READ = "read"
@@ -35,7 +35,7 @@ class Operation(StrEnum):
     COMMIT = "commit"
 
 
-class Fault(StrEnum):
+class VolumeFault(StrEnum):
     """What happens to a block (read, write) or to a whole call (commit)."""
 
     IO_ERROR = "io_error"
@@ -56,8 +56,8 @@ class Fault(StrEnum):
 
 @dataclass(slots=True)
 class _Rule:
-    fault: Fault
-    operation: Operation
+    fault: VolumeFault
+    operation: VolumeOperation
     probability: float
     skip: int
     times: int | None
@@ -69,7 +69,7 @@ class FaultPlan:
 
     Args:
         seed: of all draws.
-        delay: called for ``Fault.DELAY``; a test's own clock or barrier.
+        delay: called for ``VolumeFault.DELAY``; a test's own clock or barrier.
 
     Attributes:
         happened: how often each fault came.
@@ -82,14 +82,14 @@ class FaultPlan:
         self._lock = threading.Lock()
         self._rules: list[_Rule] = []
         self._released = threading.Event()
-        self.happened: Counter[Fault] = Counter()
+        self.happened: Counter[VolumeFault] = Counter()
         self.hanging = threading.Semaphore(0)
 
     def add(
         self,
-        fault: Fault,
+        fault: VolumeFault,
         *,
-        operation: Operation,
+        operation: VolumeOperation,
         probability: float = 1.0,
         skip: int = 0,
         times: int | None = None,
@@ -121,19 +121,19 @@ class FaultPlan:
         """Hangs to come wait again, after ``release_hangs``."""
         self._released.clear()
 
-    def draw(self, operation: Operation, key: BlockKey | None) -> Fault | None:
+    def draw(self, operation: VolumeOperation, key: BlockKey | None) -> VolumeFault | None:
         """The fault that befalls one block (or, with None, one commit) now. Delays and hangs have passed when it returns."""
         fault = self._pick(operation, key)
-        if fault is Fault.DELAY:
+        if fault is VolumeFault.DELAY:
             if self._delay is not None:
                 self._delay()
             return None
-        if fault is Fault.HANG:
+        if fault is VolumeFault.HANG:
             self.hanging.release()
-            return None if self._released.wait(HANG_LIMIT_S) else Fault.IO_ERROR
+            return None if self._released.wait(HANG_LIMIT_S) else VolumeFault.IO_ERROR
         return fault
 
-    def _pick(self, operation: Operation, key: BlockKey | None) -> Fault | None:
+    def _pick(self, operation: VolumeOperation, key: BlockKey | None) -> VolumeFault | None:
         with self._lock:
             for rule in self._rules:
                 if rule.operation is not operation or rule.times == 0 or (rule.keys is not None and key not in rule.keys):
@@ -155,10 +155,10 @@ class FaultPlan:
             return self._random.randrange(size)
 
 
-_WRITE_ERRORS = {Fault.IO_ERROR: errno.EIO, Fault.NO_SPACE: errno.ENOSPC}
+_WRITE_ERRORS = {VolumeFault.IO_ERROR: errno.EIO, VolumeFault.NO_SPACE: errno.ENOSPC}
 
 
-def _error_of(fault: Fault) -> OSError:
+def _error_of(fault: VolumeFault) -> OSError:
     number = _WRITE_ERRORS[fault]
     return OSError(number, os.strerror(number))
 
@@ -175,16 +175,16 @@ class _Faulty(Volume):
     def free(self, slots: Sequence[Slot]) -> None:
         self._inner.free(slots)
 
-    def room_plan(
+    def plan_eviction(
         self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
     ) -> list[BlockKey] | None:
-        return self._inner.room_plan(shape, count, coldest, limit)
+        return self._inner.plan_eviction(shape, count, coldest, limit)
 
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
-        return self._inner.vacancies(shape, cold)
+    def reclaimable_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
+        return self._inner.reclaimable_spans(shape, cold)
 
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
-        return self._inner.held_in(vacancy)
+    def slots_in(self, span: ReclaimableSpan) -> list[Slot]:
+        return self._inner.slots_in(span)
 
     def usage(self) -> VolumeUsage:
         return self._inner.usage()
@@ -197,14 +197,14 @@ class _Faulty(Volume):
         passed: list[tuple[Slot, BlockRecord, memoryview]] = []
         places: list[int] = []
         for place, (slot, record, payload) in enumerate(items):
-            fault = self.plan.draw(Operation.WRITE, record.key)
+            fault = self.plan.draw(VolumeOperation.WRITE, record.key)
             if fault is not None and fault in _WRITE_ERRORS:
                 results[place] = _error_of(fault)
                 continue
             data = payload
-            if fault in (Fault.TORN_WRITE, Fault.BIT_FLIP):
+            if fault in (VolumeFault.TORN_WRITE, VolumeFault.BIT_FLIP):
                 data = memoryview(bytearray(payload))
-                if fault is Fault.BIT_FLIP:
+                if fault is VolumeFault.BIT_FLIP:
                     data[self.plan.position(data.nbytes)] ^= 1
                 else:
                     half = data.nbytes // 2
@@ -216,20 +216,20 @@ class _Faulty(Volume):
         return results
 
     def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
-        faults = [self.plan.draw(Operation.READ, record.key) for _, record, _ in items]
+        faults = [self.plan.draw(VolumeOperation.READ, record.key) for _, record, _ in items]
         outcomes = self._inner.read(items, verify=verify)
         return [
             self._spoiled(outcome, payload, fault, verify)
             for outcome, (_, _, payload), fault in zip(outcomes, items, faults, strict=True)
         ]
 
-    def _spoiled(self, outcome: Outcome, payload: memoryview, fault: Fault | None, verify: bool) -> Outcome:
+    def _spoiled(self, outcome: Outcome, payload: memoryview, fault: VolumeFault | None, verify: bool) -> Outcome:
         """What a fault makes of a block that was read."""
-        if fault is Fault.BIT_FLIP:
+        if fault is VolumeFault.BIT_FLIP:
             payload[self.plan.position(payload.nbytes)] ^= 1
             return Outcome.CORRUPT if verify and outcome is Outcome.HIT else outcome
-        if fault in (Fault.IO_ERROR, Fault.SHORT_READ):
-            kept = payload.nbytes // 2 if fault is Fault.SHORT_READ else 0
+        if fault in (VolumeFault.IO_ERROR, VolumeFault.SHORT_READ):
+            kept = payload.nbytes // 2 if fault is VolumeFault.SHORT_READ else 0
             payload[kept:] = bytes(payload.nbytes - kept)
             return Outcome.UNAVAILABLE
         return outcome
@@ -245,7 +245,7 @@ class FaultyVolume(_Faulty, DurableVolume):
         self.tier = inner.tier
 
     def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
-        faults = [self.plan.draw(Operation.READ, record.key) for _, record, _ in items]
+        faults = [self.plan.draw(VolumeOperation.READ, record.key) for _, record, _ in items]
         answers = self._inner.read_with_checksums(items)
         return [
             (self._spoiled(outcome, payload, fault, verify=True), checksums)
@@ -256,7 +256,7 @@ class FaultyVolume(_Faulty, DurableVolume):
         return self._inner.fits(shape)
 
     def commit(self, stored: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
-        fault = self.plan.draw(Operation.COMMIT, None)
+        fault = self.plan.draw(VolumeOperation.COMMIT, None)
         if fault is not None and fault in _WRITE_ERRORS:
             raise _error_of(fault)
         self._inner.commit(stored, removed)

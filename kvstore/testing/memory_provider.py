@@ -162,7 +162,7 @@ class _MemoryGrant(WriteGrant):
         self._give_back()
 
 
-class Gate:
+class ProviderGate:
     """Holds a provider's thread at one place until a test lets it go on.
 
     Args:

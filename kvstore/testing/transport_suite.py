@@ -32,7 +32,7 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.errors import Internal, InvalidArgument, NotFound, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.core.limits import MAX_HELD_CONNECTIONS
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, BootId, NamespaceId, Outcome, StoreOutcome, Tier
-from kvstore.testing.memory_provider import Gate, MemoryProvider, block_key, block_payload, checksums_of
+from kvstore.testing.memory_provider import MemoryProvider, ProviderGate, block_key, block_payload, checksums_of
 from kvstore.transport.contract import BlockPeer, BlockProvider, ReadRequest, ReadResult, WriteRequest
 from kvstore.transport.tickets import TicketAuthority
 
@@ -467,7 +467,7 @@ class TransportSuite(ABC):
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(6))
         provider.part_keys = 2
-        provider.before_part = gate = Gate(2)
+        provider.before_part = gate = ProviderGate(2)
         buffer = dense(6, shape)
         result = peer.read(ask(range(6), 1, within_s=0.4), buffer)
         gate.open.set()
@@ -492,7 +492,7 @@ class TransportSuite(ABC):
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(6))
         provider.part_keys = 2
-        provider.before_part = gate = Gate(4, Internal("a bug"))
+        provider.before_part = gate = ProviderGate(4, Internal("a bug"))
         gate.open.set()
         assert peer.read(ask(range(6), 1), dense(6, shape)).outcomes == [Outcome.HIT] * 4 + [Outcome.UNAVAILABLE] * 2
         provider.before_part = None
@@ -503,7 +503,7 @@ class TransportSuite(ABC):
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(6))
         provider.part_keys = 2
-        provider.before_part = gate = Gate(4)
+        provider.before_part = gate = ProviderGate(4)
         buffer = dense(6, shape)
         with ThreadPoolExecutor(2) as pool:
             reading = pool.submit(peer.read, ask(range(6), 1), buffer)
@@ -522,7 +522,7 @@ class TransportSuite(ABC):
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(6))
         provider.part_keys = 2
-        provider.before_part = gate = Gate(2)
+        provider.before_part = gate = ProviderGate(2)
         peer = self.connect(served)
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(peer.read, ask(range(6), 1), dense(6, shape))
@@ -538,7 +538,7 @@ class TransportSuite(ABC):
     def test_the_peer_leaves_in_the_middle_of_a_write(self, provider: MemoryProvider, served: Served) -> None:
         shape = BlockShape(1, 2_000)
         provider.declare(NAMESPACE, shape)
-        provider.on_grant = gate = Gate()
+        provider.on_grant = gate = ProviderGate()
         peer = self.connect(served)
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(store, peer, filled(dense, range(4), shape), range(4))

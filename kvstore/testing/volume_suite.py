@@ -209,9 +209,9 @@ class VolumeSuite(ABC):
         with pytest.raises(InvalidArgument):
             volume.allocate(shape, 1)
         with pytest.raises(InvalidArgument):
-            volume.room_plan(shape, 1, iter(()), 1)
+            volume.plan_eviction(shape, 1, iter(()), 1)
 
-    def test_room_plan_makes_room(self, volume: Volume) -> None:
+    def test_plan_eviction_makes_room(self, volume: Volume) -> None:
         """Evicting the plan is enough, changes nothing before, and is needed."""
         small, large = SHAPES[0], SHAPES[2]
         held: dict[BlockKey, Slot] = {}
@@ -219,34 +219,34 @@ class VolumeSuite(ABC):
             held[block_key(len(held))] = slots[0]
         for shape in (small, large):
             before = volume.usage()
-            plan = volume.room_plan(shape, 4, iter(list(held.items())), len(held))
+            plan = volume.plan_eviction(shape, 4, iter(list(held.items())), len(held))
             assert plan is not None
             assert plan == list(held)[: len(plan)]
             assert volume.usage() == before
             assert volume.allocate(shape, 4) is None
             volume.free([held.pop(key) for key in plan])
-            assert volume.room_plan(shape, 4, iter(()), 0) == []
+            assert volume.plan_eviction(shape, 4, iter(()), 0) == []
             assert volume.allocate(shape, 4) is not None
 
-    def test_room_plan_keeps_to_its_limit(self, volume: Volume) -> None:
+    def test_plan_eviction_keeps_to_its_limit(self, volume: Volume) -> None:
         shape = SHAPES[0]
         held: list[Slot] = []
         while slots := volume.allocate(shape, 1):
             held += slots
         coldest = [(block_key(at), slot) for at, slot in enumerate(held)]
-        assert volume.room_plan(shape, 5, iter(coldest), 4) is None
-        assert volume.room_plan(shape, 5, iter(coldest), 5) == [block_key(at) for at in range(5)]
-        assert volume.room_plan(shape, 5, iter(coldest[:4]), 100) is None
+        assert volume.plan_eviction(shape, 5, iter(coldest), 4) is None
+        assert volume.plan_eviction(shape, 5, iter(coldest), 5) == [block_key(at) for at in range(5)]
+        assert volume.plan_eviction(shape, 5, iter(coldest[:4]), 100) is None
 
     def test_a_place_that_is_emptied_takes_another_size(self, volume: Volume) -> None:
         small, large = SHAPES[0], SHAPES[2]
         held: list[Slot] = []
         while slots := volume.allocate(small, 1):
             held += slots
-        assert volume.vacancies(small, held[:9]) == [], "slots of its own leave one by one"
+        assert volume.reclaimable_spans(small, held[:9]) == [], "slots of its own leave one by one"
         before = volume.usage()
-        place = volume.vacancies(large, held[:9])[0]
-        leaving = volume.held_in(place)
+        place = volume.reclaimable_spans(large, held[:9])[0]
+        leaving = volume.slots_in(place)
         assert set(leaving) <= set(held)
         assert sum(slot.size for slot in leaving) == place.used_bytes
         assert volume.usage() == before

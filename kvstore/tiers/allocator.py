@@ -12,12 +12,12 @@ Generations: one counter a volume, which only grows, numbers every slot given ou
 comes back. Volumes that outlive the process start the counter above everything that earlier processes can have used
 (``first_generation``).
 
-A starved class (one that finds the volume full of other classes' blocks) gets room by ``room_plan``: the owner evicts the
+A starved class (one that finds the volume full of other classes' blocks) gets room by ``plan_eviction``: the owner evicts the
 coldest blocks, of whatever class, until a long enough run of chunks would be empty. Plans are prefixes of the order in which
 the policy yields blocks, children first: any prefix leaves no child without its parent, and needs no knowledge of the tree.
 
-Where blocks of many chains lie mixed, such a prefix is most of the volume. ``vacancies`` therefore says which spans could be
-emptied by themselves, and ``held_in`` by freeing what; the owner, who knows the tree, adds what must leave with it.
+Where blocks of many chains lie mixed, such a prefix is most of the volume. ``reclaimable_spans`` therefore says which spans
+could be emptied by themselves, and ``slots_in`` by freeing what; the owner, who knows the tree, adds what must leave with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from itertools import chain, islice, repeat, zip_longest
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.tiers.contract import Slot, Vacancy
+from kvstore.tiers.contract import ReclaimableSpan, Slot
 
 ALIGNMENT = 4096
 """Offsets and sizes of slots and chunks are multiples of it: the unit of direct I/O and of a page."""
@@ -40,7 +40,7 @@ MAX_SPAN_CHUNKS = 16
 _TOLERATED_LOSS = 16
 _FREE = b"\x01"
 _CANDIDATE_SPANS = 8
-MAX_VACANCIES = 1024
+MAX_CANDIDATES = 1024
 """Places looked at for one to be emptied, besides those where something cold lies."""
 
 
@@ -115,7 +115,7 @@ class SlotAllocator:
         self._pool_free = self.chunk_count
         self._span_of_chunk: list[_Span | None] = [None] * self.chunk_count
         self._classes: dict[int, _SizeClass] = {}
-        self._next_generation = first_generation
+        self.next_generation = first_generation
         self.used_bytes = 0
         self.slots_used = 0
 
@@ -135,7 +135,7 @@ class SlotAllocator:
         runs = self._gather(size_class, count)
         if runs is None:
             return None
-        generation = self._next_generation
+        generation = self.next_generation
         slots: list[Slot] = []
         for span, first, number in runs:
             span.generations[first : first + number] = array("Q", range(generation, generation + number))
@@ -143,7 +143,7 @@ class SlotAllocator:
             offsets = range(start, start + number * size, size)
             slots.extend(map(Slot, offsets, repeat(size, number), range(generation, generation + number)))
             generation += number
-        self._next_generation = generation
+        self.next_generation = generation
         self.used_bytes += count * size
         self.slots_used += count
         return slots
@@ -205,7 +205,7 @@ class SlotAllocator:
     # ---- taking back ----
     def skip_to(self, generation: int) -> None:
         """Numbers below ``generation`` are not given out any more."""
-        self._next_generation = max(self._next_generation, generation)
+        self.next_generation = max(self.next_generation, generation)
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Gives slots back, all or none.
@@ -275,13 +275,13 @@ class SlotAllocator:
             return False
         self._mark(self._classes[size], span, index, 1)
         span.generations[index] = generation
-        self._next_generation = max(self._next_generation, generation + 1)
+        self.next_generation = max(self.next_generation, generation + 1)
         self.used_bytes += size
         self.slots_used += 1
         return True
 
     # ---- room ----
-    def room_plan(self, size: int, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int) -> list[BlockKey] | None:
+    def plan_eviction(self, size: int, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int) -> list[BlockKey] | None:
         """The shortest prefix of ``coldest``, at most ``limit`` long, whose eviction makes room for ``count`` slots, or None.
 
         Slots of the same class count at once; those of others only when their whole span would be empty, and its chunks
@@ -314,8 +314,8 @@ class SlotAllocator:
                 from_pool = self._slots_in_pool(size_class, pool, count - free)
         return plan
 
-    def vacancies(self, size: int, cold: Sequence[Slot]) -> list[Vacancy]:
-        """See ``Volume.vacancies``. Takes time for ``cold`` and for ``MAX_VACANCIES`` at most, not for what the volume holds."""
+    def reclaimable_spans(self, size: int, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
+        """See ``Volume.reclaimable_spans``. Takes time for ``cold`` and ``MAX_CANDIDATES``, not for the blocks of the volume."""
         size_class = self._class_of(size)
         least = size_class.least_chunks
         cold_bytes: dict[int, int] = {}  # by first chunk of a span
@@ -328,8 +328,8 @@ class SlotAllocator:
         while (run := self._free_run(spare, least, size_class.span_chunks)) is not None:
             spare[run[0] : run[0] + run[1]] = bytes(run[1])
         last = self.chunk_count - least
-        starts = {*range(0, last + 1, last // MAX_VACANCIES + 1), *(min(first, last) for first in cold_bytes)}
-        found: dict[Vacancy, int] = {}  # with its youth
+        starts = {*range(0, last + 1, last // MAX_CANDIDATES + 1), *(min(first, last) for first in cold_bytes)}
+        found: dict[ReclaimableSpan, int] = {}  # with its youth
         for start in sorted(starts):
             spans = self._spans_in(start, start + least)
             if any(span.size == size_class.size for span in spans):
@@ -337,7 +337,7 @@ class SlotAllocator:
             if any(not spare[at] and self._span_of_chunk[at] is None for at in range(start, start + least)):
                 continue  # room already: it would not be more
             first, end = min(start, spans[0].first), max(start + least, spans[-1].first + spans[-1].chunks)
-            vacancy = Vacancy(
+            vacancy = ReclaimableSpan(
                 first * self.chunk_bytes,
                 (end - first) * self.chunk_bytes,
                 sum((span.slots - span.free) * span.size for span in spans),
@@ -349,13 +349,13 @@ class SlotAllocator:
         turns = chain.from_iterable(zip_longest(by_youth, by_warmth))
         return list(dict.fromkeys(each for each in turns if each is not None))
 
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
-        """See ``Volume.held_in``."""
-        first = vacancy.offset // self.chunk_bytes
+    def slots_in(self, span: ReclaimableSpan) -> list[Slot]:
+        """See ``Volume.slots_in``."""
+        first = span.offset // self.chunk_bytes
         held: list[Slot] = []
-        for span in self._spans_in(first, first + vacancy.size // self.chunk_bytes):
-            offsets = range(span.offset, span.offset + span.slots * span.size, span.size)
-            held += [Slot(at, span.size, number) for at, number in zip(offsets, span.generations, strict=True) if number]
+        for each in self._spans_in(first, first + span.size // self.chunk_bytes):
+            offsets = range(each.offset, each.offset + each.slots * each.size, each.size)
+            held += [Slot(at, each.size, number) for at, number in zip(offsets, each.generations, strict=True) if number]
         return held
 
     def _spans_in(self, first: int, end: int) -> list[_Span]:

@@ -16,18 +16,18 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvstore.core import checksum
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
-from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
+from kvstore.core.types import BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.process.host_memory import memory_total
-from kvstore.tiers.allocator import SlotAllocator
-from kvstore.tiers.contract import BlockRecord, MappedVolume, Slot, Vacancy, VolumeUsage
-from kvstore.tiers.nvme.slot_header import check_shape
+from kvstore.tiers.contract import BlockRecord, MappedVolume, Slot
+from kvstore.tiers.slot_pool import PooledVolume, SlotPool
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _COPY_WITHOUT_GIL_BYTES = 16 << 10
 _CLOSE_TIMEOUT_S = 10.0
 
 
-class DramArena(MappedVolume):
+class DramArena(PooledVolume, MappedVolume):
     """Blocks in this process's memory. Thread-safe.
 
     Args:
@@ -67,8 +67,7 @@ class DramArena(MappedVolume):
         self.volume_id = volume_id
         self.tier = Tier.DRAM
         self._counters = counters or Counters()
-        self._allocator = SlotAllocator(capacity_bytes)
-        self._lock = threading.Lock()
+        self.slot_pool = SlotPool(capacity_bytes)
         self._closing = threading.Event()
         self._fd, self._map, self._backing = self._make_memory(capacity_bytes, huge_pages)
         self._memory = memoryview(self._map)
@@ -117,7 +116,7 @@ class DramArena(MappedVolume):
                 refused = error.strerror or str(error)
         if refused is None:
             return fd, memory, "memfd, transparent huge pages"
-        self._counters.add("arena_huge_pages_refused_total")
+        self._counters.add(volumes_metrics.ARENA_HUGE_PAGES_REFUSED)
         _log.warning(
             "arena %s: no huge pages (%s); pages of 4 KiB cost more at first touch and in the TLB", self.volume_id, refused
         )
@@ -148,7 +147,7 @@ class DramArena(MappedVolume):
                 length = min(_PREFAULT_BYTES, len(self._array) - start)
                 if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
                     # older kernels (EINVAL), or memory is short: pages then come at their first use
-                    self._counters.add("arena_prefault_stopped_total")
+                    self._counters.add(volumes_metrics.ARENA_PREFAULT_STOPPED)
                     _log.warning("arena %s: prefault stopped: %s", self.volume_id, errno.errorcode.get(ctypes.get_errno(), "?"))
                     return
         finally:
@@ -187,35 +186,9 @@ class DramArena(MappedVolume):
             raise InvalidArgument("a view is no larger than its slot", size=size, slot=slot)
         return self._memory[slot.offset : slot.offset + size]
 
-    # ---- room ----
-    def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
-        check_shape(shape)
-        with self._lock:
-            return self._allocator.allocate(shape.block_bytes, count)
-
-    def free(self, slots: Sequence[Slot]) -> None:
-        with self._lock:
-            self._allocator.free(slots)
-
-    def room_plan(
-        self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
-    ) -> list[BlockKey] | None:
-        check_shape(shape)
-        with self._lock:
-            return self._allocator.room_plan(shape.block_bytes, count, coldest, limit)
-
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
-        check_shape(shape)
-        with self._lock:
-            return self._allocator.vacancies(shape.block_bytes, cold)
-
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
-        with self._lock:
-            return self._allocator.held_in(vacancy)
-
-    def usage(self) -> VolumeUsage:
-        with self._lock:
-            return VolumeUsage(self._allocator.capacity_bytes, self._allocator.used_bytes, self._allocator.slots_used)
+    @staticmethod
+    def _slot_bytes(shape: BlockShape) -> int:
+        return shape.block_bytes
 
     # ---- bytes ----
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
@@ -226,7 +199,7 @@ class DramArena(MappedVolume):
                 results.append(
                     InvalidArgument("a payload is one Full Block and fits its slot", bytes=payload.nbytes, expected=size)
                 )
-            elif not self._allocator.holds(slot):
+            elif not self.slot_pool.holds(slot):
                 results.append(Internal("a write into a slot that is not held", slot=slot))
             else:
                 self._copy(self._memory[slot.offset : slot.offset + size], payload)
@@ -241,12 +214,12 @@ class DramArena(MappedVolume):
             if destination.nbytes != size or size > slot.size:
                 raise InvalidArgument("a destination is one Full Block", bytes=destination.nbytes, expected=size)
             outcome = Outcome.CORRUPT
-            if self._allocator.holds(slot):
+            if self.slot_pool.holds(slot):
                 self._copy(destination, self._memory[slot.offset : slot.offset + size])
-                if (not verify or checksum.verify(destination, record.shape, record.checksums)) and self._allocator.holds(slot):
+                if (not verify or checksum.verify(destination, record.shape, record.checksums)) and self.slot_pool.holds(slot):
                     outcome = Outcome.HIT
             if outcome is Outcome.CORRUPT:
-                self._counters.add("arena_corrupt_blocks_total")
+                self._counters.add(volumes_metrics.ARENA_CORRUPT_BLOCKS)
             outcomes.append(outcome)
         return outcomes
 
@@ -270,7 +243,7 @@ class DramArena(MappedVolume):
         try:
             self._map.close()
         except BufferError:
-            self._counters.add("arena_closed_with_views_total")
+            self._counters.add(volumes_metrics.ARENA_CLOSED_WITH_VIEWS)
             _log.warning("arena %s: closed while views of it are held; their memory goes with them", self.volume_id)
 
 

@@ -50,7 +50,7 @@ class VolumeUsage:
     blocks: int
 
 
-class Vacancy(NamedTuple):
+class ReclaimableSpan(NamedTuple):
     """Adjacent room that slots of another size could have, were those free that lie in it."""
 
     offset: int
@@ -77,7 +77,7 @@ class Volume(ABC):
         """Gives slots back. A slot freed twice or of an old generation is an ``Internal`` error: never ignored."""
 
     @abstractmethod
-    def room_plan(
+    def plan_eviction(
         self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
     ) -> list[BlockKey] | None:
         """Which blocks would have to leave so that ``allocate(shape, count)`` succeeds.
@@ -88,7 +88,7 @@ class Volume(ABC):
         """
 
     @abstractmethod
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+    def reclaimable_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
         """Where room for at least one more block of a shape could be made by freeing all slots of other sizes that lie there.
 
         ``cold`` are held slots whose blocks may well leave. The most promising first: by turns those filled last,
@@ -96,7 +96,7 @@ class Volume(ABC):
         """
 
     @abstractmethod
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+    def slots_in(self, span: ReclaimableSpan) -> list[Slot]:
         """The slots given out there now. Once all are free, ``allocate`` finds room."""
 
     @abstractmethod

@@ -31,6 +31,7 @@ from typing import Self
 
 from kvstore.core.errors import Unavailable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import transport as transport_metrics
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class WatchedServer:
             Unavailable: the server is hung.
         """
         if self.hung:
-            self._counters.add("transport_peer_waits_refused_total")
+            self._counters.add(transport_metrics.PEER_WAITS_REFUSED)
             raise self.error()
 
     def error(self) -> Unavailable:
@@ -247,8 +248,8 @@ class WatchedServer:
             waits = list(self._waits.values()) if decision.hung else []
         if decision.hung:
             self._hung_since_s = now_s
-            self._counters.add("transport_peer_hung_total")
-            self._counters.add("transport_peer_waits_cut_total", len(waits))
+            self._counters.add(transport_metrics.PEER_HUNG)
+            self._counters.add(transport_metrics.PEER_WAITS_CUT, len(waits))
             log.warning("server stopped answering: %s (cancelled_calls=%d)", self.address, len(waits))
         for wait in waits:
             try:

@@ -26,6 +26,7 @@ from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import KEY_BYTES, SessionId
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
@@ -145,12 +146,12 @@ class ArenaServer:
         try:
             sock, _ = listener.accept()
         except OSError as error:  # the client has left, or no descriptors are left
-            self._counters.add("arena_accept_errors_total")
+            self._counters.add(volumes_metrics.ARENA_ACCEPT_ERRORS)
             limited.warning("arena connection not accepted: %s", error)
             time.sleep(0.01)  # the error may persist: avoid a busy loop
             return
         if len(self._clients) >= self._max_connections:
-            self._counters.add("arena_connections_refused_total")
+            self._counters.add(volumes_metrics.ARENA_CONNECTIONS_REFUSED)
             limited.warning("arena connection refused: too many (open=%d)", self._max_connections)
             sock.close()
             return
@@ -179,7 +180,7 @@ class ArenaServer:
         try:
             arena = self._on_connect(session) if session not in self._open else None
         except Exception:  # the thread must survive a bug in the callback
-            self._counters.add("arena_internal_errors_total")
+            self._counters.add(volumes_metrics.ARENA_INTERNAL_ERRORS)
             log.exception("arena session check failed")
             arena = None
         if arena is None:
@@ -195,7 +196,7 @@ class ArenaServer:
             self._end(client, selector)
 
     def _refuse(self, client: _ArenaClient, selector: selectors.BaseSelector, why: str) -> None:
-        self._counters.add("arena_connections_refused_total")
+        self._counters.add(volumes_metrics.ARENA_CONNECTIONS_REFUSED)
         limited.warning("arena connection refused: %s", why)
         with contextlib.suppress(OSError):
             client.sock.send(_REPLY.pack(_MAGIC, 0, 0))
@@ -217,7 +218,7 @@ class ArenaServer:
             try:
                 self._on_close(client.session)
             except Exception:  # the thread must survive a bug in the callback
-                self._counters.add("arena_internal_errors_total")
+                self._counters.add(volumes_metrics.ARENA_INTERNAL_ERRORS)
                 log.exception("arena session end not handled")
 
 

@@ -1,1 +1,1 @@
-"""What the documentation site is made of beside the pages in ``docs``: parts of other files, and tables made from the code."""
+"""Parts of the documentation site other than pages: includes of other files, diagrams, and tables generated from the code."""

@@ -1,4 +1,4 @@
-"""The command line, from the parsers that it is read by."""
+"""The command line reference, from the parsers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.cli.app import root
 
 
 def pages() -> str:
-    """A section for each command, those below others included."""
+    """Write a section per command and subcommand."""
     context = click.Context(root, info_name="kvstore")
     return "\n".join(_section(context))
 
@@ -36,7 +36,7 @@ def _section(context: click.Context) -> Iterator[str]:
 
 
 def _help(text: str) -> Iterator[str]:
-    """Paragraphs; those with indented lines are a heading and code."""
+    """Convert help text: an indented paragraph is an example with a heading."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         lines = paragraph.split("\n")
         first = next((number for number, line in enumerate(lines) if line.startswith("  ")), len(lines))

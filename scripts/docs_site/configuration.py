@@ -17,7 +17,7 @@ _HEADING = ("setting", "default", "what it does")
 
 
 def pages() -> str:
-    """A table for each section. A section that is in several (``tls``) stands in each, as its names are others there."""
+    """Write a table per section. A shared section (``tls``) appears in each of its parents, since its names differ."""
     shown = {leaf.key: leaf.text for leaf in leaves(Config(), {})}
     top = [_row(name, field, shown) for name, field in Config.model_fields.items() if not _is_section(field)]
     return "\n".join([table(_HEADING, top), *_sections(Config, "", shown)])

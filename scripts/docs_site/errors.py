@@ -1,4 +1,4 @@
-"""The error tree, with the one table of what it looks like from outside."""
+"""The error tree, with gRPC and HTTP status of each kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.core.status import ERROR_CLASSES, STATUS
 
 
 def pages() -> str:
-    """The tree as its module draws it, and a line for each kind."""
+    """Write the tree from the module's docstring, and a line per kind."""
     tree = inspect.cleandoc(errors.__doc__ or "").partition("::\n\n")[2].partition("\n\n``kind``")[0]
     rows = [
         (

@@ -1,8 +1,7 @@
 """Parts of other files of the repository in pages of the site, so that nothing is written twice.
 
-A page says ``<!-- include: FILE -->`` for a whole file, or ``<!-- include: FILE ## Heading -->`` for what stands below a heading.
-Links are made to fit the place where the text now stands: to the page that shows the file which a link names, to images, and
-where the site does not show the file, its path is named.
+``<!-- include: FILE -->`` includes a file, ``<!-- include: FILE ## Heading -->`` the section below a heading. Links in the
+included text are rewritten: to the page that shows the linked file, or to the image. If no page shows a file, its path is shown.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from docs_site.markdown import outside_fences
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 DOCS: Final = REPOSITORY / "docs"
 FIGURES: Final = "figures"
-"""Where images from outside of ``docs`` lie in the site."""
+"""Folder of the site for images from outside of ``docs``."""
 UNRUN: Final = "Checked, not run"
-"""Stands above commands of included text: tests know that they exist, and do not run them."""
+"""Title of included commands that tests parse but do not run."""
 DIRECTIVE: Final = re.compile(r"^<!-- include: (?P<file>\S+?)(?: (?P<heading>#+ .+?))? -->$", re.MULTILINE)
 _HEADING: Final = re.compile(r"(#+) (.+)")
 _LINK: Final = re.compile(
@@ -33,14 +32,14 @@ _BARE_FENCE: Final = re.compile(r"^```(sh|python|toml)$", re.MULTILINE)
 
 
 def section(text: str, heading: str) -> str:
-    """What stands below a heading, up to the next one that is not below it.
+    """Return the text below a heading, up to the next heading of its level or above.
 
     Args:
-        text: of a file.
-        heading: with its marks: ``## Taking a node out``.
+        text: a Markdown file.
+        heading: with its marks: ``## Draining a node``.
 
     Raises:
-        LookupError: there is no such heading.
+        LookupError: the heading does not exist.
     """
     depth = len(heading) - len(heading.lstrip("#"))
     found: list[str] | None = None
@@ -58,23 +57,23 @@ def section(text: str, heading: str) -> str:
 
 
 def sources(page: Path) -> Iterator[tuple[PurePosixPath, str]]:
-    """Files that a page includes, with the text that it takes of each."""
+    """Yield the files that a page includes, with the included text."""
     for found in DIRECTIVE.finditer(page.read_text(encoding="utf-8")):
         yield PurePosixPath(found["file"]), taken(found)
 
 
 def taken(directive: re.Match[str]) -> str:
-    """The text that a directive names.
+    """Return the text that a directive includes.
 
     Raises:
-        FileNotFoundError, LookupError: there is no such file, or no such heading in it.
+        FileNotFoundError, LookupError: the file or its heading does not exist.
     """
     text = (REPOSITORY / directive["file"]).read_text(encoding="utf-8")
     return text if directive["heading"] is None else section(text, directive["heading"])
 
 
 def whole_files() -> dict[PurePosixPath, PurePosixPath]:
-    """Files that are shown whole -> the pages, below ``docs``, that show them."""
+    """Map each completely included file to the page, below ``docs``, that shows it."""
     return {
         PurePosixPath(found["file"]): PurePosixPath(page.relative_to(DOCS).as_posix())
         for page in sorted(DOCS.rglob("*.md"))
@@ -84,18 +83,18 @@ def whole_files() -> dict[PurePosixPath, PurePosixPath]:
 
 
 def figures() -> dict[str, Path]:
-    """Images outside of ``docs`` that pages may show: place in the site -> file."""
+    """Map site paths to images outside of ``docs``."""
     results = REPOSITORY / "benchmarks" / "results"
     return {f"{FIGURES}/{path.relative_to(results).as_posix()}": path for path in sorted(results.rglob("*.png"))}
 
 
 def expand(markdown: str, page: PurePosixPath, needs: str = "") -> str:
-    """A page with all that it includes, and with links that fit.
+    """Expand the includes of a page and rewrite their links.
 
     Args:
-        markdown: as the page is written.
+        markdown: source of the page.
         page: its path below ``docs``.
-        needs: what commands of included text need to run, for a note below the title; empty: no note.
+        needs: requirements of the included commands, for a note below the title; empty: no note.
     """
     shown = whole_files()
 
@@ -114,7 +113,7 @@ def expand(markdown: str, page: PurePosixPath, needs: str = "") -> str:
 
 
 def note(needs: str) -> str:
-    """What a page of included commands says of them."""
+    """Return the note about included commands."""
     return (
         '!!! note "Commands on this page are checked, not run"\n'
         f"    They need {needs}. Tests hold every `kvstore` command, flag and setting shown to those that exist.\n"
@@ -122,7 +121,7 @@ def note(needs: str) -> str:
 
 
 def relinked(text: str, source: PurePosixPath, page: PurePosixPath, shown: Mapping[PurePosixPath, PurePosixPath]) -> str:
-    """Text of ``source`` with links that fit ``page``. Paths: of the repository, and below ``docs``."""
+    """Rewrite the links of ``source`` (a path in the repository) for ``page`` (a path below ``docs``)."""
     return _LINK.sub(partial(_relink, source, page, shown), text)
 
 
@@ -132,7 +131,7 @@ def _relink(source: PurePosixPath, page: PurePosixPath, shown: Mapping[PurePosix
     place, mark, anchor = link["target"].partition("#")
     path = PurePosixPath(os.path.normpath(source.parent / place))
     if not (REPOSITORY / path).exists():
-        raise FileNotFoundError(f"{source} links to {link['target']}, which is not there")
+        raise FileNotFoundError(f"{source} links to {link['target']}, which does not exist")
     if path.parts[0] == "docs":
         target = path.relative_to("docs")
     elif path in shown:

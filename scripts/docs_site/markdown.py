@@ -1,4 +1,4 @@
-"""Markdown made and read: tables, text that is meant literally, fenced blocks."""
+"""Write tables and literal text in Markdown, and read fenced blocks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Fence:
     """A fenced block.
 
     Attributes:
-        language: the first word behind the ticks.
-        title: what stands above it; empty: nothing does.
-        text: what is in it, with a line break at its end.
+        language: the first word after the ticks.
+        title: the caption; empty if there is none.
+        text: the content, with a final line break.
         line: number of its first line in the file, from 1.
     """
 
@@ -32,7 +32,7 @@ class Fence:
 
 
 def plain(text: str) -> str:
-    """Text as it is, on one line: nothing in it is markup but code in backticks and emphasis."""
+    """Escape text on one line, except code in backticks and emphasis."""
     return "".join(
         (part if part[0] == "*" else code(part.strip("`"))) if number % 2 else _SPECIAL.sub(r"\\\1", part)
         for number, part in enumerate(_MARKUP.split(" ".join(text.split())))
@@ -40,27 +40,27 @@ def plain(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Text as code in a line or a cell."""
+    """Format text as code in a line or a cell."""
     ticks = "``" if "`" in text else "`"
     return f"{ticks}{text}{ticks}".replace("|", "\\|") if text else ""
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are markup already."""
+    """Format a table. Cells are Markdown."""
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
 def fenced(text: str, language: str = "text") -> str:
-    """A block of code."""
+    """Format a block of code."""
     return f"```{language}\n{text.rstrip()}\n```\n"
 
 
 def fences(text: str) -> Iterator[Fence]:
-    """The fenced blocks of a page, in their order.
+    """Yield the fenced blocks of a page, in order.
 
     Raises:
-        ValueError: one has no end.
+        ValueError: a block is not closed.
     """
     lines = iter(enumerate(text.splitlines(), start=1))
     for number, line in lines:
@@ -73,14 +73,14 @@ def fences(text: str) -> Iterator[Fence]:
                 break
             inside.append(following.removeprefix(opened["indent"]))
         else:
-            raise ValueError(f"line {number}: a fenced block without an end")
+            raise ValueError(f"line {number}: the fenced block is not closed")
         language, _, rest = opened["info"].strip().partition(" ")
         title = _TITLE.search(rest)
         yield Fence(language, title[1] if title else "", "".join(f"{each}\n" for each in inside), number)
 
 
 def outside_fences(text: str) -> Iterator[tuple[str, bool]]:
-    """Each line with its line break, and whether it stands outside of fenced blocks."""
+    """Yield each line, and whether it is outside of fenced blocks."""
     ticks = ""
     for line in text.splitlines(keepends=True):
         opened = _FENCE.fullmatch(line.rstrip())

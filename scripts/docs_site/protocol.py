@@ -24,15 +24,15 @@ from docs_site.markdown import code, plain, table
 _PROTO: Final = REPOSITORY / "proto"
 _SYNTAX, _MESSAGE, _ENUM, _SERVICE = (12,), 4, 5, 6
 _FIELD, _NESTED, _VALUE, _METHOD = 2, 3, 2, 2
-"""Numbers of fields in descriptors, of which the paths of comments are made."""
+"""Field numbers of descriptors, which form the paths of comments."""
 Comments = dict[tuple[int, ...], str]
 
 
 def pages() -> str:
-    """A part for each file: services, then messages and enums in their order.
+    """Write a part per file: services, then messages and enums in order.
 
     Raises:
-        ChildProcessError: the compiler refuses the files.
+        ChildProcessError: the compiler rejects the files.
     """
     return "\n".join(part for file in _files() for part in _file(file))
 
@@ -43,7 +43,7 @@ def _files() -> list[FileDescriptorProto]:
         made = Path(scratch) / "set"
         known = [f"-I{_PROTO}", f"-I{files('grpc_tools') / '_proto'}"]
         if protoc.main(["protoc", *known, f"--descriptor_set_out={made}", "--include_source_info", *sources]) != 0:
-            raise ChildProcessError("protoc refuses the proto files")
+            raise ChildProcessError("protoc rejects the proto files")
         return list(FileDescriptorSet.FromString(made.read_bytes()).file)
 
 

@@ -1,4 +1,4 @@
-"""The Python packages: which names are public, each for mkdocstrings to describe from its docstring."""
+"""The public names of the Python packages, for mkdocstrings."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ BESIDE = {
     "kvclient.device": ("DeviceCopier", "PagedCache", "DeviceBlocks", "PinReport"),
     "kvclient.hbm": ("HbmPool",),
 }
-"""What engines use of modules that ``import kvclient`` leaves alone."""
+"""Public modules that ``import kvclient`` does not load."""
 
 
 def client() -> str:
-    """All public names of ``kvclient``, in the order in which a reader meets them."""
+    """Write all public names of ``kvclient``, in reading order."""
     return _described((f"kvclient.{name}" for name in kvclient.__all__), level=2)
 
 
 def beside() -> str:
-    """What is imported from other modules."""
+    """Write the public names of the modules that are imported by name."""
     return "\n".join(
         f"## {module}\n\n{_described((f'{module}.{name}' for name in names), level=3)}" for module, names in BESIDE.items()
     )

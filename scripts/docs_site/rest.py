@@ -1,4 +1,4 @@
-"""The admin server's HTTP interface, from its OpenAPI document."""
+"""The REST reference, from the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Json = dict[str, Any]
 
 
 def pages() -> str:
-    """A section for each operation, by tag, and one for each shape."""
+    """Write a section per operation, by tag, and one per schema."""
     document = asyncio.run(_document())
     return "\n".join([str(document["info"]["description"]), *_operations(document), "## Shapes\n", *_shapes(document)])
 
 
 async def _document() -> Json:
-    """What a server answers; nobody else is asked for it."""
+    """Create the OpenAPI document without a running server."""
     config, counters = AdminConfig(), Counters()
     rpc = StoreRpc(config.endpoint, counters)
     try:
@@ -103,7 +103,7 @@ def _shapes(document: Json) -> Iterator[str]:
 
 
 def _kind(schema: Json) -> str:
-    """A schema in a cell: the shape's name with a link, or what JSON calls it."""
+    """Format a schema in a cell: a link to its section, or its JSON type."""
     if "$ref" in schema:
         name = str(schema["$ref"]).rpartition("/")[2]
         return f"[{name}](#{name.lower()})"

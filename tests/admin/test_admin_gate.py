@@ -28,7 +28,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc import http_server
-from kvstore.rpc.auth.tokens import Role, Tokens, Watched
+from kvstore.rpc.auth.tokens import AccessRole, TokenTable, WatchedFile
 from kvstore.rpc.auth.tokens import tokens_file as watched
 
 ALICE, BOB = "operators-token-1", "readers-token-2-x"
@@ -38,7 +38,7 @@ NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_s=0.5)
 
 @asynccontextmanager
 async def served(
-    config: AdminConfig = NOBODY, tokens: Watched[Tokens] | None = None
+    config: AdminConfig = NOBODY, tokens: WatchedFile[TokenTable] | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Counters]]:
     counters = Counters()
     rpc = StoreRpc(config.endpoint, counters)
@@ -56,7 +56,7 @@ def tokens_file(folder: Path, text: str) -> Path:
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Watched[Tokens]:
+def tokens(tmp_path: Path) -> WatchedFile[TokenTable]:
     return watched(tokens_file(tmp_path, f"# who\noperator alice {ALICE}\n\n  read bob   {BOB}\n"))
 
 
@@ -70,11 +70,11 @@ def problem(answer: httpx.Response, status: int, kind: str) -> Any:
     return body
 
 
-def test_tokens_stand_for_people(tokens: Watched[Tokens]) -> None:
+def test_tokens_stand_for_people(tokens: WatchedFile[TokenTable]) -> None:
     alice, bob = tokens.get().caller(ALICE), tokens.get().caller(BOB)
     assert alice is not None
     assert bob is not None
-    assert (alice.name, alice.role, bob.name, bob.role) == ("alice", Role.OPERATOR, "bob", Role.READ)
+    assert (alice.name, alice.role, bob.name, bob.role) == ("alice", AccessRole.OPERATOR, "bob", AccessRole.READ)
     for nobodys in ("", ALICE[:-1], ALICE + "x", ALICE.upper(), "\udc80"):
         assert tokens.get().caller(nobodys) is None
 
@@ -110,7 +110,7 @@ def test_whatever_is_no_file_of_tokens_is_refused_at_once(tmp_path: Path) -> Non
     folder.mkdir()
     with huge.open("wb") as file:
         file.truncate(1 << 40)
-    for path, why in ((pipe, "no regular file"), (folder, "no regular file"), (Path("/dev/zero"), "no regular file"),
+    for path, why in ((pipe, "not a regular file"), (folder, "not a regular file"), (Path("/dev/zero"), "not a regular file"),
                       (huge, "too long")):  # fmt: skip
         with pytest.raises(InvalidArgument, match=why):
             watched(path)
@@ -132,7 +132,7 @@ def test_doors_beyond_this_host_take_tokens_and_tls(tmp_path: Path) -> None:
             AdminConfig(**wrong)  # type: ignore[arg-type]
 
 
-async def test_roles(tokens: Watched[Tokens], caplog: pytest.LogCaptureFixture) -> None:
+async def test_roles(tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     change = {"url": "/v1/path-policy", "json": {"policy": "split"}}
     async with served(tokens=tokens) as (client, counters):
@@ -205,7 +205,7 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def listening(
-    tokens: Watched[Tokens], config: AdminConfig
+    tokens: WatchedFile[TokenTable], config: AdminConfig
 ) -> AsyncIterator[tuple[str, int, Callable[[str], Awaitable[int]], Counters]]:
     """A server on a real port; asks it for a path as the one who reads."""
     counters = Counters()
@@ -249,7 +249,7 @@ async def still(counters: Counters) -> None:
         await asyncio.sleep(0.2)
 
 
-async def test_who_reads_no_answers_takes_no_places(tokens: Watched[Tokens]) -> None:
+async def test_who_reads_no_answers_takes_no_places(tokens: WatchedFile[TokenTable]) -> None:
     async with listening(tokens, replace(NOBODY, max_inflight=2)) as (host, port, ask, counters):
         refused = [deaf(host, port, "/v1/nodes") for _ in range(4)]
         await still(counters)
@@ -261,7 +261,7 @@ async def test_who_reads_no_answers_takes_no_places(tokens: Watched[Tokens]) -> 
             sock.close()
 
 
-async def test_who_takes_nothing_of_an_answer_is_left(tokens: Watched[Tokens], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_takes_nothing_of_an_answer_is_left(tokens: WatchedFile[TokenTable], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.admin.middleware.TAKE_S", 0.1)
     async with listening(tokens, NOBODY) as (host, port, ask, counters):
         socks = [deaf(host, port, path) for path in ("/v1/nodes", "/v1/openapi.json")]
@@ -277,7 +277,7 @@ async def test_who_takes_nothing_of_an_answer_is_left(tokens: Watched[Tokens], m
 
 
 async def test_refused_changes_leave_a_line(
-    tokens: Watched[Tokens], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.admin.middleware._limited", LimitedLog(logging.getLogger("kvstore.admin.middleware")))
     async with served(tokens=tokens) as (client, _):

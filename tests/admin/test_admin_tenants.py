@@ -18,7 +18,7 @@ from kvstore.cli.app import root
 from kvstore.core.types import NamespaceId
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.retention.settings_store import OrdersFile, Rule
+from kvstore.metadata.retention.settings_store import RuleSetting, SettingsStore
 from support.wait import wait_until
 
 WAIT_S = 30.0
@@ -198,9 +198,9 @@ def test_what_nobody_uses_leaves_and_what_is_pinned_stays(store: Store) -> None:
 
 def test_a_rule_of_what_the_index_has_forgotten_is_listed_and_lifted(store: Store) -> None:
     """As after an index made anew in which nobody has opened the namespace yet."""
-    http, orders = store.http, OrdersFile(MetadataConfig(index_path=store.cluster.index_path).orders_path)
+    http, orders = store.http, SettingsStore(MetadataConfig(index_path=store.cluster.index_path).orders_path)
     gone, path = "ab" * 16, f"/v1/namespaces/{'ab' * 16}/rule"
-    orders.change(lambda known: known.with_rule(NamespaceId(bytes.fromhex(gone)), Rule(60_000, True)))
+    orders.change(lambda known: known.with_rule(NamespaceId(bytes.fromhex(gone)), RuleSetting(60_000, True)))
     rule = {"namespace_id": gone, "ttl_s": 60.0, "pinned": True}
     assert rule in http.get("/v1/rules")["items"]
     assert http.get(path) == rule

@@ -351,7 +351,7 @@ def test_up_on_a_taken_address_names_it_and_quotes_no_earlier_run(tmp_path: Path
     assert done.stderr.startswith("Error: metadata ended at start with code 1: ")
     port = int(address.rpartition(":")[2])
     first = done.stderr.splitlines()[0]
-    assert f"port {port} of 127.0.0.1 is in use: `kvstore status` shows whether another store runs here" in first
+    assert f"port {port} of 127.0.0.1 is in use; `kvstore status` shows whether another store runs here" in first
     assert "--set metadata.listen=127.0.0.1:" in first
     assert "earlier run" not in done.stderr
     assert ".cc:" not in done.stderr

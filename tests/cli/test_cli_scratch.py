@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.embedded.temp_dirs import ScratchFolder, sweep
+from kvstore.embedded.temp_dirs import TempDir, sweep
 
 OWNER = """
 import sys
@@ -38,7 +38,7 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path, prefix: str
         assert (left / "volume" / "slab.kv").exists()
         process.kill()
         process.wait(30)
-    folder = ScratchFolder(prefix, tmp_path)
+    folder = TempDir(prefix, tmp_path)
     assert not left.exists()
     assert sweep(tmp_path) == [], "this process lives"
     folder.close()

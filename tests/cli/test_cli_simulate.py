@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from kvstore.cli.app import root
 from kvstore.core.errors import Unsupported
-from kvstore.simulate import plot
+from kvstore.simulate.reports import plot
 
 SMALL = ["simulate", "--model", "ds-27b", "--profile", "agentic-32k", "--agents", "24", "--every", "24"]
 

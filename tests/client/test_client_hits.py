@@ -20,7 +20,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, Outcome, Tier
 from kvstore.lab.accounting_check import check_accounts
-from kvstore.observe.metric_definitions import MISS_REASONS, PATHS
+from kvstore.observe.metric_definitions.label_values import MISS_REASONS, PATHS
 
 MakeClient = Callable[..., KVClient]
 BLOCK_TOKENS = 16

@@ -35,7 +35,7 @@ from certificates import CertificateFiles, make_certificates
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.cli.app import root
 from kvstore.embedded.children import Children
-from kvstore.embedded.temp_dirs import ScratchFolder
+from kvstore.embedded.temp_dirs import TempDir
 from support.ports import free_ports
 from support.wait import wait_until
 
@@ -96,7 +96,7 @@ class ThreeHosts:
 
     def __init__(self, folder: Path, disks: Mapping[int, Path] | None = None) -> None:
         self._disks = dict(disks or {})
-        self._run = ScratchFolder("kvs-", Path("/tmp"))  # unix socket paths are short
+        self._run = TempDir("kvs-", Path("/tmp"))  # unix socket paths are short
         self._desk = folder / "desk"
         self.files: CertificateFiles = make_certificates(self._desk)
         self._ports = dict(zip(PORTS, map(str, free_ports(len(PORTS), [f"127.0.0.{number}" for number in HOSTS])), strict=True))

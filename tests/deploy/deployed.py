@@ -1,4 +1,4 @@
-"""What the files of deploy/ start, read out of them: environments, arguments, addresses, and what our own code makes of these."""
+"""The daemons that the files of deploy/ start: environments, arguments, addresses, and the resolved configuration."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
 SYSTEMD = DEPLOY / "systemd"
 DAEMONS = ("metadata", "node", "router", "admin")
 NOT_SETTINGS = {f"{ENVIRONMENT_PREFIX}DATA_DIR", f"{ENVIRONMENT_PREFIX}CONFIG"}
-"""Names of ours that do not nest. Anything else without two underscores is looked at by nobody."""
+"""Our environment variables without two underscores. Any other such variable is an error."""
 
 
 @dataclass(frozen=True)
 class Daemon:
-    """One daemon as a file starts it."""
+    """A daemon that a file starts."""
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
-    """As the process sees it, the image's own included."""
+    """Environment of the process, including the image's."""
     health: tuple[str, ...] = ()
-    """Arguments of ``kvstore`` that ask it whether it serves."""
+    """Arguments of the health check."""
     folders: tuple[str, ...] = ()
-    """Where it may write."""
+    """Writable folders."""
     secrets: tuple[str, ...] = ()
-    """What it finds there and may only read: files, or folders of them."""
+    """Read-only files and folders."""
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Config:
-        """What is in force. Raises what the command line would."""
+        """Resolve the configuration. Raises the errors of the command line."""
         return resolve(self.arguments, self.environment)
 
     @property
     def grace_ms(self) -> int:
-        """How long its end in order may take."""
+        """Time that the daemon has to stop."""
         settled, _ = settle(self.config, {})
         return int(getattr(settled, self.arguments[0]).stop_grace)
 
@@ -70,14 +70,14 @@ class Daemon:
 
 
 def resolve(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
-    """The configuration of a ``kvstore`` command, by the command line's own code; the daemons' own checks included.
+    """Resolve the configuration of a ``kvstore`` command with the code of the command line and the daemons' checks.
 
     Raises:
-        click.UsageError, KVStoreError: a command, flag, setting or value that does not exist, or cannot be meant.
+        click.UsageError, KVStoreError: a command, flag, setting or value that does not exist or is invalid.
     """
     for name in environment:
         if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name and name not in NOT_SETTINGS:
-            raise click.UsageError(f"nobody looks at {name}: two underscores nest")
+            raise click.UsageError(f"no setting has the name {name}: two underscores nest")
     command, flags = parse(arguments)
     config, _ = load_config(None, environment, flags, default_files=())
     checks: dict[str, Callable[[Config], object]] = {
@@ -92,10 +92,10 @@ def resolve(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, list[Setting]]:
-    """The command that ``kvstore ARGUMENTS`` is, and the settings that its flags give, without running it.
+    """Parse ``kvstore ARGUMENTS`` without running it. Returns the command and the settings of its flags.
 
     Raises:
-        click.UsageError: there is no such command or flag.
+        click.UsageError: the command or flag does not exist.
     """
     command: click.Command = root
     context = command.make_context("kvstore", list(arguments))
@@ -114,7 +114,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, list[Setting]]:
 # ---------------------------------------------------------------- the image
 @dataclass(frozen=True)
 class Image:
-    """The last stage of the Dockerfile, and what all of them copy."""
+    """The last stage of the Dockerfile, and the files that all stages copy."""
 
     instructions: tuple[tuple[str, str], ...]
 
@@ -140,7 +140,7 @@ def image() -> tuple[Image, Image]:
 
 # ---------------------------------------------------------------- compose
 def compose(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The compose file, with its variables replaced as compose does: by ``variables``, else by their defaults."""
+    """The compose file with its variables replaced by ``variables`` or their defaults, like compose does."""
 
     def replaced(match: re.Match[str]) -> str:
         return (variables or {}).get(match[1], match[2])
@@ -193,7 +193,7 @@ def unit(path: Path) -> dict[str, list[str]]:
 
 
 def environment_file(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """What an environment file sets, and what it shows in comments."""
+    """Variables that an environment file sets, and those that it shows in comments."""
     lines = path.read_text().splitlines()
     live = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     shown = dict(line[2:].split("=", 1) for line in lines if re.match(rf"# {ENVIRONMENT_PREFIX}\w+=", line))
@@ -223,7 +223,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def rendered(example: str, *arguments: str) -> list[dict[str, Any]]:
-    """What Helm makes of the chart with an example's values. Not to be changed: it is remembered."""
+    """Render the chart with an example's values. The result is cached: do not change it."""
     values = str(CHART / "examples" / f"{example}.yaml")
     done = helm("template", "kv", str(CHART), "--namespace", "store", "--values", values, *arguments)
     assert done.returncode == 0, done.stderr
@@ -231,12 +231,12 @@ def rendered(example: str, *arguments: str) -> list[dict[str, Any]]:
 
 
 def pods(documents: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that start pods."""
+    """Manifests that start pods."""
     return [document for document in documents if "template" in document.get("spec", {})]
 
 
 def chart_daemon(workload: Mapping[str, Any]) -> Daemon:
-    """The daemon of a workload. What Kubernetes fills in of its pod is made up."""
+    """The daemon of a workload, with invented values for fields that Kubernetes fills in."""
     _, last = image()
     spec = workload["spec"]["template"]["spec"]
     (container,) = spec["containers"]

@@ -69,7 +69,7 @@ def filled(expression: str) -> str:
 # ---------------------------------------------------------------- what a scrape shows
 @dataclass(frozen=True)
 class Selector:
-    """A metric with its label matchers, as an expression asks for it."""
+    """A metric with the label matchers of an expression."""
 
     name: str
     matchers: tuple[tuple[str, str, str], ...] = ()
@@ -80,7 +80,7 @@ class Selector:
 
 
 def selectors(expression: str) -> list[Selector]:
-    """All that an expression asks for."""
+    """All series that an expression selects."""
     return [
         Selector(name, tuple(MATCHER.fullmatch(one).groups() for one in matchers.split(",") if one))  # type: ignore[union-attr,misc]
         for name, matchers, _ in SELECTOR.findall(filled(expression))
@@ -102,7 +102,7 @@ class Series:
 
 
 def scraped(address: str) -> list[Series]:
-    """What ``/metrics`` shows at ``host:port``; Prometheus adds ``instance``."""
+    """Scrape ``/metrics`` at ``host:port``. Prometheus adds ``instance``."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     return [

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm itself: its examples are valid for Kubernetes, and values that cannot work are refused."""
+"""The Helm chart, rendered by Helm: its examples are valid for Kubernetes, and invalid values are refused."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="require
 pytestmark = pytest.mark.skipif(not HELM.exists(), reason="no helm beside this Python: scripts/fetch_helm.py")
 
 KUBERNETES = ("1.27", "1.37")
-"""The oldest that the chart says it takes, and the newest whose schemas there are."""
+"""The oldest version that the chart accepts, and the newest with published schemas."""
 OPERATOR = "monitoring.coreos.com/v1"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_helm_finds_nothing_to_say(example: str) -> None:
+def test_helm_lint_finds_nothing(example: str) -> None:
     done = helm("lint", "--strict", str(CHART), "--values", str(CHART / "examples" / f"{example}.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -36,7 +36,7 @@ def test_manifests_are_valid_for_kubernetes(example: str) -> None:
             kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_the_validation_finds_what_is_wrong() -> None:
+def test_validation_wrong_manifest_is_found() -> None:
     (metadata,) = (copy.deepcopy(one) for one in rendered("plain") if one["kind"] == "StatefulSet")
     container = metadata["spec"]["template"]["spec"]["containers"][0]
     container["readinesProbe"] = container.pop("readinessProbe")
@@ -45,7 +45,7 @@ def test_the_validation_finds_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_what_selects_pods_selects_some(example: str) -> None:
+def test_selectors_match_pods(example: str) -> None:
     documents = rendered(example)
     labels = [one["spec"]["template"]["metadata"]["labels"] for one in pods(documents)]
     for document in documents:
@@ -67,7 +67,7 @@ def test_what_selects_pods_selects_some(example: str) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_pods_may_no_more_than_they_need(example: str) -> None:
+def test_pods_have_minimal_rights(example: str) -> None:
     for workload in pods(rendered(example)):
         pod = workload["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is False
@@ -84,7 +84,7 @@ def test_pods_may_no_more_than_they_need(example: str) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_a_node_has_room_for_its_arena_and_time_to_stop(example: str) -> None:
+def test_chart_node_memory_and_stop_time_suffice(example: str) -> None:
     for workload in pods(rendered(example)):
         pod = workload["spec"]["template"]["spec"]
         if workload["kind"] != "DaemonSet":
@@ -123,7 +123,7 @@ def test_chart_memory_overhead_and_block_size_are_heeded() -> None:
     assert limits == ["8192Mi", f"{4096 + -(-sized // (1 << 20))}Mi"]
 
 
-def test_the_claim_has_room_for_the_index() -> None:
+def test_chart_claim_holds_the_index() -> None:
     for example in EXAMPLES:
         (metadata,) = (one for one in rendered(example) if one["kind"] == "StatefulSet")
         (claim,) = metadata["spec"]["volumeClaimTemplates"]
@@ -148,7 +148,7 @@ def test_tls_reaches_every_process_and_its_probes() -> None:
             assert daemon.about["livenessProbe"]["exec"]["command"] == ["kvstore", "health", daemon.arguments[0]]
 
 
-def test_what_a_pool_does_not_say_is_as_all_have_it_and_settings_of_people_win() -> None:
+def test_chart_pool_inherits_and_settings_override() -> None:
     arguments = ("--set-string", "node.settings.node\\.policy=lru", "--set", "pools.all.settings.node\\.prefault=false")
     (node,) = (one for one in rendered("plain", *arguments) if one["kind"] == "DaemonSet")
     config = chart_daemon(node).config.node
@@ -159,8 +159,8 @@ def test_what_a_pool_does_not_say_is_as_all_have_it_and_settings_of_people_win()
 
 
 @pytest.mark.parametrize(("example", "limited"), [("plain", ["Ingress", "Egress"]), ("rdma", ["Ingress"])])
-def test_nobody_in_the_cluster_calls_an_admin_server_unless_it_is_said_who(example: str, limited: list[str]) -> None:
-    """Where nodes are on the hosts' network, labels do not find them, and it is to reach them all the same."""
+def test_chart_admin_server_admits_named_clients_only(example: str, limited: list[str]) -> None:
+    """Labels do not match nodes on the hosts' network, so the policy admits them by port."""
     documents = rendered(example, "--set", "admin.enabled=true", "--set", "admin.tokensSecretName=tokens")
     (workload,) = (one for one in pods(documents) if one["metadata"]["name"].endswith("-admin"))
     daemon = chart_daemon(workload)
@@ -193,14 +193,14 @@ def test_nobody_in_the_cluster_calls_an_admin_server_unless_it_is_said_who(examp
     ],
     ids=lambda value: "" if isinstance(value, str) else value[0],
 )
-def test_values_that_cannot_be_meant_are_refused(values: list[str], said: str) -> None:
+def test_chart_invalid_values_are_refused(values: list[str], said: str) -> None:
     arguments = [part for value in values for part in ("--set", value)]
     done = helm("template", "kv", str(CHART), "--values", str(CHART / "examples" / "plain.yaml"), *arguments)
     assert done.returncode != 0
     assert said in done.stderr
 
 
-def test_the_chart_is_of_this_version_and_brings_the_files_beside_it() -> None:
+def test_chart_has_our_version_and_files() -> None:
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == kvstore.__version__
     documents = rendered("tls")
     by_kind = {one["kind"]: one for one in documents}

@@ -1,5 +1,5 @@
-"""The compose file's cluster as plain processes on this machine: the image's entry command and environment, the file's own
-arguments, ports and health checks. Names and folders alone are others: each service has its own loopback addresses and folder.
+"""The compose file's cluster as plain processes on this machine, with the image's entry command and environment and the file's
+arguments, ports and health checks. Host names and folders are replaced: each service has its own loopback address and folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore.embedded import children
 WAIT_S = 60.0
 ASK_S = 0.3
 SMALL = {"PREFILL_DRAM": "64MiB", "DECODE_DRAM": "64MiB", "STORAGE_DRAM": "64MiB", "STORAGE_NVME": "256MiB"}
-"""Variables of the file itself."""
+"""Variables of the file."""
 SPEC = CacheSpec(model="deployed", block_tokens=16, layers=4, layer_block_bytes=16 << 10)
 BLOCKS = 64
 TOKEN = "a-token-of-these-tests"
@@ -39,13 +39,13 @@ TOKEN = "a-token-of-these-tests"
 
 @dataclass
 class Places:
-    """Where names of the file lead to on this machine."""
+    """Local addresses of the names in the file."""
 
     addresses: dict[str, str]
     root: Path
 
     def of(self, daemon: Daemon) -> dict[str, str]:
-        """The environment of a service, led there. What says neither a name nor a folder stays as it is."""
+        """The environment of a service, with names and folders replaced."""
         found = {}
         for name, value in daemon.environment.items():
             own = self.addresses[f"{daemon.name}.storage" if name.endswith("STORAGE_LISTEN") else daemon.name]
@@ -67,7 +67,7 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """What the file's own health check says."""
+        """Run the file's health check."""
         return asked(self.daemon, self.environment)
 
 
@@ -103,19 +103,19 @@ def until_healthy(service: Service) -> None:
     while not service.healthy:
         assert service.process.poll() is None, service.log.read_text()
         assert time.monotonic() < deadline_s, service.log.read_text()
-        time.sleep(ASK_S)  # each time is a process, beside those that are starting
+        time.sleep(ASK_S)  # each check is a process
 
 
 @pytest.fixture
 def cluster() -> Iterator[dict[str, Service]]:
-    """All services of the file but the router, whose engines are others', in the order that it asks for."""
+    """All services of the file except the router, in the order of their dependencies."""
     daemons = {name: daemon for name, daemon in compose_daemons(SMALL).items() if daemon.arguments != ("router",)}
-    net = f"127.{random.randrange(64, 255)}.{random.randrange(1, 255)}"  # another test may run the same ports beside
+    net = f"127.{random.randrange(64, 255)}.{random.randrange(1, 255)}"  # another test may use the same ports
     names = [*daemons, *(f"{name}.storage" for name in daemons)]
     addresses = {name: f"{net}.{number}" for number, name in enumerate(names, 1)}
     services: dict[str, Service] = {}
     with ExitStack() as stack:
-        # a short path: those of unix sockets are limited
+        # paths of unix sockets must be short
         places = Places(addresses, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-"))))
         waiting = dict(daemons)
         while waiting:
@@ -130,7 +130,7 @@ def cluster() -> Iterator[dict[str, Service]]:
         yield services
 
 
-def test_what_prefill_stores_decode_loads_and_the_volume_keeps(cluster: dict[str, Service]) -> None:
+def test_compose_decode_loads_what_prefill_stored(cluster: dict[str, Service]) -> None:
     metadata = cluster["metadata"].environment["KVSTORE_METADATA__LISTEN"]
     sockets = {
         name: f"unix:{service.environment['KVSTORE_NODE__RUN_DIR']}/{name}.sock"
@@ -169,7 +169,7 @@ def test_what_prefill_stores_decode_loads_and_the_volume_keeps(cluster: dict[str
         urllib.request.urlopen(f"http://{address}/v1/nodes", timeout=WAIT_S)
 
     cluster["metadata"].process.send_signal(signal.SIGSTOP)
-    assert not cluster["admin"].healthy, "whom it asks does not answer"
+    assert not cluster["admin"].healthy, "its metadata server does not answer"
     cluster["metadata"].process.send_signal(signal.SIGCONT)
 
     nodes = [service for name, service in cluster.items() if name != "metadata"]
@@ -180,7 +180,7 @@ def test_what_prefill_stores_decode_loads_and_the_volume_keeps(cluster: dict[str
     assert not cluster["metadata"].healthy
 
 
-def test_hosts_of_the_file_are_three() -> None:
+def test_compose_has_three_hosts() -> None:
     roles = {name: daemon.config.node.roles for name, daemon in compose_daemons().items() if daemon.arguments == ("node",)}
     assert roles == {"prefill-1": ("prefill",), "decode-1": ("decode",), "storage-1": ("storage",)}
     assert set(compose()["services"]) >= {"metadata", "router", "prometheus", "grafana", *roles}

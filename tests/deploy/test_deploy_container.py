@@ -1,4 +1,4 @@
-"""The Dockerfile and the compose file, as far as they can be looked at without a container engine."""
+"""Checks of the Dockerfile and the compose file that need no container engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_bases_are_pinned_and_the_user_is_not_root() -> None:
     assert {"cpu", "cuda", "build"} <= names
 
 
-def test_what_is_copied_exists_and_reaches_the_builder() -> None:
+def test_dockerfile_copied_files_exist() -> None:
     whole, _ = image()
     ignored = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
     sent = {line[1:] for line in ignored if line.startswith("!")}
@@ -45,7 +45,7 @@ def test_what_is_copied_exists_and_reaches_the_builder() -> None:
     assert {package.split("/")[0] for package in packages} <= copied
 
 
-def test_what_is_installed_on_top_exists() -> None:
+def test_dockerfile_extras_exist() -> None:
     whole, _ = image()
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     hardware = (REPOSITORY / "requirements-hardware.txt").read_text()
@@ -57,7 +57,7 @@ def test_what_is_installed_on_top_exists() -> None:
             assert re.search(rf"^{package}==", hardware, re.MULTILINE)
 
 
-def test_the_compose_file_is_one() -> None:
+def test_compose_file_is_valid() -> None:
     compose_spec = pytest.importorskip("compose_spec", reason="requirements-deploy.txt is not installed")
     document = compose()
     compose_spec.PyCompose.from_json(json.dumps(document))
@@ -66,7 +66,7 @@ def test_the_compose_file_is_one() -> None:
         compose_spec.PyCompose.from_json(json.dumps(document))
 
 
-def test_services_may_no_more_than_they_need() -> None:
+def test_compose_services_have_minimal_rights() -> None:
     for name, service in compose()["services"].items():
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name

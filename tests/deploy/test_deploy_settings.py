@@ -1,4 +1,4 @@
-"""Every setting, flag, port, path and name in deploy/ is real: resolved by the code that the daemons themselves use."""
+"""Every setting, flag, port, path and name in deploy/ exists, resolved by the code of the daemons."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ READMES = (DEPLOY / "README.md", REPOSITORY / "README.md")
 
 
 def problems(daemon: Daemon) -> list[str]:
-    """What does not fit in what starts one daemon."""
+    """Contradictions in the start of one daemon."""
     config = daemon.config
     found = []
     if daemon.health[:2] != ("health", daemon.arguments[0]) or parse(daemon.health)[0] != "health":
@@ -77,7 +77,7 @@ def _within(place: Path | None, folders: tuple[str, ...]) -> bool:
 
 # ---------------------------------------------------------------- each kind of file
 @pytest.mark.parametrize("name", sorted(compose_daemons()))
-def test_services_of_the_compose_file_are_daemons_that_would_start(name: str) -> None:
+def test_compose_services_are_startable_daemons(name: str) -> None:
     daemon = compose_daemons()[name]
     assert problems(daemon) == []
     for published in daemon.about.get("ports", []):
@@ -87,7 +87,7 @@ def test_services_of_the_compose_file_are_daemons_that_would_start(name: str) ->
         assert int(inside) in daemon.listens.values()
 
 
-def test_names_in_the_compose_file_are_of_services_there() -> None:
+def test_compose_names_are_its_services() -> None:
     document, daemons = compose(), compose_daemons()
     reached = {name: {name} for name in daemons}
     for name, service in document["services"].items():
@@ -107,7 +107,7 @@ def test_names_in_the_compose_file_are_of_services_there() -> None:
         assert {secret.removeprefix("/run/secrets/") for secret in daemon.secrets} <= document.get("secrets", {}).keys()
 
 
-def test_prometheus_of_the_compose_file_asks_where_metrics_are_and_only_there() -> None:
+def test_compose_prometheus_scrapes_metrics_ports() -> None:
     text = (COMPOSE.parent / "prometheus.yml").read_text()
     live = yaml.safe_load(text)
     optional = yaml.safe_load(text.replace("\n  # - job", "\n  - job").replace("\n  #   ", "\n    "))
@@ -131,7 +131,7 @@ def test_prometheus_of_the_compose_file_asks_where_metrics_are_and_only_there() 
 
 
 @pytest.mark.parametrize("name", DAEMONS)
-def test_units_start_daemons_that_would_start(name: str) -> None:
+def test_units_are_startable_daemons(name: str) -> None:
     daemon = systemd_daemon(name)
     assert problems(daemon) == []
     live, shown = environment_file(SYSTEMD / f"{name}.env")
@@ -149,7 +149,7 @@ def test_units_start_daemons_that_would_start(name: str) -> None:
 
 @needs_helm
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_chart_starts_daemons_that_would_start_and_opens_their_ports(example: str) -> None:
+def test_chart_daemons_start_with_open_ports(example: str) -> None:
     documents = rendered(example)
     workloads = pods(documents)
     daemons = [chart_daemon(workload) for workload in workloads]
@@ -182,7 +182,7 @@ def test_the_chart_starts_daemons_that_would_start_and_opens_their_ports(example
             assert getattr(daemon.config, daemon.arguments[0]).metadata in servers
 
 
-def test_the_image_says_only_what_exists() -> None:
+def test_image_settings_exist() -> None:
     _, last = image()
     ours = {name: value for name, value in last.environment.items() if name.startswith("KVSTORE_")}
     config = resolve(["node"], ours)
@@ -194,7 +194,7 @@ def test_the_image_says_only_what_exists() -> None:
     assert {str(config.data_dir), str(config.node.run_dir)} == set(made[1].split())
 
 
-# ---------------------------------------------------------------- what people are told
+# ---------------------------------------------------------------- documentation
 def _commands(path: Path) -> list[list[str]]:
     blocks = re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL)
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
@@ -202,7 +202,7 @@ def _commands(path: Path) -> list[list[str]]:
 
 
 def _of(program: str, path: Path) -> list[list[str]]:
-    """Arguments of each call of a program, whatever stands before it (``docker compose exec``, ``sudo -u``)."""
+    """Arguments of each call of a program, after any prefix (``docker compose exec``, ``sudo -u``)."""
     found = []
     for words in _commands(path):
         places = [number for number, word in enumerate(words) if word in {program, f"/opt/kvstore/bin/{program}"}]
@@ -211,7 +211,7 @@ def _of(program: str, path: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", READMES, ids=["deploy", "root"])
-def test_commands_that_the_readme_tells_exist(path: Path) -> None:
+def test_readme_commands_exist(path: Path) -> None:
     told = _of("kvstore", path) + [words[3:] for words in _of("docker", path) if words[:1] == ["run"]]
     assert told
     for words in told:
@@ -229,7 +229,7 @@ def _exists(variable: str) -> bool:
     return True
 
 
-def test_files_that_the_readme_names_exist() -> None:
+def test_readme_files_exist() -> None:
     text = READMES[0].read_text()
     for place in re.findall(r"(?<![\w/])deploy/[A-Za-z0-9_./-]*[A-Za-z0-9_]", text):
         assert (REPOSITORY / place).exists(), place
@@ -241,7 +241,7 @@ def test_files_that_the_readme_names_exist() -> None:
 
 
 @needs_helm
-def test_helm_commands_that_the_readme_tells_work() -> None:
+def test_readme_helm_commands_work() -> None:
     told = [words for words in _of("helm", READMES[0]) if words[:1] in (["install"], ["upgrade"])]
     assert told
     for words in told:
@@ -251,7 +251,7 @@ def test_helm_commands_that_the_readme_tells_work() -> None:
         assert done.returncode == 0, (words, done.stderr)
 
 
-# ---------------------------------------------------------------- and a wrong one is found
+# ---------------------------------------------------------------- wrong ones are found
 @pytest.mark.parametrize(
     ("arguments", "environment"),
     [
@@ -268,7 +268,7 @@ def test_helm_commands_that_the_readme_tells_work() -> None:
         (["router"], {"KVSTORE_ROUTER__ENGINES": "ftp://a"}),
     ],
 )
-def test_what_does_not_exist_is_found(arguments: list[str], environment: dict[str, str]) -> None:
+def test_unknown_setting_is_found(arguments: list[str], environment: dict[str, str]) -> None:
     with pytest.raises((click.UsageError, KVStoreError)):
         resolve(arguments, environment)
 
@@ -282,6 +282,6 @@ def test_what_does_not_exist_is_found(arguments: list[str], environment: dict[st
         ({"KVSTORE_ADMIN__TOKENS_FILE": "/run/secrets/others"}, "nothing is mounted at /run/secrets/others"),
     ],
 )
-def test_what_does_not_fit_is_found(change: dict[str, str], problem: str) -> None:
+def test_contradiction_is_found(change: dict[str, str], problem: str) -> None:
     daemon = compose_daemons()["admin" if any("ADMIN" in name for name in change) else "storage-1"]
     assert any(problem in one for one in problems(replace(daemon, environment={**daemon.environment, **change})))

@@ -1,4 +1,4 @@
-"""systemd itself takes the units, finds them well locked in, and they give daemons what they need."""
+"""systemd accepts the units and rates them as well confined, and they give daemons the resources that they need."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvstore.config.sources import load_config
 from kvstore.config.values import parse_duration_ms
 
 KILLED_AFTER_MS = {"metadata": 10_000, "node": 30_000, "router": 5_000, "admin": 5_000}
-"""Beyond what a daemon gives itself for its end: a node closes its volumes."""
+"""Added to the stop time of a daemon: a node closes its volumes."""
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze on this machine")
 UNITS = sorted(path.name for path in SYSTEMD.glob("*.service"))
 
 
 @pytest.fixture
 def units(tmp_path: Path) -> Path:
-    """The units, with this Python in the place of the program that they would find installed."""
+    """The units, with this Python in place of the installed program."""
     for name in UNITS:
         text = (SYSTEMD / name).read_text()
         assert "ExecStart=/opt/kvstore/bin/kvstore " in text
@@ -33,7 +33,7 @@ def units(tmp_path: Path) -> Path:
 
 @needs_systemd
 @pytest.mark.parametrize("name", UNITS)
-def test_systemd_takes_the_unit(units: Path, name: str) -> None:
+def test_systemd_accepts_the_unit(units: Path, name: str) -> None:
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(units / name)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -41,7 +41,7 @@ def test_systemd_takes_the_unit(units: Path, name: str) -> None:
 
 
 @needs_systemd
-def test_systemd_finds_a_key_that_does_not_exist(units: Path) -> None:
+def test_systemd_unknown_key_is_found(units: Path) -> None:
     broken = units / UNITS[0]
     broken.write_text(broken.read_text().replace("NoNewPrivileges=", "NoNewPriviliges="))
     done = subprocess.run(
@@ -52,7 +52,7 @@ def test_systemd_finds_a_key_that_does_not_exist(units: Path) -> None:
 
 @needs_systemd
 @pytest.mark.parametrize("name", UNITS)
-def test_units_are_locked_in(units: Path, name: str) -> None:
+def test_units_are_confined(units: Path, name: str) -> None:
     shutil.rmtree(units / "kvstore-node.service.d")
     command = ["systemd-analyze", "security", "--offline=true", str(units / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -70,7 +70,7 @@ def test_daemons_have_files_memory_and_time(name: str) -> None:
         assert settings["LimitMEMLOCK"] == ["infinity"]
 
 
-def test_commands_on_a_host_know_what_its_daemons_know() -> None:
+def test_host_commands_use_daemon_configuration() -> None:
     config, _ = load_config(SYSTEMD / "kvstore.toml")
     admin, node = systemd_daemon("admin").config, systemd_daemon("node").config
     assert config.client.tls == admin.client.tls

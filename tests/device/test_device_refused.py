@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
-from kvclient.device.layouts import LayerPages, PagedCache
+from kvclient.device.layouts import CacheLayer, PagedCache
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_shared_memory_is_what_counting_the_bytes_says(
     kind = "split" if split else "pages"
     try:
         for layer in layers:
-            LayerPages(layer, kind)  # type: ignore[arg-type]
+            CacheLayer(layer, kind)  # type: ignore[arg-type]
     except InvalidArgument:
         return  # pages of one layer overlap already
     first, second = (

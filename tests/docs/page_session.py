@@ -29,7 +29,7 @@ from typing import Final, Self
 from docs_site.markdown import Fence, fences
 
 from kvstore.embedded.children import die_with_parent
-from kvstore.embedded.temp_dirs import ScratchFolder
+from kvstore.embedded.temp_dirs import TempDir
 from support.ports import free_ports
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ class Session:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._run = ScratchFolder("kvs-", Path("/tmp"))
+        self._run = TempDir("kvs-", Path("/tmp"))
         self._ports: dict[int, int] = {}
         self._terminals: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         self._printed: str | None = None

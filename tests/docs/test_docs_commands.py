@@ -21,7 +21,7 @@ from kvstore.cli.app import root
 from kvstore.config.model import Config
 from kvstore.config.sources import leaves, load_config
 from kvstore.core.errors import KVStoreError
-from kvstore.observe.metrics import METRICS
+from kvstore.observe.metric_definitions import METRICS
 
 DOCS = included.DOCS
 ALL = sorted(DOCS.rglob("*.md"))

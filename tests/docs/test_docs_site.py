@@ -18,7 +18,7 @@ from kvstore.cli.app import root
 from kvstore.config.model import Config
 from kvstore.config.sources import leaves
 from kvstore.core.errors import ErrorKind
-from kvstore.observe.metrics import METRICS
+from kvstore.observe.metric_definitions import METRICS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src", "object": "data"}

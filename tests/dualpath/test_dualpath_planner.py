@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, NotFound, Unavailable
 from kvstore.core.limits import MAX_KEYS_PER_CALL
-from kvstore.dualpath.contract import MAX_RELAYS, LoadPlan, NodeState, Part, ReadRequest, ReadSide, Share, spans_of
+from kvstore.dualpath.contract import MAX_RELAYS, LoadPlan, NodeState, PlanPart, PlanRequest, ReadSide, Share, spans_of
 from kvstore.dualpath.planner import (
     DEADLINE_GRACE_S,
     DECISION_PARTS_KEPT,
@@ -34,11 +34,11 @@ LIFE = 10.0
 
 @dataclass
 class PlanModel:
-    request: ReadRequest
+    request: PlanRequest
     deadline: float
     last: float
     attempt: int = 0
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, PlanPart] = field(default_factory=dict)
     owed: dict[int, list[int]] = field(default_factory=dict)
     """Part -> its blocks that are not known to have arrived, in order; parts that failed have no entry."""
     arrived: set[int] = field(default_factory=set)
@@ -68,13 +68,13 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from(NODES))
     def join(self, node: str) -> None:
-        self.planner.node_here(node, 1e9, 4e9)
+        self.planner.add_node(node, 1e9, 4e9)
         self.alive.add(node)
         self.known.add(node)
 
     @rule(node=st.sampled_from(NODES))
     def gone(self, node: str) -> None:
-        told = self.planner.node_gone(node)
+        told = self.planner.remove_node(node)
         assert set(told) == {
             (plan_id, index)
             for plan_id, model in self.live.items()
@@ -101,7 +101,7 @@ class PlannerMachine(RuleBasedStateMachine):
         life=st.sampled_from([0.0, 0.05, 5.0, 25.0]),
     )
     def plan(self, blocks: int, block_bytes: int, pair: tuple[str, str | None], relays: list[str], life: float) -> None:
-        request = ReadRequest("r", blocks, block_bytes, BLOCK_TOKENS, *pair, tuple(relays))
+        request = PlanRequest("r", blocks, block_bytes, BLOCK_TOKENS, *pair, tuple(relays))
         usable = {name for name, _ in request.candidates()} & self.alive
         if blocks and not usable:
             with pytest.raises(Unavailable):
@@ -261,14 +261,14 @@ TestPlannerModel.settings = settings(max_examples=60, stateful_step_count=40, de
 def two_nodes(policy: PrefillOnly | Split | Oracle | None = None) -> Planner:
     planner = Planner(policy or Split(least_blocks=1, least_bytes=0))
     for node in ("p", "d"):
-        planner.node_here(node, 1e9, 8e9)
+        planner.add_node(node, 1e9, 8e9)
     return planner
 
 
 def test_a_plan_keeps_its_numbers() -> None:
     planner = two_nodes()
-    planner.plan(ReadRequest("first", 100, 10_000_000, 64, "p", "d"), 0.0)
-    second = planner.plan(ReadRequest("second", 100, 10_000_000, 64, "p", "d"), 0.0)
+    planner.plan(PlanRequest("first", 100, 10_000_000, 64, "p", "d"), 0.0)
+    second = planner.plan(PlanRequest("second", 100, 10_000_000, 64, "p", "d"), 0.0)
     assert [(state.node, state.pending_bytes, state.pending_tokens) for state in second.reasons.nodes] == [
         ("p", 500_000_000, 3200),
         ("d", 500_000_000, 3200),
@@ -279,12 +279,12 @@ def test_a_plan_keeps_its_numbers() -> None:
 
 def test_replan_reads_exactly_what_has_not_arrived() -> None:
     planner = two_nodes()
-    planner.node_here("r", 1e9, 8e9)
-    first = planner.plan(ReadRequest("r", 100, 1_000_000, 64, "p", "d", ("r",)), 0.0)
+    planner.add_node("r", 1e9, 8e9)
+    first = planner.plan(PlanRequest("r", 100, 1_000_000, 64, "p", "d", ("r",)), 0.0)
     by_node = {part.node: part for part in first.parts}
     assert set(by_node) == {"p", "d", "r"}
     lost = by_node["d"]
-    planner.node_gone("d")
+    planner.remove_node("d")
     again = planner.fail(first.plan_id, lost.index, [(lost.start, 5), (lost.start + 9, 1)], 0.1)
     assert again.attempt == 1
     assert {part.node for part in again.parts} <= {"p", "r"}
@@ -296,40 +296,40 @@ def test_replan_reads_exactly_what_has_not_arrived() -> None:
 
 def test_a_failed_prefill_node_reads_nothing_but_the_decode_node_still_can() -> None:
     planner = two_nodes()
-    planner.node_gone("p")
-    plan = planner.plan(ReadRequest("r", 10, 1_000_000, 64, "p", "d"), 0.0)
+    planner.remove_node("p")
+    plan = planner.plan(PlanRequest("r", 10, 1_000_000, 64, "p", "d"), 0.0)
     assert {part.node for part in plan.parts} == {"d"}
     assert plan.reasons.excluded == ("p",)
 
 
 def test_the_oracle_reads_nothing_and_an_empty_request_neither() -> None:
-    assert two_nodes(Oracle()).plan(ReadRequest("r", 10, 1_000, 64, "p", "d"), 0.0).parts == ()
-    assert two_nodes().plan(ReadRequest("r", 0, 1_000, 64, "p", "d"), 0.0).parts == ()
-    assert Planner(Split()).plan(ReadRequest("r", 0, 1_000, 64, "p", "d"), 0.0).parts == ()
+    assert two_nodes(Oracle()).plan(PlanRequest("r", 10, 1_000, 64, "p", "d"), 0.0).parts == ()
+    assert two_nodes().plan(PlanRequest("r", 0, 1_000, 64, "p", "d"), 0.0).parts == ()
+    assert Planner(Split()).plan(PlanRequest("r", 0, 1_000, 64, "p", "d"), 0.0).parts == ()
 
 
 def test_the_planner_offers_the_idlest_nodes_as_relays() -> None:
     planner = Planner(Split(least_blocks=1, least_bytes=0), relays=2)
     for node in ("p", "d", "busy", "idle", "dead", "gone"):
-        planner.node_here(node, 1e9, 8e9)
+        planner.add_node(node, 1e9, 8e9)
     planner.queues.charge("busy", None, 900, 1_000_000, 64, 0.0)
-    planner.node_gone("dead")
+    planner.remove_node("dead")
     planner.queues.forget("gone")
     planner.queues.forget("never")
-    plan = planner.plan(ReadRequest("r", 90, 1_000_000, 64, "p", "d"), 0.0)
+    plan = planner.plan(PlanRequest("r", 90, 1_000_000, 64, "p", "d"), 0.0)
     assert plan.request.relays == ("idle", "busy")
     assert {part.node for part in plan.parts} == {"p", "d", "idle"}
-    named = planner.plan(ReadRequest("r", 90, 1_000_000, 64, "p", "d", ("busy",)), 0.0)
+    named = planner.plan(PlanRequest("r", 90, 1_000_000, 64, "p", "d", ("busy",)), 0.0)
     assert named.request.relays == ("busy",)
 
 
 def test_a_node_that_was_forgotten_and_came_back_starts_empty() -> None:
     planner = two_nodes(PrefillOnly())
-    old = planner.plan(ReadRequest("r", 10, 1_000, 64, "p", "d"), 0.0)
+    old = planner.plan(PlanRequest("r", 10, 1_000, 64, "p", "d"), 0.0)
     planner.queues.forget("p")
     assert planner.queues.nodes() == ["d"]
-    planner.node_here("p", 1e9, 8e9)
-    new = planner.plan(ReadRequest("r", 4, 1_000, 64, "p", "d"), 0.0)
+    planner.add_node("p", 1e9, 8e9)
+    new = planner.plan(PlanRequest("r", 4, 1_000, 64, "p", "d"), 0.0)
     assert planner.finish(old.plan_id, 1.0)
     state = planner.queues.state("p", 1.0)
     assert state is not None
@@ -342,7 +342,7 @@ def test_a_link_that_got_slower_gets_less() -> None:
     planner = two_nodes()
     now = 0.0
     for _ in range(10):
-        plan = planner.plan(ReadRequest("r", 100, 1_000_000, 64, "p", "d"), now)
+        plan = planner.plan(PlanRequest("r", 100, 1_000_000, 64, "p", "d"), now)
         slowest = 0.0
         for part in plan.parts:
             took = part.count * 1e6 / (1e9 if part.node == "p" else 2e8)
@@ -358,9 +358,9 @@ def test_a_link_that_got_slower_gets_less() -> None:
 def test_a_plan_lives_as_long_as_it_is_heard_of() -> None:
     planner = Planner(Split(least_blocks=1, least_bytes=0), plan_life_s=LIFE)
     for node in ("p", "d", "r"):
-        planner.node_here(node, 1e9, 8e9)
+        planner.add_node(node, 1e9, 8e9)
     silent, heard, replanned = (
-        planner.plan(ReadRequest(name, 10, 1_000, 64, "p", "d", ("r",)), 0.0).plan_id for name in ("silent", "heard", "replanned")
+        planner.plan(PlanRequest(name, 10, 1_000, 64, "p", "d", ("r",)), 0.0).plan_id for name in ("silent", "heard", "replanned")
     )
     assert planner.expire(LIFE - 0.1) == []
     assert planner.progress(heard, 0, 1, LIFE / 2)
@@ -377,8 +377,8 @@ def test_a_plan_lives_as_long_as_it_is_heard_of() -> None:
 
 def test_a_plan_with_a_life_of_its_own_ends_whatever_is_reported() -> None:
     planner = two_nodes()
-    silent, heard = (planner.plan(ReadRequest(name, 10, 1_000, 64, "p", "d"), 0.0, 3.0).plan_id for name in ("silent", "heard"))
-    forgotten = planner.plan(ReadRequest("forgotten", 10, 1_000, 64, "p", "d"), 0.0, 1e9).plan_id
+    silent, heard = (planner.plan(PlanRequest(name, 10, 1_000, 64, "p", "d"), 0.0, 3.0).plan_id for name in ("silent", "heard"))
+    forgotten = planner.plan(PlanRequest("forgotten", 10, 1_000, 64, "p", "d"), 0.0, 1e9).plan_id
     assert planner.progress(heard, 0, 1, 2.9)
     assert planner.expire(2.9) == []
     assert planner.expire(3.0) == [silent]
@@ -391,7 +391,7 @@ def test_a_plan_with_a_life_of_its_own_ends_whatever_is_reported() -> None:
         assert state.pending_bytes == 0
     for wrong in (-1.0, math.nan):
         with pytest.raises(InvalidArgument):
-            planner.plan(ReadRequest("r", 10, 1_000, 64, "p", "d"), 0.0, wrong)
+            planner.plan(PlanRequest("r", 10, 1_000, 64, "p", "d"), 0.0, wrong)
 
 
 def pending(planner: Planner, node: str, now: float = 0.0) -> tuple[int, int, int]:
@@ -402,7 +402,7 @@ def pending(planner: Planner, node: str, now: float = 0.0) -> tuple[int, int, in
 
 def test_reports_without_progress_keep_no_plan_alive() -> None:
     planner = two_nodes(PrefillOnly())
-    idle, moving = (planner.plan(ReadRequest(name, 100, 1_000, 64, "p", "d"), 0.0, 600.0).plan_id for name in ("idle", "moving"))
+    idle, moving = (planner.plan(PlanRequest(name, 100, 1_000, 64, "p", "d"), 0.0, 600.0).plan_id for name in ("idle", "moving"))
     for second in range(1, 60):
         assert planner.progress(idle, 0, 0, float(second))
         assert planner.progress(moving, 0, second, float(second))
@@ -414,13 +414,13 @@ def test_reports_without_progress_keep_no_plan_alive() -> None:
 def test_one_plan_fills_no_queue() -> None:
     """Of a plan that a link could not read in hours, only the next seconds count, in whatever parts it comes."""
     planner = two_nodes(PrefillOnly())
-    planner.node_here("x", 1e9, 8e9)
-    large = planner.plan(ReadRequest("large", 60_000, 100_000_000, 64, "x", "d"), 0.0)
+    planner.add_node("x", 1e9, 8e9)
+    large = planner.plan(PlanRequest("large", 60_000, 100_000_000, 64, "x", "d"), 0.0)
     most = int(QUEUE_S * 1e9)
     assert pending(planner, "x") == (most, 0, 0)
     planner.policy = ShorterQueue()
     for number in range(3):
-        small = planner.plan(ReadRequest(f"small{number}", 10, 1_000_000, 64, "x", "d"), 0.0)
+        small = planner.plan(PlanRequest(f"small{number}", 10, 1_000_000, 64, "x", "d"), 0.0)
         assert {part.node for part in small.parts} == {"d"}
     assert planner.progress(large.plan_id, 0, 59_000, 1.0)
     assert pending(planner, "x")[0] == most, "the next ones are just as near"
@@ -428,7 +428,7 @@ def test_one_plan_fills_no_queue() -> None:
     assert pending(planner, "x")[0] == 50 * 100_000_000
     assert planner.finish(large.plan_id, 3.0)
     assert pending(planner, "x") == (0, 0, 30_000_000)
-    parts = planner.plan(ReadRequest("parts", 60_000, 100_000_000, 64, "x", "d"), 4.0)
+    parts = planner.plan(PlanRequest("parts", 60_000, 100_000_000, 64, "x", "d"), 4.0)
     (part,) = parts.parts
     assert part.node == "x"
     again = planner.fail(parts.plan_id, 0, [(at, 1) for at in range(1, 2_000, 2)], 5.0)
@@ -444,14 +444,14 @@ def test_one_plan_fills_no_queue() -> None:
 
 def test_a_plan_of_which_nothing_moves_does_not_count_until_something_does() -> None:
     planner = two_nodes(PrefillOnly())
-    before = planner.plan(ReadRequest("before", 20, 100_000_000, 64, "p", "d"), 0.0)
-    dead = planner.plan(ReadRequest("dead", 20, 100_000_000, 64, "p", "d"), 0.0)  # 2 s behind the other
+    before = planner.plan(PlanRequest("before", 20, 100_000_000, 64, "p", "d"), 0.0)
+    dead = planner.plan(PlanRequest("dead", 20, 100_000_000, 64, "p", "d"), 0.0)  # 2 s behind the other
     assert planner.progress(before.plan_id, 0, 10, PATIENCE_S - 0.1)
     assert planner.expire(PATIENCE_S + 3.9) == []
     assert pending(planner, "p")[0] == 3_000_000_000
     assert planner.expire(PATIENCE_S + 4.0) == []
     assert pending(planner, "p")[0] == 1_000_000_000, "nobody reads it"
-    assert planner.counters.doubted == 1
+    assert planner.counters.stalled == 1
     assert planner.progress(before.plan_id, 0, 20, 10.0)
     assert planner.progress(dead.plan_id, 0, 0, 10.0)
     assert pending(planner, "p")[0] == 0
@@ -463,14 +463,14 @@ def test_a_plan_of_which_nothing_moves_does_not_count_until_something_does() -> 
     assert (again.node, pending(planner, "d")[0]) == ("d", 1_500_000_000)
     assert planner.finish(dead.plan_id, 32.0)
     assert [pending(planner, node) for node in ("p", "d")] == [(0, 0, 0)] * 2
-    assert planner.counters.doubted == 2
+    assert planner.counters.stalled == 2
 
 
 def test_what_is_kept_of_plans_is_bounded_by_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = two_nodes(PrefillOnly())
     gaps = [(at, 1) for at in range(0, 2_000, 2)]
     for _ in range(40):
-        plan = planner.plan(ReadRequest("r", 2_000, 1_000, 64, "p", "d"), 0.0)
+        plan = planner.plan(PlanRequest("r", 2_000, 1_000, 64, "p", "d"), 0.0)
         assert len(planner.fail(plan.plan_id, 0, gaps, 0.0).parts) == 1_000
         assert planner.finish(plan.plan_id, 0.0)
         assert sum(len(decision.parts) for decision in planner.decisions()) <= DECISION_PARTS_KEPT
@@ -478,29 +478,29 @@ def test_what_is_kept_of_plans_is_bounded_by_their_parts(monkeypatch: pytest.Mon
     for name in ("MAX_PLAN_PARTS", "MAX_PARTS_UNDER_WAY"):
         with monkeypatch.context() as patch:
             patch.setattr(limits, name, 500)
-            plan = planner.plan(ReadRequest("r", 2_000, 1_000, 64, "p", "d"), 0.0)
+            plan = planner.plan(PlanRequest("r", 2_000, 1_000, 64, "p", "d"), 0.0)
             with pytest.raises(CapacityExceeded):
                 planner.fail(plan.plan_id, 0, gaps, 0.0)
             assert planner.fail(plan.plan_id, 0, gaps[:200], 0.0).attempt == 1, "it goes on as it was"
             assert planner.finish(plan.plan_id, 0.0)
     monkeypatch.setattr(limits, "MAX_PARTS_UNDER_WAY", 10)
-    under_way = [planner.plan(ReadRequest("r", 1, 1_000, 64, "p"), 0.0).plan_id for _ in range(5)]
+    under_way = [planner.plan(PlanRequest("r", 1, 1_000, 64, "p"), 0.0).plan_id for _ in range(5)]
     with pytest.raises(CapacityExceeded):
-        planner.plan(ReadRequest("r", 1, 1_000, 64, "p"), 0.0)
+        planner.plan(PlanRequest("r", 1, 1_000, 64, "p"), 0.0)
     assert planner.abort(under_way[0], 0.0)
-    assert planner.plan(ReadRequest("r", 1, 1_000, 64, "p"), 0.0).plan_id not in under_way
+    assert planner.plan(PlanRequest("r", 1, 1_000, 64, "p"), 0.0).plan_id not in under_way
 
 
 def test_ids_are_those_that_are_drawn_and_no_plan_gets_that_of_another() -> None:
     drawn = iter([7, 3, 7, 3, 5])
     planner = Planner(PrefillOnly(), draw=lambda: next(drawn))
-    planner.node_here("p", 1e9, 8e9)
-    assert [planner.plan(ReadRequest("r", 1, 1, 1, "p"), 0.0).plan_id for _ in range(3)] == [7, 3, 5]
+    planner.add_node("p", 1e9, 8e9)
+    assert [planner.plan(PlanRequest("r", 1, 1, 1, "p"), 0.0).plan_id for _ in range(3)] == [7, 3, 5]
 
 
 def test_bad_reports_are_refused() -> None:
     planner = two_nodes()
-    plan = planner.plan(ReadRequest("r", 10, 1_000, 64, "p", "d"), 0.0)
+    plan = planner.plan(PlanRequest("r", 10, 1_000, 64, "p", "d"), 0.0)
     first = plan.parts[0]
     with pytest.raises(InvalidArgument):
         planner.progress(plan.plan_id, 7, 1, 0.0)
@@ -513,7 +513,7 @@ def test_bad_reports_are_refused() -> None:
             planner.fail(plan.plan_id, 0, [span], 0.0)
     assert planner.progress(plan.plan_id, 0, first.count, 0.0)
     with pytest.raises(InvalidArgument):
-        planner.node_here("x", 1e9, 0.0)
+        planner.add_node("x", 1e9, 0.0)
     with pytest.raises(NotFound):
         planner.queues.charge("nobody", None, 1, 1, 1, 0.0)
 
@@ -532,7 +532,7 @@ def test_bad_reports_are_refused() -> None:
 def test_requests_out_of_bounds_are_refused(wrong: dict[str, object]) -> None:
     good: dict[str, object] = {"request_id": "r", "blocks": 1, "block_bytes": 1, "block_tokens": 1, "prefill_node": "p"}
     with pytest.raises(InvalidArgument):
-        ReadRequest(**(good | wrong))  # type: ignore[arg-type]
+        PlanRequest(**(good | wrong))  # type: ignore[arg-type]
 
 
 class Wrong:
@@ -540,18 +540,18 @@ class Wrong:
 
     name = "wrong"
 
-    def choose(self, request: ReadRequest, nodes: list[tuple[NodeState, ReadSide]], prefill: NodeState | None) -> list[Share]:
+    def choose(self, request: PlanRequest, nodes: list[tuple[NodeState, ReadSide]], prefill: NodeState | None) -> list[Share]:
         return [Share("p", ReadSide.PREFILL, request.blocks - 1)]
 
 
 def test_a_policy_that_does_not_add_up_is_a_bug() -> None:
     with pytest.raises(Internal):
-        lay(Wrong().choose(ReadRequest("r", 3, 1, 1, "p"), [], None), [(0, 3)], 0)
+        lay(Wrong().choose(PlanRequest("r", 3, 1, 1, "p"), [], None), [(0, 3)], 0)
 
 
 def test_spans_and_what_is_missing() -> None:
     assert list(spans_of(b"\x01\x00\x01\x01", 10)) == [(10, 1), (12, 2)]
-    part = Part(0, "n", ReadSide.PREFILL, 10, 4)
+    part = PlanPart(0, "n", ReadSide.PREFILL, 10, 4)
     assert missing_spans(part, [(12, 2), (10, 1), (10, 1)]) == [(11, 1)]
     assert missing_spans(part, []) == [(10, 4)]
 
@@ -571,10 +571,10 @@ def test_loads_that_are_given_up_say_nothing_of_a_link() -> None:
     """A client that cancels its loads after a moment would make a link look as fast as it asks."""
     planner = Planner(policy_named("split"))
     for node in ("p", "d"):
-        planner.node_here(node, 12e6, 100e6)
+        planner.add_node(node, 12e6, 100e6)
     now = 0.0
     for number in range(20):
-        plan = planner.plan(ReadRequest(f"r{number}", 240, 131_072, 16, "p", "d"), now)
+        plan = planner.plan(PlanRequest(f"r{number}", 240, 131_072, 16, "p", "d"), now)
         now += 0.1
         assert planner.finish(plan.plan_id, now)
     for node in ("p", "d"):

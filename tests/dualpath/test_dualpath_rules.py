@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.bound import Bed, judge
-from kvstore.dualpath.groups import DecodeGroups, Engine, EngineGroup, Role, assign_decode, assign_prefill, decode_watermark
-from kvstore.dualpath.quota import Chunk, fill_batch
+from kvstore.dualpath.compute_budget import PromptChunk, fill_batch
+from kvstore.dualpath.groups import DecodeGroups, Engine, EngineGroup, EngineKind, assign_decode, assign_prefill, decode_watermark
+from kvstore.dualpath.pd_ratio import Bed, judge
 
 
 @dataclass
@@ -74,7 +74,7 @@ def literal_decode(engines: list[Numbers], waiting: list[tuple[int, int]], z: fl
     return assigned
 
 
-def group_of(engines: list[Numbers], role: Role) -> EngineGroup:
+def group_of(engines: list[Numbers], role: EngineKind) -> EngineGroup:
     group = EngineGroup("g", role)
     for place, numbers in enumerate(engines):
         group.join(Engine(f"e{place}", role, "g", "n", 10_000))
@@ -97,7 +97,7 @@ engine_numbers = st.lists(st.builds(Numbers, small, st.integers(0, 4), small, sm
 @settings(max_examples=500, deadline=None)
 @given(engine_numbers, st.lists(st.integers(1, 20), max_size=25), small, small)
 def test_prefill_assignment_is_algorithm_1(engines: list[Numbers], lengths: list[int], alpha: int, beta: int) -> None:
-    group = group_of(engines, Role.PREFILL)
+    group = group_of(engines, EngineKind.PREFILL)
     ours = list(assign_prefill(group, lengths, alpha, beta))
     assert ours == literal_prefill(engines, lengths, alpha, beta)
     assert numbers_of(group) == engines
@@ -113,7 +113,7 @@ def test_prefill_assignment_is_algorithm_1(engines: list[Numbers], lengths: list
 def test_an_engine_with_the_prefix_at_hand_may_be_as_far_behind(
     engines: list[Numbers], asked: list[tuple[int, dict[int, int]]], alpha: int, beta: int
 ) -> None:
-    group = group_of(engines, Role.PREFILL)
+    group = group_of(engines, EngineKind.PREFILL)
     near = ({f"e{place}": tokens for place, tokens in spared.items()} for _, spared in asked)
     ours = list(assign_prefill(group, (length for length, _ in asked), alpha, beta, near))
     literal = []
@@ -137,7 +137,7 @@ def test_an_engine_with_the_prefix_at_hand_may_be_as_far_behind(
     st.sampled_from([1.05, 1.0, 0.5, 2.0]),
 )
 def test_decode_assignment_is_phase_2(engines: list[Numbers], waiting: list[tuple[int, int]], z: float) -> None:
-    group = group_of(engines, Role.DECODE)
+    group = group_of(engines, EngineKind.DECODE)
     watermark = decode_watermark(group, waiting, z)
     assert watermark == literal_watermark(engines, waiting, z)
     ours = list(assign_decode(group, waiting, watermark))
@@ -157,7 +157,7 @@ def test_engines_of_nodes_that_are_shut_count_as_absent(
     engines: list[Numbers], waiting: list[tuple[int, int]], shut: set[int], alpha: int, beta: int
 ) -> None:
     stays = [place for place in range(len(engines)) if place not in shut]
-    for role in Role:
+    for role in EngineKind:
         group = EngineGroup("g", role)
         for place, numbers in enumerate(engines):
             group.join(Engine(f"e{place}", role, "g", f"n{place}", numbers.free))
@@ -167,7 +167,7 @@ def test_engines_of_nodes_that_are_shut_count_as_absent(
         assert group.shut({f"n{place}" for place in shut}) == (len(stays) < len(engines))
         assert group.most_hbm == max((engines[place].free for place in stays), default=-1)
         left = [Numbers(engines[place].tok, engines[place].seq, engines[place].free, engines[place].read) for place in stays]
-        if role is Role.PREFILL:
+        if role is EngineKind.PREFILL:
             ours = list(assign_prefill(group, (length for length, _ in waiting), alpha, beta))
             literal = literal_prefill(left, [length for length, _ in waiting], alpha, beta)
         elif not left:
@@ -180,8 +180,8 @@ def test_engines_of_nodes_that_are_shut_count_as_absent(
 
 
 def test_nobody_is_assigned_to_an_empty_group() -> None:
-    assert list(assign_prefill(EngineGroup("g", Role.PREFILL), [1], 1, 1)) == []
-    assert list(assign_decode(EngineGroup("g", Role.DECODE), [(1, 1)], 1.0)) == []
+    assert list(assign_prefill(EngineGroup("g", EngineKind.PREFILL), [1], 1, 1)) == []
+    assert list(assign_decode(EngineGroup("g", EngineKind.DECODE), [(1, 1)], 1.0)) == []
 
 
 @given(st.lists(st.tuples(small, small, st.integers(0, 3)), max_size=8), st.integers(0, 30))
@@ -190,10 +190,10 @@ def test_phase_1_takes_the_group_with_the_fewest_tokens(drawn: list[tuple[int, i
     groups = DecodeGroups()
     able = {}
     for number, (tokens, waiting, hbm) in enumerate(drawn):
-        group = EngineGroup(f"g{number}", Role.DECODE)
+        group = EngineGroup(f"g{number}", EngineKind.DECODE)
         groups.join(group)
         if hbm:
-            group.join(Engine(f"e{number}", Role.DECODE, group.name, "n", hbm * 10))
+            group.join(Engine(f"e{number}", EngineKind.DECODE, group.name, "n", hbm * 10))
             group.tok[0] = tokens
             if hbm * 10 >= need:
                 able[group.name] = tokens + waiting
@@ -214,13 +214,17 @@ class Quadratic:
         return work * 1e-3
 
 
-@given(st.lists(st.builds(Chunk, st.integers(0, 50), st.integers(1, 50)), max_size=12), st.floats(1e-3, 5.0), st.integers(1, 16))
+@given(
+    st.lists(st.builds(PromptChunk, st.integers(0, 50), st.integers(1, 50)), max_size=12),
+    st.floats(1e-3, 5.0),
+    st.integers(1, 16),
+)
 def test_quota_packs_first_come_first_served_and_cuts_the_one_that_does_not_fit(
-    waiting: list[Chunk], quota: float, granule: int
+    waiting: list[PromptChunk], quota: float, granule: int
 ) -> None:
     model = Quadratic()
 
-    def seconds(batch: list[Chunk]) -> float:
+    def seconds(batch: list[PromptChunk]) -> float:
         return model.seconds(sum(model.work(chunk.cached, chunk.tokens) for chunk in batch))
 
     batch = fill_batch(waiting, model, quota, granule)
@@ -233,12 +237,14 @@ def test_quota_packs_first_come_first_served_and_cuts_the_one_that_does_not_fit(
         return
     cut = waiting[whole]
     sizes = [
-        size for size in range(granule, cut.tokens, granule) if seconds([*waiting[:whole], Chunk(cut.cached, size)]) <= quota
+        size
+        for size in range(granule, cut.tokens, granule)
+        if seconds([*waiting[:whole], PromptChunk(cut.cached, size)]) <= quota
     ]
     best = max(sizes, default=0)
     if not whole and not best:
         best = min(granule, cut.tokens)  # or the first would wait for ever
-    assert batch[whole:] == ([Chunk(cut.cached, best)] if best else [])
+    assert batch[whole:] == ([PromptChunk(cut.cached, best)] if best else [])
 
 
 def test_quota_out_of_bounds_is_refused() -> None:
@@ -247,9 +253,9 @@ def test_quota_out_of_bounds_is_refused() -> None:
     with pytest.raises(InvalidArgument):
         fill_batch([], Quadratic(), granule=0)
     with pytest.raises(InvalidArgument):
-        Chunk(-1, 1)
+        PromptChunk(-1, 1)
     with pytest.raises(InvalidArgument):
-        Chunk(0, 0)
+        PromptChunk(0, 0)
 
 
 # ---- the bound ----

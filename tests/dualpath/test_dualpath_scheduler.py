@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
-from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.scheduler import Ask, EngineReport, Fetched, Pair, Scheduler, SchedulerLimits
 
 ALPHA, BETA, Z = 20, 30, 1.05
-GROUPS = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
+GROUPS = {"p0": EngineKind.PREFILL, "p1": EngineKind.PREFILL, "d0": EngineKind.DECODE, "d1": EngineKind.DECODE}
 ENGINES = tuple(f"{group}-{number}" for group in GROUPS for number in range(3))
 
 
@@ -95,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.resize(name, hbm)
         model.engine = replace(model.engine, hbm_bytes=hbm)
-        if model.engine.role is Role.DECODE:
+        if model.engine.role is EngineKind.DECODE:
             self.strand(model.engine.group)
 
     def strand(self, group: str) -> None:
@@ -110,16 +110,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         model = self.engines().get(name)
         if model is None:
             with pytest.raises(NotFound):
-                self.scheduler.engine_gone(name)
+                self.scheduler.remove_engine(name)
             return
-        back = self.scheduler.engine_gone(name)
+        back = self.scheduler.remove_engine(name)
         group = model.engine.group
         del self.groups[group][name]
         assert [entry.request_id for entry in back] == [job.ask.request_id for job in model.jobs]
         prefill, decode = [], []
         for job, told in zip(model.jobs, back, strict=True):
             job.generation += 1
-            if model.engine.role is Role.PREFILL:
+            if model.engine.role is EngineKind.PREFILL:
                 job.prefill = None
                 prefill.append(job)
             else:
@@ -133,19 +133,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (told.left.engine if told.left else None) == left
         self.prefill_queue = prefill + self.prefill_queue
         self.decode_queue = decode + self.decode_queue
-        if model.engine.role is Role.DECODE:
+        if model.engine.role is EngineKind.DECODE:
             self.strand(group)
 
     @rule(group=st.sampled_from(sorted(GROUPS)))
-    def group_gone(self, group: str) -> None:
+    def remove_group(self, group: str) -> None:
         if group not in self.groups:
             with pytest.raises(NotFound):
-                self.scheduler.group_gone(group)
+                self.scheduler.remove_group(group)
         elif self.groups[group]:
             with pytest.raises(Conflict):
-                self.scheduler.group_gone(group)
+                self.scheduler.remove_group(group)
         else:
-            self.scheduler.group_gone(group)
+            self.scheduler.remove_group(group)
             del self.groups[group]
             assert not self.private.get(group)
 
@@ -205,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.fetch(group)
             return
         fetched = self.scheduler.fetch(group)
-        expected = self.literal_prefill(group) if GROUPS[group] is Role.PREFILL else self.literal_decode(group)
+        expected = self.literal_prefill(group) if GROUPS[group] is EngineKind.PREFILL else self.literal_decode(group)
         assert [(entry.request_id, entry.engine) for entry in fetched.assigned] == [
             (job.ask.request_id, engine) for job, engine in expected
         ]
@@ -262,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             able = [
                 group
                 for group, engines in self.groups.items()
-                if GROUPS[group] is Role.DECODE and any(e.engine.hbm_bytes >= job.ask.hbm_bytes for e in engines.values())
+                if GROUPS[group] is EngineKind.DECODE and any(e.engine.hbm_bytes >= job.ask.hbm_bytes for e in engines.values())
             ]
             if not able:
                 stuck.append(job)
@@ -282,7 +282,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for load in self.scheduler.loads():
             model = self.engines()[load.engine.engine]
             assert (load.tok, load.seq, load.read_tokens) == (model.tok, len(model.jobs), model.read)
-            if model.engine.role is Role.DECODE:
+            if model.engine.role is EngineKind.DECODE:
                 assert load.hbm_free == model.free
         waiting = self.scheduler.waiting()
         assert waiting.prefill == len(self.prefill_queue)
@@ -306,8 +306,8 @@ TestLiteralScheduler.settings = settings(max_examples=40, stateful_step_count=50
 
 def small_cluster(**limits: int) -> Scheduler:
     scheduler = Scheduler(SchedulerLimits(ALPHA, BETA, **limits))  # type: ignore[arg-type]
-    scheduler.join(Engine("p", Role.PREFILL, "P", "node-p"))
-    scheduler.join(Engine("d", Role.DECODE, "D", "node-d", 100))
+    scheduler.join(Engine("p", EngineKind.PREFILL, "P", "node-p"))
+    scheduler.join(Engine("d", EngineKind.DECODE, "D", "node-d", 100))
     return scheduler
 
 
@@ -328,10 +328,10 @@ def test_a_dead_decode_engine_costs_the_prompt_and_the_reports_of_before_are_voi
     scheduler.submit(Ask("r", 10, 10))
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
     assert scheduler.prefill_done("r", pair.generation)
-    (back,) = scheduler.engine_gone("d")
+    (back,) = scheduler.remove_engine("d")
     assert back.left is None
     assert not scheduler.finish("r", pair.generation)
-    scheduler.join(Engine("d2", Role.DECODE, "D", "node-d", 100))
+    scheduler.join(Engine("d2", EngineKind.DECODE, "D", "node-d", 100))
     (again,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
     assert again.generation == pair.generation + 1
     assert scheduler.finish("r", again.generation)
@@ -344,8 +344,8 @@ def test_given_back_requests_go_before_those_that_wait() -> None:
     scheduler.submit(Ask("second", 10))
     scheduler.fetch("P")
     scheduler.submit(Ask("third", 10))
-    assert [entry.request_id for entry in scheduler.engine_gone("p")] == ["first", "second"]
-    scheduler.join(Engine("p2", Role.PREFILL, "P", "node-p"))
+    assert [entry.request_id for entry in scheduler.remove_engine("p")] == ["first", "second"]
+    scheduler.join(Engine("p2", EngineKind.PREFILL, "P", "node-p"))
     assert [entry.request_id for entry in scheduler.fetch("P").assigned] == ["first", "second", "third"]
 
 
@@ -398,7 +398,7 @@ def test_an_engine_with_another_room_keeps_what_it_has() -> None:
 
 def test_an_overloaded_engine_gets_nothing_and_a_long_queue_only_what_others_cannot_take() -> None:
     scheduler = small_cluster()
-    scheduler.join(Engine("q", Role.PREFILL, "P", "node-q"))
+    scheduler.join(Engine("q", EngineKind.PREFILL, "P", "node-q"))
     for number in range(3):
         scheduler.submit(Ask(f"r{number}", 10))
     report = [EngineReport("p", read_tokens=ALPHA + 1), EngineReport("q", seq=1, tok=BETA)]
@@ -410,16 +410,16 @@ def test_a_request_too_large_for_every_engine_is_in_nobodys_way() -> None:
     scheduler.submit(Ask("large", 10, 101))
     scheduler.submit(Ask("small", 10, 100))
     assert [entry.request_id for entry in scheduler.fetch("D").assigned] == ["small"]
-    scheduler.join(Engine("big", Role.DECODE, "D", "node-d", 200))
+    scheduler.join(Engine("big", EngineKind.DECODE, "D", "node-d", 200))
     assert [entry.engine for entry in scheduler.fetch("D").assigned] == ["big"]
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     scheduler = small_cluster(max_waiting=1)
     with pytest.raises(Conflict):
-        scheduler.join(Engine("x", Role.DECODE, "P", "node-p"))
+        scheduler.join(Engine("x", EngineKind.DECODE, "P", "node-p"))
     with pytest.raises(InvalidArgument):
-        scheduler.join(Engine("x", Role.DECODE, "D", "node-d", -1))
+        scheduler.join(Engine("x", EngineKind.DECODE, "D", "node-d", -1))
     with pytest.raises(InvalidArgument):
         Ask("r", 0)
     with pytest.raises(InvalidArgument):

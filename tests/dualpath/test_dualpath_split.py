@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.contract import NodeState, ReadRequest, ReadSide, Share
+from kvstore.dualpath.arrival_time import finish_seconds
+from kvstore.dualpath.contract import NodeState, PlanRequest, ReadSide, Share
 from kvstore.dualpath.policies import POLICIES, Oracle, PrefillOnly, RoundRobin, ShorterQueue, policy_named
-from kvstore.dualpath.predict import finish_seconds
 from kvstore.dualpath.split import Split
 
 P, D, R = ReadSide.PREFILL, ReadSide.DECODE, ReadSide.RELAY
@@ -24,8 +24,8 @@ def node(name: str, queue: int = 0, snic: float = 1e6, cnic: float = 8e6, sendin
     return NodeState(name, True, queue, queue // 10, snic, cnic, sending, receiving)
 
 
-def ask(blocks: int, block_bytes: int = BLOCK) -> ReadRequest:
-    return ReadRequest("r", blocks, block_bytes, 64, "p", "d")
+def ask(blocks: int, block_bytes: int = BLOCK) -> PlanRequest:
+    return PlanRequest("r", blocks, block_bytes, 64, "p", "d")
 
 
 def predicted(shares: Sequence[Share], nodes: Nodes, prefill: NodeState | None, block_bytes: int = BLOCK) -> float:

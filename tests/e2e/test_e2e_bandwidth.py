@@ -1,4 +1,4 @@
-"""Bandwidths that nobody configured: assumed on a fresh store, measured once its volumes hold blocks."""
+"""Bandwidths without configuration: assumed on a fresh store, measured once its volumes hold blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shown(store: Store) -> str:
 def test_bandwidth_is_assumed_until_volumes_are_read(make_store: Callable[..., Store]) -> None:
     store = make_store(NodeSpec("a", dram_bytes=128 * MIB, nvme_bytes=256 * MIB))
     if "O_DIRECT" not in "".join(line for line in store.node_stats("a").io_engines if line.startswith("a/nvme0")):
-        pytest.skip("no O_DIRECT on this file system: what a volume reads was NOT measured")
+        pytest.skip("this file system lacks O_DIRECT: read rates of volumes were NOT tested")
     wait_until(lambda: links(store)["storage"]["planned_source"] == "assumed", "the planner knows the node")
     assert links(store)["compute"]["planned_source"] == "assumed"
     assert "planned with 3.1GB/s (assumed: nobody configured it, and nothing was measured)" in shown(store)
@@ -46,7 +46,7 @@ def test_bandwidth_is_assumed_until_volumes_are_read(make_store: Callable[..., S
     assert "(measured)" in shown(store)
 
 
-def test_bandwidth_configured_stays_what_it_is(make_store: Callable[..., Store]) -> None:
+def test_bandwidth_configured_is_kept(make_store: Callable[..., Store]) -> None:
     settings = (("storage_bandwidth", "2GB"), ("compute_bandwidth", "4GB"))
     store = make_store(NodeSpec("a", dram_bytes=16 * MIB, settings=settings))
     wait_until(lambda: links(store)["storage"]["planned_source"] == "configured", "the planner knows the node")

@@ -1,4 +1,4 @@
-"""Children that a test, the demo or a lab starts: without a fork of the parent's threads, and ended with it however it ends."""
+"""Child processes of tests, demo and lab: started without a fork of the parent's threads, and ended with the parent."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_no_fork_handler_runs_and_the_child_ends_with_its_parent() -> None:
-    """Handlers run where gRPC's would: as a process with threads forks."""
+def test_child_runs_no_fork_handler_and_ends_with_parent() -> None:
+    """Registered fork handlers run like gRPC's: when a process with threads forks."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         try:
             assert parent.stdout is not None
@@ -48,7 +48,7 @@ def test_no_fork_handler_runs_and_the_child_ends_with_its_parent() -> None:
         time.sleep(0.01)
 
 
-def test_the_child_is_the_program_that_was_meant() -> None:
+def test_child_is_the_named_program() -> None:
     script = "import os, sys; sys.stdout.write(f'{os.getpid()} {os.environ} {os.getcwd()} {os.getsid(0)} {sys.argv}')"
     environment = {"PATH": os.environ["PATH"], "GIVEN": "here"}
     with children.start(
@@ -62,21 +62,21 @@ def test_the_child_is_the_program_that_was_meant() -> None:
     assert said.endswith(f" / {child.pid} ['-c', 'a b']")
 
 
-def test_a_child_that_was_started_is_the_program_already() -> None:
+def test_child_is_the_program_once_started() -> None:
     for _ in range(10):
         with children.start(["sleep", "600"]) as child:
             assert Path(f"/proc/{child.pid}/cmdline").read_bytes() == b"sleep\x00600\x00"
             child.kill()
 
 
-def test_signals_that_python_ignores_are_as_programs_expect_them() -> None:
+def test_child_has_default_signal_handlers() -> None:
     with children.start(["sh", "-c", "kill -s PIPE $$; echo ignored"], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.read() == b""
         assert child.wait(WAIT_S) == -signal.SIGPIPE
 
 
-def test_what_cannot_be_started_is_said(tmp_path: Path) -> None:
+def test_child_missing_program_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nothing-of-that-name"):
         children.start(["nothing-of-that-name"])
     broken = tmp_path / "broken"

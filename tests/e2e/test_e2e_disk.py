@@ -28,16 +28,14 @@ NODE = NodeSpec("a", dram_bytes=8 * MIB, nvme_bytes=16 * MIB)
 def mounted(*command: str, place: Path) -> Iterator[Path]:
     done = subprocess.run(["mount", *command, str(place)], capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(
-            f"a file system of its own takes root and mounts; what a bad disk does was NOT tested ({done.stderr.strip()})"
-        )
+        pytest.skip(f"a separate file system requires root and mounts; bad disks were NOT tested ({done.stderr.strip()})")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 32 MiB where the first store's node has its volume."""
+    """A file system of 32 MiB for the volume of the first store's node."""
     place = tmp_path / "0" / "a-nvme"
     place.mkdir(parents=True)
     yield from mounted("-t", "tmpfs", "-o", "size=32m", "tmpfs", place=place)
@@ -45,19 +43,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def failing_disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of 64 MiB there, that turns itself read-only when its kernel meets an error."""
+    """An ext4 of 64 MiB for that volume, which turns read-only on the first error."""
     image, place = tmp_path / "image", tmp_path / "0" / "a-nvme"
     place.mkdir(parents=True)
     with image.open("wb") as file:
         file.truncate(64 * MIB)
     made = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True, check=False)
     if made.returncode:
-        pytest.skip("no mkfs.ext4 here: a disk that turns read-only was NOT tested")
+        pytest.skip("mkfs.ext4 is missing: a disk that turns read-only was NOT tested")
     yield from mounted("-o", "loop,errors=remount-ro", str(image), place=place)
 
 
 def fill_up(path: Path) -> Path:
-    """Takes all the room that is left."""
+    """Fill the file system."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="No space"):
         deque((os.write(fd, bytes(4096)) for _ in itertools.count()), maxlen=0)
@@ -66,7 +64,7 @@ def fill_up(path: Path) -> Path:
 
 
 def volume_status(store: Store) -> dict[str, object]:
-    """What ``kvstore status`` says of the node's NVMe volume."""
+    """The node's NVMe volume in ``kvstore status``."""
     command = [sys.executable, "-m", "kvstore.cli", "status", "--json", "--metadata", store.cluster.metadata_address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     volumes = json.loads(done.stdout)["nodes"][0]["volumes"]
@@ -83,7 +81,7 @@ def hits_from_disk(store: Store, engine: Engine, chain: str) -> int:
 
 
 def use_up_the_catalog(store: Store) -> None:
-    """Durable stores until one is refused: from then on the catalog has no page left of its own."""
+    """Store durably until a store is refused: the catalog has then used up its free pages."""
     engine = store.engine("a", layers=512, layer_bytes=8)
     for number in range(400):
         if not engine.store(f"small{number}", 4, durable=True).durable:
@@ -93,7 +91,7 @@ def use_up_the_catalog(store: Store) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_node_starts_on_a_full_disk_and_writes_again_once_there_is_room(make_store: MakeStore, small_disk: Path) -> None:
+def test_node_starts_on_full_disk_and_writes_later(make_store: MakeStore, small_disk: Path) -> None:
     store = make_store(NODE)
     engine = store.engine("a")
     assert engine.store("kept", 8, durable=True).durable
@@ -101,7 +99,7 @@ def test_a_node_starts_on_a_full_disk_and_writes_again_once_there_is_room(make_s
     use_up_the_catalog(store)
     store.cluster.kill("a")
     store.cluster.start_node("a")
-    for _ in range(20):  # a free page or two may be left, which each start uses
+    for _ in range(20):  # a few free pages may be left, which each start uses
         if "read-only" in store.node_stats("a").io_engines[1]:
             break
         store.cluster.kill("a")
@@ -128,7 +126,7 @@ def test_a_node_starts_on_a_full_disk_and_writes_again_once_there_is_room(make_s
 
 
 def turn_read_only(place: Path) -> None:
-    """As an ext4 that met an error: files that are open for writing stay open, and writes to them fail."""
+    """Turn the file system read-only: files that are open for writing stay open, and writes to them fail."""
     device = os.path.basename(
         subprocess.run(["findmnt", "-no", "SOURCE", str(place)], capture_output=True, text=True, check=True).stdout.strip()
     )
@@ -136,26 +134,26 @@ def turn_read_only(place: Path) -> None:
     try:
         trigger.write_text("told to fail")
     except OSError as error:
-        pytest.skip(f"this kernel does not let an ext4 fail when told to: read-only while running was NOT tested ({error})")
+        pytest.skip(f"this kernel cannot trigger an ext4 error: read-only while running was NOT tested ({error})")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_disk_that_turns_read_only_under_a_running_node(make_store: MakeStore, failing_disk: Path) -> None:
+def test_node_disk_turns_read_only_reads_continue(make_store: MakeStore, failing_disk: Path) -> None:
     store = make_store(NODE)
     engine = store.engine("a")
     assert engine.store("kept", 8, durable=True).durable
     turn_read_only(failing_disk)
     result = engine.store("more", 8, durable=True)
     assert not result.durable
-    assert engine.load("more", 8).hit_blocks == 8, "stores go on into DRAM"
-    assert hits_from_disk(store, engine, "kept") == 8, "loads from NVMe go on"
+    assert engine.load("more", 8).hit_blocks == 8, "stores continue into DRAM"
+    assert hits_from_disk(store, engine, "kept") == 8, "loads from NVMe continue"
     counted = store.node_stats("a").counters
     assert counted["write_behind_errors_total"] >= 1
     assert counted["write_behind_dropped_blocks_total"] >= 8
 
     store.cluster.kill("a")
-    store.cluster.start_node("a")  # and on a file system that is read-only from the beginning
+    store.cluster.start_node("a")  # and on a file system that is read-only from the start
     assert "read-only" in store.node_stats("a").io_engines[1]
     engine = store.engine("a")
     assert engine.load("kept", 8).hit_blocks == 8
@@ -174,7 +172,7 @@ def test_a_disk_that_turns_read_only_under_a_running_node(make_store: MakeStore,
 
 
 @pytest.mark.timeout(120)
-def test_nothing_is_durable_once_the_folder_of_the_volume_is_gone(make_store: MakeStore) -> None:
+def test_volume_folder_removed_nothing_is_durable(make_store: MakeStore) -> None:
     store = make_store(NODE)
     engine = store.engine("a")
     assert engine.store("kept", 8, durable=True).durable
@@ -187,8 +185,8 @@ def test_nothing_is_durable_once_the_folder_of_the_volume_is_gone(make_store: Ma
     with KVClient.connect(store.cluster.metadata_address, engine.spec, node=None) as far:
         keys = engine.keys("kept", 8)
         assert not far.store(keys, engine.room(8), durable=True).durable
-    assert engine.load("more", 8).hit_blocks == 8, "stores go on into DRAM"
+    assert engine.load("more", 8).hit_blocks == 8, "stores continue into DRAM"
     assert store.node_stats("a").counters["nvme_files_gone_total"] == 1
     wait_until(lambda: "no longer in" in str(volume_status(store)["read_only"]), "kvstore status shows it")
     store.evict("a")
-    assert engine.load("kept", 8).hit_blocks == 8, "what the open file holds is read"
+    assert engine.load("kept", 8).hit_blocks == 8, "blocks in the open file are read"

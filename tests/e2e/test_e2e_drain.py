@@ -1,4 +1,4 @@
-"""Taking nodes out of a running store, with real processes under load: no wrong byte, no error, nothing durable lost."""
+"""Draining nodes of a running store, with real processes under load: no wrong byte, no error, no durable block lost."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from conftest import Engine, Store
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.types import BlockKey, Outcome, StoreOutcome
 from kvstore.embedded.cluster import Daemon, NodeSpec
-from kvstore.replay.engine import RequestRunner, Tally
+from kvstore.replay.engine import ReplayTotals, RequestRunner
 from support.wait import wait_until
 
 ROOM = 64 << 20
 DRAM = 32 << 20
 CHAINS, LONGEST, TURN = 6, 24, 4
 THINK_S = 0.03
-"""Between the requests of an engine: the daemons share two cores with it."""
+"""Pause between the requests of an engine, which shares two cores with the daemons."""
 
 MakeStore = Callable[..., Store]
 
@@ -37,7 +37,7 @@ def nodes(*names: str, **more: object) -> list[NodeSpec]:
 
 
 def command(store: Store, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """A command of ours, its output piped."""
+    """Run a ``kvstore`` command with piped output."""
     words = [sys.executable, "-m", "kvstore.cli", *arguments, "--metadata", store.cluster.metadata_address]
     return subprocess.run(words, capture_output=True, text=True, check=False, timeout=timeout_s)
 
@@ -54,10 +54,10 @@ def state(store: Store, node: str) -> str:
 
 
 class Load:
-    """An engine that replays growing prompts for as long as it is let: look up, load, check every byte, store the rest."""
+    """An engine that replays growing prompts until it is stopped: look up, load, check every byte, store the rest."""
 
     def __init__(self, engine: Engine, chains: Sequence[Sequence[BlockKey]], seed: int) -> None:
-        self.tally = Tally()
+        self.tally = ReplayTotals()
         self.turns = 0
         self._engine, self._chains, self._random = engine, chains, random.Random(seed)
         self._stop = threading.Event()
@@ -77,11 +77,11 @@ class Load:
             self._failed.append(error)
 
     def goes_on(self, turns: int = 5) -> None:
-        """Waits for so many more requests."""
+        """Wait for a number of further requests."""
         wanted = self.turns + turns
         wait_until(lambda: self.turns >= wanted or bool(self._failed), "requests are served")
 
-    def end(self) -> Tally:
+    def end(self) -> ReplayTotals:
         self._stop.set()
         self._thread.join(60)
         assert self._failed == []
@@ -92,7 +92,7 @@ class Load:
 
 @contextmanager
 def load(engines: Sequence[Engine]) -> Iterator[list[Load]]:
-    """All engines at work at the same prompts."""
+    """Engines that all replay the same prompts."""
     chains = [engines[0].keys(f"load {number}", LONGEST) for number in range(CHAINS)]
     running = [Load(engine, chains, seed) for seed, engine in enumerate(engines)]
     try:
@@ -103,14 +103,14 @@ def load(engines: Sequence[Engine]) -> Iterator[list[Load]]:
 
 
 def store_durably(engine: Engine, name: str, blocks: int = 40) -> list[BlockKey]:
-    """A chain that the store has said to be durable."""
+    """A chain that the store reported durable."""
     result = engine.store(name, blocks, durable=True)
     assert result.durable, result.error
     return engine.keys(name, blocks)
 
 
 def all_there(engine: Engine, chains: Sequence[Sequence[BlockKey]]) -> bool:
-    """Whether every block of some chains is found and comes, with its own bytes."""
+    """Whether every block of some chains is found and loaded with its own bytes."""
     for keys in chains:
         if engine.client.lookup(list(keys)).hit_blocks < len(keys):
             return False
@@ -120,7 +120,7 @@ def all_there(engine: Engine, chains: Sequence[Sequence[BlockKey]]) -> bool:
 
 
 @pytest.mark.parametrize("move", [True, False])
-def test_draining_under_load_brings_no_error_and_loses_nothing(make_store: MakeStore, move: bool) -> None:
+def test_drain_under_load_loses_nothing(make_store: MakeStore, move: bool) -> None:
     names = "abc" if move else "ab"
     store = make_store(*nodes(*names))
     engines = {name: store.engine(name) for name in names}
@@ -130,7 +130,7 @@ def test_draining_under_load_brings_no_error_and_loses_nothing(make_store: MakeS
             one.goes_on()
         done = command(store, "drain", "a", "--wait", *(["--move"] if move else []))
         assert done.returncode == 0, (done.stdout, done.stderr)
-        assert "\x1b" not in done.stdout, "plain where it is piped"
+        assert "\x1b" not in done.stdout, "plain output in a pipe"
         assert done.stdout.splitlines()[-1].startswith("a: drained"), done.stdout
         for one in running:
             one.goes_on()
@@ -141,7 +141,7 @@ def test_draining_under_load_brings_no_error_and_loses_nothing(make_store: MakeS
         assert set(refused.outcomes) == {StoreOutcome.SKIPPED}
         assert engines["b"].store("new on b", 4).count(StoreOutcome.STORED) == 4
         for one in running:
-            assert not one.end().errors, "no error to anybody"
+            assert not one.end().errors, "no engine saw an error"
     found = status(store, "a")
     assert found is not None
     assert (found.drain.not_durable_blocks, found.drain.left_blocks) == (0, 0)
@@ -149,11 +149,11 @@ def test_draining_under_load_brings_no_error_and_loses_nothing(make_store: MakeS
     loaded = engines["a"].load_keys(durable[0])
     assert loaded.hit_blocks == len(durable[0])
     store.cluster.stop("a")
-    assert "a" not in {run.node_id for run in engines["b"].client.lookup(durable[0]).runs}, "it is not named any more"
+    assert "a" not in {run.node_id for run in engines["b"].client.lookup(durable[0]).runs}, "lookups stop naming it"
     for name in names[1:]:
-        store.evict(name)  # what was only brought there
+        store.evict(name)  # replicas of blocks from other nodes
     if move:
-        assert all_there(engines["b"], durable), "at once, from those that took them over"
+        assert all_there(engines["b"], durable), "at once, from the nodes that took them over"
         removed = command(store, "remove", "a")
         assert (removed.returncode, removed.stdout) == (0, "a: removed\n"), removed.stderr
         assert state(store, "a") == "gone"
@@ -166,8 +166,8 @@ def test_draining_under_load_brings_no_error_and_loses_nothing(make_store: MakeS
         assert command(store, "undrain", "a").stdout == "a: active\n"
 
 
-def test_what_a_tenant_near_its_quota_holds_moves_whole(make_store: MakeStore) -> None:
-    """Before the drain the other node's share of the quota is what the drained one leaves of it."""
+def test_drain_tenant_near_quota_moves_all(make_store: MakeStore) -> None:
+    """Before the drain, the other node's share is the part of the quota that the drained node leaves."""
     store = make_store(*nodes("a", "b"))
     here, there = store.engine("a", tenant="acme"), store.engine("b", tenant="acme")
     durable = [store_durably(here, f"near {number}", 30) for number in range(3)]
@@ -178,14 +178,14 @@ def test_what_a_tenant_near_its_quota_holds_moves_whole(make_store: MakeStore) -
     done = command(store, "drain", "a", "--move", "--wait")
     assert done.returncode == 0, (done.stdout, done.stderr)
     for name in "ab":
-        assert dict(store.node_stats(name).counters).get("evicted_quota_blocks_total", 0) == 0, "nothing made room on the way"
+        assert dict(store.node_stats(name).counters).get("evicted_quota_blocks_total", 0) == 0, "nothing was evicted"
     store.cluster.stop("a")
     assert command(store, "remove", "a").returncode == 0
-    store.evict("b")  # what lies in DRAM alone does not count
+    store.evict("b")  # DRAM-only blocks do not count
     assert all_there(there, durable)
 
 
-def test_a_client_whose_node_drains_reads_from_others_itself(make_store: MakeStore) -> None:
+def test_drain_client_reads_from_other_nodes(make_store: MakeStore) -> None:
     store = make_store(*nodes("a", "b"))
     here, there = store.engine("a"), store.engine("b")
     keys = store_durably(there, "elsewhere")
@@ -200,19 +200,19 @@ def test_a_client_whose_node_drains_reads_from_others_itself(make_store: MakeSto
     assert list(here.payloads.wrong_blocks(keys, layerwise)) == []
     counters = store.node_stats("a").counters
     assert counters["load_left_to_others_blocks_total"] >= len(keys)
-    assert counters.get("peer_fetched_blocks_total", 0) == 0, "nothing is brought to a node that drains"
-    # stores without a local node go past it
+    assert counters.get("peer_fetched_blocks_total", 0) == 0, "a draining node promotes nothing"
+    # stores without a local node avoid it
     assert store.engine(None).store("x", 8).count(StoreOutcome.STORED) == 8
     assert store.node_stats("b").counters["transport_writes_total"] >= 1
     assert "transport_writes_total" not in store.node_stats("a").counters
-    # the order outlives the index: the node tells it again
+    # the order survives the index: the node repeats it
     store.cluster.stop("metadata")
     shutil.rmtree(store.cluster.index_path)
     store.cluster.start_metadata()
     wait_until(lambda: state(store, "a") == "DRAINED", "the order is known again")
 
 
-def test_what_can_not_be_made_durable_is_said(make_store: MakeStore) -> None:
+def test_drain_not_durable_blocks_are_reported(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("memory", dram_bytes=DRAM), *nodes("disk"))
     engine, other = store.engine("memory"), store.engine("disk")
     assert engine.store("x", 10, wait_visible=True).count(StoreOutcome.STORED) == 10
@@ -230,7 +230,7 @@ def test_what_can_not_be_made_durable_is_said(make_store: MakeStore) -> None:
     assert all_there(other, [keys])
 
 
-def test_commands_say_what_is_wrong(make_store: MakeStore) -> None:
+def test_drain_commands_report_errors(make_store: MakeStore) -> None:
     store = make_store(*nodes("a"))
     for arguments in (("drain", "nobody"), ("undrain", "nobody"), ("remove", "nobody")):
         done = command(store, *arguments)
@@ -253,20 +253,20 @@ def test_commands_say_what_is_wrong(make_store: MakeStore) -> None:
     assert "cannot reach the metadata server" in done.stderr
 
 
-def test_a_rolling_restart_under_load_keeps_every_durable_block(make_store: MakeStore) -> None:
+def test_rolling_restart_keeps_durable_blocks(make_store: MakeStore) -> None:
     store = make_store(*nodes("a", "b", "c"))
     engines = {name: store.engine(name) for name in "abc"}
     durable: list[list[BlockKey]] = []
     with load(list(engines.values())) as running:
         for number, name in enumerate("abc"):
             durable.append(store_durably(engines[name], f"before {name}"))
-            # not asked to be durable, and just stored: the end in order sees to it
+            # just stored without waiting for durability: the orderly stop writes them back
             assert engines[name].store(f"just {name}", 40).count(StoreOutcome.STORED) == 40
             durable.append(engines[name].keys(f"just {name}", 40))
             assert stop_in_order(store.cluster.node(name)) == 0
             found = status(store, name)
             assert found is not None
-            assert (found.stopped, found.alive) == (True, False), "hidden at once, by its own word"
+            assert (found.stopped, found.alive) == (True, False), "hidden at once, since it unregistered"
             store.cluster.stop(name)
             store.cluster.start_node(name)
             running[number].goes_on()
@@ -281,7 +281,7 @@ def test_a_rolling_restart_under_load_keeps_every_durable_block(make_store: Make
 
 
 def stop_in_order(daemon: Daemon) -> int:
-    """SIGTERM; the exit code."""
+    """Send SIGTERM. Returns the exit code."""
     daemon.process.terminate()
     return daemon.process.wait(20)
 
@@ -296,8 +296,8 @@ def given_up(store: Store, storage: str, node: str, blocks: int) -> list[BlockKe
 
 
 @pytest.mark.parametrize("back", ["before", "meanwhile"])
-def test_what_the_storage_node_did_not_take_goes_there_at_the_end(make_store: MakeStore, back: str) -> None:
-    """A rolling restart: the storage node first, then those that write behind to it."""
+def test_stop_sends_blocks_that_storage_node_missed(make_store: MakeStore, back: str) -> None:
+    """A rolling restart: the storage node first, then the nodes that write back to it."""
     memory = NodeSpec("memory", dram_bytes=DRAM, write_behind_to="disk", settings=(("stop_grace", "60s"),))
     store = make_store(*nodes("disk"), memory)
     keys = given_up(store, "disk", "memory", 100)
@@ -316,7 +316,7 @@ def test_what_the_storage_node_did_not_take_goes_there_at_the_end(make_store: Ma
     wait_until(lambda: all_there(other, [keys]), "they are found where they are durable")
 
 
-def test_a_storage_node_that_stays_away_holds_nobody_up(make_store: MakeStore) -> None:
+def test_stop_storage_node_away_ends_in_time(make_store: MakeStore) -> None:
     memory = NodeSpec("memory", dram_bytes=DRAM, write_behind_to="disk", settings=(("stop_grace", "1s"),))
     store = make_store(*nodes("disk"), memory)
     given_up(store, "disk", "memory", 20)
@@ -325,7 +325,7 @@ def test_a_storage_node_that_stays_away_holds_nobody_up(make_store: MakeStore) -
 
 
 @pytest.mark.parametrize(("dram", "count"), [(DRAM, 100), (4 * DRAM, 300)])
-def test_what_is_used_in_dram_all_the_time_outlives_its_node(make_store: MakeStore, dram: int, count: int) -> None:
+def test_stop_hot_dram_blocks_survive(make_store: MakeStore, dram: int, count: int) -> None:
     """On its volume it is cold, and leaves that first; the volume cannot take all that DRAM holds: a little less, or much."""
     store = make_store(NodeSpec("a", dram_bytes=dram, nvme_bytes=DRAM, settings=(("stop_grace", "60s"),)))
     engine = store.engine("a", layer_bytes=16384)
@@ -342,18 +342,18 @@ def test_what_is_used_in_dram_all_the_time_outlives_its_node(make_store: MakeSto
     wait_until(lambda: all_there(engine, [used]), "what was used is found")
 
 
-def test_the_second_signal_ends_a_node_at_once(make_store: MakeStore) -> None:
+def test_second_signal_ends_node_at_once(make_store: MakeStore) -> None:
     store = make_store(*nodes("a", settings=(("stop_grace", "60s"), ("prepare_ttl", "60s"))))
     engine = store.engine("a")
     process = store.cluster.node("a").process
-    held = engine.client.begin_store(engine.keys("held", 4))  # slots that are granted and not written
+    held = engine.client.begin_store(engine.keys("held", 4))  # granted slots that are not written
     assert len(held.blocks_wanted) == 4
     process.terminate()
     wait_until(lambda: (found := status(store, "a")) is not None and found.stopped, "it has begun to end")
-    assert process.poll() is None, "it waits for a store that was begun"
+    assert process.poll() is None, "it waits for a started store"
 
     def again() -> bool:
-        process.send_signal(signal.SIGTERM)  # within a second of the first it is the same wish
+        process.send_signal(signal.SIGTERM)  # within a second of the first, it counts as the same signal
         time.sleep(0.2)
         return process.poll() is not None
 
@@ -367,8 +367,8 @@ def _alive(store: Store, node: str) -> bool:
     return found is not None and found.alive
 
 
-def test_blocks_that_are_bad_on_disk_are_no_hits_elsewhere(make_store: MakeStore) -> None:
-    """A bit flips on the draining node's disk: that block is not taken over, and what comes behind it still is no wrong byte."""
+def test_drain_bad_block_is_not_moved(make_store: MakeStore) -> None:
+    """A bit flips on the draining node's disk: that block is not taken over, and the blocks after it have their own bytes."""
     store = make_store(*nodes("a", "b"))
     engine, other = store.engine("a"), store.engine("b")
     keys = store_durably(engine, "x", 8)

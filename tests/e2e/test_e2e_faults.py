@@ -1,4 +1,4 @@
-"""Faults with real processes: kill -9, damaged files, hostile input. A miss is fine; a wrong byte, a hang or a loss is not."""
+"""Faults with real processes: kill -9, damaged files, hostile input. A miss is correct; a wrong byte, a hang or a loss is not."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def start_writer(store: Store, name: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_writers_killed_at_random_leave_nothing_half_written(make_store: MakeStore) -> None:
+def test_killed_writers_leave_nothing_half_written(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a", dram_bytes=32 * MIB, nvme_bytes=64 * MIB))
     reader = store.engine("a", layers=4, layer_bytes=16384)
     dice = random.Random(7)
@@ -71,13 +71,13 @@ def test_writers_killed_at_random_leave_nothing_half_written(make_store: MakeSto
         assert writer.stdout is not None
         for _ in range(dice.randrange(1, 6)):
             last = int(writer.stdout.readline())
-        time.sleep(dice.random() * 0.004)  # somewhere inside the next store
+        time.sleep(dice.random() * 0.004)  # at some point of the next store
         writer.kill()
         writer.wait(10)
         writer.stdout.close()
         for number in range(last + 1):
             assert reader.load(f"w{seed}-{number}", 8).hit_blocks == 8, "completed stores stay"
-        reader.load(f"w{seed}-{last + 1}", 8)  # whatever of it is visible is right
+        reader.load(f"w{seed}-{last + 1}", 8)  # its visible blocks are correct
     wait_until(lambda: store.node_stats("a").counters["sessions"] == 1, "the writers' sessions ended")
     stats = store.node_stats("a")
     assert stats.tiers[0].used_bytes == stats.tiers[0].blocks * 65536
@@ -92,8 +92,8 @@ def test_writers_killed_at_random_leave_nothing_half_written(make_store: MakeSto
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_node_killed_under_load_serves_again_and_never_wrongly(make_store: MakeStore) -> None:
-    # room for all that is stored until the end: what is evicted is no fault
+def test_node_killed_under_load_serves_again(make_store: MakeStore) -> None:
+    # space for everything that the test stores, since eviction would look like a loss
     store = make_store(NodeSpec("a", dram_bytes=32 * MIB, nvme_bytes=1024 * MIB))
     engine = store.engine("a", layers=4, layer_bytes=16384)
     durable = [f"d{number}" for number in range(8)]
@@ -131,20 +131,20 @@ def test_a_node_killed_under_load_serves_again_and_never_wrongly(make_store: Mak
     assert failures == []
 
 
-def test_without_the_metadata_server_local_blocks_are_served(make_store: MakeStore) -> None:
+def test_metadata_server_away_local_blocks_are_served(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a"))
     engine = store.engine("a")
     engine.store("c", 20, wait_visible=True)
     store.cluster.kill("metadata")
     assert engine.client.lookup(engine.keys("c", 20)).hit_blocks == 0
-    assert engine.load("c", 20).hit_blocks == 20, "the local node is asked whatever the index says"
+    assert engine.load("c", 20).hit_blocks == 20, "the local node is asked without the index"
     assert set(engine.store("d", 5).outcomes) == {StoreOutcome.STORED}
     store.cluster.start_metadata()
     wait_until(lambda: engine.client.lookup(engine.keys("c", 20)).hit_blocks == 20, "the restarted server knows the old blocks")
     wait_until(lambda: engine.client.lookup(engine.keys("d", 5)).hit_blocks == 5, "and what was stored without it")
 
 
-def test_a_deleted_index_is_rebuilt_by_itself(make_store: MakeStore) -> None:
+def test_deleted_index_is_rebuilt(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a", nvme_bytes=64 * MIB), NodeSpec("b"))
     a, b = store.engine("a"), store.engine("b")
     a.store("c", 20, durable=True)
@@ -157,7 +157,7 @@ def test_a_deleted_index_is_rebuilt_by_itself(make_store: MakeStore) -> None:
     assert b.load("c", 20).hit_blocks == 20
 
 
-def test_flipped_bits_on_disk_are_misses_and_the_rest_is_served(make_store: MakeStore) -> None:
+def test_flipped_bits_on_disk_are_misses(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a", nvme_bytes=64 * MIB))
     engine = store.engine("a")
     engine.store("c", 32, durable=True)
@@ -179,11 +179,11 @@ def test_flipped_bits_on_disk_are_misses_and_the_rest_is_served(make_store: Make
     assert [position for position in range(32) if result.outcome(position) is not Outcome.HIT] == flipped
     assert result.count(Outcome.CORRUPT) == 2
     assert store.node_stats("a").counters["quarantined_blocks_total"] == 2
-    assert engine.store("c", 32).outcomes[3] == StoreOutcome.STORED, "the bad block can be stored anew"
+    assert engine.store("c", 32).outcomes[3] == StoreOutcome.STORED, "the bad block can be stored again"
     assert engine.load("c", 32).hit_blocks == 32
 
 
-def test_a_peer_killed_in_the_middle_of_a_load_costs_a_bounded_wait(make_store: MakeStore) -> None:
+def test_peer_killed_during_load_costs_bounded_wait(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a", dram_bytes=128 * MIB), NodeSpec("b", dram_bytes=128 * MIB))
     a, b = store.engine("a", layer_bytes=65536), store.engine("b", layer_bytes=65536)
     a.store("c", 300, wait_visible=True)
@@ -197,7 +197,7 @@ def test_a_peer_killed_in_the_middle_of_a_load_costs_a_bounded_wait(make_store: 
     assert set(b.store("mine", 5).outcomes) == {StoreOutcome.STORED}
 
 
-def test_a_client_stopped_for_longer_than_its_lease_does_not_trust_its_copy(make_store: MakeStore) -> None:
+def test_client_stopped_beyond_lease_drops_its_copy(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a", settings=(("lease", "250ms"),)))
     engine: Engine = store.engine("a")
     engine.store("c", 16, wait_visible=True)
@@ -223,7 +223,7 @@ def test_hostile_frames_on_the_data_port(make_store: MakeStore) -> None:
     assert remote.load("c", 8).hit_blocks == 8
 
 
-def test_absurd_rpcs_get_clear_errors(make_store: MakeStore) -> None:
+def test_invalid_rpcs_get_typed_errors(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a"))
     engine = store.engine("a")
     spec = common_pb2.CacheSpec(
@@ -257,14 +257,14 @@ def test_absurd_rpcs_get_clear_errors(make_store: MakeStore) -> None:
     assert set(engine.store("still", 3).outcomes) == {StoreOutcome.STORED}
 
 
-def test_nothing_is_called_durable_that_is_not(make_store: MakeStore) -> None:
+def test_store_not_durable_is_reported(make_store: MakeStore) -> None:
     store = make_store(
         NodeSpec("plain"), NodeSpec("s", roles=("storage",), nvme_bytes=64 * MIB), NodeSpec("far", write_behind_to="s")
     )
     plain, far = store.engine("plain"), store.engine("far")
     refused = plain.store("c", 10, durable=True)
     assert not refused.durable, "there is no disk"
-    assert refused.error is not None, "the caller is told why"
+    assert refused.error is not None, "the result names the reason"
     assert not plain.client.flush()
     assert far.store("c", 10, durable=True).durable
     assert far.client.flush()
@@ -281,7 +281,7 @@ def test_nothing_is_called_durable_that_is_not(make_store: MakeStore) -> None:
         wait_until(lambda chain=chain: reader.load(chain, 10).hit_blocks == 10, "durable blocks survive their writer's node")  # type: ignore[misc]
 
 
-def test_a_store_that_can_never_fit_does_not_wait(make_store: MakeStore) -> None:
+def test_store_larger_than_arena_does_not_wait(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a", dram_bytes=MIB))
     engine = store.engine("a")
     engine.store("c", 80)

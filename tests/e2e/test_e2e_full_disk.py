@@ -1,4 +1,4 @@
-"""A disk that fills up under way, with the index and a volume on it: whoever asks hears it, until there is room again."""
+"""A disk with the index and a volume fills up while the store runs: every view reports it until there is space again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     )
     if done.returncode:
         pytest.skip(
-            f"a file system of its own takes root and mounts: a disk that fills up was NOT tested ({done.stderr.strip()})"
+            f"a separate file system requires root and mounts: a disk that fills up was NOT tested ({done.stderr.strip()})"
         )
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
@@ -40,7 +40,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def store(tmp_path: Path, small_disk: Path) -> Iterator[Store]:
-    """One node, whose volume shares the disk with the index; logs lie elsewhere."""
+    """One node, whose volume shares the disk with the index; logs are on another disk."""
     node = NodeSpec("a", dram_bytes=32 * MIB, settings=(("nvme", f"{small_disk / 'volume'}:8MiB"),))
     made = Store(LocalCluster([node], tmp_path / "0", metadata_settings=[("index_path", str(small_disk / "index"))]).__enter__())
     yield made
@@ -48,7 +48,7 @@ def store(tmp_path: Path, small_disk: Path) -> Iterator[Store]:
 
 
 def fill_up(path: Path) -> Path:
-    """Takes all the room that is left."""
+    """Fill the file system."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="No space"):
         deque((os.write(fd, bytes(4096)) for _ in itertools.count()), maxlen=0)
@@ -68,7 +68,7 @@ def gauge(address: str, name: str) -> float:
 
 
 def shown(store: Store) -> dict[str, Any]:
-    """What ``kvstore status`` says."""
+    """Run ``kvstore status``."""
     command = [sys.executable, "-m", "kvstore.cli", "status", "--json", "--metadata", store.cluster.metadata_address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return dict(json.loads(done.stdout))
@@ -76,7 +76,7 @@ def shown(store: Store) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_disk_that_fills_up_is_told_by_all_who_are_asked_and_no_more_once_there_is_room(store: Store, small_disk: Path) -> None:
+def test_disk_full_is_reported_until_there_is_space(store: Store, small_disk: Path) -> None:
     rest = store.cluster.start_admin().address
     engine = store.engine("a", layers=1, layer_bytes=512)
     metadata, node = store.cluster.node("metadata"), store.cluster.node("a")
@@ -122,7 +122,7 @@ def test_a_disk_that_fills_up_is_told_by_all_who_are_asked_and_no_more_once_ther
     assert shown(store)["problems"] == []
 
 
-def test_orders_that_cannot_be_read_are_told(make_store: Any) -> None:  # a factory
+def test_unreadable_orders_are_reported(make_store: Any) -> None:  # a factory
     store = make_store(NodeSpec("a", dram_bytes=8 * MIB))
     rest = store.cluster.start_admin().address
     orders = store.cluster.index_path.with_name("index.orders.json")

@@ -1,4 +1,4 @@
-"""Prefill hands a prompt over to decode: which bytes travel, what arrives, and what happens when a side is lost."""
+"""Handoff of a prompt from prefill to decode: bytes sent, bytes received, and the loss of either side."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine(store: Store, node: str) -> Engine:
 
 
 class Prompt:
-    """A prompt of which the first ``hit`` blocks lie in storage; the rest, and a partial block, are new."""
+    """A prompt whose first ``hit`` blocks are in storage; the rest, and a partial block, are new."""
 
     def __init__(self, writer: Engine, name: str, hit: int, new: int) -> None:
         self.hit = hit
@@ -55,9 +55,7 @@ class Prompt:
 
 @pytest.mark.parametrize(("policy", "sent"), [("prefill_only", 20), ("shorter_queue", None), ("split", None)])
 @pytest.mark.parametrize("layer_group", [0, 2])
-def test_a_prompt_reaches_decode_whole_and_only_what_it_lacks_travels(
-    store: Store, policy: str, sent: int | None, layer_group: int
-) -> None:
+def test_handoff_sends_only_missing_blocks(store: Store, policy: str, sent: int | None, layer_group: int) -> None:
     writer, prefill, decode = (engine(store, node) for node in ("storage-0", "prefill-0", "decode-0"))
     prompt = Prompt(writer, f"{policy}{layer_group}", hit=16, new=3)
     store.evict("storage-0")
@@ -89,7 +87,7 @@ def test_a_prompt_reaches_decode_whole_and_only_what_it_lacks_travels(
     assert (taken == prompt.bytes).all()
 
 
-def test_new_blocks_become_durable_from_decode_and_the_partial_one_is_not_kept(store: Store) -> None:
+def test_handoff_decode_stores_new_full_blocks_only(store: Store) -> None:
     writer, prefill, decode = (engine(store, node) for node in ("storage-0", "prefill-0", "decode-0"))
     prompt = Prompt(writer, "kept", hit=2, new=4)
     awaited = decode.client.await_prompt(prompt.keys, deadline_s=20)
@@ -104,7 +102,7 @@ def test_new_blocks_become_durable_from_decode_and_the_partial_one_is_not_kept(s
     wait_until(lambda: decode.load_keys([*prompt.keys]).outcome(6) is Outcome.MISS, "the partial block is gone")
 
 
-def test_without_its_blocks_a_prompt_is_incomplete_in_time_and_says_which(store: Store) -> None:
+def test_handoff_incomplete_prompt_names_missing_blocks(store: Store) -> None:
     writer, decode = engine(store, "storage-0"), engine(store, "decode-0")
     prompt = Prompt(writer, "incomplete", hit=2, new=2)
     decode.client.store(prompt.keys[:2], prompt.bytes[:2])
@@ -117,7 +115,7 @@ def test_without_its_blocks_a_prompt_is_incomplete_in_time_and_says_which(store:
     assert (taken[:2] == prompt.bytes[:2]).all()
 
 
-def test_prefill_that_dies_half_way_leaves_nothing_behind(store: Store) -> None:
+def test_handoff_prefill_dies_leaves_nothing(store: Store) -> None:
     writer, decode = engine(store, "storage-0"), engine(store, "decode-0")
     prefill = engine(store, "prefill-0")
     prompt = Prompt(writer, "dies", hit=1, new=5)
@@ -140,8 +138,8 @@ def test_prefill_that_dies_half_way_leaves_nothing_behind(store: Store) -> None:
     assert (taken == prompt.bytes).all()
 
 
-def test_what_was_left_to_another_that_gave_up_is_told_and_handed_over_again(store: Store) -> None:
-    """As with a load over the decode host that is planned again over others: nobody brings its blocks to decode any more."""
+def test_handoff_abandoned_by_other_sender_is_sent(store: Store) -> None:
+    """As after a load over the decode host that is planned again over other hosts: its blocks will not arrive otherwise."""
     writer, decode = engine(store, "storage-0"), engine(store, "decode-0")
     one, other = engine(store, "prefill-0"), engine(store, "prefill-0")
     prompt = Prompt(writer, "left to another", hit=1, new=5)
@@ -157,7 +155,7 @@ def test_what_was_left_to_another_that_gave_up_is_told_and_handed_over_again(sto
     first.put_layer(0, np.ascontiguousarray(prompt.layers[:, 0]))
     meanwhile = handed_over(other)
     assert meanwhile.count(StoreOutcome.IN_PROGRESS) == len(prompt.keys)
-    assert meanwhile.error is None, "it may still come"
+    assert meanwhile.error is None, "it may still arrive"
 
     def give_up() -> None:
         first.abort()
@@ -174,9 +172,7 @@ def test_what_was_left_to_another_that_gave_up_is_told_and_handed_over_again(sto
     assert (taken == prompt.bytes).all()
 
 
-def test_what_was_handed_over_counts_although_something_before_it_did_not_come(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handoff_block_counts_after_a_missing_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = engine(store, "storage-0")
     one, other = engine(store, "prefill-0"), engine(store, "prefill-0")
     prompt = Prompt(writer, "a gap", hit=1, new=5)
@@ -211,7 +207,7 @@ def test_what_was_handed_over_counts_although_something_before_it_did_not_come(
     assert len(begun) == 2
     assert (unsure.count(StoreOutcome.STORED), unsure.bytes_stored) == (rest, rest * size)
     assert unsure.outcome(0) == StoreOutcome.IN_PROGRESS
-    assert isinstance(unsure.error, Unavailable), "whether the first block is there is not known"
+    assert isinstance(unsure.error, Unavailable), "the state of the first block is unknown"
 
     told = handed_over(give_up)
     assert (told.held_blocks, told.skipped_blocks, told.count(StoreOutcome.EXISTS)) == (0, 1, rest)
@@ -221,8 +217,8 @@ def test_what_was_handed_over_counts_although_something_before_it_did_not_come(
     assert again.error is None
 
 
-def test_a_prompt_that_was_taken_before_its_commit_was_heard_of_is_whole(store: Store) -> None:
-    """What others brought of it may have left the decode host by then."""
+def test_handoff_taken_before_commit_is_complete(store: Store) -> None:
+    """Blocks from other senders may have left the decode host by then."""
     writer, decode = engine(store, "storage-0"), engine(store, "decode-0")
     one, other = engine(store, "prefill-0"), engine(store, "prefill-0")
     prompt = Prompt(writer, "taken", hit=1, new=4)
@@ -262,12 +258,12 @@ def test_a_prompt_that_was_taken_before_its_commit_was_heard_of_is_whole(store: 
 
 
 def used_slots(store: Store, prompt: Prompt) -> int:
-    """Blocks that the decode host has, or keeps room for: to ask by a hand-over would be to take part."""
+    """Blocks that the decode host holds or reserved slots for. A handoff would change them, so it cannot be used to ask."""
     (dram,) = store.node_stats("decode-0").tiers
     return dram.used_bytes // prompt.bytes[0].nbytes
 
 
-def test_a_decode_node_that_is_not_there_costs_the_prefill_nothing(store: Store) -> None:
+def test_handoff_absent_decode_node_costs_nothing(store: Store) -> None:
     writer, prefill = engine(store, "storage-0"), engine(store, "prefill-0")
     prompt = Prompt(writer, "nobody", hit=1, new=1)
     handoff = prefill.client.begin_handoff(prompt.keys, "nobody", tail=True)
@@ -278,7 +274,7 @@ def test_a_decode_node_that_is_not_there_costs_the_prefill_nothing(store: Store)
     assert result.held_blocks == 0
 
 
-def test_what_only_passes_through_a_node_is_durable_where_it_went(make_store: Callable[..., Store]) -> None:
+def test_store_passing_through_node_is_durable_there(make_store: Callable[..., Store]) -> None:
     store = make_store(
         NodeSpec("storage-0", ("storage",), dram_bytes=64 << 20, nvme_bytes=128 << 20),
         NodeSpec(
@@ -294,12 +290,12 @@ def test_what_only_passes_through_a_node_is_durable_where_it_went(make_store: Ca
         result = writer.store(f"chain{number}", 20, durable=True)
         assert result.durable, result.error
     wait_until(lambda: store.node_stats("prefill-0").tiers[0].blocks == 0, "blocks leave a node that only stages them")
-    # its own node said that they are gone before the other one has shown that it has them
+    # its own node reports their removal before the other node reports its copies
     wait_until(lambda: writer.client.lookup(writer.keys("chain3", 20)).hit_blocks == 20, "lookups show where the blocks went")
     assert writer.load("chain3", 20).hit_blocks == 20
 
 
-def test_what_the_decode_host_has_on_its_own_disk_is_neither_sent_nor_waited_for_in_vain(
+def test_handoff_blocks_on_decode_disk_are_not_sent(
     make_store: Callable[..., Store],
 ) -> None:
     store = make_store(
@@ -321,8 +317,8 @@ def test_what_the_decode_host_has_on_its_own_disk_is_neither_sent_nor_waited_for
     assert (taken == prompt.bytes).all()
 
 
-def test_decode_engines_that_leave_are_waited_for_by_nobody(make_store: Callable[..., Store]) -> None:
-    """The decode buffer has room for one prompt; those before it are cancelled long before their time."""
+def test_await_cancelled_frees_the_decode_buffer(make_store: Callable[..., Store]) -> None:
+    """The decode buffer holds one prompt. Earlier waits are cancelled long before their deadlines."""
     block_bytes = LAYERS * LAYER_BYTES
     store = make_store(
         NodeSpec("decode-0", ("decode",), dram_bytes=64 << 20, settings=(("decode_buffer", str(20 * block_bytes)),)),
@@ -345,8 +341,8 @@ def test_decode_engines_that_leave_are_waited_for_by_nobody(make_store: Callable
         assert wanted.wait(timeout_s=30.0)
 
 
-def test_a_prompt_that_will_not_come_is_waited_for_by_nobody(store: Store) -> None:
-    """Told while it is awaited, and told before; what is there is taken."""
+def test_abandoned_prompt_ends_the_wait(store: Store) -> None:
+    """Abandoned during the wait, and before it. The blocks that arrived are taken."""
     writer, prefill, decode = (engine(store, node) for node in ("storage-0", "prefill-0", "decode-0"))
     prompt = Prompt(writer, "abandoned", hit=2, new=2)
     decode.client.store(prompt.keys[:2], prompt.bytes[:2])
@@ -365,7 +361,7 @@ def test_a_prompt_that_will_not_come_is_waited_for_by_nobody(store: Store) -> No
 
 
 @pytest.mark.parametrize("transfer_id", ["", "x" * 65, "\u00e9" * 40, 7])
-def test_a_transfer_has_a_name(store: Store, transfer_id: str) -> None:
+def test_handoff_transfers_are_distinct(store: Store, transfer_id: str) -> None:
     prefill, decode = engine(store, "prefill-0"), engine(store, "decode-0")
     with pytest.raises(InvalidArgument):
         prefill.client.abandon_prompt(transfer_id, "decode-0")
@@ -377,7 +373,7 @@ def test_a_transfer_has_a_name(store: Store, transfer_id: str) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_decode_node_that_was_not_there_for_a_moment_is_told(store: Store) -> None:
+def test_abandon_reaches_restarted_decode_node(store: Store) -> None:
     prefill, decode = engine(store, "prefill-0"), engine(store, "decode-0")
     keys = decode.keys("stopped", 2)
     awaited = decode.client.await_prompt(keys, transfer_id="stopped", deadline_s=1000.0)
@@ -397,11 +393,11 @@ def test_a_decode_node_that_was_not_there_for_a_moment_is_told(store: Store) -> 
     awaited.take(decode.room(2))
 
 
-def test_a_decode_node_that_cannot_be_told_costs_nothing(store: Store) -> None:
+def test_abandon_unreachable_decode_node_costs_nothing(store: Store) -> None:
     assert not engine(store, "prefill-0").client.abandon_prompt("t", "nobody", deadline_s=0.5)
 
 
-def test_what_the_decode_host_has_no_room_for_is_said_and_counted(make_store: Callable[..., Store]) -> None:
+def test_handoff_without_space_reports_skipped_blocks(make_store: Callable[..., Store]) -> None:
     store = make_store(
         NodeSpec("prefill-0", ("prefill",), dram_bytes=64 << 20),
         NodeSpec("decode-0", ("decode",), dram_bytes=8 << 20),

@@ -1,4 +1,4 @@
-"""Servers that stand still (SIGSTOP): engines give them up within a second, go on without them, and find their return."""
+"""Hung servers (SIGSTOP): engines give them up within a second, continue without them, and find their return."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from support.wait import wait_until
 MakeStore = Callable[..., Store]
 MIB = 1 << 20
 MOST_S = 1.5
-"""A request that meets a server as it stops waits no longer; it has a deadline of ten seconds."""
+"""Bound for a request during which a server stops. Its deadline is ten seconds."""
 SOON_S = 0.5
-"""A request that comes later does not wait at all; generous, for machines that are busy."""
+"""Bound for a later request, which does not wait. Generous, for busy machines."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def stopped(cluster: LocalCluster, name: str) -> Iterator[None]:
 
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        wait_until(all_stand_still, f"{name} is stopped")  # its threads go on for a moment after the signal
+        wait_until(all_stand_still, f"{name} is stopped")  # its threads run for a moment after the signal
         yield
     finally:
         os.kill(process.pid, signal.SIGCONT)
@@ -78,7 +78,7 @@ def test_hung_local_node_costs_one_request_a_second(store: Store) -> None:
     wait_until(lambda: engine.load("c", 20).hit_blocks == 20, "the node answers again")
     assert set(engine.store("new", 20).outcomes) <= {StoreOutcome.STORED, StoreOutcome.EXISTS}
     assert engine.client.local_node == session
-    assert engine.client.stats().get("client_session_lost_total", 0) == 0, "the session outlives the standstill"
+    assert engine.client.stats().get("client_session_lost_total", 0) == 0, "the session survives the stop"
     assert engine.client.stats()["transport_peer_hung_total"] >= 1
 
 
@@ -87,7 +87,7 @@ def test_hung_local_node_ends_a_store_in_time(store: Store) -> None:
     engine.store("warm", 4)
     with stopped(store.cluster, "a"):
         result, seconds = timed(lambda: engine.store("c", 20))
-    assert seconds <= MOST_S + 0.3  # a store that nobody may cancel is sent twice
+    assert seconds <= MOST_S + 0.3  # a store that cannot be cancelled is sent twice
     assert isinstance(result.error, Unavailable)
 
 
@@ -123,7 +123,7 @@ def test_hung_source_node_costs_one_load_a_second(store: Store, local: str | Non
 
 @pytest.mark.parametrize("local", ["b", None])
 def test_hung_data_plane_costs_one_load_a_second(store: Store, local: str | None) -> None:
-    """The node answers gRPC, but its data plane accepts connections and stays silent, like a port that a proxy dropped."""
+    """The node answers gRPC, but its data plane accepts connections and stays silent, like a port behind a broken proxy."""
     writer, reader = store.engine("a"), store.engine(local)
     writer.store("c", 20, wait_visible=True)
     both_find([writer, reader], "c", 20)
@@ -162,7 +162,7 @@ def test_hung_node_layerwise_load_ends_in_time(store: Store) -> None:
         handle.wait_layer(7, 10.0)
         seconds = time.monotonic() - began_s
         assert handle.result(1.0).hit_blocks == 0
-    assert seconds <= MOST_S + 1.0  # its lookup goes first
+    assert seconds <= MOST_S + 1.0  # its lookup comes first
 
 
 def test_hung_store_node_is_left_for_another(store: Store) -> None:

@@ -27,7 +27,7 @@ NOT_TESTED = "a disk that hangs was NOT tested"
 
 
 class HungDisk:
-    """An ext4 on a loop device. To hang it, the kernel's I/O throttle limits the device to one byte per second."""
+    """An ext4 on a loop device. To hang it, the I/O throttle of the kernel limits the device to one byte per second."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -51,7 +51,7 @@ class HungDisk:
 def disk(tmp_path: Path) -> Iterator[HungDisk]:
     """A disk for the volume of node ``a`` of the first store."""
     if os.geteuid() or not (THROTTLE / "blkio.throttle.read_bps_device").exists():
-        pytest.skip(f"an I/O throttle takes root and the controller blkio of cgroup v1: {NOT_TESTED}")
+        pytest.skip(f"an I/O throttle requires root and the controller blkio of cgroup v1: {NOT_TESTED}")
     image, place = tmp_path / "image", tmp_path / "0" / "a-nvme"
     place.mkdir(parents=True)
     with image.open("wb") as file:
@@ -59,7 +59,7 @@ def disk(tmp_path: Path) -> Iterator[HungDisk]:
     for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            pytest.skip(f"{command[0]} fails here: {NOT_TESTED} ({done.stderr.strip()})")
+            pytest.skip(f"{command[0]} failed: {NOT_TESTED} ({done.stderr.strip()})")
     made = HungDisk(place)
     yield made
     made.go_on()
@@ -84,7 +84,7 @@ def stalled(store: Store, volume: str) -> bool:
 
 
 @pytest.mark.timeout(180)
-def test_e2e_disk_hung_loads_of_others_go_on(make_store: Callable[..., Store], disk: HungDisk, tmp_path: Path) -> None:
+def test_e2e_disk_hung_other_loads_continue(make_store: Callable[..., Store], disk: HungDisk, tmp_path: Path) -> None:
     """Blocks of the hung volume are misses, all others are hits, none is late. All are hits after the disk answers again."""
     second = tmp_path / "second"
     node = NodeSpec("a", dram_bytes=16 * MIB, settings=(("nvme", f"{disk.place / 'v'}:16MiB,{second}:16MiB"),))
@@ -95,7 +95,7 @@ def test_e2e_disk_hung_loads_of_others_go_on(make_store: Callable[..., Store], d
     assert engine.load(chains["a/nvme1"], BLOCKS).hit_blocks == BLOCKS  # so it is in DRAM
     before_s = max(timed(lambda: engine.load(chains["a/nvme1"], BLOCKS)) for _ in range(5))
     disk.hang()
-    with ThreadPoolExecutor(12) as engines:  # more than the node has threads for loads
+    with ThreadPoolExecutor(12) as engines:  # more than the node's load threads
         hung = [engines.submit(timed, lambda: engine.load(chains["a/nvme0"], BLOCKS, deadline_s=WAIT_S)) for _ in range(8)]
         while not all(one.done() for one in hung):
             assert engine.load(chains["a/nvme1"], BLOCKS).hit_blocks == BLOCKS
@@ -127,7 +127,7 @@ def place_chains(store: Store, engine: Engine) -> dict[str, str]:
                 found.setdefault(tier.volume_id, f"chain{number}")
         if len(found) == 2:
             return found
-    raise AssertionError("a volume took no chain")
+    raise AssertionError("a volume holds no chain")
 
 
 @pytest.mark.timeout(180)

@@ -1,7 +1,7 @@
-"""Layer-wise loads by every kind of client, of blocks that have gone since they were looked up.
+"""Layer-wise loads by every kind of client, of blocks that were removed after their lookup.
 
-At the moment of each announcement every promised block must have its own bytes up to that layer: it is looked at right there,
-before the loading thread goes on.
+At each announcement, every promised block must have its own bytes up to that layer. The test checks this before the loading
+thread continues.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def store(make_store: MakeStore) -> Store:
 
 @contextmanager
 def looked_at(data: np.ndarray, wanted: np.ndarray) -> Iterator[list[tuple[int, int, bool]]]:  # type: ignore[type-arg]
-    """Each announcement as (layers, promised blocks, whether these are there)."""
+    """Each announcement as (layers, promised blocks, whether their bytes are correct)."""
     seen: list[tuple[int, int, bool]] = []
     advance = LayerGate.advance
 
@@ -69,7 +69,7 @@ def load(
     return result, seen
 
 
-def test_blocks_that_have_gone_are_not_promised(store: Store) -> None:
+def test_layers_removed_blocks_are_not_promised(store: Store) -> None:
     writer = store.engine("n1", layers=LAYERS)
     for number, (node, paths) in enumerate(CLIENTS):
         chain = f"gone {number}"
@@ -85,7 +85,7 @@ def test_blocks_that_have_gone_are_not_promised(store: Store) -> None:
         assert {blocks for _, blocks, _ in seen} == {10}
 
 
-def test_a_block_gone_in_the_middle_ends_the_promise(store: Store) -> None:
+def test_layers_missing_block_ends_the_promise(store: Store) -> None:
     writer = store.engine("n1", layers=LAYERS)
     for number, (node, paths) in enumerate(CLIENTS):
         chain = f"hole {number}"
@@ -104,7 +104,7 @@ def test_a_block_gone_in_the_middle_ends_the_promise(store: Store) -> None:
         assert {blocks for _, blocks, _ in seen} == {10}
 
 
-def test_what_another_node_has_is_waited_for(store: Store) -> None:
+def test_layers_blocks_of_other_nodes_are_awaited(store: Store) -> None:
     writers = [store.engine(node, layers=LAYERS) for node in ("n1", "n2")]
     for number, (node, paths) in enumerate(CLIENTS):
         chain = f"twice {number}"
@@ -121,7 +121,7 @@ def test_what_another_node_has_is_waited_for(store: Store) -> None:
         store.evict("n2")
 
 
-def test_with_a_dead_node_the_others_layers_go_on(store: Store) -> None:
+def test_layers_continue_without_a_dead_node(store: Store) -> None:
     writers = [store.engine(node, layers=LAYERS) for node in ("n1", "n2")]
     found = {}
     for number in range(2):

@@ -1,4 +1,4 @@
-"""A volume that several nodes mount, with real processes: read directly, with the owner or without it, never a wrong byte."""
+"""A volume that several nodes mount, with real processes: read directly, with or without its owner, never a wrong byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOLUME = "owner/nvme0"
 def shared(
     make_store: MakeStore, tmp_path: Path, *, nvme_bytes: int = 64 * MIB, readers: int = 1, dram_bytes: int = 256 * MIB
 ) -> Store:
-    """A storage node, and nodes that mount its volume and know what it holds."""
+    """A storage node, and nodes that mount its volume and have read its slot manifest."""
     mounts = (("mounts", f"{VOLUME}={tmp_path / '0' / 'owner-nvme'}"),)
     owner = NodeSpec("owner", roles=("storage",), nvme_bytes=nvme_bytes, dram_bytes=64 * MIB)
     store = make_store(owner, *(NodeSpec(f"r{at}", dram_bytes=dram_bytes, settings=mounts) for at in range(readers)))
@@ -43,7 +43,7 @@ def counter(store: Store, node: str, name: str) -> int:
 
 
 def published(reader: Engine, chain: str, blocks: int) -> list[BlockKey]:
-    """Waits until the index shows a chain in the volume; its keys."""
+    """Wait until the index shows a chain in the volume. Returns its keys."""
     keys = reader.keys(chain, blocks)
     wait_until(
         lambda: [run.count for run in reader.client.lookup(keys).runs if run.volume_id == VOLUME] == [blocks],
@@ -52,7 +52,7 @@ def published(reader: Engine, chain: str, blocks: int) -> list[BlockKey]:
     return keys
 
 
-def test_a_mounted_volume_is_read_without_its_owner(make_store: MakeStore, tmp_path: Path) -> None:
+def test_mount_is_read_without_asking_the_owner(make_store: MakeStore, tmp_path: Path) -> None:
     store = shared(make_store, tmp_path)
     assert store.engine("owner").store("c", 50, durable=True).durable
     store.evict("owner")
@@ -63,12 +63,12 @@ def test_a_mounted_volume_is_read_without_its_owner(make_store: MakeStore, tmp_p
     assert result.bytes_by_tier == {Tier.NVME: 50 * reader.spec.block_bytes}
     assert result.bytes_by_node == {"r0": 50 * reader.spec.block_bytes}
     assert (counter(store, "r0", "mount_read_blocks_total"), counter(store, "r0", "peer_fetched_blocks_total")) == (50, 0)
-    assert store.node_stats("owner").counters["blocks"] == 50  # it was not asked: nothing was promoted there
+    assert store.node_stats("owner").counters["blocks"] == 50  # the owner was not asked: it promoted nothing
     assert counter(store, "owner", "nvme_read_hit_blocks_total") == 0
     assert reader.load("c", 50).bytes_by_tier == {Tier.DRAM: 50 * reader.spec.block_bytes}
 
 
-def test_what_the_owner_stores_later_is_found_and_what_it_evicts_is_a_miss(make_store: MakeStore, tmp_path: Path) -> None:
+def test_mount_follows_stores_and_evictions_of_the_owner(make_store: MakeStore, tmp_path: Path) -> None:
     store = shared(make_store, tmp_path)
     writer, reader = store.engine("owner"), store.engine("r0")
     for chain in ("a", "b"):
@@ -83,12 +83,12 @@ def test_what_the_owner_stores_later_is_found_and_what_it_evicts_is_a_miss(make_
     store.evict("r0")
     assert writer.store("later", 20, durable=True).durable
     published(reader, "later", 20)
-    assert reader.load("later", 20).hit_blocks == 20  # and with it the news that the others have left
+    assert reader.load("later", 20).hit_blocks == 20  # the event also reports that the others were removed
     assert reader.client.load(lookup, reader.room(20)).hit_blocks == 0
 
 
 @pytest.mark.parametrize("kill", [True, False])
-def test_the_owners_end_leaves_its_blocks_readable(make_store: MakeStore, tmp_path: Path, kill: bool) -> None:
+def test_mount_stays_readable_after_owner_ends(make_store: MakeStore, tmp_path: Path, kill: bool) -> None:
     store = shared(make_store, tmp_path, readers=2)
     for chain in ("c0", "c1"):
         assert store.engine("owner").store(chain, 40, durable=True).durable
@@ -103,7 +103,7 @@ def test_the_owners_end_leaves_its_blocks_readable(make_store: MakeStore, tmp_pa
         )
         assert reader.client.lookup(keys).hit_blocks == 40
         assert reader.load(chain, 40).bytes_by_tier == {Tier.NVME: 40 * reader.spec.block_bytes}
-    remote = store.engine(None)  # without a node of its own: over the data plane, from one that mounts the volume
+    remote = store.engine(None)  # without a local node: over the data plane, from a node that mounts the volume
     for node in ("r0", "r1"):
         store.evict(node)
     assert remote.load("c0", 40).hit_blocks == 40
@@ -116,7 +116,7 @@ def test_the_owners_end_leaves_its_blocks_readable(make_store: MakeStore, tmp_pa
     assert counter(store, "r0", "mount_read_blocks_total") + counter(store, "r1", "mount_read_blocks_total") == 130
 
 
-def test_where_the_mount_is_missing_or_wrong_the_owner_serves(make_store: MakeStore, tmp_path: Path) -> None:
+def test_mount_missing_or_wrong_owner_serves(make_store: MakeStore, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.mkdir()
     store = make_store(
@@ -137,8 +137,8 @@ def test_where_the_mount_is_missing_or_wrong_the_owner_serves(make_store: MakeSt
     assert [node["mounts"] for node in json.loads(found.stdout)["nodes"]] == [[], [VOLUME], ["owner/nvme7"]]
 
 
-def test_no_wrong_byte_while_the_owner_evicts_and_rewrites(make_store: MakeStore, tmp_path: Path) -> None:
-    """The volume holds a third of what passes through it; readers with small arenas read it all the while."""
+def test_mount_no_wrong_byte_while_owner_rewrites(make_store: MakeStore, tmp_path: Path) -> None:
+    """The volume holds a third of the stored blocks, and readers with small arenas read it throughout."""
     store = shared(make_store, tmp_path, nvme_bytes=8 * MIB, readers=2, dram_bytes=8 * MIB)
     done = threading.Event()
     hits: dict[str, int] = {}
@@ -150,7 +150,7 @@ def test_no_wrong_byte_while_the_owner_evicts_and_rewrites(make_store: MakeStore
         try:
             while not done.is_set():
                 turn += 1
-                result = reader.load(f"c{turn % 60}", 20)  # asserts every byte of every hit
+                result = reader.load(f"c{turn % 60}", 20)  # checks every byte of every hit
                 hits[node] = hits.get(node, 0) + result.hit_blocks
                 store.evict(node)
         except BaseException as error:
@@ -168,7 +168,7 @@ def test_no_wrong_byte_while_the_owner_evicts_and_rewrites(make_store: MakeStore
         return [counter(store, node, "mount_read_blocks_total") for node in ("r0", "r1")]
 
     chain, end_s = 20, time.monotonic() + 40
-    while chain < 160 or (min(read_directly()) <= 100 and time.monotonic() < end_s):  # busy machines read less meanwhile
+    while chain < 160 or (min(read_directly()) <= 100 and time.monotonic() < end_s):  # busy machines read less in this time
         writer.store(f"c{chain % 60}", 20, durable=True)
         chain += 1
     done.set()

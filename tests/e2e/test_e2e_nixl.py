@@ -1,4 +1,4 @@
-"""Nodes with NIXL, real processes: statistics say which transport moved the bytes, and every byte is checked."""
+"""Nodes with NIXL, real processes: statistics name the transport that moved the bytes, and every byte is checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def counted(store: Store, node: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("settings", [TCP, CMA], ids=["ucx-tcp", "ucx-cma"])
-def test_a_node_reads_from_its_peer_by_nixl(make_store: MakeStore, settings: tuple[tuple[str, str], ...]) -> None:
+def test_nixl_node_reads_from_peer(make_store: MakeStore, settings: tuple[tuple[str, str], ...]) -> None:
     store = make_store(NodeSpec("a", settings=settings), NodeSpec("b", settings=settings))
     a, b = (store.engine(node, layer_bytes=64 << 10) for node in "ab")
     assert a.store("c", 100, wait_visible=True).held_blocks == 100
@@ -58,10 +58,10 @@ with KVClient.connect(sys.argv[1], spec, node=None, options=options) as client:
     assert client.stats()["transport_nixl_bytes_received_total"] == room.nbytes
     room.tofile(sys.argv[2])
 """
-"""A process of its own, as an engine is: ``tests/transport/test_nixl.py`` says why."""
+"""A separate process, like an engine; ``tests/transport/test_nixl.py`` explains why."""
 
 
-def test_a_client_without_a_node_reads_by_nixl(make_store: MakeStore, tmp_path: Path) -> None:
+def test_nixl_client_without_node_reads(make_store: MakeStore, tmp_path: Path) -> None:
     store = make_store(NodeSpec("a", settings=CMA))
     writer = store.engine("a", layer_bytes=64 << 10)
     writer.store("c", 60, wait_visible=True)
@@ -75,7 +75,7 @@ def test_a_client_without_a_node_reads_by_nixl(make_store: MakeStore, tmp_path: 
     assert list(writer.payloads.wrong_blocks(keys, loaded)) == []
 
 
-def test_where_one_side_has_no_nixl_tcp_does_the_work(make_store: MakeStore) -> None:
+def test_nixl_on_one_side_only_uses_tcp(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a"), NodeSpec("b", settings=CMA))
     a, b = store.engine("a"), store.engine("b")
     a.store("c", 40, wait_visible=True)
@@ -85,7 +85,7 @@ def test_where_one_side_has_no_nixl_tcp_does_the_work(make_store: MakeStore) -> 
     assert counted(store, "a", "transport_nixl_refused_total") >= 1
 
 
-def test_a_killed_node_is_a_miss_and_its_reader_goes_on(make_store: MakeStore) -> None:
+def test_nixl_killed_node_is_a_miss(make_store: MakeStore) -> None:
     store = make_store(*(NodeSpec(node, settings=TCP) for node in "abd"))
     a, b, d = (store.engine(node, layer_bytes=64 << 10) for node in "abd")
     a.store("c", 200, wait_visible=True)
@@ -101,7 +101,7 @@ def test_a_killed_node_is_a_miss_and_its_reader_goes_on(make_store: MakeStore) -
 
 
 def listens_beyond_loopback(pid: int) -> list[str]:
-    """Addresses, as the kernel writes them, of a process's listening TCP sockets that others than this host may reach."""
+    """Addresses, in the kernel's notation, of a process's TCP sockets that listen beyond loopback."""
     links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     mine = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     found = []
@@ -115,7 +115,7 @@ def listens_beyond_loopback(pid: int) -> list[str]:
 
 
 @pytest.mark.parametrize("settings", [TCP, CMA], ids=["ucx-tcp", "ucx-cma"])
-def test_a_node_of_loopback_keeps_nixl_on_loopback(make_store: MakeStore, settings: tuple[tuple[str, str], ...]) -> None:
+def test_nixl_loopback_node_listens_on_loopback(make_store: MakeStore, settings: tuple[tuple[str, str], ...]) -> None:
     store = make_store(NodeSpec("a", settings=settings))
     assert listens_beyond_loopback(store.cluster.node("a").process.pid) == []
 
@@ -159,7 +159,7 @@ class Wire:
 port = NixlAgent(NixlOptions(transports="tcp"), name="intruder-reads")
 epoch, mine = port.metadata()
 """
-"""The wire of somebody who holds a ticket, and an agent of theirs."""
+"""A connection of a ticket holder, and its agent."""
 INTRUDER = (
     WIRE
     + """
@@ -189,7 +189,7 @@ print(Wire(*sys.argv[1:3]).ask(encode_attach(1, AttachFrame(host_id(), "push", F
 )
 
 
-def test_what_others_write_into_an_arena_is_no_hit_of_the_engines_on_its_host(make_store: MakeStore) -> None:
+def test_nixl_foreign_write_into_arena_is_a_miss(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a", settings=CMA))
     engine = store.engine("a", layer_bytes=64 << 10)
     assert engine.store("c", 3, wait_visible=True).held_blocks == 3
@@ -198,13 +198,13 @@ def test_what_others_write_into_an_arena_is_no_hit_of_the_engines_on_its_host(ma
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "written\n", done.stdout + done.stderr
     asked_for = engine.client.load(keys, engine.room(3), verify="never")
-    assert asked_for.hit_blocks == 3, "who will not have it verified gets it"
+    assert asked_for.hit_blocks == 3, "a client that verifies nothing receives it"
     result = engine.load("c", 3)
     assert list(result.outcomes) == [Outcome.HIT, Outcome.CORRUPT, Outcome.HIT]
 
 
-def test_an_agent_that_serves_is_not_pushed_to_by_another_node(make_store: MakeStore) -> None:
-    """Else who may read from both could have one write into the other's arena."""
+def test_nixl_serving_agent_is_not_pushed_to(make_store: MakeStore) -> None:
+    """Otherwise a client that may read from both could make one node write into the other's arena."""
     store = make_store(*(NodeSpec(node, settings=CMA) for node in "ab"))
     addresses = [store.cluster.node(node).ready[name] for node in "ab" for name in ("address", "data_address")]
     command = [sys.executable, "-c", DEPUTY, *addresses]

@@ -1,7 +1,7 @@
-"""Loads over several hosts' storage links, with real processes: every policy and layer group, and whatever may fail on the way.
+"""Loads over several hosts' storage links, with real processes: every policy, every layer group, and failures of each part.
 
-Blocks lie on a storage node only. A load is right when every hit has its own bytes, every layer has its bytes at the moment at
-which it is announced, nothing waits much longer than it must, and nothing is written to the buffer after the load has returned.
+Blocks are on a storage node only. A load is correct if every hit has its own bytes, every layer has its bytes when it is
+announced, waits are bounded, and nothing is written to the buffer after the load returned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STALL_S = 0.5
 
 
 def three_nodes(**decode: object) -> tuple[NodeSpec, ...]:
-    """A storage node, a prefill node that writes behind to it, a decode node and one more; none keeps what it loaded."""
+    """A storage node, a prefill node that writes back to it, a decode node and one more; none caches loaded blocks."""
     more = {"dram_bytes": 64 * MIB, "settings": SETTINGS, **decode}
     return (
         NodeSpec("s", roles=("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=SETTINGS),
@@ -52,7 +52,7 @@ def three_nodes(**decode: object) -> tuple[NodeSpec, ...]:
 
 
 def put(store: Store, engine: Engine, chain: str, blocks: int) -> Lookup:
-    """Stores a chain so that it lies on the storage node's disk and nowhere else; the lookup that says so."""
+    """Store a chain on the storage node's disk and nowhere else. Returns a lookup that shows it."""
     assert engine.store(chain, blocks, durable=True).durable
     return only_stored(store, engine, chain, blocks)
 
@@ -90,7 +90,7 @@ def check(engine: Engine, found: Lookup, result: LoadResult, data: np.ndarray) -
 
 
 def load_by_layers(engine: Engine, found: Lookup, how: Paths, *, deadline_s: float = 8.0) -> LoadResult:
-    """A load layer by layer: each announced layer has its bytes when it is announced."""
+    """Load layer by layer, and check the bytes of each layer when it is announced."""
     count, layers = len(found.keys), engine.spec.layers
     size = engine.spec.layer_block_bytes
     expected = engine.room(count)
@@ -105,8 +105,8 @@ def load_by_layers(engine: Engine, found: Lookup, how: Paths, *, deadline_s: flo
         if handle.done:
             promised = min(promised, handle.result().hit_blocks)
         elif promised > handle.promised_blocks:
-            continue  # it shrank while we looked: what it promised before is no longer said
-        assert (data[:promised, part] == expected[:promised, part]).all(), f"layer {layer} was announced before it was there"
+            continue  # the promise shrank during the check
+        assert (data[:promised, part] == expected[:promised, part]).all(), f"layer {layer} was announced before its bytes arrived"
     result = handle.result()
     assert handle.promised_blocks == result.hit_blocks
     check(engine, found, result, data)
@@ -114,17 +114,17 @@ def load_by_layers(engine: Engine, found: Lookup, how: Paths, *, deadline_s: flo
 
 
 def canary(engine: Engine, found: Lookup, data: np.ndarray, wait_s: float) -> None:  # type: ignore[type-arg]
-    """A buffer that was given back stays as its owner left it."""
+    """A returned buffer is not written to."""
     data[:] = 0xA5
     end_s = time.monotonic() + wait_s
     while time.monotonic() < end_s:
-        assert (data == 0xA5).all(), "a load wrote to memory that it had given back"
+        assert (data == 0xA5).all(), "a load wrote to memory that it had returned"
         time.sleep(0.02)
 
 
 @contextmanager
 def stopped(store: Store, node: str) -> Iterator[None]:
-    """A node that is there and does nothing."""
+    """A node without work."""
     process = store.cluster.node(node).process
     process.send_signal(signal.SIGSTOP)
     try:
@@ -134,7 +134,7 @@ def stopped(store: Store, node: str) -> Iterator[None]:
 
 
 def settled(store: Store, *nodes: str) -> None:
-    """No node keeps a slot for a load that has ended."""
+    """Wait until no node keeps a slot for an ended load."""
 
     def empty() -> bool:
         for node in nodes:
@@ -144,7 +144,7 @@ def settled(store: Store, *nodes: str) -> None:
     wait_until(empty, "all slots are given back")
 
 
-def test_every_policy_and_layer_group_brings_every_byte(make_store: MakeStore) -> None:
+def test_paths_every_policy_and_group_loads_all(make_store: MakeStore) -> None:
     store = make_store(*three_nodes())
     engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
     found = put(store, engine, "c", 120)
@@ -158,21 +158,21 @@ def test_every_policy_and_layer_group_brings_every_byte(make_store: MakeStore) -
             if policy == "prefill_only":
                 assert set(result.bytes_by_path) == {"prefill"}
             elif policy == "split":
-                shared |= set(result.bytes_by_path)  # one load may be left to a link that was measured as much the fastest
+                shared |= set(result.bytes_by_path)  # one load may use only a link that was measured as much faster
             found = only_stored(store, engine, "c", 120)
             assert load_by_layers(engine, found, paths(policy, layer_group)).hit_blocks == 120, (policy, layer_group)
     assert len(shared) >= 2
     settled(store, "p", "d", "r")
 
 
-def test_the_oracle_reads_nothing(make_store: MakeStore) -> None:
+def test_paths_oracle_reads_nothing(make_store: MakeStore) -> None:
     store = make_store(*three_nodes())
     engine = store.engine("p", layers=LAYERS)
     found = put(store, engine, "c", 20)
     assert load(engine, found, paths("oracle")).hit_blocks == 0
 
 
-def test_what_is_checked_again_after_the_copy_comes_too(make_store: MakeStore) -> None:
+def test_paths_verify_always_loads_all(make_store: MakeStore) -> None:
     store = make_store(*three_nodes())
     engine = store.engine("p", layers=LAYERS)
     found = put(store, engine, "c", 40)
@@ -181,11 +181,11 @@ def test_what_is_checked_again_after_the_copy_comes_too(make_store: MakeStore) -
     assert len(found.keys) == 40
 
 
-# ---------------------------------------------------------------- what may fail
+# ---------------------------------------------------------------- failures
 
 
 BLOCKS = 100
-"""About ten megabytes: half a second over a slow link that two hosts share out."""
+"""About ten megabytes: half a second over a slow link that two hosts share."""
 SLOW = 12e6
 
 
@@ -208,7 +208,7 @@ def through(found: Lookup, address: str) -> Lookup:
 
 
 def slowly(store: Store, found: Lookup, proxies: Callable[[str], FaultProxy]) -> Lookup:
-    """Storage over slow links: there is a middle of the load in which something may happen."""
+    """Storage over slow links, so that a fault can hit the middle of a load."""
     proxy = proxies(store.cluster.node("s").ready["data_address"])
     proxy.to_client.bytes_per_s = SLOW
     return through(found, proxy.address)
@@ -216,7 +216,7 @@ def slowly(store: Store, found: Lookup, proxies: Callable[[str], FaultProxy]) ->
 
 @contextmanager
 def after(delay_s: float, what: Callable[[], object]) -> Iterator[None]:
-    """Something happens in the middle."""
+    """Inject a fault in the middle of a load."""
     timer = threading.Timer(delay_s, what)
     timer.start()
     try:
@@ -238,7 +238,7 @@ BOTH = ("shorter_queue", "split")
 
 
 @pytest.mark.parametrize("layer_group", [0, 2])
-def test_the_decode_node_is_killed_in_the_middle(ready: Ready, proxies: Proxies, layer_group: int) -> None:
+def test_paths_decode_node_killed_completes(ready: Ready, proxies: Proxies, layer_group: int) -> None:
     store, engine, found = ready
     with after(0.2, lambda: store.cluster.node("d").process.kill()):
         result = load_by_layers(engine, slowly(store, found, proxies), paths("round_robin", layer_group))
@@ -252,7 +252,7 @@ def test_the_decode_node_is_killed_in_the_middle(ready: Ready, proxies: Proxies,
 
 @pytest.mark.parametrize("layer_group", [0, 2])
 def test_paths_only_living_source_has_until_the_deadline(ready: Ready, proxies: Proxies, layer_group: int) -> None:
-    """The decode hosts are dead, and this host's storage stands still for longer than a stall: it is waited for."""
+    """The decode hosts are dead, and this host's storage makes no progress for longer than a stall: the load waits for it."""
     store, engine, found = ready
     for node in ("d", "r"):
         store.cluster.node(node).process.kill()
@@ -265,7 +265,7 @@ def test_paths_only_living_source_has_until_the_deadline(ready: Ready, proxies: 
 
 
 def only_stored_at(store: Store, engine: Engine, nodes: tuple[str, ...]) -> Lookup:
-    """As ``only_stored`` where some nodes are dead."""
+    """Like ``only_stored``, with some nodes dead."""
     found: list[Lookup] = []
 
     def told() -> bool:
@@ -279,9 +279,7 @@ def only_stored_at(store: Store, engine: Engine, nodes: tuple[str, ...]) -> Look
 
 
 @pytest.mark.parametrize("layer_group", [0, 2])
-def test_the_decode_node_is_stopped_in_the_middle_and_writes_nothing_later(
-    ready: Ready, proxies: Proxies, layer_group: int
-) -> None:
+def test_paths_stopped_decode_node_writes_nothing_late(ready: Ready, proxies: Proxies, layer_group: int) -> None:
     store, engine, found = ready
     data = engine.room(BLOCKS)
     slow = slowly(store, found, proxies)
@@ -299,7 +297,7 @@ def test_the_decode_node_is_stopped_in_the_middle_and_writes_nothing_later(
 
 @pytest.mark.parametrize("layer_group", [0, 2])
 @pytest.mark.parametrize("fault", ["cut", "stall"])
-def test_the_storage_link_of_the_other_hosts_fails_in_the_middle(
+def test_paths_storage_link_of_others_fails(
     ready: Ready, proxies: Proxies, monkeypatch: pytest.MonkeyPatch, layer_group: int, fault: str
 ) -> None:
     store, engine, found = ready
@@ -329,7 +327,7 @@ def test_the_storage_link_of_the_other_hosts_fails_in_the_middle(
     assert result.bytes_by_path["prefill"] > 0
 
 
-def test_without_a_metadata_server_this_host_reads_everything(ready: Ready) -> None:
+def test_paths_without_metadata_local_host_reads_all(ready: Ready) -> None:
     store, engine, found = ready
     store.cluster.kill("metadata")
     for layer_group in (0, 2):
@@ -339,7 +337,7 @@ def test_without_a_metadata_server_this_host_reads_everything(ready: Ready) -> N
         assert set(result.bytes_by_path) <= {"prefill", "local"}
 
 
-def test_a_metadata_server_that_was_started_anew_knows_no_old_plan(ready: Ready, proxies: Proxies) -> None:
+def test_paths_restarted_metadata_ignores_old_plan(ready: Ready, proxies: Proxies) -> None:
     store, engine, found = ready
 
     def restart() -> None:
@@ -349,14 +347,14 @@ def test_a_metadata_server_that_was_started_anew_knows_no_old_plan(ready: Ready,
             store.cluster.node(node).process.kill()
 
     slow = slowly(store, found, proxies)
-    for other in (0, 1):  # plans of the new server, which the old plan must not be taken for
+    for other in (0, 1):  # plans of the new server, which must not be confused with the old plan
         assert engine.client.lookup(engine.keys(f"other{other}", 4)).hit_blocks == 0
     with after(0.1, restart):
         result = load_by_layers(engine, slow, paths("split", 2), deadline_s=20.0)
     assert result.hit_blocks == BLOCKS
 
 
-def test_with_the_storage_node_dead_all_is_missed_in_bounded_time(ready: Ready) -> None:
+def test_paths_storage_node_dead_misses_in_time(ready: Ready) -> None:
     store, engine, found = ready
     store.cluster.kill("s")
     for layer_group in (0, 2):
@@ -367,7 +365,7 @@ def test_with_the_storage_node_dead_all_is_missed_in_bounded_time(ready: Ready) 
     settled(store, "d", "r")
 
 
-def test_a_corrupt_block_shortens_the_hit_and_nothing_else(ready: Ready) -> None:
+def test_paths_corrupt_block_shortens_the_hit(ready: Ready) -> None:
     store, engine, found = ready
     pattern = engine.room(BLOCKS)
     engine.payloads.fill(list(found.keys), pattern)
@@ -390,7 +388,7 @@ def test_a_corrupt_block_shortens_the_hit_and_nothing_else(ready: Ready) -> None
 
 @pytest.fixture
 def told_why(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Why parts were planned again, as the planner was told."""
+    """Reasons reported to the planner for planning parts again."""
     said: list[str] = []
     replan = Directory.replan_load
 
@@ -403,7 +401,7 @@ def told_why(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("layer_group", [0, 2])
-def test_what_is_bent_between_the_hosts_comes_over_another_path(
+def test_paths_corruption_in_transit_uses_other_path(
     ready: Ready, proxies: Proxies, told_why: list[str], monkeypatch: pytest.MonkeyPatch, layer_group: int
 ) -> None:
     store, engine, found = ready
@@ -422,10 +420,10 @@ def test_what_is_bent_between_the_hosts_comes_over_another_path(
     first = told_why[0]
     assert first.startswith("d over decode: ")
     assert "blocks CORRUPT on the way from it" in first
-    assert not any(why.startswith("d ") for why in told_why[1:]), "no part goes twice over a hop that failed it"
+    assert not any(why.startswith("d ") for why in told_why[1:]), "no part uses a failed hop twice"
 
 
-def test_what_failed_is_said_not_that_it_stalled(ready: Ready, told_why: list[str]) -> None:
+def test_paths_failure_is_reported_not_stall(ready: Ready, told_why: list[str]) -> None:
     store, engine, found = ready
     store.cluster.kill("s")
     assert load(engine, found, paths("split"), deadline_s=5.0).hit_blocks == 0
@@ -433,7 +431,7 @@ def test_what_failed_is_said_not_that_it_stalled(ready: Ready, told_why: list[st
     assert not [why for why in told_why if "nothing moved" in why or "UNAVAILABLE in storage" not in why]
 
 
-def test_a_decode_node_that_was_restarted_is_used_again(ready: Ready) -> None:
+def test_paths_restarted_decode_node_is_used(ready: Ready) -> None:
     store, engine, found = ready
     assert load(engine, found, paths("split", 2, relays=False)).bytes_by_path["decode"] > 0
     store.cluster.kill("d")
@@ -447,13 +445,13 @@ def test_a_decode_node_that_was_restarted_is_used_again(ready: Ready) -> None:
     wait_until(again, "loads go over the decode node again")
 
 
-def test_a_session_that_the_other_host_has_ended_costs_no_path(ready: Ready) -> None:
+def test_paths_expired_remote_session_costs_no_path(ready: Ready) -> None:
     store, engine, found = ready
     how = paths("split", 2, relays=False)
     assert load(engine, found, how).bytes_by_path["decode"] > 0
     found = only_stored(store, engine, "c", BLOCKS)
     open_stages = engine.client._core.stages._open
-    for node, stage in open_stages.items():  # the node knows no such session, as after a minute's rest
+    for node, stage in open_stages.items():  # the node forgot the session, as after a minute without use
         open_stages[node] = replace(stage, session_id=os.urandom(16))
     results: list[LoadResult] = []
     threads = [threading.Thread(target=lambda: results.append(load(engine, found, how))) for _ in range(3)]
@@ -462,12 +460,12 @@ def test_a_session_that_the_other_host_has_ended_costs_no_path(ready: Ready) -> 
     for thread in threads:
         thread.join(30)
     assert [(result.hit_blocks, result.error) for result in results] == [(BLOCKS, None)] * 3
-    # one at least: what the first brings, the others find at hand
+    # at least one: later loads find the blocks of the first
     assert any(result.bytes_by_path.get("decode", 0) > 0 for result in results)
     assert engine.client.stats().get("client_parts_failed_total", 0) == 0
 
 
-def test_many_loads_over_one_node_with_little_room_all_end(make_store: MakeStore) -> None:
+def test_paths_many_loads_in_small_arena_all_end(make_store: MakeStore) -> None:
     tight = (*SETTINGS, ("prefill_buffer", str(3 * MIB)), ("decode_buffer", str(3 * MIB)), ("load_threads", "2"))
     store = make_store(*three_nodes(dram_bytes=12 * MIB, settings=tight)[:3])
     engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
@@ -492,32 +490,32 @@ def test_many_loads_over_one_node_with_little_room_all_end(make_store: MakeStore
         thread.start()
     for thread in threads:
         thread.join(60)
-        assert not thread.is_alive(), "a load waits for ever"
+        assert not thread.is_alive(), "a load waits without end"
     assert failures == []
     assert incomplete == []
     settled(store, "d")
 
 
 @pytest.mark.parametrize("layer_group", [0, 1])
-def test_a_cancelled_load_leaves_the_buffer_alone(ready: Ready, proxies: Proxies, layer_group: int) -> None:
+def test_paths_cancelled_load_stops_writing(ready: Ready, proxies: Proxies, layer_group: int) -> None:
     store, engine, found = ready
     slow = slowly(store, found, proxies)
     dice = random.Random(5)
     for _ in range(4):
         data = engine.room(BLOCKS)
         handle = engine.client.start_load(slow, data, paths=paths("split", layer_group), deadline_s=2 * HANG_S)
-        time.sleep(dice.random() * 0.3)  # somewhere in the middle
+        time.sleep(dice.random() * 0.3)  # in the middle
         begun_s = time.monotonic()
         result = handle.cancel()
         assert time.monotonic() - begun_s < HANG_S
         check(engine, found, result, data)
         canary(engine, found, data, 0.3)
-    assert load(engine, found, paths("split", layer_group)).hit_blocks == BLOCKS, "what was cancelled harms nobody"
+    assert load(engine, found, paths("split", layer_group)).hit_blocks == BLOCKS, "a cancelled load harms no other"
     settled(store, "d", "r")
 
 
 def soak(store: Store, engine: Engine, proxies: Proxies, seconds: float, seed: int) -> None:
-    """Loads from several threads while everything but this host's node fails at random."""
+    """Loads from several threads while all parts except this host's node fail at random."""
     found = [only_stored(store, engine, f"c{number}", 40) for number in range(4)]
     proxy = proxies(store.cluster.node("s").ready["data_address"])
     proxy.to_client.bytes_per_s = 30e6
@@ -566,7 +564,7 @@ def soak(store: Store, engine: Engine, proxies: Proxies, seconds: float, seed: i
     stop.set()
     for thread in threads:
         thread.join(30)
-        assert not thread.is_alive(), "a load waits for ever"
+        assert not thread.is_alive(), "a load waits without end"
     assert failures == []
     assert hits[0] > 0
     wait_until(lambda: load(engine, found[0], paths("split", 2)).hit_blocks == 40, "after all that everything is served")
@@ -576,7 +574,7 @@ def soak(store: Store, engine: Engine, proxies: Proxies, seconds: float, seed: i
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.timeout(180)
 @pytest.mark.thorough
-def test_a_long_soak_with_random_faults(make_store: MakeStore, proxies: Proxies, seed: int) -> None:
+def test_paths_long_soak_with_random_faults(make_store: MakeStore, proxies: Proxies, seed: int) -> None:
     store = make_store(*three_nodes())
     engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
     for number in range(4):
@@ -585,7 +583,7 @@ def test_a_long_soak_with_random_faults(make_store: MakeStore, proxies: Proxies,
 
 
 @pytest.mark.timeout(120)
-def test_a_short_soak_with_random_faults(make_store: MakeStore, proxies: Proxies) -> None:
+def test_paths_short_soak_with_random_faults(make_store: MakeStore, proxies: Proxies) -> None:
     store = make_store(*three_nodes())
     engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
     for number in range(4):

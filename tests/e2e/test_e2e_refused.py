@@ -1,4 +1,4 @@
-"""A node whose calls are refused for its token is shown as refused, with the reason, everywhere; a right token mends it."""
+"""A node whose token is refused is shown as refused, with the reason, everywhere. A valid token ends that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN = "a-token-of-nobodys"
 
 
 def write(path: Path, text: str) -> Path:
-    """In one step, as an operator's tool does."""
+    """Replace the file atomically, as an operator's tool does."""
     fresh = path.with_suffix(".new")
     fresh.touch(mode=0o600)
     fresh.write_text(text)
@@ -95,7 +95,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     ],
     ids=["unknown", "role too low"],
 )
-def test_node_token_refused_is_shown_until_mended(store: Store, token: str, why: str) -> None:
+def test_node_token_refused_is_shown_until_replaced(store: Store, token: str, why: str) -> None:
     store.show_token("b", token)
     wait_until(lambda: store.node("b")["refused"] is not None, "b is shown as refused")
     found = store.node("b")
@@ -122,7 +122,7 @@ def test_node_token_refused_is_shown_until_mended(store: Store, token: str, why:
     assert store.health("b") == "node: serves\n"
 
 
-def test_health_node_metadata_away_says_so(store: Store) -> None:
+def test_health_node_reports_metadata_away(store: Store) -> None:
     address = store.cluster.metadata_address
     store.cluster.kill("metadata")
     try:

@@ -1,4 +1,4 @@
-"""Prompts larger than the arena that they pass through: loads and stores, one by one, layer by layer, and many at once."""
+"""Prompts larger than the arena: loads and stores, one at a time, layer by layer, and many at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 ARENA = 4 * MIB
 LAYERS = 4
 SLACK_S = 60.0
-"""Deadline of what needs a second at most: who waits for its own leases sees its end."""
+"""Deadline of operations that need at most a second: a load that waits for its own leases reaches it."""
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def store(make_store: Callable[..., Store]) -> Store:
 
 
 def filled(store: Store, seed: int, chains: int) -> tuple[Engine, int]:
-    """Chains of a seeded number of blocks of a seeded size, none of which fits the arena; durable, and none in DRAM."""
+    """Durable chains of seeded lengths and block sizes, each larger than the arena, with no block in DRAM."""
     draw = random.Random(seed)
     engine = store.engine("n1", layers=LAYERS, layer_bytes=4096 * draw.choice((1, 3, 8, 16)))
     blocks = int(ARENA * draw.uniform(1.3, 3.0)) // engine.spec.block_bytes
@@ -39,23 +39,23 @@ def filled(store: Store, seed: int, chains: int) -> tuple[Engine, int]:
 
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
-def test_a_load_larger_than_the_arena_flows_through_it(store: Store, seed: int) -> None:
+def test_small_arena_larger_load_completes(store: Store, seed: int) -> None:
     engine, blocks = filled(store, seed, 1)
-    for _ in range(3):  # from the disk alone, then with something of its beginning in DRAM
+    for _ in range(3):  # from disk only, then with part of its head in DRAM
         loaded = engine.load(f"{seed}/0", blocks, deadline_s=SLACK_S)
         assert loaded.hit_blocks == blocks, loaded.error
     assert engine.client.stats().get("client_lease_expired_blocks_total", 0) == 0
 
 
 @pytest.mark.parametrize("seed", [10, 11])
-def test_many_such_loads_at_once_all_end_whole(store: Store, seed: int) -> None:
+def test_small_arena_concurrent_loads_complete(store: Store, seed: int) -> None:
     engine, blocks = filled(store, seed, 4)
-    with ThreadPoolExecutor(8) as pool:  # each chain twice: what one load brings another waits for
+    with ThreadPoolExecutor(8) as pool:  # each chain twice: a load waits for blocks that another one reads
         loads = [pool.submit(engine.load, f"{seed}/{chain}", blocks, deadline_s=SLACK_S) for chain in (0, 1, 2, 3, 3, 2, 1, 0)]
     assert [load.result().hit_blocks for load in loads] == [blocks] * len(loads)
 
 
-def test_what_is_too_large_for_layers_comes_block_by_block(store: Store) -> None:
+def test_small_arena_layerwise_load_becomes_blockwise(store: Store) -> None:
     engine, blocks = filled(store, 20, 1)
     keys, data, wanted = engine.keys("20/0", blocks), engine.room(blocks), engine.room(blocks)
     engine.payloads.fill(keys, wanted)
@@ -66,14 +66,14 @@ def test_what_is_too_large_for_layers_comes_block_by_block(store: Store) -> None
     assert engine.client.stats()["client_layerwise_too_large_total"] == 1
 
 
-def test_the_rest_of_a_prompt_layer_by_layer_where_its_head_fills_the_arena(store: Store) -> None:
+def test_small_arena_layerwise_tail_after_full_head(store: Store) -> None:
     engine = store.engine("n1", layers=LAYERS, layer_bytes=16384)
     most = ARENA // engine.spec.block_bytes
     blocks = most + most // 4
     assert engine.store("rest", blocks, durable=True, deadline_s=SLACK_S).durable
     keys, wanted = engine.keys("rest", blocks), engine.room(blocks)
     engine.payloads.fill(keys, wanted)
-    for head in range(most - 12, most):  # it leaves room for a few of the others, whose ancestors may not leave before them
+    for head in range(most - 12, most):  # it leaves space for a few others, whose ancestors must stay
         store.evict("n1")
         assert engine.load_keys(keys[:head], deadline_s=SLACK_S).hit_blocks == head
         rest = keys[head : head + most // 4]

@@ -1,4 +1,4 @@
-"""The store as its users see it: real processes, every loaded byte checked."""
+"""The store in normal use: real processes, every loaded byte checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 MakeStore = Callable[..., Store]
 
 
-def test_what_one_engine_stores_another_loads(make_store: MakeStore) -> None:
+def test_store_is_loaded_by_another_engine(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a"))
     writer, reader = store.engine("a"), store.engine("a")
     stored = writer.store("c", 40, wait_visible=True)
@@ -46,7 +46,7 @@ def test_layers_arrive_in_order(make_store: MakeStore) -> None:
     assert handle.result(5.0).hit_blocks == 16
 
 
-def test_an_engine_without_a_node_loads_and_stores_over_tcp(make_store: MakeStore) -> None:
+def test_engine_without_node_uses_tcp(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a"))
     remote = store.engine(None)
     assert set(remote.store("c", 30).outcomes) == {StoreOutcome.STORED}
@@ -56,7 +56,7 @@ def test_an_engine_without_a_node_loads_and_stores_over_tcp(make_store: MakeStor
     assert result.bytes_by_node == {"a": 30 * remote.spec.block_bytes}
 
 
-def test_a_node_fetches_from_its_peer_and_keeps_a_replica(make_store: MakeStore) -> None:
+def test_node_reads_from_peer_and_keeps_replica(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a"), NodeSpec("b"))
     a, b = store.engine("a"), store.engine("b")
     a.store("c", 30, wait_visible=True)
@@ -71,7 +71,7 @@ def test_a_node_fetches_from_its_peer_and_keeps_a_replica(make_store: MakeStore)
     assert b.load("c", 30).hit_blocks == 30
 
 
-def test_durable_blocks_are_served_from_nvme_and_after_a_kill(make_store: MakeStore) -> None:
+def test_durable_blocks_survive_kill(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a", nvme_bytes=64 * MIB))
     engine = store.engine("a")
     assert engine.store("c", 50, durable=True).durable
@@ -98,7 +98,7 @@ def test_write_behind_to_a_storage_node(make_store: MakeStore) -> None:
     assert other.load("c", 40).bytes_by_node == {"s": 40 * other.spec.block_bytes}
 
 
-def test_a_load_larger_than_the_arena_flows_through(make_store: MakeStore) -> None:
+def test_load_larger_than_arena_completes(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a", dram_bytes=8 * MIB, nvme_bytes=128 * MIB))
     engine = store.engine("a", layers=4, layer_bytes=65536)
     for chain in range(4):
@@ -112,7 +112,7 @@ def test_a_load_larger_than_the_arena_flows_through(make_store: MakeStore) -> No
     assert engine.load("long", 96, deadline_s=30.0).hit_blocks == 96
 
 
-def test_two_writers_of_one_chain_write_it_once(make_store: MakeStore) -> None:
+def test_concurrent_stores_write_chain_once(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("a"))
     engines = [store.engine("a") for _ in range(4)]
     results = [None] * 4
@@ -133,7 +133,7 @@ def test_two_writers_of_one_chain_write_it_once(make_store: MakeStore) -> None:
 
 
 @pytest.mark.parametrize("field", ["model", "weights_epoch", "tenant", "dtype"])
-def test_nothing_crosses_namespaces(make_store: MakeStore, field: str) -> None:
+def test_namespaces_share_no_block(make_store: MakeStore, field: str) -> None:
     store = make_store(NodeSpec("a"))
     mine, other = store.engine("a"), store.engine("a", **{field: "other"})
     mine.store("c", 10, wait_visible=True)

@@ -1,7 +1,7 @@
 """The whole store over mutual TLS, as an operator sets it up: certificates carry a common name, hosts are dialled by address.
 
-The nodes are on several loopback addresses, none of which is in a certificate. Blocks lie on a storage node only, so that every
-load passes over at least one data-plane connection.
+The nodes are on several loopback addresses, none of which is in a certificate. Blocks are on a storage node only, so every
+load uses at least one data-plane connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvclient.scheduling.client import SchedulerClient
 from kvclient.scheduling.types import EngineRequest
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, Tier
-from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
+from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
 from kvstore.process.tls import TlsConfig
 from kvstore.transport.nixl.agent import NixlOptions
 from kvstore.workload.payload import Payloads
@@ -41,7 +41,7 @@ NODES = ("storage", "prefill", "decode")
 
 @dataclass
 class Secured:
-    """A store with TLS, and the means to use it."""
+    """A store with TLS, and clients for it."""
 
     cluster: LocalCluster
     files: CertificateFiles
@@ -73,7 +73,7 @@ class Secured:
         return data
 
     def load(self, client: KVClient, keys: list[BlockKey], paths: Paths | None = None) -> dict[str, int]:
-        """Loads all blocks, asserts every byte; the bytes by path."""
+        """Load all blocks and check every byte. Returns the bytes by path."""
         room = np.zeros((len(keys), SPEC.block_bytes), np.uint8)
         result = client.load(client.lookup(keys), room, paths=paths)
         assert result.hit_blocks == len(keys), result
@@ -86,7 +86,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     folder = tmp_path_factory.mktemp("secured")
     files = make_certificates(folder / "pki")
     settings = (*files.settings(), ("keep_loaded", "false"))
-    places = [Place(f"127.0.0.{number}") for number in (1, 2, 3)]
+    places = [DaemonHost(f"127.0.0.{number}") for number in (1, 2, 3)]
     nodes = [
         NodeSpec("storage", ("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=settings, place=places[0]),
         NodeSpec("prefill", ("prefill",), dram_bytes=64 * MIB, write_behind_to="storage", settings=settings, place=places[1]),
@@ -98,7 +98,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 @pytest.fixture(scope="module")
 def stored(secured: Secured) -> list[BlockKey]:
-    """A chain that lies on the storage node's volume."""
+    """A chain on the storage node's volume."""
     with secured.connect("storage") as writer:
         keys = secured.keys(writer, 0)
         assert writer.store(keys, secured.bytes_of(keys), durable=True, wait_visible=True).durable
@@ -201,7 +201,7 @@ def test_tls_hbm_pool_is_read_by_address(secured: Secured) -> None:
 
 
 def test_tls_hook_options_move_every_byte(secured: Secured) -> None:
-    """What the hooks of vLLM, SGLang and transformers make of their options."""
+    """Clients made from the options of the vLLM, SGLang and transformers hooks."""
     files = secured.files
     options = HookOptions.from_mapping(
         {
@@ -232,8 +232,8 @@ def test_tls_other_clients_are_answered(secured: Secured, stored: list[BlockKey]
     scheduler.close()
 
 
-def test_tls_client_uses_tcp_where_nixl_is_asked_for(secured: Secured, stored: list[BlockKey]) -> None:
-    """NIXL has no TLS: bytes move over TLS, and that is counted."""
+def test_tls_client_with_nixl_uses_tcp(secured: Secured, stored: list[BlockKey]) -> None:
+    """NIXL lacks TLS: bytes move over TLS, and the fallback is counted."""
     with secured.connect(None, options=ClientOptions(nixl=NixlOptions(), nixl_trusted_network=True)) as client:
         secured.load(client, stored)
         assert client.stats()["transport_nixl_unavailable_total"] == 1
@@ -244,7 +244,7 @@ def test_tls_client_uses_tcp_where_nixl_is_asked_for(secured: Secured, stored: l
 def test_tls_stranger_moves_no_byte(
     secured: Secured, stored: list[BlockKey], tmp_path: Path, stranger: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told at once; one that goes on all the same, as hooks do, loads and stores nothing and counts why."""
+    """It is refused at once. A client that continues, as hooks do, loads and stores nothing and counts the reason."""
     ours = secured.files.client()
     tls = {
         "clear text": None,
@@ -271,11 +271,13 @@ def test_tls_stranger_moves_no_byte(
 
 
 def test_tls_node_under_another_name_gets_no_byte(secured: Secured, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A node whose certificate is of our authority and carries another name: neither read nor written, and said so."""
+    """A node whose certificate is signed by our authority for another name: not read, not written, and logged."""
     other = make_certificates(tmp_path / "other", name="elsewhere", authority=secured.files)
     settings = tuple(one for one in other.settings() if one[0] != "tls.server_name")
     nodes = [
-        NodeSpec("other", dram_bytes=64 * MIB, settings=(*settings, ("tls.server_name", SERVER_NAME)), place=Place("127.0.0.2"))
+        NodeSpec(
+            "other", dram_bytes=64 * MIB, settings=(*settings, ("tls.server_name", SERVER_NAME)), place=DaemonHost("127.0.0.2")
+        )
     ]
     with (
         caplog.at_level(logging.WARNING, "kvclient"),
@@ -300,7 +302,7 @@ def test_tls_node_under_another_name_gets_no_byte(secured: Secured, tmp_path: Pa
         assert "cannot read from node other" in caplog.text
 
 
-# ---------------------------------------------------------------- the local node goes
+# ---------------------------------------------------------------- the local node is lost
 def test_tls_local_node_killed_loads_from_others(secured: Secured, stored: list[BlockKey]) -> None:
     """The engine's own node dies: from then on it reads other hosts over the data plane."""
     with secured.connect("decode") as client:

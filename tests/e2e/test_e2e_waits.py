@@ -19,7 +19,7 @@ BLOCKS, WAITING = 8, 12
 SPEC = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096)
 
 
-def test_loads_of_a_block_that_is_never_written_stop_no_others(tmp_path: Path) -> None:
+def test_loads_of_unwritten_block_delay_no_others(tmp_path: Path) -> None:
     """There are more such loads than threads. At the same time stores wait for space, and loads read from disk."""
     node = NodeSpec("a", dram_bytes=16 << 20, nvme_bytes=32 << 20, settings=(("load_threads", "2"),))
     options = ClientOptions(default_deadline_s=CALL_S)

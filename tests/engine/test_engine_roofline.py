@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.engine.hardware import GPUS, exchange_seconds, gpu_named
 from kvstore.engine.models import MODELS, model_named
-from kvstore.engine.roofline import Chunk, EngineModel, Scale
+from kvstore.engine.roofline import EngineModel, PrefillChunk, Scale
 
 H100 = GPUS["h100"]
 K = 1024
@@ -41,7 +41,7 @@ def test_the_mean_turn_of_the_published_trace_asks_for_22_gb_a_pflop() -> None:
 def test_prefill_reaches_the_published_rate_of_a_large_deployment() -> None:
     """DeepSeek's overview: 73.7 thousand tokens/s a node of eight with 56.3 % cached, four nodes a unit."""
     engine = EngineModel(model_named("ds-v3"), H100, group_gpus=32)
-    rate = 8 * 4000 / engine.prefill_seconds([Chunk(0, 1000)] * 4)
+    rate = 8 * 4000 / engine.prefill_seconds([PrefillChunk(0, 1000)] * 4)
     assert rate == pytest.approx(73_700 * (1 - 0.563), rel=0.2)
 
 
@@ -61,11 +61,15 @@ def test_decode_reaches_the_published_speed_of_a_large_deployment() -> None:
 )
 def test_more_work_never_takes_less_time(cached: int, new: int, name: str, gpu: str) -> None:
     engine = EngineModel(model_named(name), gpu_named(gpu), group_gpus=16)
-    one = engine.prefill_seconds([Chunk(cached, new)])
-    assert 0 < one <= engine.prefill_seconds([Chunk(cached, new + 1)])
-    assert one <= engine.prefill_seconds([Chunk(cached + 64, new)])
-    assert one <= engine.prefill_seconds([Chunk(cached, new), Chunk(0, 1)]) <= one + engine.prefill_seconds([Chunk(0, 1)]) * 1.01
-    assert engine.prefill_layer_seconds([Chunk(cached, new)]) * engine.model.layers == pytest.approx(one)
+    one = engine.prefill_seconds([PrefillChunk(cached, new)])
+    assert 0 < one <= engine.prefill_seconds([PrefillChunk(cached, new + 1)])
+    assert one <= engine.prefill_seconds([PrefillChunk(cached + 64, new)])
+    assert (
+        one
+        <= engine.prefill_seconds([PrefillChunk(cached, new), PrefillChunk(0, 1)])
+        <= one + engine.prefill_seconds([PrefillChunk(0, 1)]) * 1.01
+    )
+    assert engine.prefill_layer_seconds([PrefillChunk(cached, new)]) * engine.model.layers == pytest.approx(one)
     assert engine.decode_seconds(1, cached) <= engine.decode_seconds(2, 2 * cached)
 
 
@@ -81,7 +85,7 @@ def test_an_8b_model_on_one_gpu_is_what_people_measure() -> None:
     """A few hundred tokens/s a stream at most, tens of thousands of prompt tokens a second."""
     engine = EngineModel(model_named("llama-3-8b"), H100)
     assert 1 / engine.decode_seconds(1, 1000) == pytest.approx(125, rel=0.1)
-    assert 8000 / engine.prefill_seconds([Chunk(0, 8000)]) == pytest.approx(30_000, rel=0.2)
+    assert 8000 / engine.prefill_seconds([PrefillChunk(0, 8000)]) == pytest.approx(30_000, rel=0.2)
     assert engine.token_bytes == 131_072
 
 
@@ -91,7 +95,7 @@ def test_a_scale_keeps_every_ratio(dilation: float, byte_scale: float) -> None:
     real = EngineModel(model_named("ds-660b"), H100, group_gpus=16)
     small = EngineModel(real.model, H100, group_gpus=16, scale=scale)
     snic = 50e9
-    chunk = Chunk(32_000, 429)
+    chunk = PrefillChunk(32_000, 429)
     load = real.token_bytes * chunk.cached / snic
     scaled_load = small.token_bytes * chunk.cached / scale.rate(snic)
     assert scaled_load / small.prefill_seconds([chunk]) == pytest.approx(load / real.prefill_seconds([chunk]))

@@ -1,7 +1,7 @@
-"""The LMDB index: the conformance suite, and what can happen to its files.
+"""Tests of the LMDB index: the conformance suite, and damage to its files.
 
-Files that cannot be trusted must never be read as an index: they are dropped, which is counted, and the index begins a new
-epoch. Files that can be trusted must survive: closing, killing, and other processes.
+Untrusted files must never be read as an index: they are dropped and counted, and a new index epoch begins. Trusted files must
+survive a close, a kill, and other processes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import pytest
@@ -26,8 +25,9 @@ import pytest
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, BlockRun, NodeId, Tier, VolumeId
-from kvstore.index.contract import PrefixHit, PrefixIndex, ReplicaRun
+from kvstore.index.contract import PrefixHit, PrefixIndex, ReplicaRun, VolumeEpoch
 from kvstore.index.lmdb import LmdbIndex
+from kvstore.index.record import decode
 from kvstore.testing.index.model import Chain
 from kvstore.testing.index.process import IndexProcess
 from kvstore.testing.index.suite import CHAIN, NAMESPACE, IndexSuite, ask, begin
@@ -43,7 +43,7 @@ class TestLmdbIndex(IndexSuite):
 
 
 class TestLmdbIndexGrowing(TestLmdbIndex):
-    """The same with the smallest map, which has to grow on the way."""
+    """The suite with the smallest map, which has to grow during the tests."""
 
     def open_index(self, place: Path) -> PrefixIndex:
         return LmdbIndex.open(place, map_bytes=1 << 20)
@@ -55,14 +55,14 @@ class Events(Counter[str]):
 
 
 def fill(index: PrefixIndex, chains: int = 20) -> int:
-    life = begin(index)
+    volume_epoch = begin(index)
     for number in range(chains):
-        index.publish(life, [Chain.of(NAMESPACE, [number, *range(99)]).run(0, 100)], [])
-    return life
+        index.publish(volume_epoch, [Chain.of(NAMESPACE, [number, *range(99)]).run(0, 100)], [])
+    return volume_epoch
 
 
 def filled(place: Path) -> bytes:
-    """Makes an index and closes it; its epoch."""
+    """Create, fill and close an index; return its epoch."""
     index = LmdbIndex.open(place)
     fill(index)
     index.close()
@@ -70,19 +70,19 @@ def filled(place: Path) -> bytes:
 
 
 def reopened(place: Path) -> tuple[bytes, int, Events]:
-    """Epoch, blocks and events of an index opened anew, after showing that it works."""
+    """Open an index again, check that it works, and return its epoch, number of blocks and counters."""
     events = Events()
     index = LmdbIndex.open(place, count=events.add)
     blocks = index.stats().blocks
-    life = begin(index)
-    index.publish(life, [CHAIN.run(0, 100)], [])
-    assert ask(index, CHAIN, {life}) == PrefixHit(100, (ReplicaRun(0, 100, life),))
+    volume_epoch = begin(index)
+    index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
+    assert ask(index, CHAIN, {volume_epoch}) == PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
     index.close()
     return index.epoch, blocks, events
 
 
 # ---- files ----
-def test_deleted_files_begin_a_new_epoch(tmp_path: Path) -> None:
+def test_index_files_deleted_begins_new_epoch(tmp_path: Path) -> None:
     epoch = filled(tmp_path)
     (tmp_path / "data.mdb").unlink()
     assert reopened(tmp_path)[:2] != (epoch, 0)
@@ -91,21 +91,18 @@ def test_deleted_files_begin_a_new_epoch(tmp_path: Path) -> None:
     assert (again != epoch, blocks) == (True, 0)
 
 
-def test_a_look_at_every_range_reads_each_record_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anti-entropy asks for all 4,096, volume by volume: what lies behind a range is not its business."""
+def test_keys_in_range_all_ranges_read_each_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
-    scan = LmdbIndex._scan
 
-    def counted(*arguments: Any) -> Any:
+    def counted(value: bytes) -> tuple[int, ...]:
         nonlocal read
-        part, following = scan(*arguments)
-        read += len(part)
-        return part, following
+        read += 1
+        return decode(value)
 
     index = LmdbIndex.open(tmp_path)
-    life = fill(index)
-    monkeypatch.setattr(LmdbIndex, "_scan", counted)
-    found = [key for key_range in range(limits.DIGEST_RANGES) for key in index.keys_in_range(life, key_range)]
+    volume_epoch = fill(index)
+    monkeypatch.setattr("kvstore.index.lmdb.decode", counted)
+    found = [key for key_range in range(limits.DIGEST_RANGES) for key in index.keys_in_range(volume_epoch, key_range)]
     assert len(set(found)) == len(found) == index.stats().blocks > 1_000
     assert read == len(found)
     index.close()
@@ -136,7 +133,7 @@ def overwrite(at: int, content: bytes) -> Callable[[Path], None]:
     ],
     ids=["metas-ff", "metas-zero", "pages", "one-byte", "cut-1", "cut-4096", "cut-8192", "cut-20000", "text", "longer"],
 )
-def test_damaged_files_are_dropped(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_index_files_damaged_are_dropped(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     epoch = filled(tmp_path)
     damage(tmp_path / "data.mdb")
     again, blocks, events = reopened(tmp_path)
@@ -146,7 +143,7 @@ def test_damaged_files_are_dropped(tmp_path: Path, damage: Callable[[Path], None
 
 
 @pytest.mark.parametrize("size", [1, 8192, 20_000])
-def test_files_cut_while_nobody_closed_them_are_dropped(tmp_path: Path, size: int) -> None:
+def test_index_files_truncated_after_kill_are_dropped(tmp_path: Path, size: int) -> None:
     killed(tmp_path, "fill(index)")
     os.truncate(tmp_path / "data.mdb", size)
     _, blocks, events = reopened(tmp_path)
@@ -154,14 +151,14 @@ def test_files_cut_while_nobody_closed_them_are_dropped(tmp_path: Path, size: in
     assert events["index_dropped_total"] == 1
 
 
-def test_an_empty_data_file_is_as_none(tmp_path: Path) -> None:
+def test_index_data_file_empty_begins_new_epoch(tmp_path: Path) -> None:
     epoch = filled(tmp_path)
     os.truncate(tmp_path / "data.mdb", 0)
     again, blocks, _ = reopened(tmp_path)
     assert (again != epoch, blocks) == (True, 0)
 
 
-def test_files_of_somebody_else_are_moved_aside(tmp_path: Path) -> None:
+def test_index_files_of_another_program_are_moved_aside(tmp_path: Path) -> None:
     with lmdb.open(str(tmp_path)) as env, env.begin(write=True) as txn:
         txn.put(b"precious", b"value")
     _, blocks, events = reopened(tmp_path)
@@ -172,17 +169,16 @@ def test_files_of_somebody_else_are_moved_aside(tmp_path: Path) -> None:
         assert txn.get(b"precious") == b"value"
 
 
-def test_an_index_of_another_format_is_dropped(tmp_path: Path) -> None:
+def test_index_of_another_format_is_dropped(tmp_path: Path) -> None:
     epoch = filled(tmp_path)
     with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True, db=env.open_db(b"meta")) as txn:
         txn.put(b"format", b"kvstore-index/0")
-    state = json.loads((tmp_path / "state.json").read_text())
-    (tmp_path / "state.json").write_text(json.dumps({**state, "clean": False, "machine_boot": machine_boot()}))
+    mark_killed(tmp_path)
     again, blocks, events = reopened(tmp_path)
     assert (again != epoch, blocks, events["index_dropped_total"]) == (True, 0, 1)
 
 
-def test_a_machine_that_crashed_drops_the_index(tmp_path: Path) -> None:
+def test_index_after_machine_crash_is_dropped(tmp_path: Path) -> None:
     killed(tmp_path, "fill(index)")
     state = json.loads((tmp_path / "state.json").read_text())
     assert state["machine_boot"] == machine_boot()
@@ -191,28 +187,25 @@ def test_a_machine_that_crashed_drops_the_index(tmp_path: Path) -> None:
     assert (blocks, events["index_dropped_total"]) == (0, 1)
 
 
-def test_a_machine_that_was_restarted_after_a_clean_close_keeps_it(tmp_path: Path) -> None:
+def test_index_clean_close_survives_machine_restart(tmp_path: Path) -> None:
     epoch = filled(tmp_path)
     assert "machine_boot" not in json.loads((tmp_path / "state.json").read_text())
     assert reopened(tmp_path) == (epoch, 2_000, Events())
 
 
-def test_a_killed_process_loses_nothing_it_committed(tmp_path: Path) -> None:
+def test_index_process_killed_keeps_commits(tmp_path: Path) -> None:
     killed(tmp_path, "fill(index)")
     _, blocks, events = reopened(tmp_path)
     assert (blocks, events) == (2_000, Events())
 
 
-def test_damage_that_lmdb_finds_at_work_drops_the_index_at_the_next_opening(tmp_path: Path) -> None:
+def test_index_damage_found_at_work_is_dropped_at_next_open(tmp_path: Path) -> None:
     events = Events()
     index = LmdbIndex.open(tmp_path, count=events.add)
     epoch = index.epoch
-
-    def damaged(_: object) -> None:
-        raise lmdb.CorruptedError("page")
-
+    fill(index)
     with pytest.raises(Unavailable):
-        index._read(damaged)
+        index.lookup(NAMESPACE, CHAIN.packed, RaisingContainer(lmdb.CorruptedError("page")))
     assert events["index_damaged_total"] == 1
     index.close()
     again, _, events = reopened(tmp_path)
@@ -220,53 +213,52 @@ def test_damage_that_lmdb_finds_at_work_drops_the_index_at_the_next_opening(tmp_
     assert events["index_dropped_total"] == 1
 
 
-def test_a_page_that_names_no_databases_any_more_is_damage(tmp_path: Path) -> None:
-    told: list[int] = []
-    index = LmdbIndex.open(tmp_path, on_damage=lambda: told.append(1))
-    life = begin(index)
+def test_index_database_page_empty_is_damage(tmp_path: Path) -> None:
+    reported: list[int] = []
+    index = LmdbIndex.open(tmp_path, on_damage=lambda: reported.append(1))
+    volume_epoch = begin(index)
     data = tmp_path / "data.mdb"
     with data.open("r+b") as file:
         for page in range(2, data.stat().st_size // 4096):
             file.seek(page * 4096)
-            file.write(struct.pack("<QHHHH", page, 0, 0x02, 16, 4096) + bytes(4080))  # a leaf, and sound, with nothing in it
+            file.write(struct.pack("<QHHHH", page, 0, 0x02, 16, 4096) + bytes(4080))  # a valid empty leaf page
     with pytest.raises(Unavailable):
-        ask(index, CHAIN, {life})
-    assert told == [1]
+        ask(index, CHAIN, {volume_epoch})
+    assert reported == [1]
     index.close()
     assert reopened(tmp_path)[2]["index_dropped_total"] == 1
 
 
-def test_damage_is_told_once(tmp_path: Path) -> None:
-    told: list[int] = []
-    index = LmdbIndex.open(tmp_path, on_damage=lambda: told.append(1))
+def test_index_damage_is_reported_once(tmp_path: Path) -> None:
+    reported: list[int] = []
+    index = LmdbIndex.open(tmp_path, on_damage=lambda: reported.append(1))
     fill(index)
     overwrite(0, bytes(8192))(tmp_path / "data.mdb")
     for _ in range(2):
         with pytest.raises(Unavailable):
             index.stats()
     index.close()
-    assert told == [1]
+    assert reported == [1]
     assert reopened(tmp_path)[2]["index_dropped_total"] == 1
 
 
-def test_files_that_end_before_their_last_page_are_no_damage(tmp_path: Path) -> None:
-    """Pages that a transaction takes at the end and gives back are never written."""
-    index = LmdbIndex.open(tmp_path)
-    fill(index)
-    epoch = index.epoch
-    with index._env.begin(index._notes, write=True) as txn:
-        for number in range(200):
-            txn.put(b"%d" % number, bytes(5_000))
-        for number in range(200):
-            txn.delete(b"%d" % number)
-    short = (tmp_path / "data.mdb").stat().st_size < index.stats().bytes
-    index.close()
-    assert short
+def test_index_file_ending_before_last_page_is_kept(tmp_path: Path) -> None:
+    """LMDB never writes pages that a transaction allocates at the end of the file and frees before it commits."""
+    epoch = filled(tmp_path)
+    with lmdb.open(str(tmp_path), max_dbs=8) as env:
+        with env.begin(env.open_db(b"notes"), write=True) as txn:
+            for number in range(200):
+                txn.put(b"%d" % number, bytes(5_000))
+            for number in range(200):
+                txn.delete(b"%d" % number)
+        pages = env.info()["last_pgno"] + 1
+        assert (tmp_path / "data.mdb").stat().st_size < pages * env.stat()["psize"]
+    mark_killed(tmp_path)
     again, _, events = reopened(tmp_path)
     assert (again, events) == (epoch, Events())
 
 
-def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
+def test_index_open_path_not_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(InvalidArgument):
@@ -275,25 +267,25 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
         LmdbIndex.open(tmp_path / "index", map_bytes=4096)
 
 
-def test_a_full_disk_is_an_error_and_nothing_else(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the full disk: both refuse the write."""
+def test_index_disk_full_keeps_committed_blocks(tmp_path: Path) -> None:
+    """A limit on file sizes simulates the full disk: both make the write fail."""
     limit = 4 << 20
     child = f"""
         import resource
         index = LmdbIndex.open(place)
-        life = begin(index)
+        volume_epoch = begin(index)
         resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
         batches = 0
         try:
             while True:
-                index.publish(life, [Chain.of(NAMESPACE, [batches, *range(999)]).run(0, 1000)], [])
+                index.publish(volume_epoch, [Chain.of(NAMESPACE, [batches, *range(999)]).run(0, 1000)], [])
                 batches += 1
-        except (CapacityExceeded, Unavailable) as error:  # LMDB calls a write that was cut short an I/O error
+        except (CapacityExceeded, Unavailable) as error:  # LMDB reports a short write as an I/O error
             assert error.retryable
         for number in range(batches):
             chain = Chain.of(NAMESPACE, [number, *range(999)])
-            assert ask(index, chain, {{life}}).blocks == 1000, number
-        assert ask(index, Chain.of(NAMESPACE, [batches, *range(999)]), {{life}}).blocks == 0
+            assert ask(index, chain, {{volume_epoch}}).blocks == 1000, number
+        assert ask(index, Chain.of(NAMESPACE, [batches, *range(999)]), {{volume_epoch}}).blocks == 0
         print(batches, flush=True)
     """
     done = child_process(tmp_path, child)
@@ -303,7 +295,7 @@ def test_a_full_disk_is_an_error_and_nothing_else(tmp_path: Path) -> None:
 
 
 # ---- processes ----
-def test_one_opening_a_process(tmp_path: Path) -> None:
+def test_index_second_open_in_process_is_conflict(tmp_path: Path) -> None:
     index = LmdbIndex.open(tmp_path)
     for read_only in (False, True):
         with pytest.raises(Conflict):
@@ -316,30 +308,30 @@ def test_one_opening_a_process(tmp_path: Path) -> None:
     LmdbIndex.open(tmp_path).close()
 
 
-def test_readers_refuse_changes_and_follow_the_writer(tmp_path: Path) -> None:
+def test_index_reader_refuses_changes_and_follows_writer(tmp_path: Path) -> None:
     with pytest.raises(Unavailable):
         LmdbIndex.open(tmp_path / "absent", read_only=True)
     assert not (tmp_path / "absent").exists()
     writer = IndexProcess(OPENER, tmp_path)
     reader = LmdbIndex.open(tmp_path, map_bytes=1 << 20, read_only=True)
-    life = writer.call("open_life", "v", "n", Tier.DRAM, b"b" * 16)
-    writer.call("publish", life, [CHAIN.run(0, 100)], [])
-    assert ask(reader, CHAIN, {life}).blocks == 100
+    volume_epoch = writer.call("open_volume_epoch", "v", "n", Tier.DRAM, b"b" * 16)
+    writer.call("publish", volume_epoch, [CHAIN.run(0, 100)], [])
+    assert ask(reader, CHAIN, {volume_epoch}).blocks == 100
     with pytest.raises(Unsupported):
-        reader.publish(life, [], [])
+        reader.publish(volume_epoch, [], [])
     with pytest.raises(Unsupported):
-        reader.open_life(VolumeId("v"), NodeId("n"), Tier.DRAM, b"c" * 16)  # type: ignore[arg-type]
-    # beyond the reader's map: it follows
+        reader.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.DRAM, b"c" * 16)  # type: ignore[arg-type]
+    # the reader follows beyond its own map size
     for number in range(30):
-        writer.call("publish", life, [Chain.of(NAMESPACE, [number, *range(999)]).run(0, 1_000)], [])
+        writer.call("publish", volume_epoch, [Chain.of(NAMESPACE, [number, *range(999)]).run(0, 1_000)], [])
     assert reader.stats().bytes > 1 << 20
-    assert ask(reader, Chain.of(NAMESPACE, [29, *range(999)]), {life}).blocks == 1_000
+    assert ask(reader, Chain.of(NAMESPACE, [29, *range(999)]), {volume_epoch}).blocks == 1_000
     writer.close()
-    assert json.loads((tmp_path / "state.json").read_text())["clean"], "readers do not stand in the way of a clean close"
+    assert json.loads((tmp_path / "state.json").read_text())["clean"], "an open reader does not prevent a clean close"
     reader.close()
 
 
-def test_a_damaged_file_is_no_index_for_a_reader(tmp_path: Path) -> None:
+def test_index_reader_refuses_damaged_file(tmp_path: Path) -> None:
     filled(tmp_path)
     os.truncate(tmp_path / "data.mdb", 8192)
     with pytest.raises(Unavailable):
@@ -347,20 +339,20 @@ def test_a_damaged_file_is_no_index_for_a_reader(tmp_path: Path) -> None:
     assert reopened(tmp_path)[2]["index_dropped_total"] == 1
 
 
-def test_writers_of_two_processes_grow_the_map_in_turn(tmp_path: Path) -> None:
+def test_index_writers_of_two_processes_grow_the_map(tmp_path: Path) -> None:
     ours = LmdbIndex.open(tmp_path, map_bytes=1 << 20)
-    life = begin(ours)
+    volume_epoch = begin(ours)
     theirs = IndexProcess("test_index_lmdb:open_small", tmp_path)
     for number in range(60):
         run = Chain.of(NAMESPACE, [number, *range(999)]).run(0, 1_000)
         if number // 10 % 2:
-            theirs.call("publish", life, [run], [])
+            theirs.call("publish", volume_epoch, [run], [])
         else:
-            ours.publish(life, [run], [])
+            ours.publish(volume_epoch, [run], [])
     for number in range(60):
         chain = Chain.of(NAMESPACE, [number, *range(999)])
-        assert ask(ours, chain, {life}).blocks == 1_000
-        assert theirs.call("lookup", NAMESPACE, chain.packed, {life}).blocks == 1_000
+        assert ask(ours, chain, {volume_epoch}).blocks == 1_000
+        assert theirs.call("lookup", NAMESPACE, chain.packed, {volume_epoch}).blocks == 1_000
     theirs.close()
     ours.close()
 
@@ -369,7 +361,7 @@ def open_small(place: Path) -> LmdbIndex:
     return LmdbIndex.open(place, map_bytes=1 << 20)
 
 
-def test_the_last_to_close_closes_cleanly(tmp_path: Path) -> None:
+def test_index_last_process_to_close_closes_cleanly(tmp_path: Path) -> None:
     ours = LmdbIndex.open(tmp_path)
     theirs = IndexProcess(OPENER, tmp_path)
     ours.close()
@@ -378,23 +370,23 @@ def test_the_last_to_close_closes_cleanly(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "state.json").read_text())["clean"]
 
 
-def test_damage_is_not_dropped_under_a_process_that_has_it_open(tmp_path: Path) -> None:
+def test_index_open_elsewhere_is_not_dropped(tmp_path: Path) -> None:
     theirs = IndexProcess(OPENER, tmp_path)
-    life = theirs.call("open_life", "v", "n", Tier.DRAM, b"b" * 16)
-    theirs.call("publish", life, [CHAIN.run(0, 100)], [])
+    volume_epoch = theirs.call("open_volume_epoch", "v", "n", Tier.DRAM, b"b" * 16)
+    theirs.call("publish", volume_epoch, [CHAIN.run(0, 100)], [])
     (tmp_path / "state.json").write_text("{}")
     ours = LmdbIndex.open(tmp_path)
-    assert ask(ours, CHAIN, {life}).blocks == 100
+    assert ask(ours, CHAIN, {volume_epoch}).blocks == 100
     ours.close()
     theirs.kill()
 
 
-def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
-    """In a process of its own, for forking this one would be a risk of its own."""
+def test_index_use_after_fork_is_unavailable(tmp_path: Path) -> None:
+    """Runs in a child process: forking the test process is unsafe."""
     child = """
         import os
         index = LmdbIndex.open(place)
-        life = fill(index)
+        volume_epoch = fill(index)
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -404,8 +396,8 @@ def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
                 code = 0
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        index.publish(life, [CHAIN.run(0, 100)], [])
-        assert ask(index, CHAIN, {life}).blocks == 100
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 100
         index.close()
     """
     done = child_process(tmp_path, child)
@@ -413,28 +405,28 @@ def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "state.json").read_text())["clean"]
 
 
-def test_files_deleted_under_a_process_do_not_disturb_it(tmp_path: Path) -> None:
+def test_index_files_deleted_while_open_keep_working(tmp_path: Path) -> None:
     events = Events()
     index = LmdbIndex.open(tmp_path / "index", count=events.add)
-    life = begin(index)
+    volume_epoch = begin(index)
     shutil.rmtree(tmp_path / "index")
-    index.publish(life, [CHAIN.run(0, 100)], [])
-    assert ask(index, CHAIN, {life}).blocks == 100
+    index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
+    assert ask(index, CHAIN, {volume_epoch}).blocks == 100
     index.close()
     assert events["index_unclean_close_total"] == 1
     assert reopened(tmp_path / "index")[1] == 0
 
 
 # ---- sizes ----
-def test_bytes_a_block(tmp_path: Path) -> None:
-    """Random keys, one replica each, in batches as nodes send them."""
+def test_index_bytes_per_block_are_bounded(tmp_path: Path) -> None:
+    """Random keys, one replica per key, in batches of the size that nodes send."""
     index = LmdbIndex.open(tmp_path)
-    life = begin(index)
+    volume_epoch = begin(index)
     blocks = 100_000
     for _ in range(blocks // 1_000):
         packed = os.urandom(16_000)
         keys = tuple(BlockKey(packed[at : at + 16]) for at in range(0, 16_000, 16))
-        index.publish(life, [BlockRun(NAMESPACE, None, 0, keys)], [])
+        index.publish(volume_epoch, [BlockRun(NAMESPACE, None, 0, keys)], [])
     stats = index.stats()
     assert stats.blocks == blocks
     assert stats.bytes / blocks <= 160
@@ -443,6 +435,22 @@ def test_bytes_a_block(tmp_path: Path) -> None:
 
 
 # ---- helpers ----
+class RaisingContainer(Container[VolumeEpoch]):
+    """A set of visible volume epochs that raises an error within the index's read transaction."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __contains__(self, _: object) -> bool:
+        raise self._error
+
+
+def mark_killed(place: Path) -> None:
+    """Make the state of a closed index that of a process which was killed."""
+    state = json.loads((place / "state.json").read_text())
+    (place / "state.json").write_text(json.dumps({**state, "clean": False, "machine_boot": machine_boot()}))
+
+
 def machine_boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -463,25 +471,18 @@ def child_process(place: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 def killed(place: Path, code: str) -> None:
-    """Runs code on an open index in a process that then kills itself."""
+    """Run code on an open index in a child process that then kills itself."""
     done = child_process(place, f"index = LmdbIndex.open(place)\n{code}\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-def test_errors_of_the_disk_are_ours(tmp_path: Path) -> None:
+def test_index_disk_errors_are_store_errors(tmp_path: Path) -> None:
     index = LmdbIndex.open(tmp_path)
-
-    def failing(code: int) -> Callable[[object], None]:
-        def work(_: object) -> None:
-            error = lmdb.Error("write", code)
-            error.code = code  # as those that the library raises have it
-            raise error
-
-        return work
-
-    for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-        with pytest.raises(CapacityExceeded):
-            index._read(failing(code))
-    with pytest.raises(Unavailable):
-        index._read(failing(errno.EIO))
+    fill(index)
+    no_room = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    for code in (*no_room, errno.EIO):
+        error = lmdb.Error("write", code)
+        error.code = code  # the library sets this attribute on the errors that it raises
+        with pytest.raises(CapacityExceeded if code in no_room else Unavailable):
+            index.lookup(NAMESPACE, CHAIN.packed, RaisingContainer(error))
     index.close()

@@ -1,4 +1,4 @@
-"""The LMDB index against plain dictionaries, through random lives of nodes: see ``kvstore.testing.index.state_machine``."""
+"""Model-based tests of the LMDB index (``kvstore.testing.index.state_machine``)."""
 
 from __future__ import annotations
 

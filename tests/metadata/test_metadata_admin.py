@@ -110,7 +110,7 @@ async def test_strange_namespaces_take_no_memory(running: Running, monkeypatch: 
     peer = running.peer("a")
     for namespace in (b"a" * 16, b"b" * 16, b"a" * 16):
         assert await peer.hit(KEYS, namespace) == 0
-    assert (await peer.counters())["metadata_lookups_not_told_apart_total"] == 1
+    assert (await peer.counters())["metadata_lookups_uncounted_total"] == 1
 
 
 async def test_plans_decisions_and_the_policy(running: Running) -> None:

@@ -18,11 +18,11 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import Tier as TierMessage
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
-from kvstore.index.contract import Life
+from kvstore.index.contract import VolumeEpoch
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.events import subscription as watching
-from kvstore.metadata.events.event_log import BlockFeed
-from kvstore.metadata.events.subscription import BlockWatch
+from kvstore.metadata.events.event_log import BlockEventLog
+from kvstore.metadata.events.subscription import BlockEventSubscription
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.observe.counters import Counters
 from kvstore.testing.index.model import Chain
@@ -41,7 +41,7 @@ class Nodes:
     """Who can be read: what the feed asks of the node table."""
 
     def __init__(self) -> None:
-        self.visible: frozenset[Life] = frozenset()
+        self.visible: frozenset[VolumeEpoch] = frozenset()
 
     def view(self) -> None:
         pass
@@ -53,7 +53,7 @@ class Subscriber:
     def __init__(self, wanted: pb.WatchBlocksRequest) -> None:
         self.wanted = wanted
         self.mirror = BlockMirror()
-        self.watch: BlockWatch | None = None
+        self.watch: BlockEventSubscription | None = None
         self.stream: AsyncIterator[pb.WatchBlocksResponse] | None = None
         self.pending: asyncio.Task[pb.WatchBlocksResponse] | None = None
         self.reasons: list[int] = []
@@ -78,7 +78,7 @@ class FeedMachine(RuleBasedStateMachine):
 
     def start_server(self) -> None:
         self.index = LmdbIndex.open(self.folder / "index", map_bytes=1 << 22)
-        self.feed = BlockFeed(self.loop, self.ring_bytes, len(FILTERS), self.clock)
+        self.feed = BlockEventLog(self.loop, self.ring_bytes, len(FILTERS), self.clock)
         self.index.listen(self.feed)
 
     def teardown(self) -> None:
@@ -110,7 +110,7 @@ class FeedMachine(RuleBasedStateMachine):
                 request.CopyFrom(subscriber.wanted)
                 if subscriber.mirror.complete:
                     request.feed_id, request.sequence = subscriber.mirror.feed_id, subscriber.mirror.sequence
-                subscriber.watch = BlockWatch(request, self.feed, self.index, self.reads, self.nodes, self.counters)
+                subscriber.watch = BlockEventSubscription(request, self.feed, self.index, self.reads, self.nodes, self.counters)
                 subscriber.stream = subscriber.watch.run()
             if subscriber.pending is None:
                 subscriber.pending = asyncio.ensure_future(anext(subscriber.stream))
@@ -175,16 +175,19 @@ class FeedMachine(RuleBasedStateMachine):
         return found
 
     def truth(self, wanted: pb.WatchBlocksRequest) -> Truth:
-        lives = {
-            info.life
-            for info in self.index.lives()
+        volume_epochs = {
+            info.volume_epoch
+            for info in self.index.volume_epochs()
             if (not wanted.node_ids or info.node_id in wanted.node_ids) and (not wanted.tiers or info.tier in wanted.tiers)
         }
         blocks, _ = self.index.blocks_from(None, 10_000)
         return {
-            (block.key, block.namespace, block.depth): {(f"{life}", life in self.nodes.visible) for life in mine}
+            (block.key, block.namespace, block.depth): {
+                (f"{volume_epoch}", volume_epoch in self.nodes.visible) for volume_epoch in mine
+            }
             for block in blocks
-            if (mine := lives & set(block.lives)) and (not wanted.namespace_ids or block.namespace in wanted.namespace_ids)
+            if (mine := volume_epochs & set(block.volume_epochs))
+            and (not wanted.namespace_ids or block.namespace in wanted.namespace_ids)
         }
 
     # ---- the store ----
@@ -198,25 +201,25 @@ class FeedMachine(RuleBasedStateMachine):
         self.boots += 1
         tier = Tier.DRAM if number % 2 else Tier.NVME
         boot = BootId(self.boots.to_bytes(16, "big"))
-        life = self.index.open_life(VolumeId(f"v{number}"), NodeId(f"n{number // 2}"), tier, boot)
-        self.nodes.visible |= {life}
+        volume_epoch = self.index.open_volume_epoch(VolumeId(f"v{number}"), NodeId(f"n{number // 2}"), tier, boot)
+        self.nodes.visible |= {volume_epoch}
         self.feed.serve(self.nodes.visible)
 
-    def life(self, choice: int) -> Life:
-        lives = sorted(info.life for info in self.index.lives())
-        return lives[choice % len(lives)]
+    def volume_epoch(self, choice: int) -> VolumeEpoch:
+        volume_epochs = sorted(info.volume_epoch for info in self.index.volume_epochs())
+        return volume_epochs[choice % len(volume_epochs)]
 
-    @precondition(lambda self: len(self.index.lives()) > 1)
+    @precondition(lambda self: len(self.index.volume_epochs()) > 1)
     @rule(choice=choices)
     def die(self, choice: int) -> None:
-        life = self.life(choice)
-        self.index.close_life(life)
-        self.nodes.visible -= {life}
+        volume_epoch = self.volume_epoch(choice)
+        self.index.close_volume_epoch(volume_epoch)
+        self.nodes.visible -= {volume_epoch}
         self.feed.serve(self.nodes.visible)
 
     @rule(choice=choices)
     def turn_silent_or_back(self, choice: int) -> None:
-        self.nodes.visible ^= {self.life(choice)}
+        self.nodes.visible ^= {self.volume_epoch(choice)}
         self.feed.serve(self.nodes.visible)
 
     @rule(
@@ -224,18 +227,18 @@ class FeedMachine(RuleBasedStateMachine):
     )
     def store(self, choice: int, chain: Chain, start: int, end: int, others: list[int]) -> None:
         stored = [chain.run(start, end)] if start < end else []
-        self.index.publish(self.life(choice), stored, [CHAINS[0].keys[at] for at in others])
+        self.index.publish(self.volume_epoch(choice), stored, [CHAINS[0].keys[at] for at in others])
 
     @rule(choice=choices, chain=st.sampled_from(CHAINS), start=positions, end=positions)
     def remove(self, choice: int, chain: Chain, start: int, end: int) -> None:
-        self.index.publish(self.life(choice), [], list(chain.keys[start:end]))
+        self.index.publish(self.volume_epoch(choice), [], list(chain.keys[start:end]))
 
     @rule(choice=choices, chain=st.sampled_from(CHAINS[:2]), start=positions, whose=st.booleans())
     def slip(self, choice: int, chain: Chain, start: int, whose: bool) -> None:
         """A chain that forgot its parent, or names another namespace: ignored, or what makes way later."""
         if start < LENGTH:
             namespace = CHAINS[4].namespace if whose else chain.namespace
-            self.index.publish(self.life(choice), [BlockRun(namespace, None, 0, chain.keys[start:])], [])
+            self.index.publish(self.volume_epoch(choice), [BlockRun(namespace, None, 0, chain.keys[start:])], [])
 
     @rule()
     def sweep(self) -> None:

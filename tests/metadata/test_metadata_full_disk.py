@@ -83,7 +83,7 @@ def test_what_was_only_read_stays_closed_cleanly(small_disk: Path) -> None:
     filler = fill(place)
     index = LmdbIndex.open(place, map_bytes=64 << 20, count=counters.add)
     with pytest.raises(CapacityExceeded):
-        index.open_life(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(bytes(16)))
+        index.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(bytes(16)))
     index.close()
     assert (place / "state.json").read_bytes() == state
     filler.unlink()

@@ -16,7 +16,7 @@ from kvstore.core.spec import CacheSpec as Spec
 from kvstore.core.types import NamespaceId
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.retention import tenants
-from kvstore.metadata.retention.tenants import Tenants
+from kvstore.metadata.retention.tenants import NamespaceOwners
 from kvstore.rpc.client import call_aio
 from kvstore.rpc.codec import spec_to_proto
 
@@ -63,7 +63,7 @@ async def test_a_batch_outlives_namespaces_that_there_is_no_room_for(running: Ru
 def test_a_lookup_of_what_nobody_registered_does_not_read_all_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("acme", 1)
     index = LmdbIndex.open(tmp_path / "index", map_bytes=1 << 24)
-    owners = Tenants(index)
+    owners = NamespaceOwners(index)
     monkeypatch.setattr(tenants, "tenant", lambda: "acme")
     unknown = NamespaceId(b"u" * 16)
     with pytest.raises(NotFound):

@@ -27,7 +27,7 @@ from kvstore.dualpath.contract import LoadPlan
 from kvstore.dualpath.planner import DEADLINE_GRACE_S, PATIENCE_S, PLAN_LIFE_S
 from kvstore.dualpath.queues import QUEUE_S
 from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.scheduling.planner_service import Planning
+from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
 from support.wait import wait_until_async
@@ -273,11 +273,11 @@ async def test_a_plan_that_cannot_be_told_charges_nothing(running: Running, monk
     p = (await hosts(running))["p"]
     first = await plan(p, asked())
 
-    def gone(_planning: Planning, _plan: LoadPlan) -> pb.LoadPlan:
+    def gone(_planning: PlannerService, _plan: LoadPlan) -> pb.LoadPlan:
         raise NotFound("a node left while a load was planned over it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Planning, "_message", gone)
+        patch.setattr(PlannerService, "_message", gone)
         with pytest.raises(NotFound):
             await plan(p, asked())
         with pytest.raises(NotFound):
@@ -343,13 +343,13 @@ async def test_a_plan_that_nobody_reads_is_soon_in_nobodys_way(running: Running)
     assert await pending(p) == pytest.approx(QUEUE_S * 1e9 / (1 << 20), abs=1), "and never in it for longer than this"
     running.clock.advance(PATIENCE_S + 0.1)
 
-    async def doubted() -> bool:
+    async def stalled() -> bool:
         for host in made.values():
             await host.beat()
         return await pending(p) == 0
 
-    await wait_until_async(doubted)
-    assert (await p.counters())["metadata_plans_doubted_total"] == 1
+    await wait_until_async(stalled)
+    assert (await p.counters())["metadata_plans_stalled_total"] == 1
     moved = pb.LoadReport(plan_id=dead.plan_id, parts=[pb.PartReport(index=dead.parts[0].index, blocks_done=59_000)])
     assert await report(p, moved) == []
     assert await pending(p) == 1_000

@@ -121,7 +121,7 @@ async def test_an_index_damaged_while_no_server_ran_is_made_anew_at_the_start(tm
         content = data.read_bytes()
         with data.open("r+b") as file:
             for page in range(2, len(content) // 4096):
-                # opening looks at the list of databases and at ``meta`` alone; the node table reads the lives
+                # opening looks at the list of databases and at ``meta`` alone; the node table reads the volume epochs
                 if not any(name in content[page * 4096 : (page + 1) * 4096] for name in (b"namespaces", b"kvstore-index/")):
                     file.seek(page * 4096)
                     file.write(random.Random(page).randbytes(4096))
@@ -226,7 +226,7 @@ def test_a_port_in_use_is_said_and_nothing_is_left_running(tmp_path: Path, worke
     (tmp_path / "first").mkdir()
     with server_process(tmp_path / "first") as server:
         config = MetadataConfig(index_path=tmp_path / "index", listen=server.address, workers=workers)
-        with pytest.raises(Unavailable, match=r"is in use: `kvstore status`|cannot listen on"):
+        with pytest.raises(Unavailable, match=r"is in use; `kvstore status`|cannot listen on"):
             run(config)
 
 

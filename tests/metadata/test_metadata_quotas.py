@@ -21,7 +21,7 @@ from kvstore.core.types import NamespaceId
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.retention.quota_shares import REST_TIMES
 from kvstore.metadata.retention.quotas import HEADROOM, shares
-from kvstore.metadata.retention.settings_store import Orders, OrdersFile, Quota, Rule
+from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting, SettingsStore
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
 
@@ -75,17 +75,17 @@ bounds_ = st.none() | st.integers(0, 2**62)
 
 
 names_ = st.text(st.characters(exclude_categories=("C", "Z")), max_size=20)
-rules_ = st.dictionaries(st.binary(min_size=16, max_size=16), st.builds(Rule, st.integers(0, 2**40), st.booleans()))
+rules_ = st.dictionaries(st.binary(min_size=16, max_size=16), st.builds(RuleSetting, st.integers(0, 2**40), st.booleans()))
 
 
-@given(st.dictionaries(names_, st.builds(Quota, bounds_, bounds_)), rules_)
-def test_orders_are_read_as_they_were_written(quotas: dict[str, Quota], rules: dict[NamespaceId, Rule]) -> None:
-    orders = Orders()
+@given(st.dictionaries(names_, st.builds(QuotaSetting, bounds_, bounds_)), rules_)
+def test_orders_are_read_as_they_were_written(quotas: dict[str, QuotaSetting], rules: dict[NamespaceId, RuleSetting]) -> None:
+    orders = OperatorSettings()
     for namespace, rule in rules.items():
         orders = orders.with_rule(namespace, rule)
     for tenant, quota in quotas.items():
         orders = orders.with_quota(tenant, quota)
-    assert Orders.decode(orders.encode()) == orders
+    assert OperatorSettings.decode(orders.encode()) == orders
     assert all(orders.quotas.values()), "a quota without bounds is none"
 
 
@@ -118,23 +118,23 @@ WRONG = [
 def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "orders.json"
     path.write_bytes(raw)
-    file = OrdersFile(path)
+    file = SettingsStore(path)
     assert file.now() is None
     assert file.wrong
     with pytest.raises(Conflict):
-        file.change(lambda orders: orders.with_quota("a", Quota(1)))
+        file.change(lambda orders: orders.with_quota("a", QuotaSetting(1)))
     assert path.read_bytes() == raw
     path.unlink()
-    assert file.now() == Orders()
+    assert file.now() == OperatorSettings()
 
 
 def test_what_another_process_changed_is_seen(tmp_path: Path) -> None:
-    mine, theirs = OrdersFile(tmp_path / "o"), OrdersFile(tmp_path / "o")
-    assert mine.now() == Orders()
-    theirs.change(lambda orders: orders.with_quota("a", Quota(1, None)))
-    assert mine.now() == Orders({"a": Quota(1, None)})
-    mine.change(lambda orders: orders.with_quota("b", Quota(None, 2)))
-    assert theirs.now() == Orders({"a": Quota(1, None), "b": Quota(None, 2)})
+    mine, theirs = SettingsStore(tmp_path / "o"), SettingsStore(tmp_path / "o")
+    assert mine.now() == OperatorSettings()
+    theirs.change(lambda orders: orders.with_quota("a", QuotaSetting(1, None)))
+    assert mine.now() == OperatorSettings({"a": QuotaSetting(1, None)})
+    mine.change(lambda orders: orders.with_quota("b", QuotaSetting(None, 2)))
+    assert theirs.now() == OperatorSettings({"a": QuotaSetting(1, None), "b": QuotaSetting(None, 2)})
     before = mine.now()
     assert mine.now() is before, "read again only where it has changed"
 

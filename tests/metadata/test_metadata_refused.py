@@ -13,7 +13,7 @@ from kvstore.core.clock import ManualClock
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.indexing.index_mutations import register_node
 from kvstore.metadata.membership.node_table import REFUSED_S, NodeTable
-from kvstore.metadata.membership.records import Beat, Refusal
+from kvstore.metadata.membership.records import CallRefusal, Heartbeat
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.interceptor import RefusedNode, host_of_peer
 
@@ -87,11 +87,11 @@ def test_refused_is_shared_with_other_workers(table: NodeTable, index: LmdbIndex
 
 
 def test_notes_of_beats_and_refusals_come_back() -> None:
-    beat = Beat(b"b" * 16, 1.5, pb.HeartbeatRequest(node_id="n"), "::1")  # type: ignore[arg-type]
-    assert Beat.decode(beat.encode()) == beat
-    refusal = Refusal(2.5, WHY)
-    assert Refusal.decode(refusal.encode()) == refusal
-    assert (Beat.decode(b"x"), Refusal.decode(b"x")) == (None, None)
+    beat = Heartbeat(b"b" * 16, 1.5, pb.HeartbeatRequest(node_id="n"), "::1")  # type: ignore[arg-type]
+    assert Heartbeat.decode(beat.encode()) == beat
+    refusal = CallRefusal(2.5, WHY)
+    assert CallRefusal.decode(refusal.encode()) == refusal
+    assert (Heartbeat.decode(b"x"), CallRefusal.decode(b"x")) == (None, None)
 
 
 @pytest.mark.parametrize(

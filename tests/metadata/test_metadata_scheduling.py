@@ -15,7 +15,7 @@ from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, In
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.metadata.scheduling import scheduler_service as module
-from kvstore.metadata.scheduling.scheduler_service import Scheduling
+from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.observe.counters import Counters
 
 ALPHA, BETA = 1_000, 100
@@ -35,7 +35,7 @@ class Shell:
 
     def __post_init__(self) -> None:
         limits = SchedulerLimits(ALPHA, BETA, max_waiting=self.most)
-        self.door = Scheduling(
+        self.door = SchedulerService(
             limits,
             self.queues,
             engine_ttl_s=TTL_S,

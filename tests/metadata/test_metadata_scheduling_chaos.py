@@ -1,4 +1,4 @@
-"""Scheduling under lost messages and dead engines: one attempt serves each request. Hostile calls change nothing."""
+"""SchedulerService under lost messages and dead engines: one attempt serves each request. Hostile calls change nothing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.errors import KVStoreError
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.scheduler import SchedulerLimits
-from kvstore.metadata.scheduling.scheduler_service import Scheduling
+from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.observe.counters import Counters
 
 TTL_S = 1.0
 ROOM = 400
 
 
-def scheduler(clock: ManualClock) -> Scheduling:
+def scheduler(clock: ManualClock) -> SchedulerService:
     limits = SchedulerLimits(1_000, 100, max_waiting=1_000)
-    return Scheduling(limits, ReadQueues(), engine_ttl_s=TTL_S, request_ttl_s=1e6, counters=Counters(), clock=clock)
+    return SchedulerService(limits, ReadQueues(), engine_ttl_s=TTL_S, request_ttl_s=1e6, counters=Counters(), clock=clock)
 
 
 class Group:
     """A leader with engines that can only do what they know of. Answers and calls are lost as told."""
 
-    def __init__(self, door: Scheduling, name: str, engines: int) -> None:
+    def __init__(self, door: SchedulerService, name: str, engines: int) -> None:
         self.door, self.name, self.decodes = door, name, name.startswith("D")
         self.names = [f"{name}-{number}" for number in range(engines)]
         self.restart()

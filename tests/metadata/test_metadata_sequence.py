@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.types import BootId
-from kvstore.metadata.indexing.publish_sequence import Mode, SequenceState, Verdict
+from kvstore.metadata.indexing.publish_sequence import BatchVerdict, SequenceMode, SequenceState
 
 BOOT, OTHER = BootId(b"b" * 16), BootId(b"o" * 16)
 EVENTS = st.lists(st.one_of(st.just("register"), st.integers(1, 8)), max_size=40)
@@ -21,32 +21,32 @@ def test_a_batch_is_applied_only_when_all_before_it_are_in_or_an_inventory_follo
             state = state.registered(BOOT)
             continue
         verdict, following = state.judge(event)
-        if verdict is Verdict.APPLY:
+        if verdict is BatchVerdict.APPLY:
             # nothing was skipped since this count began, except after a gap, when the node sends everything anyway
-            assert event <= highest + 1 or (inventory_follows and state.mode is Mode.ANEW)
+            assert event <= highest + 1 or (inventory_follows and state.mode is SequenceMode.ANEW)
             highest = event
             assert following.last == event
-        elif verdict is Verdict.DUPLICATE:
+        elif verdict is BatchVerdict.DUPLICATE:
             assert event <= highest
             assert following == state
         else:
-            assert event > highest + 1 or state.mode is Mode.LOST
-            assert following.mode is Mode.LOST
+            assert event > highest + 1 or state.mode is SequenceMode.LOST
+            assert following.mode is SequenceMode.LOST
             inventory_follows = True
         state = following
 
 
 def test_another_boot_begins_at_one() -> None:
-    state = SequenceState(BOOT, 7, Mode.RUNNING)
+    state = SequenceState(BOOT, 7, SequenceMode.RUNNING)
     assert SequenceState.decode(state.encode(), OTHER) == SequenceState(OTHER)
     assert state.registered(OTHER) == SequenceState(OTHER)
     assert SequenceState.decode(None, BOOT) == SequenceState.decode(b"garbage", BOOT) == SequenceState(BOOT)
-    assert SequenceState(OTHER).judge(2)[0] is Verdict.REFUSE
-    assert SequenceState(OTHER).judge(1)[0] is Verdict.APPLY
+    assert SequenceState(OTHER).judge(2)[0] is BatchVerdict.REFUSE
+    assert SequenceState(OTHER).judge(1)[0] is BatchVerdict.APPLY
 
 
 def test_registering_again_may_restart_or_continue_the_count() -> None:
-    reopened = SequenceState(BOOT, 7, Mode.RUNNING).registered(BOOT)
-    assert reopened.judge(1) == (Verdict.APPLY, SequenceState(BOOT, 1, Mode.RUNNING))
-    assert reopened.judge(8) == (Verdict.APPLY, SequenceState(BOOT, 8, Mode.RUNNING))
-    assert reopened.judge(9)[0] is Verdict.REFUSE
+    reopened = SequenceState(BOOT, 7, SequenceMode.RUNNING).registered(BOOT)
+    assert reopened.judge(1) == (BatchVerdict.APPLY, SequenceState(BOOT, 1, SequenceMode.RUNNING))
+    assert reopened.judge(8) == (BatchVerdict.APPLY, SequenceState(BOOT, 8, SequenceMode.RUNNING))
+    assert reopened.judge(9)[0] is BatchVerdict.REFUSE

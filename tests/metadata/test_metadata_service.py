@@ -101,7 +101,7 @@ async def is_alive(peer: Peer, *, alive: bool = True) -> bool:
     return {status.node.node_id: status.alive for status in answer.nodes}[peer.node_id] is alive
 
 
-# ---- life and death ----
+# ---- registration and expiry ----
 async def test_silent_nodes_are_hidden_counted_and_come_back(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 10)
     await peer.register()
@@ -300,7 +300,7 @@ async def test_another_tenants_namespace_sees_nothing(running: Running) -> None:
     assert await peer.hit(chain("b", 5)) == 0
 
 
-async def test_stats_and_the_sweep_of_dead_lives(running: Running) -> None:
+async def test_stats_and_sweep_of_dead_volume_epochs(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 3000)
     await peer.register()
     await peer.publish(peer.dram, run_of(keys))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness import processor_ticks, stolen_share
-from kvstore.netlab.lab import Host
+from kvstore.netlab.lab import LabHost
 from kvstore.netlab.traffic import Network
 
 TRAFFIC = Path(__file__).with_name("traffic.py")
@@ -39,7 +39,7 @@ def once_in_some_tries(holds: Callable[[], bool], what: Callable[[], object]) ->
 class Peer:
     """A traffic process on a host."""
 
-    def __init__(self, host: Host, *arguments: object) -> None:
+    def __init__(self, host: LabHost, *arguments: object) -> None:
         self.process = host.popen(
             [sys.executable, "-S", str(TRAFFIC), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -59,7 +59,7 @@ class Peer:
         self.process.communicate(timeout=10)
 
 
-def measure_mbit(source: Host, target: Host, network: Network, megabytes: int = 8, tos: int = 0) -> float:
+def measure_mbit(source: LabHost, target: LabHost, network: Network, megabytes: int = 8, tos: int = 0) -> float:
     """Rate of a bulk transfer as its receiver saw it, Mbit/s of payload."""
     sink = Peer(target, "sink", target.ip(network))
     sender = Peer(source, "send", target.ip(network), sink.line(), megabytes << 20, tos)
@@ -70,7 +70,7 @@ def measure_mbit(source: Host, target: Host, network: Network, megabytes: int = 
     return float(received["bytes"] * 8e-6 / received["seconds"])
 
 
-def assert_rate(low: float, high: float, source: Host, target: Host, network: Network, tos: int = 0) -> None:
+def assert_rate(low: float, high: float, source: LabHost, target: LabHost, network: Network, tos: int = 0) -> None:
     """A link is never faster than it was told to be, and not slower, Mbit/s."""
     rates: list[float] = []
 

@@ -15,8 +15,8 @@ from netlab_peers import Peer, assert_rate, measure_mbit
 
 from kvstore.core.errors import Conflict, Internal, InvalidArgument, NotFound
 from kvstore.netlab import netns, traffic
-from kvstore.netlab.lab import Host, HostSpec, NetLab
-from kvstore.netlab.traffic import Network, Nic
+from kvstore.netlab.lab import HostSpec, LabHost, NetLab
+from kvstore.netlab.traffic import LabNic, Network
 from support.wait import wait_until
 
 MakeLab = Callable[..., NetLab]
@@ -24,12 +24,12 @@ WAIT_S = 20.0
 KV_DSCP = 8
 
 
-def pair(make_lab: MakeLab, snic: float | None = 60, cnic: float | None = 120) -> tuple[NetLab, Host, Host]:
+def pair(make_lab: MakeLab, snic: float | None = 60, cnic: float | None = 120) -> tuple[NetLab, LabHost, LabHost]:
     lab = make_lab(HostSpec("a", snic, cnic), HostSpec("b", snic, cnic))
     return lab, lab.host("a"), lab.host("b")
 
 
-def ping_ms(source: Host, target: Host, network: Network, count: int = 3, timeout_s: float = 10.0) -> list[float] | str:
+def ping_ms(source: LabHost, target: LabHost, network: Network, count: int = 3, timeout_s: float = 10.0) -> list[float] | str:
     """Sorted round trips, or what went wrong."""
     server = Peer(target, "echo", target.ip(network))
     client = Peer(source, "ping", target.ip(network), server.line(), count, timeout_s)
@@ -39,7 +39,7 @@ def ping_ms(source: Host, target: Host, network: Network, count: int = 3, timeou
     return answer
 
 
-def assert_exact(mbit: float, source: Host, target: Host, network: Network) -> None:
+def assert_exact(mbit: float, source: LabHost, target: LabHost, network: Network) -> None:
     assert_rate(0.9 * mbit, 1.05 * mbit, source, target, network)
 
 
@@ -52,11 +52,11 @@ def test_rates_are_exact(make_lab: MakeLab) -> None:
     assert_exact(120, a, b, "compute")
     after = lab.sample()
     # each network carried its own traffic and nothing else
-    assert between[Nic("b", "storage")].rx_bytes - before[Nic("b", "storage")].rx_bytes >= 4 << 20
-    assert between[Nic("a", "storage")].tx_bytes - before[Nic("a", "storage")].tx_bytes >= 4 << 20
-    assert between[Nic("b", "compute")].rx_bytes - before[Nic("b", "compute")].rx_bytes < 4096
-    assert after[Nic("b", "compute")].rx_bytes - between[Nic("b", "compute")].rx_bytes >= 4 << 20
-    assert after[Nic("b", "storage")].rx_bytes - between[Nic("b", "storage")].rx_bytes < 4096
+    assert between[LabNic("b", "storage")].rx_bytes - before[LabNic("b", "storage")].rx_bytes >= 4 << 20
+    assert between[LabNic("a", "storage")].tx_bytes - before[LabNic("a", "storage")].tx_bytes >= 4 << 20
+    assert between[LabNic("b", "compute")].rx_bytes - before[LabNic("b", "compute")].rx_bytes < 4096
+    assert after[LabNic("b", "compute")].rx_bytes - between[LabNic("b", "compute")].rx_bytes >= 4 << 20
+    assert after[LabNic("b", "storage")].rx_bytes - between[LabNic("b", "storage")].rx_bytes < 4096
 
 
 def test_a_rate_changes_while_it_runs(make_lab: MakeLab) -> None:
@@ -89,12 +89,12 @@ def test_a_cut_link_stalls_and_a_restored_one_goes_on(make_lab: MakeLab) -> None
     lab, a, b = pair(make_lab)
     sink = Peer(b, "sink", b.storage_ip)
     sender = Peer(a, "send", b.storage_ip, sink.line(), 24 << 20, 0)
-    wait_until(lambda: lab.sample()[Nic("b", "storage")].rx_bytes > 1 << 20, "traffic flows")
+    wait_until(lambda: lab.sample()[LabNic("b", "storage")].rx_bytes > 1 << 20, "traffic flows")
     b.cut("storage")
-    stalled = lab.sample()[Nic("b", "storage")]
+    stalled = lab.sample()[LabNic("b", "storage")]
     assert ping_ms(a, b, "storage", timeout_s=0.3) == "TimeoutError"
     assert isinstance(ping_ms(a, b, "compute"), list)
-    assert lab.sample()[Nic("b", "storage")].rx_bytes == stalled.rx_bytes < 24 << 20
+    assert lab.sample()[LabNic("b", "storage")].rx_bytes == stalled.rx_bytes < 24 << 20
     b.restore("storage")
     assert sink.line()["bytes"] == 24 << 20
     sink.end()
@@ -134,7 +134,7 @@ def test_two_labs_at_once_know_nothing_of_each_other(make_lab: MakeLab) -> None:
     stranger = Peer(c, "ping", b.storage_ip, port, 1, 5.0)
     assert stranger.line() == "ConnectionRefusedError"
     assert_exact(50, c, d, "storage")
-    assert first.sample()[Nic("b", "storage")].rx_bytes < 4096
+    assert first.sample()[LabNic("b", "storage")].rx_bytes < 4096
     second.close()
     friend = Peer(a, "ping", b.storage_ip, port, 1, 5.0)
     assert isinstance(friend.line(), list)
@@ -180,7 +180,7 @@ def test_a_recording_shows_who_moved_how_much(make_lab: MakeLab) -> None:
         measure_mbit(lab.host("s"), lab.host("p"), "storage", megabytes=8)
         assert recording.series("p", "storage").total_bytes("rx") > 0
         measure_mbit(lab.host("s"), lab.host("d"), "storage", megabytes=4)
-    assert set(recording.nics) == {Nic(host, network) for host in "spd" for network in ("storage", "compute")}
+    assert set(recording.nics) == {LabNic(host, network) for host in "spd" for network in ("storage", "compute")}
     to_p, to_d, from_s = (recording.series(host, "storage") for host in "pds")
     assert 8 << 20 < to_p.total_bytes("rx") < 1.02 * (8 << 20)
     assert 4 << 20 < to_d.total_bytes("rx") < 1.02 * (4 << 20)
@@ -202,7 +202,7 @@ def test_a_long_recording_gets_coarser_and_loses_no_byte(make_lab: MakeLab, monk
 
 
 # ---------------------------------------------------------------- the class of KV
-def rtt_beside_bulk(a: Host, b: Host, tos: int) -> list[float]:
+def rtt_beside_bulk(a: LabHost, b: LabHost, tos: int) -> list[float]:
     """Round trips of foreign traffic while KV fills the link, both ways."""
     sinks = [Peer(host, "sink", host.compute_ip) for host in (a, b)]
     senders = [

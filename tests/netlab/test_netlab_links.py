@@ -13,11 +13,11 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.netlab import lab as netlab
 from kvstore.netlab import netns
 from kvstore.netlab.bed import LabBed
-from kvstore.netlab.links import LinkSettings, TrafficClass, bucket_bytes, change_lines
-from kvstore.netlab.traffic import Nic, Series
+from kvstore.netlab.links import LinkSettings, LinkTrafficClass, bucket_bytes, change_lines
+from kvstore.netlab.traffic import LabNic, Series
 
 PLAIN = LinkSettings(1000)
-CLASSES = LinkSettings(1000, TrafficClass(8, 10, 900))
+CLASSES = LinkSettings(1000, LinkTrafficClass(8, 10, 900))
 
 
 @given(st.floats(1, 100_000))
@@ -55,15 +55,15 @@ def test_impossible_rates(rate: float) -> None:
 @pytest.mark.parametrize(
     "kv",
     [
-        TrafficClass(0, 10),
-        TrafficClass(64, 10),
-        TrafficClass(8, 10, 1001),
-        TrafficClass(8, 10, 5),
-        TrafficClass(8, 0),
-        TrafficClass(8, 1000),
+        LinkTrafficClass(0, 10),
+        LinkTrafficClass(64, 10),
+        LinkTrafficClass(8, 10, 1001),
+        LinkTrafficClass(8, 10, 5),
+        LinkTrafficClass(8, 0),
+        LinkTrafficClass(8, 1000),
     ],
 )
-def test_impossible_classes(kv: TrafficClass) -> None:
+def test_impossible_classes(kv: LinkTrafficClass) -> None:
     with pytest.raises(InvalidArgument):
         LinkSettings(1000, kv)
     with pytest.raises(InvalidArgument):
@@ -85,7 +85,7 @@ def test_two_hosts_of_one_name() -> None:
 
 def test_a_series_of_a_steady_flow() -> None:
     at_s = np.array([10.0, 10.3, 11.0, 11.1, 12.5])
-    steady = Series(Nic("a", "storage"), at_s, ((at_s - 10) * 1e6).astype(np.int64), np.zeros(5, np.int64))
+    steady = Series(LabNic("a", "storage"), at_s, ((at_s - 10) * 1e6).astype(np.int64), np.zeros(5, np.int64))
     times, rates = steady.mbit("rx")
     assert np.allclose(rates, 8.0)
     assert np.allclose(times, [0.15, 0.65, 1.05, 1.8])
@@ -95,7 +95,7 @@ def test_a_series_of_a_steady_flow() -> None:
 
 
 def test_a_series_without_samples() -> None:
-    empty = Series(Nic("a", "storage"), np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    empty = Series(LabNic("a", "storage"), np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
     assert empty.total_bytes("rx") == 0
     assert empty.bytes_in_windows("rx", 1.0).size == 0
     assert empty.mbit("rx")[0].size == 0

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvstore.dualpath.groups import Role
+from kvstore.dualpath.groups import EngineKind
 from kvstore.netlab.bed import LabBed
 from netlab.agents import Trajectory, Turn, trajectories
 from netlab.coordinator import LADDER, ORACLE, Variant
@@ -26,9 +26,9 @@ def test_hosts_links_and_turns_are_those_of_the_lab() -> None:
     grouped = dataclasses.replace(LADDER[-1], layer_group=8)
     config = sim_config(bed(1, 2), SETTINGS, made, grouped)
     assert [(host.name, host.role) for host in config.hosts] == [
-        ("prefill-0", Role.PREFILL),
-        ("decode-0", Role.DECODE),
-        ("decode-1", Role.DECODE),
+        ("prefill-0", EngineKind.PREFILL),
+        ("decode-0", EngineKind.DECODE),
+        ("decode-1", EngineKind.DECODE),
     ]
     assert {(host.snic, host.cnic) for host in config.hosts} == {(15e6, 120e6)}
     assert config.full_block_bytes == SETTINGS.spec(bed(1, 2)).block_bytes

@@ -22,7 +22,7 @@ from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
+from kvstore.testing.faulty_volume import FaultPlan, FaultyVolume, VolumeFault, VolumeOperation
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
@@ -113,7 +113,7 @@ def test_what_is_bad_leaves_and_comes_back_from_dram(node: Node) -> None:
     cold = node.block(11)
     with node.table.residency.lock:
         node.table.residency.evict_dram(cold)
-    node.plan.add(Fault.BIT_FLIP, operation=Operation.READ, keys=[node.keys[3], node.keys[11]], times=2)
+    node.plan.add(VolumeFault.BIT_FLIP, operation=VolumeOperation.READ, keys=[node.keys[3], node.keys[11]], times=2)
     found = node.check()
     assert (found.good, found.bad, found.rewritten_blocks, found.unreadable) == (BLOCKS - 2, 2, 1, 0)
     assert node.counters.snapshot()["quarantined_blocks_total"] == node.node_volume.quarantined == 2
@@ -125,7 +125,7 @@ def test_what_is_bad_leaves_and_comes_back_from_dram(node: Node) -> None:
 
 
 def test_what_cannot_be_read_stays(node: Node) -> None:
-    node.plan.add(Fault.IO_ERROR, operation=Operation.READ, keys=[node.keys[5]], times=1)
+    node.plan.add(VolumeFault.IO_ERROR, operation=VolumeOperation.READ, keys=[node.keys[5]], times=1)
     found = node.check()
     assert (found.state, found.good, found.unreadable, found.bad) == (CheckState.DONE, BLOCKS - 1, 1, 0)
     assert node.node_volume.quarantined == 0
@@ -196,7 +196,7 @@ def test_loads_go_on_while_a_check_looks_for_what_it_is_to_read(node: Node, monk
 
 
 def test_one_check_of_a_volume_at_a_time_and_it_can_be_called_off(node: Node) -> None:
-    node.plan.add(Fault.HANG, operation=Operation.READ, times=1)
+    node.plan.add(VolumeFault.HANG, operation=VolumeOperation.READ, times=1)
     first = node.checks.begin(node.node_volume, b"1" * 16, FAST)
     assert node.plan.hanging.acquire(timeout=WAIT_S), "it reads"
     with pytest.raises(Conflict, match="already"):
@@ -211,7 +211,7 @@ def test_one_check_of_a_volume_at_a_time_and_it_can_be_called_off(node: Node) ->
 
 def test_blocks_that_left_before_their_turn_are_told_apart(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.node.durability.scrub.PIN_BLOCKS", 4)
-    node.plan.add(Fault.HANG, operation=Operation.READ, times=1)
+    node.plan.add(VolumeFault.HANG, operation=VolumeOperation.READ, times=1)
     check = node.checks.begin(node.node_volume, b"1" * 16, FAST)
     assert node.plan.hanging.acquire(timeout=WAIT_S), "it reads the first four, which are pinned"
     victims = node.table.nvme_victims(node.node_volume)

@@ -28,7 +28,7 @@ from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
+from kvstore.testing.faulty_volume import FaultPlan, FaultyVolume, VolumeFault, VolumeOperation
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
@@ -174,7 +174,7 @@ HIT, GONE = [Outcome.HIT] * CHAIN, [Outcome.UNAVAILABLE] * CHAIN
 def test_load_volume_hung_others_go_on(node: Node) -> None:
     hung, good = node.store_on(node.hung, "hung"), node.store_on(node.good, "good")
     dram = node.store("dram")
-    node.plan.add(Fault.HANG, operation=Operation.READ)
+    node.plan.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     with ThreadPoolExecutor(8) as engines:  # more than the loader has threads
         waiting = [engines.submit(node.load, hung) for _ in range(6)]
         assert node.plan.hanging.acquire(timeout=WAIT_S)
@@ -193,7 +193,7 @@ def test_load_volume_hung_others_go_on(node: Node) -> None:
 def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
     """The kernel may write into them at any time, so they must not be given to another block."""
     hung = node.store_on(node.hung, "hung")
-    node.plan.add(Fault.HANG, operation=Operation.READ)
+    node.plan.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     assert node.load(hung) == GONE
     stuck = node.arena.usage().blocks
     assert 0 < stuck <= CHAIN
@@ -213,7 +213,7 @@ def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
 def test_load_waiting_for_stuck_load_is_answered(node: Node) -> None:
     """The second load finds the blocks claimed by the first, whose read hangs."""
     hung = node.store_on(node.hung, "hung")
-    node.plan.add(Fault.HANG, operation=Operation.READ)
+    node.plan.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     with ThreadPoolExecutor(2) as engines:
         first = engines.submit(node.load, hung)
         assert node.plan.hanging.acquire(timeout=WAIT_S)
@@ -223,7 +223,7 @@ def test_load_waiting_for_stuck_load_is_answered(node: Node) -> None:
 
 def test_store_volume_hung_other_volume_takes_blocks(node: Node) -> None:
     node.store_on(node.good, "ballast")  # so that the hung one has more room and is tried first
-    node.plan.add(Fault.HANG, operation=Operation.WRITE)
+    node.plan.add(VolumeFault.HANG, operation=VolumeOperation.WRITE)
     node.start_write_behind()
     keys = node.store("new")
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
@@ -234,10 +234,10 @@ def test_store_volume_hung_other_volume_takes_blocks(node: Node) -> None:
     assert node.hung.volume.usage().blocks == 0
 
 
-@pytest.mark.parametrize("operation", [Operation.WRITE, Operation.COMMIT])
-def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Operation) -> None:
+@pytest.mark.parametrize("operation", [VolumeOperation.WRITE, VolumeOperation.COMMIT])
+def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: VolumeOperation) -> None:
     node.table.node_volumes.remove(node.good)
-    node.plan.add(Fault.HANG, operation=operation)
+    node.plan.add(VolumeFault.HANG, operation=operation)
     node.start_write_behind()
     began_s = time.monotonic()
     keys = [node.store(f"chain{number}") for number in range(5)]
@@ -260,7 +260,7 @@ def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Ope
 def test_commit_that_comes_late_leaves_no_stale_entry(node: Node, tmp_path: Path) -> None:
     """The commit succeeds after its blocks went to the other volume: they leave the catalog at once."""
     node.store_on(node.good, "ballast")
-    node.plan.add(Fault.HANG, operation=Operation.COMMIT, times=1)
+    node.plan.add(VolumeFault.HANG, operation=VolumeOperation.COMMIT, times=1)
     node.start_write_behind()
     keys = node.store("new")
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
@@ -275,7 +275,7 @@ def test_commit_that_comes_late_leaves_no_stale_entry(node: Node, tmp_path: Path
 
 def test_evict_volume_hung_fails_soon_and_settles_later(node: Node) -> None:
     hung = node.store_on(node.hung, "hung")
-    node.plan.add(Fault.HANG, operation=Operation.COMMIT, times=1)
+    node.plan.add(VolumeFault.HANG, operation=VolumeOperation.COMMIT, times=1)
     began_s = time.monotonic()
     with pytest.raises(VolumeStalled):
         evict_all_nvme(node.table)
@@ -288,7 +288,7 @@ def test_evict_volume_hung_fails_soon_and_settles_later(node: Node) -> None:
 
 def test_check_volume_hung_ends_as_failed(node: Node) -> None:
     node.store_on(node.hung, "hung")
-    node.plan.add(Fault.HANG, operation=Operation.READ)
+    node.plan.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     checks = VolumeChecks(node.table, node.counters, node.clock)
     check = checks.begin(node.hung, b"o" * 16, 1 << 40)
     wait_until(lambda: check.state is CheckState.FAILED, "it ends")
@@ -298,7 +298,7 @@ def test_check_volume_hung_ends_as_failed(node: Node) -> None:
 
 def test_locate_volume_hung_names_no_place_on_it(node: Node) -> None:
     hung = node.store_on(node.hung, "hung")
-    node.plan.add(Fault.HANG, operation=Operation.READ)
+    node.plan.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     assert node.load(hung) == GONE
     assert pin_stored(node.table, node.namespace, hung) == []
 
@@ -324,8 +324,8 @@ def test_volume_hangs_repeatedly_under_load_nothing_leaks(node: Node) -> None:
     with ThreadPoolExecutor(4) as engines:
         running = [engines.submit(engine, number) for number in range(4)]
         for _ in range(3):
-            for operation in Operation:
-                node.plan.add(Fault.HANG, operation=operation)
+            for operation in VolumeOperation:
+                node.plan.add(VolumeFault.HANG, operation=operation)
             wait_until(lambda: node.hung.guard.stalled, "it hangs")
             before = loads
             wait_until(lambda: loads >= before + 8, "loads go on")  # noqa: B023

@@ -19,7 +19,7 @@ from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
+from kvstore.testing.faulty_volume import FaultPlan, FaultyVolume, VolumeFault, VolumeOperation
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
@@ -103,7 +103,7 @@ def test_read_rate_without_direct_io_is_unknown(node: Node) -> None:
 
 def test_read_rate_failing_volume_leaves_it_unknown(node: Node) -> None:
     node.fill()
-    node.plan.add(Fault.IO_ERROR, operation=Operation.READ)
+    node.plan.add(VolumeFault.IO_ERROR, operation=VolumeOperation.READ)
     rate = ReadRate(node.table, node.counters, node.clock, direct=True)
     rate.measure_if_due()
     assert rate.bytes_per_s is None

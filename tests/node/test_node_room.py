@@ -76,8 +76,8 @@ def test_what_leaves_is_one_place_with_its_descendants_or_the_coldest(
             return  # it was full for another size only
         order = [blocks[key] for key in policy.coldest(may_leave)]
         by_place = {
-            frozenset(closure(blocks, (held.key for slot in arena.held_in(place) if (held := room.by_place.get(slot)))))
-            for place in arena.vacancies(shape, [])
+            frozenset(closure(blocks, (held.key for slot in arena.slots_in(place) if (held := room.by_place.get(slot)))))
+            for place in arena.reclaimable_spans(shape, [])
         }
         leaving = room.victims(shape, (4, 1), iter(order), lambda block: block.dram, (may_leave,))
         keys = [block.key for block in leaving]
@@ -157,7 +157,7 @@ class Full:
 
     def members(self) -> int:
         """About how many small blocks lie where one large block takes room, at most."""
-        chunk = self.slabs[0]._allocator.chunk_bytes
+        chunk = self.slabs[0].slot_pool.chunk_bytes
         chunks = -(-(LARGE.block_bytes + 4096) // chunk)
         return chunks * chunk // 8192
 
@@ -241,7 +241,7 @@ def test_the_arena_gives_room_to_larger_blocks_than_it_is_full_of(tmp_path: Path
         full.table.complete(prepared, list(prepared.slots), [bytes(8)] * len(prepared.slots))
         full.table.give_up_pending()
         depths[session] += 16
-    chunk = full.arena._allocator.chunk_bytes
+    chunk = full.arena.slot_pool.chunk_bytes
     members = -(-LARGE.block_bytes // chunk) * chunk // 4096
     for number in range(3):
         before = full.arena.usage().blocks

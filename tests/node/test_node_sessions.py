@@ -20,7 +20,7 @@ from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth import interceptor
-from kvstore.rpc.auth.tokens import Caller, Role
+from kvstore.rpc.auth.tokens import AccessRole, Principal
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
 
@@ -265,10 +265,10 @@ def test_sessions_over_tcp_leave_half_of_the_places_to_this_host(node: Node) -> 
 
 def test_sessions_over_tcp_of_a_tenant_have_a_share_of_those_places(node: Node) -> None:
     context = copy_context()
-    context.run(interceptor._caller.set, Caller("acme", Role.TENANT))
+    context.run(interceptor._caller.set, Principal("acme", AccessRole.TENANT))
     open_far = partial(node.sessions.open, node.namespace, "far", remote=True, over_tcp=True)
     mine = [context.run(open_far) for _ in range(MAX_SESSIONS // 2 // TENANT_SHARE)]
-    with pytest.raises(CapacityExceeded, match="share"):
+    with pytest.raises(CapacityExceeded, match="tenant limit"):
         context.run(open_far)
     open_far()
     node.sessions.end(mine[0].session_id)

@@ -23,7 +23,7 @@ from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.testing.memory_provider import Gate, MemoryProvider, block_key, block_payload
+from kvstore.testing.memory_provider import MemoryProvider, ProviderGate, block_key, block_payload
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.transport.contract import ReadRequest
@@ -230,7 +230,7 @@ def test_a_block_whose_first_read_failed_is_not_made_whole_by_its_second(node: N
 def test_layers_out_of_order_are_not_ready_for_others(node: Node, storage: MakeStorage) -> None:
     s = storage()
     s.provider.put(SPEC.namespace, range(2))
-    gate = Gate()
+    gate = ProviderGate()
     held = threading.Event()
 
     def before(_: int) -> None:

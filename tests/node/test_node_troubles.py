@@ -18,7 +18,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.failure_tracker import FORGOTTEN_S, SETTLED_S, Failing
+from kvstore.observe.failure_tracker import FORGET_S, SETTLE_S, FailureTracker
 from kvstore.tiers.contract import DurableVolume
 
 
@@ -26,7 +26,7 @@ class Node:
     """One with a volume, of which only what is wrong with it is looked at."""
 
     def __init__(self) -> None:
-        self.clock, self.sent_away, self.waiting = ManualClock(), Failing(), 0
+        self.clock, self.sent_away, self.waiting = ManualClock(), FailureTracker(), 0
         volume = SimpleNamespace(volume_id="n/nvme0", read_only=None)
         self.node_volume = NodeVolume(cast("DurableVolume", volume))
         table = cast("BlockTable", SimpleNamespace(node_volumes=[self.node_volume]))
@@ -87,12 +87,12 @@ def test_writes_that_fail_are_told_by_the_volume_until_they_work() -> None:
     node.node_volume.failing.failed(node.clock.now_s(), OSError(28, "No space left on device" * 100))
     assert "No space left on device" in node.troubles.why_no_blocks(node.node_volume)
     assert len(node.troubles.why_no_blocks(node.node_volume)) <= MAX_REASON
-    node.clock.advance(SETTLED_S)
-    node.node_volume.failing.worked(node.clock.now_s())
+    node.clock.advance(SETTLE_S)
+    node.node_volume.failing.succeeded(node.clock.now_s())
     assert node.troubles.why_no_blocks(node.node_volume) == ""
     node.sent_away.failed(node.clock.now_s(), "no answer")
     assert node.troubles.told() == ["the storage node does not take its blocks: no answer"]
-    node.clock.advance(FORGOTTEN_S)
+    node.clock.advance(FORGET_S)
     assert node.troubles.told() == []
 
 

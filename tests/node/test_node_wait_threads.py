@@ -11,7 +11,7 @@ from kvstore.core.errors import CapacityExceeded
 from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth import interceptor
-from kvstore.rpc.auth.tokens import Caller, Role
+from kvstore.rpc.auth.tokens import AccessRole, Principal
 
 
 def test_wait_threads_in_use_refuse_further_calls() -> None:
@@ -31,19 +31,19 @@ def test_wait_threads_tenant_limit_is_a_quarter() -> None:
     counters = Counters()
     threads = WaitThreads(8, "test", counters)
 
-    def acquire(name: str, role: Role = Role.TENANT) -> Callable[[], None]:
+    def acquire(name: str, role: AccessRole = AccessRole.TENANT) -> Callable[[], None]:
         """Acquire as a caller with a token."""
         context = copy_context()
-        context.run(interceptor._caller.set, Caller(name, role))
+        context.run(interceptor._caller.set, Principal(name, role))
         return context.run(threads.acquire)
 
     acme = [acquire("acme"), acquire("acme")]
-    with pytest.raises(CapacityExceeded, match="share"):
+    with pytest.raises(CapacityExceeded, match="tenant limit"):
         acquire("acme")
     assert counters.get("tenant_share_refused_total") == 1
     acquire("other")
     for _ in range(3):
-        acquire("pool", Role.ENGINE)
+        acquire("pool", AccessRole.ENGINE)
     acme[0]()  # a release works in any context
     acquire("acme")
     assert threads.in_use == 6

@@ -18,7 +18,7 @@ from kvstore.node.state.grants import LoadClaim
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
-from kvstore.testing.memory_provider import Gate
+from kvstore.testing.memory_provider import ProviderGate
 from kvstore.transport.contract import ReadPart, ReadRequest
 
 DEADLINE_S = 60.0
@@ -137,7 +137,7 @@ def test_what_other_windows_brought_is_given_back_where_one_fails(node: Node, mo
 def test_a_load_from_a_node_that_hangs_ends(node: Node, layer_group: int) -> None:
     storage = Storage("s")
     storage.provider.put(SPEC.namespace, range(6))
-    gate, read = Gate(), storage.provider.read
+    gate, read = ProviderGate(), storage.provider.read
 
     def hanging(request: ReadRequest) -> Iterator[ReadPart]:
         gate()

@@ -1,4 +1,4 @@
-"""Each alert rule fires on its cause and on nothing else: promtool evaluates made-up series."""
+"""Each alert rule fires on its cause and on nothing else. promtool evaluates synthetic series."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ON = 'instance="h:1"'
 
 @dataclass(frozen=True)
 class Case:
-    """Series by selector, in promtool's notation of values a minute; at the end of them the alert fires, or it does not."""
+    """Series by selector, in promtool's notation of one value per minute: after ``firing`` the alert fires, after ``quiet``
+    not."""
 
     firing: dict[str, str]
     quiet: dict[str, str]
@@ -25,17 +26,17 @@ class Case:
 
 
 def level(value: float) -> str:
-    """A gauge that stays."""
+    """A constant gauge."""
     return f"{value}x{EVAL_MINUTES + 1}"
 
 
 def grows(by: float) -> str:
-    """A counter."""
+    """A counter that grows by ``by`` per minute."""
     return f"0+{by}x{EVAL_MINUTES + 1}"
 
 
 def counter(name: str, bad: float, good: float = 0, labels: str = ON) -> Case:
-    """A rule about one counter that grows faster than it should."""
+    """A rule about the rate of one counter."""
     return Case({f"{name}{{{labels}}}": grows(bad)}, {f"{name}{{{labels}}}": grows(good)})
 
 
@@ -45,7 +46,7 @@ def gauge(name: str, bad: float, good: float, labels: str = ON) -> Case:
 
 
 def share(part: str, whole: str, bad: float, good: float, labels: str = "", whole_labels: str = ON) -> Case:
-    """A rule about a part of a hundred a minute."""
+    """A rule about the ratio of a counter to one that grows by 100 per minute."""
     series = f"{part}{{{ON}{labels}}}", f"{whole}{{{whole_labels}}}"
     return Case(
         dict(zip(series, (grows(bad), grows(100)), strict=True)), dict(zip(series, (grows(good), grows(100)), strict=True))
@@ -150,7 +151,7 @@ def test_every_alert_has_cases() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool on this machine")
 @pytest.mark.parametrize("alert", CASES)
-def test_alert_fires_on_its_cause_and_on_nothing_else(alert: str, tmp_path: Path) -> None:
+def test_alert_fires_on_its_cause_only(alert: str, tmp_path: Path) -> None:
     document = {
         "rule_files": [str(ALERTS)],
         "evaluation_interval": "1m",

@@ -1,4 +1,4 @@
-"""Dashboard and alert rules name metrics, labels and values that exist, and use them as what they are."""
+"""Dashboard and alert rules use existing metrics, labels and label values, each according to its kind."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import pytest
 from monitored import ALERTS, DASHBOARD, MATCHER, REPOSITORY, RUNBOOK, SCRAPES, SELECTOR, VLLM_PREFIX, alerts, panels, targets
 
 from kvclient.engines.vllm.counters import COUNTERS
-from kvstore.observe.metric_definitions import CONSTANT_LABELS
-from kvstore.observe.metrics import METRICS, Kind, Limit, Metric
+from kvstore.observe.metric_definitions import METRICS
+from kvstore.observe.metrics import CONSTANT_LABELS, Kind, Limit, Metric
 
 OF_PROMETHEUS = {"instance", "job"}
 SERIES: dict[str, Metric] = {series: metric for metric in METRICS.values() for series in metric.series}
 SERIES |= {
-    f"{VLLM_PREFIX}{name}_total": Metric(f"{VLLM_PREFIX}{name}_total", Kind.COUNTER, text) for name, text in COUNTERS.items()
+    f"{VLLM_PREFIX}{name}_total": Metric(f"{VLLM_PREFIX}{name}_total", Kind.COUNTER, text, "vLLM")
+    for name, text in COUNTERS.items()
 }
 
 _GROUPING = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
@@ -27,21 +28,21 @@ _ROUND = re.compile(r"\b(rate|irate|increase)\s*\(\s*((?:vllm:)?kvstore_[a-z0-9_
 
 
 def problems(expression: str) -> Iterator[str]:
-    """What is wrong with an expression."""
+    """Errors in a PromQL expression."""
     known: set[str] = {*OF_PROMETHEUS, *CONSTANT_LABELS}
     for name, matchers, window in SELECTOR.findall(expression):
         metric = SERIES.get(name)
         if metric is None:
-            yield f"there is no {name}"
+            yield f"unknown metric {name}"
             continue
         labels = {*metric.labels, *OF_PROMETHEUS, *CONSTANT_LABELS, *(["le"] if name.endswith("_bucket") else [])}
         known |= labels
         if (metric.kind is not Kind.GAUGE) != bool(window) and not (metric.kind is Kind.COUNTER and not window):
-            yield f"{name} is a {metric.kind}: {'no' if window else 'a'} window"
+            yield f"{name} is a {metric.kind} and requires {'no window' if window else 'a window'}"
         for matcher in filter(None, (matchers or "").split(",")):
             found = MATCHER.fullmatch(matcher)
             if found is None:
-                yield f"{matcher} is no matcher"
+                yield f"invalid matcher {matcher}"
                 continue
             label, operator, value = found.groups()
             if label not in labels:
@@ -55,22 +56,26 @@ def problems(expression: str) -> Iterator[str]:
         known |= OF_PROMETHEUS
     for function, name in _ROUND.findall(expression):
         if name in SERIES and SERIES[name].kind is Kind.GAUGE:
-            yield f"{function} of {name}, a gauge"
+            yield f"{function} of the gauge {name}"
     for group in _GROUPING.findall(expression):
-        yield from (f"nothing here has the label {label}" for label in map(str.strip, group.split(",")) if label not in known)
+        yield from (
+            f"no metric of the expression has the label {label}"
+            for label in map(str.strip, group.split(","))
+            if label not in known
+        )
     if "histogram_quantile" in expression and not re.search(r"by \([^)]*\ble\b[^)]*\)\s*\(rate\(kvstore_\w+_bucket", expression):
-        yield "a quantile is taken of rates of buckets, by le"
+        yield "histogram_quantile requires rates of buckets, by le"
 
 
 def labels_in(expression: str) -> set[str]:
-    """Labels that the result may bear."""
+    """Labels that the result of an expression may have."""
     grouped = {label.strip() for group in re.findall(r"\bby\s*\(([^)]*)\)", expression) for label in group.split(",")}
     of_metrics = {label for name, _, _ in SELECTOR.findall(expression) for label in SERIES[name].labels}
     return (grouped or of_metrics) | OF_PROMETHEUS
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: str(rule["alert"]))
-def test_alert_rules_speak_of_what_exists(rule: dict[str, object]) -> None:
+def test_alert_rule_names_exist(rule: dict[str, object]) -> None:
     expression = str(rule["expr"])
     assert list(problems(expression)) == []
     texts = rule["annotations"]
@@ -80,14 +85,14 @@ def test_alert_rules_speak_of_what_exists(rule: dict[str, object]) -> None:
         for label in re.findall(r"\$labels\.([a-z_]+)", text):
             assert label in labels_in(expression), f"{label} is not a label of the alert"
         for name in re.findall(r"\b(?:vllm:)?kvstore_[a-z0-9_]+", text):
-            assert name in SERIES, f"the text names {name}"
+            assert name in SERIES, f"unknown metric {name} in the text"
     assert rule["labels"] in ({"severity": "page"}, {"severity": "warning"})
 
 
 @pytest.mark.parametrize(
     ("row", "panel", "target"), targets(), ids=lambda value: value if isinstance(value, str) else value["refId"]
 )
-def test_the_dashboard_shows_what_exists(row: str, panel: str, target: dict[str, str]) -> None:
+def test_dashboard_target_names_exist(row: str, panel: str, target: dict[str, str]) -> None:
     assert row
     assert panel
     assert list(problems(target["expr"])) == []
@@ -95,8 +100,8 @@ def test_the_dashboard_shows_what_exists(row: str, panel: str, target: dict[str,
         assert label in labels_in(target["expr"]), f"{label} is not a label of the result"
 
 
-def test_dashboard_and_alerts_ask_no_client_of_an_engine() -> None:
-    """Hooks of engines set no ``metrics_listen``. vLLM's own metrics have an optional row, and branches of rules."""
+def test_dashboard_and_alerts_need_no_client_metrics() -> None:
+    """Engine hooks serve no metrics by default. vLLM's own metrics have an optional row, and optional branches in rules."""
     asked = [target["expr"] for _, _, target in targets()] + [str(rule["expr"]) for rule in alerts()]
     assert [one for one in asked if "kvstore_client_" in one] == []
     assert {row for row, _, target in targets() if VLLM_PREFIX in target["expr"]} == {
@@ -107,7 +112,7 @@ def test_dashboard_and_alerts_ask_no_client_of_an_engine() -> None:
         assert any(VLLM_PREFIX not in branch for branch in branches), rule["alert"]
 
 
-def test_vllm_page_names_counters_that_exist() -> None:
+def test_vllm_readme_counters_exist() -> None:
     text = (REPOSITORY / "clients" / "kvclient" / "engines" / "vllm" / "README.md").read_text()
     (section,) = re.findall(r"^### Metrics$(.*?)^##", text, re.MULTILINE | re.DOTALL)
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")][1:]
@@ -116,7 +121,7 @@ def test_vllm_page_names_counters_that_exist() -> None:
     assert named <= COUNTERS.keys()
 
 
-def test_dashboard_variables_are_used_and_ask_what_exists() -> None:
+def test_dashboard_variables_are_used_and_exist() -> None:
     document = json.loads(DASHBOARD.read_text())
     variables = {one["name"]: one for one in document["templating"]["list"]}
     text = json.dumps(document["panels"])
@@ -134,7 +139,7 @@ def test_alert_runbook_has_one_heading_per_alert() -> None:
         assert rule["annotations"]["runbook_url"] == f"docs/how-to/{RUNBOOK.name}#{str(rule['alert']).lower()}"
 
 
-def test_alert_runbook_says_what_it_means_and_what_to_do() -> None:
+def test_alert_runbook_has_meaning_and_action() -> None:
     sections = re.split(r"^## ", RUNBOOK.read_text(), flags=re.MULTILINE)[1:]
     for section in sections:
         if section.startswith("KVStore"):
@@ -155,12 +160,12 @@ def test_panels_do_not_overlap() -> None:
 
 
 def _shown(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without those in collapsed rows: what comes after such a row moves down when it is opened."""
+    """Panels outside of collapsed rows. Opening a row moves the panels below it."""
     hidden = {panel["id"] for row in found for panel in row.get("panels", []) if row["collapsed"]}
     return [panel for panel in found if panel["id"] not in hidden]
 
 
-def test_every_way_to_miss_is_either_normal_or_an_alert() -> None:
+def test_miss_reason_is_normal_or_alerts() -> None:
     (rule,) = (rule for rule in alerts() if rule["alert"] == "KVStoreLoadsFail")
     alarming = set(re.findall(r'reason=~"([^"]+)"', str(rule["expr"]))[0].split("|"))
     reasons = METRICS["kvstore_node_load_missed_blocks_total"].labels["reason"]
@@ -171,22 +176,22 @@ def test_every_way_to_miss_is_either_normal_or_an_alert() -> None:
 @pytest.mark.parametrize(
     ("expression", "problem"),
     [
-        ("rate(kvstore_gone_total[5m])", "there is no kvstore_gone_total"),
+        ("rate(kvstore_gone_total[5m])", "unknown metric kvstore_gone_total"),
         ('kvstore_volume_blocks{teir="dram"}', "has no label teir"),
         ('kvstore_volume_blocks{tier="tape"}', "tier is never tape"),
         ('kvstore_client_missed_blocks_total{reason=~"corrupt|bored"}', "reason is never bored"),
-        ("rate(kvstore_node_sessions[5m])", "a gauge"),
-        ("sum by (reach) (rate(kvstore_client_loads_total[5m]))", "nothing here has the label reach"),
+        ("rate(kvstore_node_sessions[5m])", "of the gauge"),
+        ("sum by (reach) (rate(kvstore_client_loads_total[5m]))", "has the label reach"),
         ("histogram_quantile(0.9, rate(kvstore_client_load_seconds_bucket[5m]))", "by le"),
-        ("rate(kvstore_client_load_seconds[5m])", "there is no kvstore_client_load_seconds"),
+        ("rate(kvstore_client_load_seconds[5m])", "unknown metric kvstore_client_load_seconds"),
     ],
 )
-def test_a_dead_name_is_found(expression: str, problem: str) -> None:
+def test_problems_reports_wrong_expression(expression: str, problem: str) -> None:
     assert any(problem in one for one in problems(expression))
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool on this machine")
 @pytest.mark.parametrize("command", [["rules", str(ALERTS)], ["config", str(SCRAPES[0])]])
-def test_prometheus_itself_takes_the_files(command: list[str]) -> None:
+def test_promtool_accepts_files(command: list[str]) -> None:
     done = subprocess.run(["promtool", "check", *command], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

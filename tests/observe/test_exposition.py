@@ -1,4 +1,4 @@
-"""What a process shows: totals, distributions, gauges, over a real socket, read by Prometheus' own parser."""
+"""Exposition of totals, histograms and gauges over a real socket, parsed by prometheus_client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from kvstore.observe import counters as counters_module
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
 from kvstore.observe.http import MOST_AT_ONCE, MetricsServer, serve
-from kvstore.observe.metrics import EVENTS, Kind
+from kvstore.observe.metric_definitions import EVENTS
+from kvstore.observe.metrics import Kind
 from kvstore.observe.slow_loads import MOST_KEPT, LoadRecord, RecentLoads
 
 WAIT_S = 10.0
@@ -65,7 +66,7 @@ def served(counters: Counters) -> Iterator[MetricsServer]:
     server.stop()
 
 
-def test_totals_of_several_registries_are_added_up(counters: Counters) -> None:
+def test_collector_adds_up_registries(counters: Counters) -> None:
     other = Counters()
     counters.add("client_hit_local_dram_blocks_total", 3)
     other.add("client_hit_local_dram_blocks_total", 4)
@@ -77,7 +78,7 @@ def test_totals_of_several_registries_are_added_up(counters: Counters) -> None:
     assert values["kvstore_undeclared_events_total", (("worker", "1"),)] == 0
 
 
-def test_totals_of_a_process_are_shown_before_their_first_event(counters: Counters) -> None:
+def test_collector_shows_totals_at_zero(counters: Counters) -> None:
     values = shown(StoreCollector([counters], process="node"))
     assert values["kvstore_quarantined_blocks_total", ()] == 0
     assert values["kvstore_nvme_read_failed_blocks_total", (("outcome", "corrupt"),)] == 0
@@ -85,7 +86,7 @@ def test_totals_of_a_process_are_shown_before_their_first_event(counters: Counte
 
 
 @given(st.lists(st.floats(0, 100), max_size=50))
-def test_a_distribution_counts_every_value_once(values: list[float]) -> None:
+def test_histogram_counts_every_value_once(values: list[float]) -> None:
     counters = Counters()
     for value in values:
         counters.observe("client_lookup_seconds", value)
@@ -102,7 +103,7 @@ def test_a_distribution_counts_every_value_once(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name", ["no_such_thing_total", "client_loads"])
-def test_an_undeclared_name_fails_here_and_is_shown_as_such_in_production(
+def test_undeclared_event_raises_only_if_strict(
     name: str, counters: Counters, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(AssertionError, match=name):
@@ -111,24 +112,24 @@ def test_an_undeclared_name_fails_here_and_is_shown_as_such_in_production(
     counters.add(name, 2)
     counters.add(name)
     assert shown(StoreCollector([counters]))["kvstore_undeclared_events_total", ()] == 3
-    assert [name in record.message for record in caplog.records] == [True], "said once"
+    assert [name in record.message for record in caplog.records] == [True], "logged once"
 
 
-def test_gauges_that_fail_leave_the_others_alone(counters: Counters, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_gauges_do_not_hide_others(counters: Counters, caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> Iterator[Sample]:
         raise RuntimeError("gone")
 
     collector = StoreCollector([counters], [broken, lambda: [Sample("node_sessions", 2)]])
     assert shown(collector)["kvstore_node_sessions", ()] == 2
-    assert "cannot be read" in caplog.text
+    assert "gauges failed" in caplog.text
 
 
-def test_a_gauge_takes_the_labels_that_are_declared(counters: Counters) -> None:
+def test_gauge_with_undeclared_label_raises(counters: Counters) -> None:
     with pytest.raises(KeyError):
         shown(StoreCollector([counters], [lambda: [Sample("node_sessions", 2, {"session": "x"})]]))
 
 
-def test_pages_over_http(served: MetricsServer, counters: Counters) -> None:
+def test_server_serves_pages(served: MetricsServer, counters: Counters) -> None:
     counters.add("client_loads_total")
     status, text = get(served.address, "/metrics")
     assert status == 200
@@ -140,16 +141,14 @@ def test_pages_over_http(served: MetricsServer, counters: Counters) -> None:
     assert (status, json.loads(text)["pages"]) == (404, ["/metrics", "/loads"])
 
 
-def test_others_are_served_beside_those_who_say_nothing_and_one_more_is_refused(
-    served: MetricsServer, counters: Counters
-) -> None:
+def test_server_at_connection_limit_refuses_more(served: MetricsServer, counters: Counters) -> None:
     host, port = served.address.split(":")
     silent = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(MOST_AT_ONCE - 1)]
     assert get(served.address, "/metrics")[0] == 200
     more = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(2)]
     for one in more:
         one.settimeout(WAIT_S)
-    assert b"" in [more[-1].recv(1)], "closed at once: the last place is taken"
+    assert b"" in [more[-1].recv(1)], "closed immediately: no free connection"
     assert counters.get("metrics_scrapes_refused_total") >= 1
     for one in silent + more:
         one.close()
@@ -158,7 +157,7 @@ def test_others_are_served_beside_those_who_say_nothing_and_one_more_is_refused(
 @pytest.mark.parametrize(
     "garbage", [b"\x16\x03\x01\x02\x00", b"GET /metrics", b"DELETE /metrics HTTP/1.1\r\n\r\n", b"A" * 70_000]
 )
-def test_garbage_harms_nobody(served: MetricsServer, garbage: bytes) -> None:
+def test_server_survives_garbage(served: MetricsServer, garbage: bytes) -> None:
     host, port = served.address.split(":")
     with socket.create_connection((host, int(port)), WAIT_S) as one:
         one.sendall(garbage)
@@ -166,16 +165,16 @@ def test_garbage_harms_nobody(served: MetricsServer, garbage: bytes) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:99999", ":1", "no.such.host.invalid:0"])
-def test_an_address_that_cannot_be_had_stops_nothing(address: str, counters: Counters, caplog: pytest.LogCaptureFixture) -> None:
+def test_serve_invalid_address_returns_none(address: str, counters: Counters, caplog: pytest.LogCaptureFixture) -> None:
     assert serve(address, StoreCollector([counters]), {}, counters) is None
     assert address in caplog.text
 
 
-def test_a_port_in_use_stops_nothing(served: MetricsServer, counters: Counters) -> None:
+def test_serve_port_in_use_returns_none(served: MetricsServer, counters: Counters) -> None:
     assert serve(served.address, StoreCollector([counters]), {}, counters) is None
 
 
-def test_two_collectors_may_share_an_engines_registry() -> None:
+def test_two_collectors_share_a_registry() -> None:
     first, second = Counters(), Counters()
     first.add("client_loads_total")
     registry = CollectorRegistry(auto_describe=True)  # as prometheus_client's own
@@ -184,7 +183,7 @@ def test_two_collectors_may_share_an_engines_registry() -> None:
     assert registry_of(StoreCollector([second])).get_sample_value("kvstore_client_loads_total") is None
 
 
-def test_the_slowest_loads_of_the_last_minute() -> None:
+def test_recent_loads_slowest_of_last_minute() -> None:
     clock = ManualClock()
     recent = RecentLoads(clock.now_s)
     recent.add(1e6, lambda: LoadRecord("old", 1e6, 1, 1, "too long ago"))
@@ -201,5 +200,5 @@ def test_the_slowest_loads_of_the_last_minute() -> None:
     assert json.loads(json.dumps(recent.page()))["slowest"][0]["reason"] == "why"
 
 
-def test_kinds_of_events() -> None:
+def test_events_are_counters_and_histograms() -> None:
     assert {metric.kind for metric in EVENTS.values()} == {Kind.COUNTER, Kind.HISTOGRAM}

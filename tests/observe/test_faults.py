@@ -1,14 +1,14 @@
-"""Which counters tell of faults."""
+"""Selection of fault counters by the suffix of their names."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvstore.observe.fault_counters import ENDINGS, ORDINARY, faults
-from kvstore.observe.metrics import EVENTS, METRICS
+from kvstore.observe.fault_counters import NO_FAULTS, SUFFIXES, faults
+from kvstore.observe.metric_definitions import EVENTS, METRICS
 
 
-def test_faults_are_added_up_by_metric() -> None:
+def test_faults_add_up_events_by_metric() -> None:
     totals = {
         "nvme_read_corrupt_blocks_total": 2,
         "nvme_read_timeout_blocks_total": 3,
@@ -25,10 +25,10 @@ def test_faults_are_added_up_by_metric() -> None:
     ]
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_every_ending_finds_something(ending: str) -> None:
-    assert any(metric.name.endswith(ending) for metric in EVENTS.values())
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_fault_suffix_has_a_metric(suffix: str) -> None:
+    assert any(metric.name.endswith(suffix) for metric in EVENTS.values())
 
 
-def test_what_is_left_out_is_there() -> None:
-    assert set(METRICS) >= ORDINARY
+def test_excluded_metrics_exist() -> None:
+    assert set(METRICS) >= NO_FAULTS

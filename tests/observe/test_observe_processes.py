@@ -1,4 +1,4 @@
-"""Seeing into real processes: a client, a metadata server and two nodes, their metrics, traces, logs and slowest loads."""
+"""Metrics, traces, logs and slowest loads of real processes: a client, a metadata server and two nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def value(address: str, name: str, **labels: str) -> float:
     found = [
         one.value for family in families for one in family.samples if one.name == name and labels.items() <= one.labels.items()
     ]
-    assert found, f"{name}{labels} is not shown"
+    assert found, f"{name}{labels} is not exposed"
     return sum(found)
 
 
@@ -43,7 +43,7 @@ def stored(client: KVClient) -> list[bytes]:
     return list(keys)
 
 
-def test_metrics_of_every_process_and_the_slowest_load(tmp_path: Path) -> None:
+def test_every_process_exposes_metrics(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster:
         metadata, node = cluster.node("metadata").metrics_address, cluster.node("a").metrics_address
         options = ClientOptions(metrics_listen="127.0.0.1:0")
@@ -57,7 +57,7 @@ def test_metrics_of_every_process_and_the_slowest_load(tmp_path: Path) -> None:
             assert value(engine, "kvstore_client_asked_tokens_total") == BLOCKS * SPEC.block_tokens
             (slowest,) = json.loads(page(engine, "/loads"))["slowest"]
             (at_node,) = json.loads(page(node, "/loads"))["slowest"]
-            assert slowest["request_id"] == at_node["request_id"], "one name for it at client and node"
+            assert slowest["request_id"] == at_node["request_id"], "client and node use one request id"
             assert "waited" in at_node["reason"]
         assert value(node, "kvstore_node_load_seconds_count", reach="dram") == 1
         assert value(node, "kvstore_rpc_seconds_count", method="Load") == 1
@@ -65,16 +65,16 @@ def test_metrics_of_every_process_and_the_slowest_load(tmp_path: Path) -> None:
         assert value(node, "kvstore_volume_used_bytes", tier="dram") > 0
         assert value(node, "kvstore_network_bytes_total", network="compute", direction="sent") > 0
         assert value(node, "kvstore_quarantined_blocks_total") == 0
-        wait_until(lambda: value(node, "kvstore_node_write_behind_waiting_blocks") == 0, "all is durable")
+        wait_until(lambda: value(node, "kvstore_node_write_behind_waiting_blocks") == 0, "all blocks are durable")
         assert value(node, "kvstore_volume_blocks", tier="nvme") == BLOCKS
         assert value(metadata, "kvstore_metadata_nodes", state="alive") == 1
         assert value(metadata, "kvstore_metadata_lookups_total") >= 1
-        wait_until(lambda: value(metadata, "kvstore_index_blocks") == BLOCKS, "the index knows them")
+        wait_until(lambda: value(metadata, "kvstore_index_blocks") == BLOCKS, "the index has the blocks")
         cluster.kill("metadata")
-        wait_until(lambda: value(node, "kvstore_node_registered") == 0, "the node says that nobody answers it")
+        wait_until(lambda: value(node, "kvstore_node_registered") == 0, "the node is not registered")
 
 
-def test_workers_are_told_apart(tmp_path: Path) -> None:
+def test_metadata_workers_have_a_label(tmp_path: Path) -> None:
     with LocalCluster([], tmp_path, metadata_settings=[("workers", "2")]) as cluster:
         addresses = cluster.node("metadata").metrics_address.split(",")
         assert len(set(addresses)) == 2
@@ -84,14 +84,14 @@ def test_workers_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.fixture
 def traced(tmp_path: Path) -> Callable[..., Path]:
-    """Switches traces on in this process too, into a file of its own."""
+    """Enable traces of this process, in a separate file."""
     file = tmp_path / "client.jsonl"
     tracing.set_up("file", "engine", file=file)
     yield lambda: file
     tracing.shut_down()
 
 
-def test_one_trace_from_client_over_metadata_and_node_to_its_peer(tmp_path: Path, traced: Callable[[], Path]) -> None:
+def test_load_from_peer_is_one_trace(tmp_path: Path, traced: Callable[[], Path]) -> None:
     file = tmp_path / "spans.jsonl"
     settings = {"KVSTORE_OBSERVE__TRACES": "file", "KVSTORE_OBSERVE__TRACES_FILE": str(file), "KVSTORE_OBSERVE__SLOW_LOAD": "0ms"}
     settings |= {"KVSTORE_LOG__FORMAT": "json"}
@@ -120,11 +120,11 @@ def test_one_trace_from_client_over_metadata_and_node_to_its_peer(tmp_path: Path
     for child in ("Lookup", "Load"):
         assert by_name[child]["parent_id"] == root["context"]["span_id"]
     assert by_name["peer.read"]["parent_id"] == by_name["Load"]["context"]["span_id"]
-    assert by_name["IssueTicket"]["resource"]["attributes"]["node"] == "b", "the peer's own span"
+    assert by_name["IssueTicket"]["resource"]["attributes"]["node"] == "b", "the peer's span"
     assert by_name["peer.read"]["attributes"] == {"peer": "b", "blocks": BLOCKS}
 
 
-def test_traces_that_are_off_import_nothing() -> None:
+def test_disabled_traces_import_nothing() -> None:
     import subprocess
 
     program = (
@@ -135,16 +135,16 @@ def test_traces_that_are_off_import_nothing() -> None:
 
 
 def test_load_source_killed_counts_unavailable(tmp_path: Path) -> None:
-    """What a node could not bring is counted by it: alert rules see it whatever the engine shows."""
+    """The node counts blocks that it could not load, so alert rules need no metrics of the engine."""
     with LocalCluster([NodeSpec("a"), NodeSpec("b")], tmp_path) as cluster:
         with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("b").local_socket) as writer:
             keys = stored(writer)
-        near = cluster.node("a")
-        with KVClient.connect(cluster.metadata_address, SPEC, node=near.local_socket) as client:
+        local = cluster.node("a")
+        with KVClient.connect(cluster.metadata_address, SPEC, node=local.local_socket) as client:
             found = client.lookup(keys)
             assert found.hit_blocks == BLOCKS
             cluster.kill("b")
             out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
             assert client.load(found, out).hit_blocks == 0
-        assert value(near.metrics_address, "kvstore_node_load_blocks_total") == BLOCKS
-        assert value(near.metrics_address, "kvstore_node_load_missed_blocks_total", reason="unavailable") == BLOCKS
+        assert value(local.metrics_address, "kvstore_node_load_blocks_total") == BLOCKS
+        assert value(local.metrics_address, "kvstore_node_load_missed_blocks_total", reason="unavailable") == BLOCKS

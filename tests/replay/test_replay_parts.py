@@ -13,9 +13,9 @@ from rich.console import Console
 from kvstore.core.errors import CapacityExceeded, InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.replay import capacity
-from kvstore.replay.capacity import Capacity, parse_capacity, room_for
+from kvstore.replay.capacity import StoreCapacity, parse_capacity, room_for
 from kvstore.replay.demo import DemoPlan, read_turns
-from kvstore.replay.engine import Tally
+from kvstore.replay.engine import ReplayTotals
 from kvstore.replay.plan import read_workload
 from kvstore.replay.progress import progress
 from kvstore.replay.report import milliseconds, show_bytes, tally_json, tally_rows
@@ -31,7 +31,7 @@ SHAPE = BlockShape(layers=2, layer_block_bytes=2500)
     ("text", "dram", "nvme"), [("dram=1GiB", 1 << 30, 0), ("nvme=2GiB, dram=64MiB", 64 << 20, 2 << 30), ("DRAM=5", 5, 0)]
 )
 def test_capacities(text: str, dram: int, nvme: int) -> None:
-    assert parse_capacity(text) == Capacity(dram, nvme, limited=True)
+    assert parse_capacity(text) == StoreCapacity(dram, nvme, limited=True)
     assert parse_capacity(str(parse_capacity(text))) == parse_capacity(text)
 
 
@@ -44,8 +44,8 @@ def test_what_is_no_capacity(text: str) -> None:
 
 
 def test_a_capacity_counts_whole_slots() -> None:
-    assert Capacity(3 * 8192 - 1).blocks(SHAPE) == 2
-    assert Capacity(8192, 5 * 12_288).blocks(SHAPE) == 1 + 5
+    assert StoreCapacity(3 * 8192 - 1).blocks(SHAPE) == 2
+    assert StoreCapacity(8192, 5 * 12_288).blocks(SHAPE) == 1 + 5
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_answers_count_as_stored_in_the_demo() -> None:
     assert possible < sum(turn.prompt_blocks for turn in turns)
 
 
-def result(tally: Tally, *, limited: bool = False) -> ReplayResult:
+def result(tally: ReplayTotals, *, limited: bool = False) -> ReplayResult:
     workload = read_workload(INFO, requests([1, 2], [1, 2]), 4096, 1, None)
-    return ReplayResult(workload, Capacity(1 << 20, limited=limited), "lru", tally, 1.0, None)
+    return ReplayResult(workload, StoreCapacity(1 << 20, limited=limited), "lru", tally, 1.0, None)
 
 
 def test_verdicts() -> None:
-    good = Tally(requests=2, blocks_total=4, blocks_hit=2)
+    good = ReplayTotals(requests=2, blocks_total=4, blocks_hit=2)
     assert verdict(result(good)) is None
     assert "wrong bytes" in (verdict(result(replace(good, wrong_bytes=1, wrong_blocks=1))) or "")
     assert "only 2 are possible" in (verdict(result(replace(good, blocks_hit=3))) or "")
@@ -127,17 +127,17 @@ def test_verdicts() -> None:
 
 
 def test_reports_of_nothing_and_of_trouble() -> None:
-    empty = Tally()
+    empty = ReplayTotals()
     assert tally_json(empty, 0.0)["load_ms"] == {"p50": None, "p90": None, "p99": None, "max": None}
     assert tally_json(empty, 0.0)["hit_ratio"] == 0.0
-    trouble = Tally(short_loads=2, blocks_not_delivered=9)
+    trouble = ReplayTotals(short_loads=2, blocks_not_delivered=9)
     trouble.store_outcomes["skipped"] = 5
     trouble.errors["Unavailable"] = 3
     rows = tally_rows(trouble, 1.0)
     assert rows["stores skipped"].startswith("5 blocks")
     assert rows["short loads"].startswith("2 (9 blocks")
     assert rows["failures met"] == "Unavailable: 3"
-    assert "hits, best possible" not in replay_rows(result(Tally()))
+    assert "hits, best possible" not in replay_rows(result(ReplayTotals()))
 
 
 def test_times_and_sizes() -> None:

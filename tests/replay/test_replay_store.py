@@ -16,9 +16,9 @@ from kvstore.cli.app import root
 from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.replay import plan
-from kvstore.replay.capacity import Capacity, room_for
+from kvstore.replay.capacity import StoreCapacity, room_for
 from kvstore.replay.demo import DemoPlan, run_demo
-from kvstore.replay.engine import RequestRunner, Tally
+from kvstore.replay.engine import ReplayTotals, RequestRunner
 from kvstore.replay.plan import Workload, read_workload
 from kvstore.replay.run import NODE_ID, replay
 from kvstore.workload.generator import PROFILES, AgentWorkload
@@ -43,7 +43,7 @@ def small_workload(sessions: int = 4, block_bytes: int = 4096, layers: int = 2) 
 
 def test_blocks_of_an_earlier_replay_are_no_hits_of_this_one(tmp_path: Path) -> None:
     workload = small_workload(sessions=1)
-    room = Capacity(4 << 20, 16 << 20, limited=True)
+    room = StoreCapacity(4 << 20, 16 << 20, limited=True)
     first = replay(workload, room, "lru", tmp_path)
     assert first.best is not None
     assert first.tally.blocks_hit <= first.best.hit_blocks <= workload.unbounded.hit_blocks
@@ -86,7 +86,7 @@ def test_with_room_for_everything_hits_are_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
 def test_with_less_room_it_says_how_far_from_the_best(tmp_path: Path, policy: str) -> None:
     workload = small_workload(sessions=12, block_bytes=32 << 10)
-    shown = replay(workload, Capacity(24 << 20, limited=True), policy, tmp_path)
+    shown = replay(workload, StoreCapacity(24 << 20, limited=True), policy, tmp_path)
     assert shown.best is not None
     assert 0 < shown.tally.blocks_hit <= shown.best.hit_blocks <= workload.unbounded.hit_blocks
     assert shown.tally.wrong_bytes == 0
@@ -95,7 +95,7 @@ def test_with_less_room_it_says_how_far_from_the_best(tmp_path: Path, policy: st
 @pytest.mark.slow
 def test_blocks_come_back_from_nvme(tmp_path: Path) -> None:
     workload = small_workload(sessions=8, block_bytes=32 << 10)
-    shown = replay(workload, Capacity(24 << 20, 512 << 20, limited=True), "lru", tmp_path)
+    shown = replay(workload, StoreCapacity(24 << 20, 512 << 20, limited=True), "lru", tmp_path)
     assert shown.exact
     assert shown.tally.wrong_bytes == 0
     assert shown.tally.bytes_by_tier["nvme"] > 0
@@ -104,7 +104,7 @@ def test_blocks_come_back_from_nvme(tmp_path: Path) -> None:
 def test_a_store_that_fails_costs_hits_and_nothing_else(tmp_path: Path) -> None:
     """The node is killed in the middle: the engine goes on, and not one wrong byte passes."""
     workload = small_workload(sessions=2)
-    tally = Tally()
+    tally = ReplayTotals()
     with (
         LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path) as cluster,
         KVClient.connect(cluster.metadata_address, workload.spec, node=cluster.node("n").local_socket) as client,
@@ -128,7 +128,7 @@ def test_wrong_bytes_are_seen(tmp_path: Path) -> None:
     info = TraceInfo("tiny", 64, "generated")
     workload = read_workload(info, [TraceRequest("s", 0, 0, 0, 0, np.arange(5, dtype=np.int64))], 4096, 1, None)
     keys = next(workload.requests())
-    tally = Tally()
+    tally = ReplayTotals()
     with (
         LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path) as cluster,
         KVClient.connect(cluster.metadata_address, workload.spec, node=cluster.node("n").local_socket) as client,

@@ -1,4 +1,4 @@
-"""Tokens: what a file of them says and how it is read again, and that every method takes something."""
+"""TokenTable: what a file of them says and how it is read again, and that every method takes something."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvclient.engines.options import HookOptions
 from kvproto.v1 import admin_pb2, metadata_pb2, node_pb2
 from kvstore.core.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth.interceptor import ALSO_LOOKS, MAY, NEEDS, Doorkeeper, Need
-from kvstore.rpc.auth.tokens import LOOK_S, Role, Shown, Tokens, Watched, tokens_file
+from kvstore.rpc.auth.interceptor import GRANTED, READABLE_DATA_METHODS, REQUIRED, AuthInterceptor, Permission
+from kvstore.rpc.auth.tokens import CHECK_INTERVAL_S, AccessRole, TokenSource, TokenTable, WatchedFile, tokens_file
 
 SERVED = (
     *(metadata_pb2.DESCRIPTOR.services_by_name[name] for name in ("Metadata",)),
@@ -25,7 +25,7 @@ SERVED = (
     health_pb2.DESCRIPTOR.services_by_name["Health"],
     reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
 )
-TOKENS = {role: f"the-token-of-{role.value}" for role in Role}
+TOKENS = {role: f"the-token-of-{role.value}" for role in AccessRole}
 LOOKUP = "/kvstore.v1.Metadata/Lookup"
 
 
@@ -36,7 +36,7 @@ def written(path: Path, text: str) -> Path:
 
 
 @pytest.fixture
-def known(tmp_path: Path) -> Watched[Tokens]:
+def known(tmp_path: Path) -> WatchedFile[TokenTable]:
     lines = [f"{role.value} some-{role.value} {token}" for role, token in TOKENS.items()]
     return tokens_file(written(tmp_path / "tokens", "\n".join(lines)))
 
@@ -47,28 +47,32 @@ def shown(token: str) -> list[tuple[str, str | bytes]]:
 
 def test_every_method_that_is_served_takes_something() -> None:
     """A method that is added takes a line in the mapping, or it is refused to everybody."""
-    assert {f"/{service.full_name}/{method.name}" for service in SERVED for method in service.methods} == set(NEEDS)
+    assert {f"/{service.full_name}/{method.name}" for service in SERVED for method in service.methods} == set(REQUIRED)
 
 
 def test_changes_take_the_operator_and_nothing_but_probes_takes_nothing() -> None:
-    for method, need in NEEDS.items():
-        assert (need is Need.NOTHING) == (method in {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"})
+    for method, need in REQUIRED.items():
+        assert (need is Permission.NOTHING) == (method in {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"})
         name = method.rpartition("/")[2]
         if name.startswith(("Drain", "Undrain", "Remove", "Set", "Rebuild", "Evict", "Invalidate", "Compare", "Cancel", "Check")):
-            machines = {Need.SERVE, Need.SCHEDULE} if name in {"CompareDigests", "CancelRequest"} else {Need.CHANGE, Need.NOTHING}
+            machines = (
+                {Permission.SERVE, Permission.SCHEDULE}
+                if name in {"CompareDigests", "CancelRequest"}
+                else {Permission.CHANGE, Permission.NOTHING}
+            )
             assert need in machines, method
-    assert [role for role in Role if Need.CHANGE in MAY[role]] == [Role.OPERATOR]
-    assert set(MAY) == set(Role)
+    assert [role for role in AccessRole if Permission.CHANGE in GRANTED[role]] == [AccessRole.OPERATOR]
+    assert set(GRANTED) == set(AccessRole)
 
 
-def test_a_caller_is_admitted_by_its_role(known: Watched[Tokens]) -> None:
-    keeper = Doorkeeper(known, Counters().add)
-    for method, need in NEEDS.items():
+def test_a_caller_is_admitted_by_its_role(known: WatchedFile[TokenTable]) -> None:
+    keeper = AuthInterceptor(known, Counters().add)
+    for method, need in REQUIRED.items():
         for role, token in TOKENS.items():
-            looks = role is Role.READ and method.rpartition("/")[2] in ALSO_LOOKS
-            if need is Need.NOTHING:
+            looks = role is AccessRole.READ and method.rpartition("/")[2] in READABLE_DATA_METHODS
+            if need is Permission.NOTHING:
                 assert keeper.admit(method, None) is None
-            elif need in MAY[role] or looks:
+            elif need in GRANTED[role] or looks:
                 caller = keeper.admit(method, shown(token))
                 assert caller is not None
                 assert (caller.role, caller.name) == (role, f"some-{role.value}")
@@ -90,14 +94,16 @@ def test_a_caller_is_admitted_by_its_role(known: Watched[Tokens]) -> None:
         shown("the-token-of-operator2"),
     ],
 )
-def test_who_shows_no_token_that_is_known_is_nobody(known: Watched[Tokens], metadata: list[tuple[str, str | bytes]]) -> None:
+def test_who_shows_no_token_that_is_known_is_nobody(
+    known: WatchedFile[TokenTable], metadata: list[tuple[str, str | bytes]]
+) -> None:
     with pytest.raises(Unauthenticated) as refused:
-        Doorkeeper(known, Counters().add).admit(LOOKUP, metadata)
+        AuthInterceptor(known, Counters().add).admit(LOOKUP, metadata)
     assert "the-token" not in str(refused.value)
 
 
-def test_a_method_of_no_mapping_is_refused_to_everybody(known: Watched[Tokens]) -> None:
-    keeper = Doorkeeper(known, Counters().add)
+def test_a_method_of_no_mapping_is_refused_to_everybody(known: WatchedFile[TokenTable]) -> None:
+    keeper = AuthInterceptor(known, Counters().add)
     for token in TOKENS.values():
         with pytest.raises(PermissionDenied):
             keeper.admit("/kvstore.v1.Metadata/New", shown(token))
@@ -105,26 +111,26 @@ def test_a_method_of_no_mapping_is_refused_to_everybody(known: Watched[Tokens]) 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
-    file = written(tmp_path / "tokens", f"read a {TOKENS[Role.READ]}")
-    found = Watched(file, Tokens.parse, lambda: now_s)
-    assert found.get().caller(TOKENS[Role.READ]) is not None
-    fresh = written(tmp_path / "new", f"operator b {TOKENS[Role.OPERATOR]}")
+    file = written(tmp_path / "tokens", f"read a {TOKENS[AccessRole.READ]}")
+    found = WatchedFile(file, TokenTable.parse, lambda: now_s)
+    assert found.get().caller(TOKENS[AccessRole.READ]) is not None
+    fresh = written(tmp_path / "new", f"operator b {TOKENS[AccessRole.OPERATOR]}")
     fresh.replace(file)
-    assert found.get().caller(TOKENS[Role.OPERATOR]) is None, "not looked at again yet"
-    now_s += LOOK_S
-    assert found.get().caller(TOKENS[Role.OPERATOR]) is not None
-    assert found.get().caller(TOKENS[Role.READ]) is None, "taken out"
+    assert found.get().caller(TOKENS[AccessRole.OPERATOR]) is None, "not looked at again yet"
+    now_s += CHECK_INTERVAL_S
+    assert found.get().caller(TOKENS[AccessRole.OPERATOR]) is not None
+    assert found.get().caller(TOKENS[AccessRole.READ]) is None, "taken out"
     for wrong in ("nonsense", ""):
         written(file, wrong)
-        now_s += LOOK_S
-        assert found.get().caller(TOKENS[Role.OPERATOR]) is not None, "what was read before holds"
+        now_s += CHECK_INTERVAL_S
+        assert found.get().caller(TOKENS[AccessRole.OPERATOR]) is not None, "the previous content stays valid"
     file.unlink()
-    now_s += LOOK_S
-    assert found.get().caller(TOKENS[Role.OPERATOR]) is not None
-    assert "what was read before holds" in caplog.text
-    written(file, f"read c {TOKENS[Role.READ]}")
-    now_s += LOOK_S
-    assert found.get().caller(TOKENS[Role.OPERATOR]) is None
+    now_s += CHECK_INTERVAL_S
+    assert found.get().caller(TOKENS[AccessRole.OPERATOR]) is not None
+    assert "previous content kept" in caplog.text
+    written(file, f"read c {TOKENS[AccessRole.READ]}")
+    now_s += CHECK_INTERVAL_S
+    assert found.get().caller(TOKENS[AccessRole.OPERATOR]) is None
     assert "the-token" not in caplog.text
 
 
@@ -150,7 +156,7 @@ def test_a_token_that_is_shown_is_not_printed_and_follows_its_file(tmp_path: Pat
 def test_what_cannot_be_a_token(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with pytest.raises(InvalidArgument) as refused:
-        Shown(file=written(tmp_path / "token", text))
+        TokenSource(file=written(tmp_path / "token", text))
     assert text not in str(refused.value) or not text
     if text:
         with pytest.raises(InvalidArgument):

@@ -26,8 +26,8 @@ from kvstore.cli.app import root
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost, NotFound, PermissionDenied, Unauthenticated
 from kvstore.core.types import Outcome, StoreOutcome
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.rpc.auth.interceptor import MAY, NEEDS, Need
-from kvstore.rpc.auth.tokens import Role, Shown
+from kvstore.rpc.auth.interceptor import GRANTED, REQUIRED, Permission
+from kvstore.rpc.auth.tokens import AccessRole, TokenSource
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_to_proto
 from support.wait import wait_until
@@ -35,7 +35,7 @@ from support.wait import wait_until
 WAIT_S = 30.0
 CALL_S = 10.0
 BLOCKS = 8
-TOKENS = {role: f"the-token-of-{role.value}" for role in Role}
+TOKENS = {role: f"the-token-of-{role.value}" for role in AccessRole}
 ACME, OTHER = "the-token-of-tenant", "the-token-of-other-tenant"
 
 
@@ -63,7 +63,7 @@ class Store:
 
     def channel(self, daemon: str, token: str = "") -> grpc.Channel:
         address = self.cluster.metadata_address if daemon == "metadata" else self.cluster.node(daemon).address
-        return connect(address, token=Shown(token) if token else None)
+        return connect(address, token=TokenSource(token) if token else None)
 
     def command(self, *arguments: str, token: str = "", code: int = 0) -> str:
         given = [*arguments, "--metadata", self.cluster.metadata_address]
@@ -77,16 +77,16 @@ class Store:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     folder = tmp_path_factory.mktemp("store")
-    lines = [f"{role.value} {'acme' if role is Role.TENANT else 'some'} {token}" for role, token in TOKENS.items()]
+    lines = [f"{role.value} {'acme' if role is AccessRole.TENANT else 'some'} {token}" for role, token in TOKENS.items()]
     tokens = written(folder / "tokens", "\n".join([*lines, f"tenant other {OTHER}"]))
-    shown = written(folder / "node-token", TOKENS[Role.NODE])
+    shown = written(folder / "node-token", TOKENS[AccessRole.NODE])
     settings = (("tokens_file", str(tokens)), ("token_file", str(shown)))
     nodes = [NodeSpec(name, dram_bytes=16 << 20, nvme_bytes=32 << 20, settings=settings) for name in ("a", "b")]
     with LocalCluster(
         nodes, folder / "data", metadata_settings=[("tokens_file", str(tokens)), ("max_subscribers", "8")]
     ) as cluster:
         made = Store(cluster, folder)
-        stub = metadata_pb2_grpc.MetadataStub(made.channel("metadata", TOKENS[Role.OPERATOR]))
+        stub = metadata_pb2_grpc.MetadataStub(made.channel("metadata", TOKENS[AccessRole.OPERATOR]))
         wait_until(
             lambda: len(call(stub.ListNodes, metadata_pb2.ListNodesRequest(), CALL_S).nodes) == 2, "nodes show their token"
         )
@@ -138,7 +138,7 @@ def error_of(channel: grpc.Channel, method: str) -> KVStoreError | None:
     return None
 
 
-OURS = sorted(method for method in NEEDS if method.startswith("/kvstore."))
+OURS = sorted(method for method in REQUIRED if method.startswith("/kvstore."))
 
 
 def test_nobody_gets_anything_without_a_token(store: Store) -> None:
@@ -166,14 +166,16 @@ def test_what_is_refused_is_not_even_read(store: Store) -> None:
         assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize("role", list(Role))
-def test_roles_reach_what_the_mapping_says(store: Store, role: Role) -> None:
+@pytest.mark.parametrize("role", list(AccessRole))
+def test_roles_reach_what_the_mapping_says(store: Store, role: AccessRole) -> None:
     """Requests are empty: most are answered as malformed, which is behind the door. What would change a lot is not sent."""
     channels = {daemon: store.channel(daemon, TOKENS[role]) for daemon in ("metadata", "a")}
     for method in OURS:
         service, name = method.rpartition(".")[2].split("/")
-        reaches = NEEDS[method] in MAY[role] or (role is Role.READ and name in {"ListNamespaces", "ListNodes", "GetNode"})
-        if reaches and (NEEDS[method] is Need.CHANGE or name in {"WatchBlocks", "Publish", "AwaitPrompt", "Flush"}):
+        reaches = REQUIRED[method] in GRANTED[role] or (
+            role is AccessRole.READ and name in {"ListNamespaces", "ListNodes", "GetNode"}
+        )
+        if reaches and (REQUIRED[method] is Permission.CHANGE or name in {"WatchBlocks", "Publish", "AwaitPrompt", "Flush"}):
             continue
         error = error_of(channels[DAEMONS[service]], method)
         if reaches:
@@ -199,7 +201,7 @@ def test_an_engine_of_a_tenant_stores_loads_and_hits(store: Store) -> None:
         out[:] = 0
         assert remote.load(remote.lookup(keys), out).hit_blocks == BLOCKS
         assert np.array_equal(out, data)
-    with store.client("", TOKENS[Role.ENGINE]) as engine:
+    with store.client("", TOKENS[AccessRole.ENGINE]) as engine:
         filled(engine, 2)
 
 
@@ -248,11 +250,11 @@ def test_another_tenant_gets_nothing_over_any_door(store: Store) -> None:
             call(metadata.Lookup, metadata_pb2.LookupRequest(namespace_id=b"x" * 16, keys=packed), CALL_S)
         assert engine.lookup(keys).hit_blocks == BLOCKS
     address = store.cluster.metadata_address
-    assert {one.tenant for one in list_namespaces(address, token=Shown(OTHER))} <= {"other"}
-    assert "acme" in {one.tenant for one in list_namespaces(address, token=Shown(TOKENS[Role.READ]))}
+    assert {one.tenant for one in list_namespaces(address, token=TokenSource(OTHER))} <= {"other"}
+    assert "acme" in {one.tenant for one in list_namespaces(address, token=TokenSource(TOKENS[AccessRole.READ]))}
     with store.client("other", OTHER) as engine:
         filled(engine, 3)
-    with BlockWatcher(address, namespaces=[spec("other").namespace], token=Shown(OTHER)) as watcher:
+    with BlockWatcher(address, namespaces=[spec("other").namespace], token=TokenSource(OTHER)) as watcher:
         watcher.wait_complete(WAIT_S)
 
 
@@ -290,9 +292,9 @@ def test_a_tenant_takes_its_share_of_subscriptions_and_no_more(store: Store) -> 
 
     with store.client("other", OTHER):
         held = [watch(OTHER), watch(OTHER)]
-        with pytest.raises(grpc.RpcError, match="share"):
+        with pytest.raises(grpc.RpcError, match="tenant limit"):
             watch(OTHER)
-        held += [watch(TOKENS[Role.ENGINE]) for _ in range(3)]
+        held += [watch(TOKENS[AccessRole.ENGINE]) for _ in range(3)]
         held.pop(0).cancel()
         wait_until(again, "its place is free again")
         for stream in held:
@@ -305,11 +307,11 @@ def test_a_tenant_flushes_what_is_its_own(store: Store) -> None:
         assert engine.flush(CALL_S)
         answers = {
             token: call(node_pb2_grpc.NodeStub(store.channel("a", token)).Flush, node_pb2.FlushRequest(timeout_ms=1_000), CALL_S)
-            for token in (OTHER, TOKENS[Role.ENGINE])
+            for token in (OTHER, TOKENS[AccessRole.ENGINE])
         }
         assert answers[OTHER].complete
         assert answers[OTHER].durable_blocks == 0, "what others have is not told"
-        assert answers[TOKENS[Role.ENGINE]].durable_blocks >= BLOCKS
+        assert answers[TOKENS[AccessRole.ENGINE]].durable_blocks >= BLOCKS
         assert other.flush(CALL_S)
 
 
@@ -327,7 +329,7 @@ def test_a_client_that_is_refused_misses_and_says_so(store: Store, caplog: pytes
             assert client.stats()["client_connect_failed_total"] >= 1
         with pytest.raises((PermissionDenied, Unauthenticated)):
             store.client(tenant, token)
-    assert "not of your tenant" in caplog.text
+    assert "belongs to another tenant" in caplog.text
     assert "that-nobody-has" not in caplog.text
     assert OTHER not in caplog.text
 
@@ -349,7 +351,7 @@ def test_a_node_shows_its_token_to_nodes_alone(store: Store) -> None:
         with store.client("acme", ACME) as engine:
             session = engine._core.local.session() if engine._core.local is not None else None
             assert session is not None
-            stub = node_pb2_grpc.NodeStub(connect(store.cluster.node("a").local_socket, token=Shown(ACME)))
+            stub = node_pb2_grpc.NodeStub(connect(store.cluster.node("a").local_socket, token=TokenSource(ACME)))
             source = node_pb2.LoadSource(
                 start=0, count=1, node_id="b", control_address=f"127.0.0.1:{port}", data_address=f"127.0.0.1:{port}"
             )
@@ -374,10 +376,10 @@ def test_an_operators_token_is_not_shown_to_whoever_registers_as_a_node(store: S
     server.add_generic_rpc_handlers([Thief()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    metadata = metadata_pb2_grpc.MetadataStub(store.channel("metadata", TOKENS[Role.NODE]))
+    metadata = metadata_pb2_grpc.MetadataStub(store.channel("metadata", TOKENS[AccessRole.NODE]))
     rogue = common_pb2.NodeInfo(node_id="rogue", boot_id=b"r" * 16, control_address=address, data_address=address)
-    reads = written(store.folder / "reads", TOKENS[Role.READ])
-    shown = written(store.folder / "operates", TOKENS[Role.OPERATOR])
+    reads = written(store.folder / "reads", TOKENS[AccessRole.READ])
+    shown = written(store.folder / "operates", TOKENS[AccessRole.OPERATOR])
     before = store.cluster._arguments
     store.cluster._arguments = ("--set", f"client.token_file={shown}", "--set", f"client.read_token_file={reads}")
     try:
@@ -391,14 +393,14 @@ def test_an_operators_token_is_not_shown_to_whoever_registers_as_a_node(store: S
             return bool(seen)
 
         wait_until(asked, "the rogue was asked, too")
-        assert set(seen) == {f"Bearer {TOKENS[Role.READ]}"}
+        assert set(seen) == {f"Bearer {TOKENS[AccessRole.READ]}"}
         check = urllib.request.Request(f"http://{admin}/v1/volumes/a/nvme0/check", b"{}", {"content-type": "application/json"})
         with urllib.request.urlopen(check, timeout=WAIT_S) as answer:
             assert answer.status in (200, 202), "what changes something takes the operator's"
     finally:
         store.cluster.stop("admin")
         store.cluster._arguments = before
-        operator = metadata_pb2_grpc.MetadataStub(store.channel("metadata", TOKENS[Role.OPERATOR]))
+        operator = metadata_pb2_grpc.MetadataStub(store.channel("metadata", TOKENS[AccessRole.OPERATOR]))
         gone = metadata_pb2.RemoveNodeRequest(operation_id=b"o" * 16, node_id="rogue", force=True)
         call(operator.RemoveNode, gone, CALL_S)
         server.stop(None)
@@ -417,7 +419,7 @@ def test_a_node_started_anew_learns_with_its_token_whose_its_blocks_are(store: S
         assert engine.flush(WAIT_S)
     store.cluster.kill("a")
     store.cluster.start_node("a")
-    stub = admin_pb2_grpc.NodeAdminStub(store.channel("a", TOKENS[Role.OPERATOR]))
+    stub = admin_pb2_grpc.NodeAdminStub(store.channel("a", TOKENS[AccessRole.OPERATOR]))
 
     def known() -> bool:
         volumes = call(stub.DescribeNode, admin_pb2.DescribeNodeRequest(), CALL_S).volumes
@@ -429,10 +431,10 @@ def test_a_node_started_anew_learns_with_its_token_whose_its_blocks_are(store: S
 
 def test_commands_and_the_admin_server_carry_a_token(store: Store) -> None:
     assert "token" in store.command("nodes", code=3)
-    assert "a" in store.command("nodes", token=TOKENS[Role.READ])
-    store.command("drain", "b", token=TOKENS[Role.READ], code=3)
-    assert "b" in store.command("volumes", "check", "b/nvme0", "--wait", token=TOKENS[Role.OPERATOR])
-    shown = written(store.folder / "admin-token", TOKENS[Role.OPERATOR])
+    assert "a" in store.command("nodes", token=TOKENS[AccessRole.READ])
+    store.command("drain", "b", token=TOKENS[AccessRole.READ], code=3)
+    assert "b" in store.command("volumes", "check", "b/nvme0", "--wait", token=TOKENS[AccessRole.OPERATOR])
+    shown = written(store.folder / "admin-token", TOKENS[AccessRole.OPERATOR])
     store.cluster._arguments = ("--set", f"client.token_file={shown}")
     address = store.cluster.start_admin().address
     with urllib.request.urlopen(f"http://{address}/v1/overview", timeout=WAIT_S) as answer:

@@ -41,7 +41,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc import server
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call, call_aio, connect, connect_aio
 from kvstore.rpc.errors import DETAILS_KEY, from_rpc_error, to_status
 from kvstore.rpc.server import BoundServer, build_aio_server
@@ -365,7 +365,7 @@ def test_addresses_that_are_none_are_refused(address: str) -> None:
 
 
 async def test_an_address_in_use_is_unavailable(served: Served) -> None:
-    with pytest.raises(Unavailable, match=r"is in use: `kvstore status`|cannot listen on"):
+    with pytest.raises(Unavailable, match=r"is in use; `kvstore status`|cannot listen on"):
         await serve(served.address).__aenter__()
 
 
@@ -422,7 +422,7 @@ async def test_tls_and_client_certificates(tmp_path: Path) -> None:
 
 
 def test_tls_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="together"):
+    with pytest.raises(InvalidArgument, match="requires both"):
         TlsConfig(cert=tmp_path / "a.pem")
     with pytest.raises(InvalidArgument, match="cannot read"):
         connect("127.0.0.1:1", tls=TlsConfig(ca=tmp_path / "missing.pem"))
@@ -430,7 +430,7 @@ def test_tls_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 
 def test_channel_with_token_closed_meanwhile_raises() -> None:
     """gRPC's own interceptors end the process here."""
-    channel = connect("127.0.0.1:1", token=Shown("a-token-of-some-length"), node_id="host-1")
+    channel = connect("127.0.0.1:1", token=TokenSource("a-token-of-some-length"), node_id="host-1")
     stub = health_pb2_grpc.HealthStub(channel)
     channel.close()
     with pytest.raises(Unavailable, match="the channel is closed"):

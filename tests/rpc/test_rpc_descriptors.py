@@ -1,4 +1,4 @@
-"""Idle connections take a share of the descriptors, and never those of the other doors."""
+"""Idle connections use at most their share of the descriptors; other addresses stay reachable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvstore.process.fd_limits import LEAST_CONNECTIONS, connections_allowed, limit, raise_limit
+from kvstore.process.fd_limits import MIN_CONNECTIONS, connections_allowed, limit, raise_limit
 from kvstore.rpc.client import call, connect
 
 SOFT = 512
@@ -46,7 +46,7 @@ def soft_limit(soft: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_daemon_takes_what_it_may_have() -> None:
+def test_raise_limit_to_hard_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with soft_limit(SOFT):
         assert limit() == SOFT
@@ -54,10 +54,10 @@ def test_a_daemon_takes_what_it_may_have() -> None:
         assert raise_limit() == limit() > SOFT
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard
     with soft_limit(128):
-        assert connections_allowed() == LEAST_CONNECTIONS
+        assert connections_allowed() == MIN_CONNECTIONS
 
 
-def test_a_limit_that_cannot_be_raised_is_lived_with(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_raise_limit_forbidden_keeps_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def forbidden(_what: int, _limits: tuple[int, int]) -> None:
         raise ValueError("not allowed to raise maximum limit")
 
@@ -65,10 +65,10 @@ def test_a_limit_that_cannot_be_raised_is_lived_with(monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patch:
             patch.setattr(resource, "setrlimit", forbidden)
             assert raise_limit() == SOFT
-        assert "stays at 512" in caplog.text
+        assert "not raised: not allowed to raise maximum limit (limit=512)" in caplog.text
 
 
-def test_idle_connections_lock_nobody_out_of_the_local_socket(tmp_path: Path) -> None:
+def test_idle_connections_leave_local_socket_free(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _SERVER, f"unix:{tmp_path / 's'}", str(SOFT)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server, contextlib.ExitStack() as stack:
         assert server.stdin is not None

@@ -18,7 +18,7 @@ from certificates import SERVER_NAME, CertificateFiles, make_certificates
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unauthenticated, Unavailable
 from kvstore.observe.counters import Counters
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.diagnosis import Diagnoser, Target, diagnose
 from kvstore.rpc.server import build_aio_server
 
@@ -162,7 +162,7 @@ def test_diagnose_http_server_says_no_grpc_port() -> None:
     assert found in ("it is an HTTP server, not a gRPC port", "it is not a gRPC port")
 
 
-def target(address: str, token: Shown | None = None) -> Target:
+def target(address: str, token: TokenSource | None = None) -> Target:
     return Target("the metadata server", address, None, token, "[client.tls]", "client.token_file")
 
 
@@ -186,13 +186,13 @@ def test_explain_unauthenticated_names_the_token(tmp_path: Path) -> None:
     file.write_text("a-token-of-some-length")
     file.chmod(0o600)
 
-    def told(token: Shown | None) -> str:
+    def told(token: TokenSource | None) -> str:
         return target("127.0.0.1:1", token).explain(Unauthenticated("no")).message
 
     at = "the metadata server at 127.0.0.1:1"
     assert told(None) == f"a token is required by {at} (client.token_file is not set)"
-    assert told(Shown(file=file)) == f"the token in {file} is not known to {at}"
-    assert told(Shown("another-token-of-length")) == f"the token given is not known to {at}"
+    assert told(TokenSource(file=file)) == f"the token in {file} is not known to {at}"
+    assert told(TokenSource("another-token-of-length")) == f"the token given is not known to {at}"
 
 
 def test_diagnoser_repeated_failure_connects_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A signal means: end in order. The same again means: at once; but not where parent and group were told by the same hand."""
+"""A signal begins a graceful shutdown; a repeated one ends the process. Duplicates from a process group do not."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import os
 import signal
 
 from kvstore.core.clock import ManualClock
-from kvstore.process.graceful_shutdown import AGAIN_S, Leaving, Wishes
+from kvstore.process.graceful_shutdown import REPEAT_S, GracefulShutdown, SignalCounter
 
 
-def test_the_same_signal_again_means_at_once() -> None:
+def test_signal_repeated_ends_immediately() -> None:
     clock = ManualClock()
-    wishes = Wishes(clock.now_s)
-    assert not wishes.at_once(signal.SIGINT)
-    clock.advance(AGAIN_S * 5)
-    assert not wishes.at_once(signal.SIGTERM), "Ctrl-C told the group, and the parent passes it on in its own way"
-    clock.advance(AGAIN_S / 2)
-    assert not wishes.at_once(signal.SIGTERM), "told twice by the same hand"
-    clock.advance(AGAIN_S / 2)
-    assert wishes.at_once(signal.SIGTERM)
-    assert wishes.at_once(signal.SIGINT)
+    signals = SignalCounter(clock.now_s)
+    assert not signals.is_repeated(signal.SIGINT)
+    clock.advance(REPEAT_S * 5)
+    assert not signals.is_repeated(signal.SIGTERM), "SIGINT to the group, SIGTERM from the parent"
+    clock.advance(REPEAT_S / 2)
+    assert not signals.is_repeated(signal.SIGTERM), "duplicate of one signal"
+    clock.advance(REPEAT_S / 2)
+    assert signals.is_repeated(signal.SIGTERM)
+    assert signals.is_repeated(signal.SIGINT)
 
 
-async def test_a_process_leaves_once_told_and_is_ended_where_it_hangs() -> None:
-    left, ended = asyncio.Event(), asyncio.Queue[int]()
+async def test_shutdown_hanging_process_is_ended() -> None:
+    begun, ended = asyncio.Event(), asyncio.Queue[int]()
     loop = asyncio.get_running_loop()
-    leaving = Leaving(-2.99, left.set, lambda code: loop.call_soon_threadsafe(ended.put_nowait, code))
-    leaving.listen()
+    shutdown = GracefulShutdown(-2.99, begun.set, lambda code: loop.call_soon_threadsafe(ended.put_nowait, code))
+    shutdown.listen()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        await left.wait()
+        await begun.wait()
         assert await ended.get() == 0, "its deadline has passed"
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

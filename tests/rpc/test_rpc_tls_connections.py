@@ -32,7 +32,7 @@ def files(tmp_path: Path) -> CertificateFiles:
 
 @pytest.fixture
 async def served(files: CertificateFiles, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, Counters]]:
-    monkeypatch.setattr(tls_connections, "LOOK_S", 0.0)
+    monkeypatch.setattr(tls_connections, "SCAN_INTERVAL_S", 0.0)
     monkeypatch.setattr(tls_connections, "_limited", LimitedLog(logging.getLogger("kvstore.rpc.tls_connections"), 0.0))
     monkeypatch.setattr(TlsConnections.__init__, "__defaults__", (0.5,))
     counters = Counters()
@@ -61,7 +61,7 @@ async def test_handshake_failed_names_the_peer(
         while counters.get(UNUSED) < 2:
             assert asyncio.get_running_loop().time() < end_s, caplog.messages
             await asyncio.sleep(0.05)
-    lines = [line for line in caplog.messages if "made no call" in line]
+    lines = [line for line in caplog.messages if "without a call" in line]
     assert any(f"peer=127.0.0.1:{own}, port={port}" in line for line in lines)
 
 
@@ -73,7 +73,7 @@ async def test_peer_that_calls_is_not_counted(
     monkeypatch: pytest.MonkeyPatch,
     look_s: float,
 ) -> None:
-    monkeypatch.setattr(tls_connections, "LOOK_S", look_s)
+    monkeypatch.setattr(tls_connections, "SCAN_INTERVAL_S", look_s)
     address, counters = served
     ours = files.client()
     for _ in range(5):
@@ -90,7 +90,7 @@ async def test_peer_that_calls_is_not_counted(
         theirs = {f"peer=127.0.0.1:{one.getsockname()[1]}," for one in strangers}
         for stranger in strangers:
             stranger.close()
-    named = [line for line in caplog.messages if "made no call" in line]
+    named = [line for line in caplog.messages if "without a call" in line]
     assert [line for line in named if not any(peer in line for peer in theirs)] == []
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.simulate.fluid import FluidNetwork, Route, route
+from kvstore.simulate.network.fluid import FluidNetwork, Route, route
 
 LINKS = 6
 

@@ -9,25 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.groups import Role
+from kvstore.dualpath.groups import EngineKind
 from kvstore.engine.hardware import GPUS
 from kvstore.engine.models import model_named
 from kvstore.engine.roofline import EngineModel
-from kvstore.simulate.cluster import LADDER, POLICIES, VARIANTS, Host, SimConfig, Variant, uniform
-from kvstore.simulate.online import capacity
+from kvstore.simulate.capacity import capacity
+from kvstore.simulate.cluster import LADDER, POLICIES, VARIANTS, SimConfig, SimHost, Variant, uniform
 from kvstore.simulate.result import SimResult
 from kvstore.simulate.run import simulate
-from kvstore.simulate.sessions import Session, Turn, arriving, at_once, sessions_of, thinned
+from kvstore.simulate.sessions import AgentSession, SessionTurn, arriving, at_once, sessions_of, thinned
 from kvstore.workload.generator import PROFILES, AgentWorkload
 
 H100 = GPUS["h100"]
 MODEL = model_named("ds-27b")
 
 
-def bed(prefill: int, decode: int, sessions: list[Session], variant: str, **changes: object) -> SimConfig:
+def bed(prefill: int, decode: int, sessions: list[AgentSession], variant: str, **changes: object) -> SimConfig:
     """Hosts with one engine and slow links, no computing: exactly what an emulated network has."""
-    hosts = [Host(f"p{i}", Role.PREFILL, 1, f"p{i}", snic=1e9, cnic=8e9) for i in range(prefill)]
-    hosts += [Host(f"d{i}", Role.DECODE, 1, f"d{i}", snic=1e9, cnic=8e9) for i in range(decode)]
+    hosts = [SimHost(f"p{i}", EngineKind.PREFILL, 1, f"p{i}", snic=1e9, cnic=8e9) for i in range(prefill)]
+    hosts += [SimHost(f"d{i}", EngineKind.DECODE, 1, f"d{i}", snic=1e9, cnic=8e9) for i in range(decode)]
     engine = EngineModel(model_named("llama-3-8b"), H100)
     config = SimConfig(
         tuple(hosts), engine, engine, tuple(sessions), VARIANTS[variant], block_bytes=1 << 20, compute=False, split_least_bytes=1
@@ -35,11 +35,11 @@ def bed(prefill: int, decode: int, sessions: list[Session], variant: str, **chan
     return config.but(**changes)
 
 
-def load_of(blocks: int, count: int = 1) -> list[Session]:
-    return [Session(0.0, (Turn(blocks * 64, 1, 1),)) for _ in range(count)]
+def load_of(blocks: int, count: int = 1) -> list[AgentSession]:
+    return [AgentSession(0.0, (SessionTurn(blocks * 64, 1, 1),)) for _ in range(count)]
 
 
-def agents(count: int, every: int = 24) -> tuple[Session, ...]:
+def agents(count: int, every: int = 24) -> tuple[AgentSession, ...]:
     return at_once(thinned(sessions_of(AgentWorkload(PROFILES["agentic-32k"], count, seed=3), 64), every))
 
 
@@ -120,7 +120,7 @@ def test_layer_wise_computing_needs_no_hbm_for_whole_requests() -> None:
     """Two requests of which only one fits: not layer-wise, the second's load waits for the first's push."""
     room = uniform(MODEL, H100, ()).prefill.kv_room_bytes
     tokens = int(room * 0.6 / MODEL.token_bytes) // 64 * 64
-    sessions = tuple(Session(0.0, (Turn(tokens, 256, 1),)) for _ in range(16))  # two an engine
+    sessions = tuple(AgentSession(0.0, (SessionTurn(tokens, 256, 1),)) for _ in range(16))  # two an engine
     plenty = {"stage_bytes": 1e13}
     by = {
         layerwise: simulate(
@@ -138,7 +138,7 @@ def test_layer_wise_computing_needs_no_hbm_for_whole_requests() -> None:
 
 
 def test_computing_begins_before_the_last_layers_have_come() -> None:
-    sessions = [Session(0.0, (Turn(512 * 64, 4096, 1),))]
+    sessions = [AgentSession(0.0, (SessionTurn(512 * 64, 4096, 1),))]
     whole, grouped = (simulate(bed(1, 1, sessions, "prefill_only", compute=True, layer_groups=groups)) for groups in (1, 8))
     assert grouped.load.mean == pytest.approx(whole.load.mean)
     assert grouped.ttft.mean < whole.ttft.mean * 0.8
@@ -164,7 +164,7 @@ def test_dense_models_too() -> None:
 
 
 def test_turns_are_thinned_and_arrivals_drawn_by_seed() -> None:
-    sessions = [Session(8.0, tuple(Turn(64 * i, 1, 1) for i in range(1, 11)))] * 40
+    sessions = [AgentSession(8.0, tuple(SessionTurn(64 * i, 1, 1) for i in range(1, 11)))] * 40
     thin = thinned(sessions, 4)
     assert thinned(sessions, 1) == sessions
     assert {session.start_s for session in thin} == {2.0}
@@ -207,12 +207,12 @@ def test_capacity_is_found_between_a_rate_that_keeps_up_and_one_that_does_not() 
 
 
 def test_nonsense_is_refused() -> None:
-    host = Host("a", Role.PREFILL, 1, "a", 1.0, 1.0)
+    host = SimHost("a", EngineKind.PREFILL, 1, "a", 1.0, 1.0)
     engine = EngineModel(MODEL, H100, group_gpus=8)
     with pytest.raises(InvalidArgument, match="prefill and decode"):
         SimConfig((host,), engine, engine, ())
     with pytest.raises(InvalidArgument, match="twice"):
-        SimConfig((host, Host("a", Role.DECODE, 1, "b", 1.0, 1.0)), engine, engine, ())
+        SimConfig((host, SimHost("a", EngineKind.DECODE, 1, "b", 1.0, 1.0)), engine, engine, ())
     with pytest.raises(InvalidArgument, match="does not fit"):
         uniform(model_named("ds-660b"), H100, (), prefill_nodes=1)
     with pytest.raises(InvalidArgument):

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
-from kvstore.process.run_with_timeout import Ran, run_bounded
+from kvstore.process.run_with_timeout import CommandResult, run_with_timeout
 from kvstore.tiers.io_engines import kvikio_library, probe
 from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe import GdsMode, GdsPath, GdsProbe, choose_gds, judge
@@ -48,7 +48,9 @@ REAL = DRIVER | KVIKIO | READ
 )
 def test_what_the_probe_said_is_judged(said: dict[str, Any], code: int | None, path: GdsPath, words: str) -> None:
     lines = [json.dumps({name: value}) for name, value in said.items()]
-    found = judge(Ran(code, "\n".join(["a library's chatter", "[1, 2]", *lines]), "Traceback\nno module of that name\n"), 30.0)
+    found = judge(
+        CommandResult(code, "\n".join(["a library's chatter", "[1, 2]", *lines]), "Traceback\nno module of that name\n"), 30.0
+    )
     assert found.path is path
     assert words in found.why
     assert (found.mend is None) == (path is GdsPath.GDS)
@@ -62,7 +64,7 @@ def test_what_the_probe_said_is_judged(said: dict[str, Any], code: int | None, p
 )  # fmt: skip
 def test_a_probe_that_broke_is_mended_where_it_broke(begun: str, code: int | None, mend: str) -> None:
     """A CUDA driver that hangs, crashes or has no ``cuInit`` is not mended by a module for disks."""
-    found = judge(Ran(code, json.dumps({"begun": begun}), "AttributeError: undefined symbol: cuInit\n"), 30.0)
+    found = judge(CommandResult(code, json.dumps({"begun": begun}), "AttributeError: undefined symbol: cuInit\n"), 30.0)
     assert (found.mend or "").startswith(mend)
 
 
@@ -85,12 +87,12 @@ def test_cards_are_counted_on_the_bus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("output", ["", "\x00\xff", "{", '{"same": true', "null\n3\n", '{"backends": 5, "same": true}'])
 def test_nonsense_is_never_taken_for_gds(output: str) -> None:
-    assert judge(Ran(0, output, ""), 30.0).path is not GdsPath.GDS
+    assert judge(CommandResult(0, output, ""), 30.0).path is not GdsPath.GDS
 
 
 def test_without_a_driver_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "CUDA_DRIVER", "libnosuchdriver.so.1")
-    monkeypatch.setattr(probe, "run_bounded", None)
+    monkeypatch.setattr(probe, "run_with_timeout", None)
     found = probe.probe_gds(tmp_path)
     assert found.path is GdsPath.NONE
     assert "no CUDA driver" in found.why
@@ -107,12 +109,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_probe_s_file_is_gone_however_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def killed(command: list[str], _timeout_s: float, **_more: object) -> Ran:
+    def killed(command: list[str], _timeout_s: float, **_more: object) -> CommandResult:
         asked.append(command[-1])
         Path(command[-1]).write_bytes(b"half of it")
-        return Ran(None, json.dumps({"begun": "read"}), "")
+        return CommandResult(None, json.dumps({"begun": "read"}), "")
 
-    monkeypatch.setattr(probe, "run_bounded", killed)
+    monkeypatch.setattr(probe, "run_with_timeout", killed)
     assert "hung at 'read'" in probe.probe_gds(tmp_path).why
     assert asked[0].startswith(str(tmp_path / ".gds-probe-"))
     assert list(tmp_path.iterdir()) == []
@@ -124,11 +126,13 @@ def test_a_slab_is_measured_itself_and_without_one_nothing_is_written_where_noth
 ) -> None:
     asked: list[list[str]] = []
 
-    def told(command: list[str], _timeout_s: float, **_more: object) -> Ran:
+    def told(command: list[str], _timeout_s: float, **_more: object) -> CommandResult:
         asked.append(command[3:])
-        return Ran(0, "\n".join(json.dumps({name: value}) for name, value in (DRIVER | KVIKIO | {"begun": "read"}).items()), "")
+        return CommandResult(
+            0, "\n".join(json.dumps({name: value}) for name, value in (DRIVER | KVIKIO | {"begun": "read"}).items()), ""
+        )
 
-    monkeypatch.setattr(probe, "run_bounded", told)
+    monkeypatch.setattr(probe, "run_with_timeout", told)
     found = probe.glance_at_gds(tmp_path)
     assert (found.path, found.measured) == (GdsPath.GDS, False)
     assert "not measured" in found.why
@@ -164,7 +168,7 @@ def test_what_keeps_the_probe_from_running_is_no_gds(tmp_path: Path, monkeypatch
     ],
 )
 def test_what_was_not_measured_is_said_to_be_so(said: dict[str, Any], code: int, path: GdsPath) -> None:
-    found = judge(Ran(code, json.dumps(DRIVER | KVIKIO | {"begun": "read"} | said), ""), 30.0, measured=False)
+    found = judge(CommandResult(code, json.dumps(DRIVER | KVIKIO | {"begun": "read"} | said), ""), 30.0, measured=False)
     assert (found.path, found.measured) == (path, False)
 
 
@@ -282,15 +286,17 @@ def test_a_node_refuses_to_pretend(volume: bool, tmp_path: Path) -> None:
 
 
 def test_a_command_that_hangs_is_ended_with_all_it_started() -> None:
-    ran = run_bounded([sys.executable, "-c", "print('before', flush=True); import os, time; os.fork(); time.sleep(600)"], 1.0)
-    assert ran == Ran(None, "before\n", "")
+    ran = run_with_timeout(
+        [sys.executable, "-c", "print('before', flush=True); import os, time; os.fork(); time.sleep(600)"], 1.0
+    )
+    assert ran == CommandResult(None, "before\n", "")
 
 
 def test_a_command_s_environment_and_errors_come_through() -> None:
-    ran = run_bounded(["sh", "-c", "echo $SAID; echo bad >&2; exit 3"], 30.0, environment={"SAID": "so"})
-    assert ran == Ran(3, "so\n", "bad\n")
+    ran = run_with_timeout(["sh", "-c", "echo $SAID; echo bad >&2; exit 3"], 30.0, environment={"SAID": "so"})
+    assert ran == CommandResult(3, "so\n", "bad\n")
     with pytest.raises(FileNotFoundError):
-        run_bounded(["/no/such/program"], 1.0)
+        run_with_timeout(["/no/such/program"], 1.0)
 
 
 def test_what_was_not_measured_is_not_taken_for_real(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.tiers.allocator import ALIGNMENT, MAX_VACANCIES, SlotAllocator, chunk_bytes_for
+from kvstore.tiers.allocator import ALIGNMENT, MAX_CANDIDATES, SlotAllocator, chunk_bytes_for
 from kvstore.tiers.contract import Slot
 
 CAPACITY = 256 * ALIGNMENT
@@ -78,7 +78,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def plan(self, size: int, count: int, seed: int) -> None:
         order = random.Random(seed).sample(self.held, len(self.held))
         limit = len(order) * 3 // 4
-        plan = self.allocator.room_plan(size, count, ((key_of(slot), slot) for slot in order), limit)
+        plan = self.allocator.plan_eviction(size, count, ((key_of(slot), slot) for slot in order), limit)
         if plan is None:
             assert self.allocator.allocate(size, count) is None
             return
@@ -96,7 +96,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def vacate(self, size: int, data: st.DataObject) -> None:
         """What a place is said to hold is what lies there, and without it there is room."""
         cold = data.draw(st.lists(st.sampled_from(self.held), unique=True, max_size=12))
-        places = self.allocator.vacancies(size, cold)
+        places = self.allocator.reclaimable_spans(size, cold)
         assert len(set(places)) == len(places)
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
         if not places:  # as many chunks beside each other as it takes are free, or have slots of its own
@@ -106,12 +106,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         for place in places:
             inside = [slot for slot in self.held if place.offset <= slot.offset < place.offset + place.size]
             assert inside
-            assert sorted(self.allocator.held_in(place)) == sorted(inside)
+            assert sorted(self.allocator.slots_in(place)) == sorted(inside)
             assert all(slot.size != rounded and slot.offset + slot.size <= place.offset + place.size for slot in inside)
             assert place.used_bytes == sum(slot.size for slot in inside)
             assert place.cold_bytes == sum(slot.size for slot in inside if slot in cold)
         chosen = data.draw(st.sampled_from(places))
-        leaving = self.allocator.held_in(chosen)
+        leaving = self.allocator.slots_in(chosen)
         self.allocator.free(leaving)
         self.held = [slot for slot in self.held if slot not in leaving]
         came = self.allocator.allocate(size, 1)
@@ -181,20 +181,20 @@ def test_a_starved_size_gets_whole_spans_of_others() -> None:
     allocator = SlotAllocator(64 << 20)
     small = allocator.allocate(4096, (64 << 20) // 4096) or []
     coldest = [(key_of(slot), slot) for slot in small]
-    plan = allocator.room_plan(1 << 20, 2, iter(coldest), len(coldest))
+    plan = allocator.plan_eviction(1 << 20, 2, iter(coldest), len(coldest))
     assert plan is not None
     assert len(plan) == 2 * (1 << 20) // 4096
-    assert allocator.room_plan(1 << 20, 2, iter(coldest), len(plan) - 1) is None
+    assert allocator.plan_eviction(1 << 20, 2, iter(coldest), len(plan) - 1) is None
 
 
 def test_places_to_empty_are_few_on_a_large_volume() -> None:
     """Looking for one takes time for what is cold and for a bounded number of places, and one that is cold is among them."""
     allocator = SlotAllocator(4096 * 4096, chunk_bytes=4096)
     held = allocator.allocate(4096, 4096) or []
-    places = allocator.vacancies(8192, held[3000:3002])
-    assert len(places) <= MAX_VACANCIES + 2
+    places = allocator.reclaimable_spans(8192, held[3000:3002])
+    assert len(places) <= MAX_CANDIDATES + 2
     assert any(place.cold_bytes == place.used_bytes == 8192 for place in places[:3])
-    assert all(len(allocator.held_in(place)) == 2 for place in places)
+    assert all(len(allocator.slots_in(place)) == 2 for place in places)
 
 
 def test_a_batch_lies_together() -> None:

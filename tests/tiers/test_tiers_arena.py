@@ -14,7 +14,7 @@ import pytest
 from kvstore.core.errors import CapacityExceeded, InvalidArgument
 from kvstore.core.types import BlockShape, Outcome, VolumeId
 from kvstore.observe.counters import Counters
-from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyMappedVolume, FaultyVolume, Operation
+from kvstore.testing.faulty_volume import FaultPlan, FaultyMappedVolume, FaultyVolume, VolumeFault, VolumeOperation
 from kvstore.testing.volume_suite import DurableVolumeSuite, MappedVolumeSuite, assert_reads_back, block_key, emptied, items_for
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import DurableVolume, MappedVolume
@@ -105,33 +105,33 @@ def faulty(tmp_path: Path, plan: FaultPlan) -> FaultyVolume:
 
 def test_faults_come_as_planned(faulty: FaultyVolume, plan: FaultPlan) -> None:
     items = items_for(faulty.allocate(SHAPE, 6) or [], range(6), SHAPE)
-    plan.add(Fault.NO_SPACE, operation=Operation.WRITE, keys=[block_key(1)])
-    plan.add(Fault.TORN_WRITE, operation=Operation.WRITE, keys=[block_key(2)])
-    plan.add(Fault.BIT_FLIP, operation=Operation.WRITE, keys=[block_key(3)])
+    plan.add(VolumeFault.NO_SPACE, operation=VolumeOperation.WRITE, keys=[block_key(1)])
+    plan.add(VolumeFault.TORN_WRITE, operation=VolumeOperation.WRITE, keys=[block_key(2)])
+    plan.add(VolumeFault.BIT_FLIP, operation=VolumeOperation.WRITE, keys=[block_key(3)])
     failures = faulty.write(items)
     assert [at for at, failure in enumerate(failures) if failure] == [1]
     assert isinstance(failures[1], OSError)
     assert failures[1].errno == errno.ENOSPC
     plan.clear()
-    plan.add(Fault.BIT_FLIP, operation=Operation.READ, keys=[block_key(0)], times=1)
-    plan.add(Fault.SHORT_READ, operation=Operation.READ, keys=[block_key(4)])
-    plan.add(Fault.IO_ERROR, operation=Operation.READ, keys=[block_key(5)], skip=1)
+    plan.add(VolumeFault.BIT_FLIP, operation=VolumeOperation.READ, keys=[block_key(0)], times=1)
+    plan.add(VolumeFault.SHORT_READ, operation=VolumeOperation.READ, keys=[block_key(4)])
+    plan.add(VolumeFault.IO_ERROR, operation=VolumeOperation.READ, keys=[block_key(5)], skip=1)
     good, corrupt, unavailable = Outcome.HIT, Outcome.CORRUPT, Outcome.UNAVAILABLE
     assert faulty.read(emptied(items)) == [corrupt, corrupt, corrupt, corrupt, unavailable, good]
     assert faulty.read(emptied(items)) == [good, corrupt, corrupt, corrupt, unavailable, unavailable]
     plan.clear()
-    plan.add(Fault.IO_ERROR, operation=Operation.COMMIT, times=1)
+    plan.add(VolumeFault.IO_ERROR, operation=VolumeOperation.COMMIT, times=1)
     with pytest.raises(OSError, match="Input/output"):
         faulty.commit([(items[0][0], items[0][1])], [])
     faulty.commit([(items[0][0], items[0][1])], [])
-    assert plan.happened[Fault.IO_ERROR] == 2
+    assert plan.happened[VolumeFault.IO_ERROR] == 2
     assert "with faults" in faulty.io_engine
     faulty.close()
 
 
 def test_hangs_hold_until_they_are_released(faulty: FaultyVolume, plan: FaultPlan) -> None:
     items = items_for(faulty.allocate(SHAPE, 1) or [], [1], SHAPE)
-    plan.add(Fault.HANG, operation=Operation.WRITE, times=1)
+    plan.add(VolumeFault.HANG, operation=VolumeOperation.WRITE, times=1)
     results: list[Exception | None] = []
     thread = threading.Thread(target=lambda: results.extend(faulty.write(items)))
     thread.start()
@@ -148,7 +148,7 @@ def test_delays_are_the_tests_own(tmp_path: Path) -> None:
     plan = FaultPlan(delay=lambda: waited.append(1))
     arena = FaultyMappedVolume(DramArena(VolumeId("a"), 1 << 20), plan)
     items = items_for(arena.allocate(SHAPE, 2) or [], [1, 2], SHAPE)
-    plan.add(Fault.DELAY, operation=Operation.WRITE)
+    plan.add(VolumeFault.DELAY, operation=VolumeOperation.WRITE)
     assert arena.write(items) == [None, None]
     assert len(waited) == 2
     assert_reads_back(arena, items)
@@ -161,7 +161,7 @@ def test_the_same_seed_brings_the_same_faults(tmp_path: Path) -> None:
         arena = FaultyMappedVolume(DramArena(VolumeId("a"), 1 << 20), plan)
         items = items_for(arena.allocate(SHAPE, 40) or [], range(40), SHAPE)
         arena.write(items)
-        plan.add(Fault.BIT_FLIP, operation=Operation.READ, probability=0.5)
+        plan.add(VolumeFault.BIT_FLIP, operation=VolumeOperation.READ, probability=0.5)
         found = arena.read(emptied(items))
         del items
         arena.close()

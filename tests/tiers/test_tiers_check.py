@@ -105,7 +105,7 @@ def test_entries_that_cannot_be(folder: Path) -> None:
     slab = open_slab(folder)
     list(slab.recover())
     slot, record, _ = kept[0]
-    first_chunk, chunks = slab._allocator.span_at(slot.offset)
+    first_chunk, chunks = slab.slot_pool.span_at(slot.offset)
     uid = slab._uid
     shape = SHAPES[0]
     entries = [
@@ -248,7 +248,7 @@ def test_a_payload_cannot_pose_as_a_block(folder: Path) -> None:
     forged = block_record(7, inner)
     place = slot._replace(offset=slot.offset + 8192, size=8192)
     payload = bytearray(shape.block_bytes)
-    payload[4096 : 4096 + 176] = pack_header(b"?" * 16, place, *slab._allocator.span_at(slot.offset), forged)
+    payload[4096 : 4096 + 176] = pack_header(b"?" * 16, place, *slab.slot_pool.span_at(slot.offset), forged)
     payload[4096 + header_bytes(1) : 4096 + header_bytes(1) + 4096] = block_payload(7, inner)
     items = items_for(slots, [1], shape)
     items[0][2][:] = payload

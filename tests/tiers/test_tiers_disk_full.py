@@ -87,7 +87,7 @@ def assert_takes_nothing(slab: NvmeSlab, kept: list[Item]) -> None:
     assert slab.read_only is not None
     assert "read-only" in slab.io_engine
     assert slab.allocate(SHAPE, 1) is None
-    assert slab.room_plan(SHAPE, 1, iter([(record.key, slot) for slot, record, _ in kept]), 100) is None
+    assert slab.plan_eviction(SHAPE, 1, iter([(record.key, slot) for slot, record, _ in kept]), 100) is None
     with pytest.raises(Unavailable, match="read-only"):
         slab.commit([], [kept[0][1].key])
     assert all(isinstance(error, Unavailable) for error in slab.write(kept))

@@ -18,7 +18,7 @@ from kvstore.testing.volume_suite import SHAPES, block_key
 from kvstore.tiers.contract import DurableVolume, Slot
 from kvstore.tiers.nvme.mounted import MountedSlab
 from kvstore.tiers.nvme.slab import NvmeSlab
-from kvstore.tiers.nvme.slot_manifest import HEAD_BYTES, ROSTER_FILE, RosterReader, RosterWriter
+from kvstore.tiers.nvme.slot_manifest import HEAD_BYTES, ROSTER_FILE, SlotManifestReader, SlotManifestWriter
 from kvstore.tiers.nvme.superblock import Superblock
 
 NAME = VolumeId("owner/nvme0")
@@ -99,7 +99,7 @@ def test_a_torn_roster_shows_what_came_before_and_goes_on(tmp_path_factory: pyte
     folder = tmp_path_factory.mktemp("roster")
     superblock = Superblock(bytes(16), NAME, 1 << 30, 4096, 1)
     model: dict[BlockKey, Slot] = {}
-    writer = RosterWriter(folder, superblock, lambda: model.items(), Counters())
+    writer = SlotManifestWriter(folder, superblock, lambda: model.items(), Counters())
     writer.begin()
     states = [dict(model)]
     steps = st.lists(st.tuples(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9))), max_size=8)
@@ -116,7 +116,7 @@ def test_a_torn_roster_shows_what_came_before_and_goes_on(tmp_path_factory: pyte
     cut = data.draw(st.integers(HEAD_BYTES, len(whole)))
     noise = data.draw(st.binary(max_size=40))
     path.write_bytes(whole[:cut] + noise)
-    reader = RosterReader(folder)
+    reader = SlotManifestReader(folder)
     reader.catch_up()
     assert reader.slots in states
     path.write_bytes(whole)
@@ -133,10 +133,10 @@ def test_slots_that_cannot_be_are_left_out(tmp_path: Path) -> None:
         (block_key(5), Slot(0, 0, 1)),
         (block_key(6), Slot(0, (1 << 64) - 4096, 1)),
     ]
-    writer = RosterWriter(tmp_path, Superblock(bytes(16), NAME, 1 << 20, 4096, 1), lambda: entries, Counters())
+    writer = SlotManifestWriter(tmp_path, Superblock(bytes(16), NAME, 1 << 20, 4096, 1), lambda: entries, Counters())
     writer.begin()
     writer.close()
-    reader = RosterReader(tmp_path)
+    reader = SlotManifestReader(tmp_path)
     reader.catch_up()
     assert set(reader.slots) == {block_key(1)}
 

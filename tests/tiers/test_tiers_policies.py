@@ -11,7 +11,7 @@ from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
 from kvstore.testing.policy_suite import PolicyMachine, PolicySuite, policy_key
 from kvstore.tiers.contract import EvictionPolicy
-from kvstore.tiers.eviction.policy import POLICY_NAMES, GapPolicy, LruPolicy, S3FifoPolicy, make_policy
+from kvstore.tiers.eviction.policy import POLICY_NAMES, LruPolicy, ReuseDistancePolicy, S3FifoPolicy, make_policy
 from kvstore.tiers.eviction.queue import EvictionQueue
 
 
@@ -27,7 +27,7 @@ class TestS3Fifo(PolicySuite):
 
 class TestGap(PolicySuite):
     def make_policy(self) -> EvictionPolicy:
-        return GapPolicy()
+        return ReuseDistancePolicy()
 
 
 class LruMachine(PolicyMachine):
@@ -39,7 +39,7 @@ class S3FifoMachine(PolicyMachine):
 
 
 class GapMachine(PolicyMachine):
-    make_policy = GapPolicy
+    make_policy = ReuseDistancePolicy
 
 
 TestGapMachine = GapMachine.TestCase

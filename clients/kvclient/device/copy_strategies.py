@@ -25,7 +25,7 @@ from kvclient.device.copy_plan import Numbers, cut_batch, layers_at_once, rows_o
 from kvclient.device.layouts import PagedCache
 from kvclient.device.page_scatter import PageScatter
 from kvclient.device.pinned_range import PinnedRange
-from kvclient.device.streams import Device, Event, Stream
+from kvclient.device.streams import Device, DeviceStream, Event
 
 OnLayer = Callable[[int, Event], None]
 """``on_layer(layer, event)``: behind the event, a layer of all blocks is in its pages."""
@@ -206,7 +206,7 @@ class StagedCopy:
         return box
 
     @contextmanager
-    def _using(self, fills: Stream, empties: Stream) -> Iterator[_StagingBuffer]:
+    def _using(self, fills: DeviceStream, empties: DeviceStream) -> Iterator[_StagingBuffer]:
         """A staging buffer, from its last use on. What was begun with it is waited for by its next, also where only part was."""
         slot = self._slot()
         if slot.free is not None:

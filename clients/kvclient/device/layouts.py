@@ -52,7 +52,7 @@ class PageShape:
         return self.parts * self.part_bytes
 
 
-class LayerPages:
+class CacheLayer:
     """Pages of one layer, as bytes.
 
     Args:
@@ -170,7 +170,7 @@ class PagedCache:
     def __init__(self, layers: Sequence[torch.Tensor], kind: Kind = "pages", *, pages_per_block: int = 1) -> None:
         if not isinstance(layers, Sequence) or not layers:
             raise InvalidArgument("a KV cache takes layers: one tensor each, in a list", got=type(layers).__name__)
-        self.layers = [LayerPages(tensor, kind) for tensor in layers]
+        self.layers = [CacheLayer(tensor, kind) for tensor in layers]
         first = self.layers[0]
         for number, layer in enumerate(self.layers):
             same = (layer.page, layer.pages, layer.order, layer.tensor.dtype, layer.tensor.device) == (
@@ -273,7 +273,7 @@ def _listed(page_ids: object) -> npt.NDArray[np.int64]:
         raise InvalidArgument("no such page", error=error) from error
 
 
-def _share_memory(one: LayerPages, other: LayerPages) -> bool:
+def _share_memory(one: CacheLayer, other: CacheLayer) -> bool:
     """Whether a byte belongs to pages of both; they have as many pages, of as many parts of the same size."""
     part, away = one.page.part_bytes, other.address - one.address
     if (one.page_stride, one.part_stride) != (other.page_stride, other.part_stride):
@@ -289,7 +289,7 @@ def _share_memory(one: LayerPages, other: LayerPages) -> bool:
     return any(abs(distance) < part for distance in distances)
 
 
-def _part_starts(layer: LayerPages) -> npt.NDArray[np.int64]:
+def _part_starts(layer: CacheLayer) -> npt.NDArray[np.int64]:
     pages = layer.address + np.arange(layer.pages, dtype=np.int64) * layer.page_stride
     return np.add.outer(pages, np.arange(layer.page.parts) * layer.part_stride).reshape(-1)
 

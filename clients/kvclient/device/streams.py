@@ -28,7 +28,7 @@ class Event(Protocol):
         """
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work in order."""
 
     def run(self, work: Callable[[], None]) -> None:
@@ -70,7 +70,7 @@ class Device(Protocol):
     def reads_host(self) -> bool:
         """Whether kernels reach pinned memory at its own address."""
 
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         """A new stream."""
 
     def mark(self) -> Event:

@@ -28,7 +28,7 @@ from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, Unavai
 from kvstore.core.types import BlockKey, NamespaceId, NodeId, Tier
 from kvstore.observe.counters import Counters
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import connect
 from kvstore.rpc.codec import tier_to_proto
 from kvstore.rpc.errors import FailedCall, from_rpc_error
@@ -75,7 +75,7 @@ class BlockWatcher:
         nodes: Sequence[NodeId] = (),
         tiers: Sequence[Tier] = (),
         tls: TlsConfig | None = None,
-        token: Shown | None = None,
+        token: TokenSource | None = None,
         on_change: Callable[[BlockMirror, Change], None] | None = None,
     ) -> None:
         self.counters = Counters()

@@ -29,7 +29,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.process.node_id import check_node_id
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.auth.tokens import tokens_file as known_tokens
 from kvstore.tiers.contract import VolumeUsage
 from kvstore.tiers.eviction.policy import make_policy
@@ -93,7 +93,7 @@ class HbmPool:
         token_file: Path | None = None,
         tokens_file: Path | None = None,
     ) -> None:
-        token, tokens = Shown.of(file=token_file), None if tokens_file is None else known_tokens(tokens_file)
+        token, tokens = TokenSource.of(file=token_file), None if tokens_file is None else known_tokens(tokens_file)
         where = memory.find_device(device)
         capacity = memory.pool_bytes(where, capacity_bytes, share)
         self.node_id = check_node_id(node_id or _own_name(str(where)))

@@ -25,8 +25,8 @@ from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.observe.counters import Counters
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import stays_on_host
-from kvstore.rpc.auth.interceptor import confine
-from kvstore.rpc.auth.tokens import Shown, Tokens, Watched
+from kvstore.rpc.auth.interceptor import require_tenant
+from kvstore.rpc.auth.tokens import TokenSource, TokenTable, WatchedFile
 from kvstore.rpc.codec import spec_from_proto
 from kvstore.rpc.server import BoundServer, build_aio_server
 from kvstore.transport.tcp.server import TcpServer
@@ -78,8 +78,8 @@ class PoolNode:
         replica_log: ReplicaChangeLog,
         namespaces: NamespaceRegistry,
         anti_entropy_interval_s: float,
-        token: Shown | None = None,
-        tokens: Watched[Tokens] | None = None,
+        token: TokenSource | None = None,
+        tokens: WatchedFile[TokenTable] | None = None,
     ) -> None:
         if tls is None and not allow_insecure_remote and not stays_on_host(listen):
             raise InvalidArgument("refusing to listen beyond this host without TLS, unless allow_insecure_remote", address=listen)
@@ -189,7 +189,7 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
         context: Any,  # noqa: ANN401, ARG002
     ) -> node_pb2.IssueTicketResponse:
         spec = spec_from_proto(request.spec)
-        confine(spec.tenant)
+        require_tenant(spec.tenant)
         namespace_id = spec.namespace
         if self._namespaces.find(namespace_id) is None:  # a pool knows the namespaces of its engine, and learns none from outside
             raise NotFound("this pool has no such namespace", namespace=namespace_id.hex())
@@ -224,7 +224,7 @@ class _ControlServer:
         register: Callable[[Any], None],
         counters: Counters,
         tls: TlsConfig | None,
-        tokens: Watched[Tokens] | None,
+        tokens: WatchedFile[TokenTable] | None,
     ) -> None:
         self._listen = listen
         self._register = register

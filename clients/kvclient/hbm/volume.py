@@ -20,11 +20,10 @@ from kvclient.hbm.tensors import stretches, until_done
 from kvstore.core import checksum
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
-from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
+from kvstore.core.types import BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
-from kvstore.tiers.allocator import SlotAllocator
-from kvstore.tiers.contract import BlockRecord, Slot, Vacancy, Volume, VolumeUsage
-from kvstore.tiers.nvme.slot_header import check_shape
+from kvstore.tiers.contract import BlockRecord, Slot
+from kvstore.tiers.slot_pool import PooledVolume, SlotPool
 from kvstore.transport.copy import copy_from_arena, copy_to_arena
 
 _log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ STAGING_BYTES = 16 << 20
 COPY_THREADS = 2
 
 
-class HbmVolume(Volume):
+class HbmVolume(PooledVolume):
     """Blocks in the memory of one device. Thread-safe.
 
     Args:
@@ -56,9 +55,7 @@ class HbmVolume(Volume):
         self.tier = Tier.HBM
         self.device = device
         self._counters = counters or Counters()
-        self._lock = threading.Lock()
-        self._allocator = SlotAllocator(capacity_bytes)
-        self._last_generation = 0
+        self.slot_pool = SlotPool(capacity_bytes)
         self._closed = False
         self._memory: torch.Tensor | None = memory.take(device, capacity_bytes)
         self._staging_lock = threading.Lock()
@@ -85,34 +82,10 @@ class HbmVolume(Volume):
         view: memoryview = self.memory.numpy().data
         return view
 
-    # ---- room ----
-    def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
-        check_shape(shape)
-        with self._lock:
-            slots = self._allocator.allocate(shape.block_bytes, count)
-            if slots:
-                self._last_generation = slots[-1].generation
-            return slots
-
-    def free(self, slots: Sequence[Slot]) -> None:
-        with self._lock:
-            self._allocator.free(slots)
-
-    def room_plan(
-        self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
-    ) -> list[BlockKey] | None:
-        check_shape(shape)
-        with self._lock:
-            return self._allocator.room_plan(shape.block_bytes, count, coldest, limit)
-
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
-        check_shape(shape)
-        with self._lock:
-            return self._allocator.vacancies(shape.block_bytes, cold)
-
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
-        with self._lock:
-            return self._allocator.held_in(vacancy)
+    # ---- slots ----
+    @staticmethod
+    def _slot_bytes(shape: BlockShape) -> int:
+        return shape.block_bytes
 
     def check_fits(self, shape: BlockShape) -> None:
         """Whether a block could ever lie here, were the volume empty.
@@ -120,11 +93,7 @@ class HbmVolume(Volume):
         Raises:
             InvalidArgument: none could.
         """
-        self.room_plan(shape, 0, iter(()), 0)
-
-    def usage(self) -> VolumeUsage:
-        with self._lock:
-            return VolumeUsage(self._allocator.capacity_bytes, self._allocator.used_bytes, self._allocator.slots_used)
+        self.plan_eviction(shape, 0, iter(()), 0)
 
     def resize(self, capacity_bytes: int) -> bool:
         """Gives all memory back and takes so much instead. False, and nothing has changed: slots are held.
@@ -135,22 +104,27 @@ class HbmVolume(Volume):
             CapacityExceeded: see above.
             Internal: the volume is closed.
         """
-        with self._lock, self._staging_lock:
-            if self._allocator.slots_used:
-                return False
-            if self._closed:
-                raise Internal("the volume is closed", volume_id=self.volume_id)
-            self._memory = None  # before the new is taken: there may not be room for both
-            memory.give_back(self.device)
-            try:
-                self._memory = memory.take(self.device, capacity_bytes)
-            except CapacityExceeded:
-                capacity_bytes = memory.PAGE_BYTES
-                self._memory = memory.take(self.device, capacity_bytes)
-                raise
-            finally:
-                self._allocator = SlotAllocator(capacity_bytes, first_generation=self._last_generation + 1)
-            return True
+        failure: CapacityExceeded | None = None
+
+        def replace_memory() -> int:
+            nonlocal failure
+            with self._staging_lock:
+                if self._closed:
+                    raise Internal("the volume is closed", volume_id=self.volume_id)
+                self._memory = None  # released first: the device may not have memory for both
+                memory.give_back(self.device)
+                try:
+                    self._memory = memory.take(self.device, capacity_bytes)
+                except CapacityExceeded as error:
+                    failure = error
+                    self._memory = memory.take(self.device, memory.PAGE_BYTES)
+                    return memory.PAGE_BYTES
+                return capacity_bytes
+
+        resized = self.slot_pool.reset(replace_memory)
+        if failure is not None:
+            raise failure
+        return resized
 
     # ---- many blocks, between this memory and the host's ----
     def copy_in(self, offsets: Offsets, source: BlockBuffer, checksums: npt.NDArray[np.uint64] | None = None) -> None:
@@ -241,7 +215,7 @@ class HbmVolume(Volume):
                 results.append(
                     InvalidArgument("a payload is one Full Block and fits its slot", bytes=payload.nbytes, expected=size)
                 )
-            elif not self._allocator.holds(slot):
+            elif not self.slot_pool.holds(slot):
                 results.append(Internal("a write into a slot that is not held", slot=slot))
             else:
                 self.copy_in(np.array([slot.offset]), _as_block(payload, record.shape))
@@ -256,9 +230,9 @@ class HbmVolume(Volume):
             if destination.nbytes != size or size > slot.size:
                 raise InvalidArgument("a destination is one Full Block", bytes=destination.nbytes, expected=size)
             outcome = Outcome.CORRUPT
-            if self._allocator.holds(slot):
+            if self.slot_pool.holds(slot):
                 self.copy_out(np.array([slot.offset]), _as_block(destination, record.shape), 0)
-                if (not verify or checksum.verify(destination, record.shape, record.checksums)) and self._allocator.holds(slot):
+                if (not verify or checksum.verify(destination, record.shape, record.checksums)) and self.slot_pool.holds(slot):
                     outcome = Outcome.HIT
             if outcome is Outcome.CORRUPT:
                 self._counters.add("hbm_corrupt_blocks_total")
@@ -267,7 +241,7 @@ class HbmVolume(Volume):
 
     def close(self) -> None:
         """Gives the memory back once nobody uses it any more."""
-        with self._lock, self._staging_lock:
+        with self._staging_lock:
             self._closed = True
             self._memory = self._staging = None
         memory.give_back(self.device)

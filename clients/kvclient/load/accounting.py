@@ -24,8 +24,8 @@ from kvstore.observe import tracing
 from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.observe.metric_definitions import MISS_REASONS, NONE, PATHS
-from kvstore.observe.metrics import event
+from kvstore.observe.metric_definitions import client as client_metrics
+from kvstore.observe.metric_definitions.label_values import MISS_REASONS, NONE, PATHS
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 _limited = LimitedLog(logging.getLogger("kvclient"), interval_s=1.0)
@@ -33,17 +33,14 @@ _limited = LimitedLog(logging.getLogger("kvclient"), interval_s=1.0)
 _TIER_NAMES: Final = {0: NONE, **{int(tier): tier.name.lower() for tier in Tier}}
 _HITS: Final = {
     (path, tier): (
-        event("client_hit_blocks_total", path=path, tier=name),
-        event("client_hit_tokens_total", path=path, tier=name),
-        event("client_load_seconds", path=path, tier=name),
+        client_metrics.HIT_BLOCKS[path, name],
+        client_metrics.HIT_TOKENS[path, name],
+        client_metrics.LOAD_SECONDS[path, name],
     )
     for path in (*PATHS, NONE)
     for tier, name in _TIER_NAMES.items()
 }
-_MISSES: Final = {
-    reason: (event("client_missed_blocks_total", reason=reason), event("client_missed_tokens_total", reason=reason))
-    for reason in MISS_REASONS
-}
+_MISSES: Final = {reason: (client_metrics.MISSED_BLOCKS[reason], client_metrics.MISSED_TOKENS[reason]) for reason in MISS_REASONS}
 _LOADS: Final = ("client_loads_total", "client_load_blocks_total", "client_load_hit_blocks_total")
 _NOTHING: Final = (NONE, 0)
 _OUTCOME_REASONS: Final = {

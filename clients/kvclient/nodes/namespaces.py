@@ -6,13 +6,13 @@ from kvclient.call.operation import check_seconds
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.spec import CacheSpec
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_from_proto
 
 
 def list_namespaces(
-    metadata: str, *, tls: TlsConfig | None = None, token: Shown | None = None, timeout_s: float = 5.0
+    metadata: str, *, tls: TlsConfig | None = None, token: TokenSource | None = None, timeout_s: float = 5.0
 ) -> list[CacheSpec]:
     """All namespaces that a metadata server knows, in the order in which they were registered; nothing need be stored in them.
 

@@ -97,7 +97,7 @@ function showChain(found, chain, namespace) {
                 h(
                   "span",
                   { class: one.visible ? null : "quiet" },
-                  `${one.volume_id ?? "a life that is over"}${one.tier ? ` (${one.tier})` : ""}${one.visible ? "" : ", not heard of"} `,
+                  `${one.volume_id ?? "a volume epoch that ended"}${one.tier ? ` (${one.tier})` : ""}${one.visible ? "" : ", not heard of"} `,
                 ),
               )
             : "nowhere",

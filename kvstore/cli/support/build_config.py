@@ -18,7 +18,7 @@ from kvstore.observe import tracing
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.process.tls import TlsConfig
 from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.transport.link_speed import LinkSpeed
 from kvstore.transport.nixl.agent import NixlOptions
 from kvstore.transport.shaping.traffic import TrafficClass
@@ -40,13 +40,13 @@ def tls(section: TlsSection) -> TlsConfig | None:
     )
 
 
-def token(section: ClientSection | NodeSection) -> Shown | None:
+def token(section: ClientSection | NodeSection) -> TokenSource | None:
     """The token that a process shows to metadata server and nodes, or None.
 
     Raises:
         InvalidArgument: the file cannot be read, or holds none.
     """
-    return Shown.of(file=section.token_file)
+    return TokenSource.of(file=section.token_file)
 
 
 def in_force(config: Config, provenance: Provenance | None, *sections: str) -> tuple[EffectiveSetting, ...]:
@@ -262,7 +262,7 @@ def admin_config(config: Config, provenance: Provenance | None = None) -> AdminC
         stop_grace_s=section.stop_grace / 1000,
         tls=tls(config.client.tls),
         token=token(config.client),
-        read_token=Shown.of(file=config.client.read_token_file),
+        read_token=TokenSource.of(file=config.client.read_token_file),
         serve_tls=tls(section.tls),
         allow_insecure_remote=section.allow_insecure_remote,
         ready_file=section.ready_file,

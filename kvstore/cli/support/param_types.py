@@ -12,7 +12,7 @@ from kvstore.config.values import parse_duration_ms, parse_size
 from kvstore.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from kvstore.replay.capacity import Capacity
+    from kvstore.replay.capacity import StoreCapacity
 
 LEAST_VOLUME: Final = 16 << 20
 """A smaller volume holds a few blocks at most: nearly always a number without its unit."""
@@ -72,7 +72,7 @@ def result_file(ctx: click.Context, param: click.Parameter, value: Path | None) 
     return value
 
 
-def capacity(ctx: click.Context, param: click.Parameter, value: str | None) -> Capacity | None:
+def capacity(ctx: click.Context, param: click.Parameter, value: str | None) -> StoreCapacity | None:
     """``dram=1GiB,nvme=20GiB``."""
     from kvstore.replay.capacity import parse_capacity  # only replays need it
 

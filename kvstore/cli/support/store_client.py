@@ -126,7 +126,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
     from kvstore.control_api.store_rpc import StoreEndpoint, StoreRpc
     from kvstore.control_api.volume_checks import VolumeChecks
     from kvstore.observe.counters import Counters
-    from kvstore.rpc.auth.tokens import Shown
+    from kvstore.rpc.auth.tokens import TokenSource
 
     rpc = StoreRpc(
         StoreEndpoint(
@@ -135,7 +135,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
             change_timeout_s=config.admin.change_timeout / 1000,
             tls=tls(config.client.tls),
             token=token(config.client),
-            read_token=Shown.of(file=config.client.read_token_file),
+            read_token=TokenSource.of(file=config.client.read_token_file),
         ),
         Counters(),
     )

@@ -24,7 +24,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockRun
-from kvstore.index.contract import Life, LifeInfo, Removed
+from kvstore.index.contract import RemovedKeys, VolumeEpoch, VolumeEpochInfo
 from kvstore.rpc.codec import run_to_proto, tier_to_proto
 
 _LINGER_S: Final = 600.0
@@ -34,14 +34,14 @@ _RECORD_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class LogPosition:
     """The feed as of one moment: where to go on from, and which volumes there are."""
 
     sequence: int
-    volumes: Mapping[Life, pb.VolumeOpened]
+    volumes: Mapping[VolumeEpoch, pb.VolumeOpened]
 
 
-class BlockFeed:
+class BlockEventLog:
     """The changes of one server process since it started. Thread-safe; subscribers run on one event loop.
 
     Args:
@@ -65,7 +65,7 @@ class BlockFeed:
         self._ring: deque[tuple[int, list[pb.BlockEvent]]] = deque()  # what each takes, and says
         self._bytes = 0
         self._recording = False
-        self._volumes: dict[Life, pb.VolumeOpened] = {}
+        self._volumes: dict[VolumeEpoch, pb.VolumeOpened] = {}
         self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
         self._subscribers = 0
@@ -82,27 +82,27 @@ class BlockFeed:
         return self._bytes
 
     # ---- what the index tells, in its thread ----
-    def opened(self, info: LifeInfo) -> None:
+    def opened(self, info: VolumeEpochInfo) -> None:
         """A volume came. Whether it is served is told by :meth:`serve`."""
 
         def events() -> list[pb.BlockEvent]:
-            if info.life in self._volumes:
+            if info.volume_epoch in self._volumes:
                 return []
-            volume = self._volumes[info.life] = _volume(info, served=False)
+            volume = self._volumes[info.volume_epoch] = _volume(info, served=False)
             return [pb.BlockEvent(opened=volume)]
 
         self._tell(events)
 
-    def closed(self, life: Life) -> None:
+    def closed(self, volume_epoch: VolumeEpoch) -> None:
         """A volume is gone: one event, whatever it held."""
 
         def events() -> list[pb.BlockEvent]:
-            self._volumes.pop(life, None)
-            return [pb.BlockEvent(closed=pb.VolumeClosed(volume=life))]
+            self._volumes.pop(volume_epoch, None)
+            return [pb.BlockEvent(closed=pb.VolumeClosed(volume=volume_epoch))]
 
         self._tell(events)
 
-    def published(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[Removed]) -> None:
+    def published(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[RemovedKeys]) -> None:
         """A batch took effect."""
 
         def events() -> list[pb.BlockEvent]:
@@ -111,7 +111,9 @@ class BlockFeed:
                 for whose, namespace, keys in removed
             ]
             if stored:
-                told.append(pb.BlockEvent(stored=pb.BlocksStored(volume=life, runs=[run_to_proto(run) for run in stored])))
+                told.append(
+                    pb.BlockEvent(stored=pb.BlocksStored(volume=volume_epoch, runs=[run_to_proto(run) for run in stored]))
+                )
             return told
 
         self._tell(events)
@@ -134,11 +136,11 @@ class BlockFeed:
                 self._loop.call_soon_threadsafe(_wake, waiting)
 
     # ---- subscribers, on the event loop ----
-    def join(self, lives: Callable[[], list[LifeInfo]], visible: Container[Life]) -> None:
+    def join(self, volume_epochs: Callable[[], list[VolumeEpochInfo]], visible: Container[VolumeEpoch]) -> None:
         """One more subscriber; from the first on, changes are kept.
 
         Args:
-            lives: reads the open lives out of the index.
+            volume_epochs: reads the open volume epochs out of the index.
             visible: which of them can be read.
 
         Raises:
@@ -152,7 +154,9 @@ class BlockFeed:
         with self._lock:
             if not self._recording:
                 # read while no change is told: one that is committed and not told yet comes as an event as well
-                self._volumes = {info.life: _volume(info, served=info.life in visible) for info in lives()}
+                self._volumes = {
+                    info.volume_epoch: _volume(info, served=info.volume_epoch in visible) for info in volume_epochs()
+                }
                 self._floor = self._sequence
                 self._recording = True
         self._subscribers += 1
@@ -173,35 +177,37 @@ class BlockFeed:
                 self._sequence += 1  # who falls silent from here on is not told: nobody may go on from before
                 self._floor = self._sequence
 
-    def serve(self, visible: Container[Life]) -> None:
+    def serve(self, visible: Container[VolumeEpoch]) -> None:
         """Tells which volumes can be read now, as far as that has changed."""
         if not self._recording:
             return
         with self._lock:
-            changed = [life for life, volume in self._volumes.items() if volume.served != (life in visible)]
-        for life in changed:
-            self._tell(functools.partial(self._served, life, served=life in visible))
+            changed = [
+                volume_epoch for volume_epoch, volume in self._volumes.items() if volume.served != (volume_epoch in visible)
+            ]
+        for volume_epoch in changed:
+            self._tell(functools.partial(self._served, volume_epoch, served=volume_epoch in visible))
 
-    def _served(self, life: Life, *, served: bool) -> list[pb.BlockEvent]:
-        volume = self._volumes.get(life)
+    def _served(self, volume_epoch: VolumeEpoch, *, served: bool) -> list[pb.BlockEvent]:
+        volume = self._volumes.get(volume_epoch)
         if volume is None:
             return []  # closed meanwhile
-        now = self._volumes[life] = pb.VolumeOpened()  # the old one may be in the ring
+        now = self._volumes[volume_epoch] = pb.VolumeOpened()  # the old one may be in the ring
         now.CopyFrom(volume)
         now.served = served
-        return [pb.BlockEvent(served=pb.VolumeServed(volume=life, served=served))]
+        return [pb.BlockEvent(served=pb.VolumeServed(volume=volume_epoch, served=served))]
 
-    def state(self) -> Opened:
+    def state(self) -> LogPosition:
         """Now."""
         with self._lock:
-            return Opened(self._sequence, dict(self._volumes))
+            return LogPosition(self._sequence, dict(self._volumes))
 
-    def resumes(self, sequence: int) -> Opened | None:
+    def resumes(self, sequence: int) -> LogPosition | None:
         """The volumes of now, for who has seen all changes up to one; None: what came since is not all remembered."""
         with self._lock:
             if not self._floor <= sequence <= self._sequence:
                 return None
-            return Opened(sequence, dict(self._volumes))
+            return LogPosition(sequence, dict(self._volumes))
 
     def since(self, sequence: int, most_bytes: int) -> tuple[list[pb.BlockEvent], int] | None:
         """What came after a change, up to about so many bytes, and the last change that it reaches to; None: not remembered."""
@@ -250,9 +256,9 @@ def _wake(waiting: set[asyncio.Future[None]]) -> None:
             future.set_result(None)
 
 
-def _volume(info: LifeInfo, *, served: bool) -> pb.VolumeOpened:
+def _volume(info: VolumeEpochInfo, *, served: bool) -> pb.VolumeOpened:
     return pb.VolumeOpened(
-        volume=info.life,
+        volume=info.volume_epoch,
         volume_id=info.volume_id,
         node_id=info.node_id,
         tier=tier_to_proto(info.tier),

@@ -19,12 +19,12 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, NamespaceId
-from kvstore.index.contract import IndexedBlock, Life, PrefixIndex
-from kvstore.metadata.events.event_log import BlockFeed, Opened
+from kvstore.index.contract import IndexedBlock, PrefixIndex, VolumeEpoch
+from kvstore.metadata.events.event_log import BlockEventLog, LogPosition
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.metrics import event
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id, check_name, tier_from_proto
 
 logger = logging.getLogger(__name__)
@@ -36,20 +36,20 @@ _PROGRESS_S: Final = 1.0
 """A subscriber that wants none of what happens is told at least so often how far it is, so that it can resume from there."""
 
 _RESYNCS: Final = {
-    pb.RESYNC_REASON_ASKED: event("metadata_watch_resyncs_total", reason="asked"),
-    pb.RESYNC_REASON_RESTARTED: event("metadata_watch_resyncs_total", reason="restarted"),
-    pb.RESYNC_REASON_GONE: event("metadata_watch_resyncs_total", reason="gone"),
-    pb.RESYNC_REASON_SLOW: event("metadata_watch_resyncs_total", reason="slow"),
+    pb.RESYNC_REASON_ASKED: metadata_metrics.WATCH_RESYNCS["asked"],
+    pb.RESYNC_REASON_RESTARTED: metadata_metrics.WATCH_RESYNCS["restarted"],
+    pb.RESYNC_REASON_GONE: metadata_metrics.WATCH_RESYNCS["gone"],
+    pb.RESYNC_REASON_SLOW: metadata_metrics.WATCH_RESYNCS["slow"],
 }
 
 
-def tell_served(feed: BlockFeed, nodes: NodeTable) -> None:
+def tell_served(feed: BlockEventLog, nodes: NodeTable) -> None:
     """Tells subscribers which volumes can be read as of now."""
     nodes.view()
     feed.serve(nodes.visible)
 
 
-class BlockWatch:
+class BlockEventSubscription:
     """One stream.
 
     Raises:
@@ -59,7 +59,7 @@ class BlockWatch:
     def __init__(
         self,
         request: pb.WatchBlocksRequest,
-        feed: BlockFeed,
+        feed: BlockEventLog,
         index: PrefixIndex,
         reads: IndexThread,
         nodes: NodeTable,
@@ -90,7 +90,7 @@ class BlockWatch:
             Unavailable: the server is about to leave.
         """
         self._nodes.view()
-        self._feed.join(self._index.lives, self._nodes.visible)
+        self._feed.join(self._index.volume_epochs, self._nodes.visible)
         self._counters.add("metadata_watches_total")
         try:
             reason = self._resumed()
@@ -122,7 +122,7 @@ class BlockWatch:
         self._begin(opened)
         return None
 
-    def _begin(self, opened: Opened) -> list[pb.VolumeOpened]:
+    def _begin(self, opened: LogPosition) -> list[pb.VolumeOpened]:
         """Takes over where the feed was; returns the volumes that the subscriber wants to know of."""
         wanted = [volume for volume in opened.volumes.values() if self._wants(volume)]
         self._told = {volume.volume for volume in wanted}
@@ -205,16 +205,16 @@ class BlockWatch:
 
 def _held(blocks: Sequence[IndexedBlock], told: Container[int], namespaces: frozenset[NamespaceId]) -> list[pb.BlockEvent]:
     """A page of the index as events, one a volume and namespace."""
-    found: dict[tuple[Life, NamespaceId], tuple[list[BlockKey], list[int]]] = {}
-    for key, namespace, depth, lives in blocks:
+    found: dict[tuple[VolumeEpoch, NamespaceId], tuple[list[BlockKey], list[int]]] = {}
+    for key, namespace, depth, volume_epochs in blocks:
         if namespaces and namespace not in namespaces:
             continue
-        for life in lives:
-            if life in told:
-                keys, depths = found.setdefault((life, namespace), ([], []))
+        for volume_epoch in volume_epochs:
+            if volume_epoch in told:
+                keys, depths = found.setdefault((volume_epoch, namespace), ([], []))
                 keys.append(key)
                 depths.append(depth)
     return [
-        pb.BlockEvent(held=pb.BlocksHeld(volume=life, namespace_id=namespace, keys=b"".join(keys), depths=depths))
-        for (life, namespace), (keys, depths) in found.items()
+        pb.BlockEvent(held=pb.BlocksHeld(volume=volume_epoch, namespace_id=namespace, keys=b"".join(keys), depths=depths))
+        for (volume_epoch, namespace), (keys, depths) in found.items()
     ]

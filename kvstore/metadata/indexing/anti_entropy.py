@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.core.range_digests import digest_keys
-from kvstore.index.contract import Life, PrefixIndex
+from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.indexing.index_thread import IndexThread
 
 _SLICE: Final = 64
@@ -18,14 +18,14 @@ _SLICE: Final = 64
 
 
 async def differing_ranges(
-    index: PrefixIndex, thread: IndexThread, life: Life, first: int, digests: Sequence[int], counts: Sequence[int]
+    index: PrefixIndex, thread: IndexThread, volume_epoch: VolumeEpoch, first: int, digests: Sequence[int], counts: Sequence[int]
 ) -> list[int]:
-    """Ranges in which the index and the node do not hold the same keys for a life.
+    """Ranges in which the index and the node do not hold the same keys for a volume epoch.
 
     Args:
         index: the index.
         thread: reads it.
-        life: the node's volume in its present boot.
+        volume_epoch: the node's volume in its present boot.
         first: the first range compared.
         digests: the node's digest of each range.
         counts: the node's number of keys in each range.
@@ -33,14 +33,16 @@ async def differing_ranges(
     differing: list[int] = []
     for at in range(0, len(digests), _SLICE):
         part = slice(at, at + _SLICE)
-        differing += await thread.run(_compare, index, life, first + at, digests[part], counts[part])
+        differing += await thread.run(_compare, index, volume_epoch, first + at, digests[part], counts[part])
     return differing
 
 
-def _compare(index: PrefixIndex, life: Life, first: int, digests: Sequence[int], counts: Sequence[int]) -> list[int]:
+def _compare(
+    index: PrefixIndex, volume_epoch: VolumeEpoch, first: int, digests: Sequence[int], counts: Sequence[int]
+) -> list[int]:
     differing = []
     for wanted_range, (digest, count) in enumerate(zip(digests, counts, strict=True), start=first):
-        keys = index.keys_in_range(life, wanted_range)
+        keys = index.keys_in_range(volume_epoch, wanted_range)
         if len(keys) != count or digest_keys(keys) != digest:
             differing.append(wanted_range)
     return differing

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvproto.v1 import admin_pb2 as pb
 from kvstore.core.types import BlockKey, NamespaceId
-from kvstore.index.contract import Entry, Life, LifeInfo, PrefixIndex
+from kvstore.index.contract import IndexEntry, PrefixIndex, VolumeEpoch, VolumeEpochInfo
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.rpc.codec import tier_to_proto
@@ -25,7 +25,7 @@ class _Said:
     namespace: bytes
     head: int
     """Depth, less the position among the keys asked for."""
-    replicas: tuple[tuple[Life, int], ...]
+    replicas: tuple[tuple[VolumeEpoch, int], ...]
     part: int
     """1 behind the hit, so that runs are cut there."""
 
@@ -39,47 +39,47 @@ async def describe_blocks(
     hit = 0
     if namespace is not None:
         hit = index.lookup(namespace, b"".join(keys), visible).blocks
-    lives: Mapping[Life, LifeInfo] = {info.life: info for info in index.lives()}
+    volume_epochs: Mapping[VolumeEpoch, VolumeEpochInfo] = {info.volume_epoch: info for info in index.volume_epochs()}
     answer = pb.DescribeBlocksResponse(hit_blocks=hit)
     last: _Said | None = None
     for first in range(0, len(keys), _AT_ONCE):
         entries = await reads.run(index.describe, keys[first : first + _AT_ONCE])
         for position, entry in enumerate(entries, start=first):
-            said = _say(entry, position, namespace, position >= hit, lives, visible)
+            said = _say(entry, position, namespace, position >= hit, volume_epochs, visible)
             if said == last:
                 answer.runs[-1].count += 1
                 continue
             last = said
             run = answer.runs.add(start=position, count=1, state=said.state, namespace_id=said.namespace)
             run.depth = 0 if entry is None else entry.depth
-            for life, start in said.replicas:
-                _add_replica(run, lives.get(life), start, visible=life in visible)
+            for volume_epoch, start in said.replicas:
+                _add_replica(run, volume_epochs.get(volume_epoch), start, visible=volume_epoch in visible)
     return answer
 
 
 def _say(
-    entry: Entry | None,
+    entry: IndexEntry | None,
     position: int,
     namespace: NamespaceId | None,
     missed: bool,
-    lives: Mapping[Life, LifeInfo],
-    visible: frozenset[Life],
+    volume_epochs: Mapping[VolumeEpoch, VolumeEpochInfo],
+    visible: frozenset[VolumeEpoch],
 ) -> _Said:
     if entry is None:
         return _Said(pb.BLOCK_STATE_UNKNOWN, b"", 0, (), int(missed))
-    held_by = [life for life, _ in entry.replicas]
+    held_by = [volume_epoch for volume_epoch, _ in entry.replicas]
     if namespace is not None and (entry.namespace, entry.depth) != (namespace, position):
         state = pb.BLOCK_STATE_MISPLACED
-    elif any(life in visible and life in lives for life in held_by):
+    elif any(volume_epoch in visible and volume_epoch in volume_epochs for volume_epoch in held_by):
         state = pb.BLOCK_STATE_HELD
-    elif any(life in lives for life in held_by):
+    elif any(volume_epoch in volume_epochs for volume_epoch in held_by):
         state = pb.BLOCK_STATE_SILENT
     else:
         state = pb.BLOCK_STATE_GONE
     return _Said(state, entry.namespace or b"", entry.depth - position, entry.replicas, int(missed))
 
 
-def _add_replica(run: pb.DescribedRun, info: LifeInfo | None, run_start: int, *, visible: bool) -> None:
+def _add_replica(run: pb.DescribedRun, info: VolumeEpochInfo | None, run_start: int, *, visible: bool) -> None:
     if info is None:
         run.replicas.add(run_start=run_start)
         return

@@ -14,12 +14,12 @@ from kvproto.v1.metadata_pb2 import VolumeNeed
 from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError
 from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
-from kvstore.index.contract import Life, PrefixIndex
-from kvstore.metadata.indexing.publish_sequence import SequenceState, Verdict
+from kvstore.index.contract import PrefixIndex, VolumeEpoch
+from kvstore.metadata.indexing.publish_sequence import BatchVerdict, SequenceState
 from kvstore.metadata.membership.records import (
     beat_note,
     drain_note,
-    encode_life,
+    encode_volume_epoch,
     left_note,
     node_note,
     refused_note,
@@ -30,12 +30,12 @@ from kvstore.metadata.membership.records import (
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PublishBatch:
     """One checked publish message."""
 
     sequence: int
     volume_id: VolumeId
-    life: Life
+    volume_epoch: VolumeEpoch
     stored: Sequence[BlockRun]
     removed: Sequence[BlockKey]
     sync_end: bool
@@ -47,7 +47,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class PublishOutcome:
     """What became of some batches: all up to ``sequence`` are in the index; then, perhaps, an error."""
 
     sequence: int
@@ -59,7 +59,7 @@ class Applied:
 
 # ---- registration ----
 def register_node(index: PrefixIndex, info: NodeInfo) -> list[VolumeNeed]:
-    """Opens the lives of a boot and closes what it ends.
+    """Opens the volume epochs of a boot and closes what it ends.
 
     Returns:
         For each volume, in the order registered, whether its inventory is needed.
@@ -74,33 +74,33 @@ def register_node(index: PrefixIndex, info: NodeInfo) -> list[VolumeNeed]:
         index.put_note(left_note(node_id), None)
     index.put_note(removed_note(node_id), None, announce=False)  # another boot than that: it may come
     tiers = {VolumeId(volume.volume_id): Tier(volume.tier) for volume in info.volumes}
-    lives = {volume_id: index.open_life(volume_id, node_id, tier, boot_id) for volume_id, tier in tiers.items()}
-    for other in index.lives():
-        if other.volume_id not in lives:
+    volume_epochs = {volume_id: index.open_volume_epoch(volume_id, node_id, tier, boot_id) for volume_id, tier in tiers.items()}
+    for other in index.volume_epochs():
+        if other.volume_id not in volume_epochs:
             ended = other.node_id == node_id  # a volume that the node no longer has
         else:
             # what lay in memory is gone with its boot; what lies on disk stays visible until the new inventory is complete
             durable = other.tier is Tier.NVME and tiers[other.volume_id] is Tier.NVME and other.node_id == node_id
-            ended = other.life != lives[other.volume_id] and not durable
+            ended = other.volume_epoch != volume_epochs[other.volume_id] and not durable
         if ended:
-            index.close_life(other.life)
-            if other.volume_id not in lives:
+            index.close_volume_epoch(other.volume_epoch)
+            if other.volume_id not in volume_epochs:
                 index.put_note(synced_note(other.volume_id), None)
     return [
-        VolumeNeed(volume_id=volume_id, inventory_needed=index.note(synced_note(volume_id)) != encode_life(life))
-        for volume_id, life in lives.items()
+        VolumeNeed(volume_id=volume_id, inventory_needed=index.note(synced_note(volume_id)) != encode_volume_epoch(volume_epoch))
+        for volume_id, volume_epoch in volume_epochs.items()
     ]
 
 
 def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
-    """Drops a boot that was silent for long: its lives, which hides all it held, and its notes. It may register anew."""
+    """Drops a boot that was silent for long: its volume epochs, which hides all it held, and its notes."""
     note = index.note(node_note(node_id))
     if note is None or NodeInfo.FromString(note).boot_id != boot_id:
         return  # another boot of it has come
-    for life in index.lives():
-        if life.node_id == node_id:
-            index.close_life(life.life)
-            index.put_note(synced_note(life.volume_id), None)
+    for volume_epoch in index.volume_epochs():
+        if volume_epoch.node_id == node_id:
+            index.close_volume_epoch(volume_epoch.volume_epoch)
+            index.put_note(synced_note(volume_epoch.volume_id), None)
     for name in (beat_note(node_id), refused_note(node_id), sequence_note(node_id)):
         index.put_note(name, None, announce=False)
     for name in (drain_note(node_id), left_note(node_id)):
@@ -109,19 +109,19 @@ def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
 
 
 # ---- publishing ----
-def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches: Sequence[Batch]) -> Applied:
+def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches: Sequence[PublishBatch]) -> PublishOutcome:
     """Applies batches of one node in order, in as few index transactions as their contents allow."""
     state = SequenceState.decode(index.note(sequence_note(node_id)), boot_id)
     duplicates, error = 0, None
-    admitted: list[Batch] = []
+    admitted: list[PublishBatch] = []
     for batch in batches:
         verdict, following = state.judge(batch.sequence)
-        if verdict is Verdict.REFUSE:
+        if verdict is BatchVerdict.REFUSE:
             error = Conflict("a publish batch is missing: register again", got=batch.sequence, expected=state.last + 1)
             _forget_inventories(index, node_id)
             state = following
             break
-        if verdict is Verdict.APPLY:
+        if verdict is BatchVerdict.APPLY:
             admitted.append(batch)
         else:
             duplicates += 1
@@ -131,49 +131,49 @@ def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches:
         runs = [run for batch in group for run in batch.stored]
         gone = [key for batch in group for key in batch.removed]
         if runs or gone:
-            index.publish(group[0].life, runs, gone)
+            index.publish(group[0].volume_epoch, runs, gone)
         stored += sum(len(run.keys) for run in runs)
         removed += len(gone)
         if group[-1].sync_end:
             _end_sync(index, group[-1])
     # last: where the process dies before it, the node sends the batches again, and applying them again changes nothing
     index.put_note(sequence_note(node_id), state.encode(), announce=False)
-    return Applied(state.last, stored, removed, duplicates, error)
+    return PublishOutcome(state.last, stored, removed, duplicates, error)
 
 
-def _groups(batches: Sequence[Batch]) -> list[list[Batch]]:
+def _groups(batches: Sequence[PublishBatch]) -> list[list[PublishBatch]]:
     """Cuts batches into groups that one ``publish`` may apply: first all that is removed, then all that is stored.
 
-    A batch joins the group before it when both speak of one life, nothing was stored there that this one removes (it removes
-    nothing), and no inventory ended in between.
+    A batch joins the group before it when both speak of one volume epoch, nothing was stored there that this one removes (it
+    removes nothing), and no inventory ended in between.
     """
-    groups: list[list[Batch]] = []
+    groups: list[list[PublishBatch]] = []
     for batch in batches:
-        if groups and not batch.removed and groups[-1][-1].life == batch.life and not groups[-1][-1].sync_end:
+        if groups and not batch.removed and groups[-1][-1].volume_epoch == batch.volume_epoch and not groups[-1][-1].sync_end:
             groups[-1].append(batch)
         else:
             groups.append([batch])
     return groups
 
 
-def _end_sync(index: PrefixIndex, batch: Batch) -> None:
-    """A volume's inventory is complete: what older lives of it held is now told by this one."""
-    for other in index.lives():
-        if other.volume_id == batch.volume_id and other.life != batch.life:
-            index.close_life(other.life)
-    index.put_note(synced_note(batch.volume_id), encode_life(batch.life))
+def _end_sync(index: PrefixIndex, batch: PublishBatch) -> None:
+    """A volume's inventory is complete: what older volume epochs of it held is now told by this one."""
+    for other in index.volume_epochs():
+        if other.volume_id == batch.volume_id and other.volume_epoch != batch.volume_epoch:
+            index.close_volume_epoch(other.volume_epoch)
+    index.put_note(synced_note(batch.volume_id), encode_volume_epoch(batch.volume_epoch))
 
 
 def _forget_inventories(index: PrefixIndex, node_id: NodeId) -> None:
     """Something of this node was lost on the way: when it registers again, it is asked for everything."""
-    for life in index.lives():
-        if life.node_id == node_id:
-            index.put_note(synced_note(life.volume_id), None)
+    for volume_epoch in index.volume_epochs():
+        if volume_epoch.node_id == node_id:
+            index.put_note(synced_note(volume_epoch.volume_id), None)
 
 
 # ---- anti-entropy ----
-def repair_range(index: PrefixIndex, life: Life, wanted_range: int, runs: Sequence[BlockRun]) -> tuple[int, int]:
-    """Makes the index say of one life and range what the node says.
+def repair_range(index: PrefixIndex, volume_epoch: VolumeEpoch, wanted_range: int, runs: Sequence[BlockRun]) -> tuple[int, int]:
+    """Makes the index say of one volume epoch and range what the node says.
 
     Returns:
         How many replicas were added and how many removed.
@@ -184,7 +184,7 @@ def repair_range(index: PrefixIndex, life: Life, wanted_range: int, runs: Sequen
     wanted = {key for run in runs for key in run.keys}
     if any(key_range(key) != wanted_range for key in wanted):
         raise InvalidArgument("a key lies in another range than the one to repair", range=wanted_range)
-    held = set(index.keys_in_range(life, wanted_range))
+    held = set(index.keys_in_range(volume_epoch, wanted_range))
     surplus = sorted(held - wanted)
-    index.publish(life, runs, surplus)
+    index.publish(volume_epoch, runs, surplus)
     return len(wanted - held), len(surplus)

@@ -24,7 +24,7 @@ MOST_COUNTED: Final = 16_384
 
 
 @dataclass(slots=True)
-class Asked:
+class LookupStats:
     """How lookups in one namespace fared, since the start."""
 
     lookups: int = 0
@@ -39,20 +39,20 @@ class Lookups:
         self._index = index
         self._nodes = nodes
         self._counters = counters
-        self._asked: dict[bytes, Asked] = {}
+        self._asked: dict[bytes, LookupStats] = {}
 
-    def asked(self, namespace: NamespaceId) -> Asked:
+    def asked(self, namespace: NamespaceId) -> LookupStats:
         """How lookups in a namespace fared."""
-        return self._asked.get(namespace) or Asked()
+        return self._asked.get(namespace) or LookupStats()
 
     def _count(self, namespace: NamespaceId, blocks: int, hits: int) -> None:
         self._counters.add_all(_COUNTED, (1, blocks, hits))
         asked = self._asked.get(namespace)
         if asked is None:
             if len(self._asked) >= MOST_COUNTED:
-                self._counters.add("metadata_lookups_not_told_apart_total")
+                self._counters.add("metadata_lookups_uncounted_total")
                 return
-            asked = self._asked[namespace] = Asked()
+            asked = self._asked[namespace] = LookupStats()
         asked.lookups += 1
         asked.blocks += blocks
         asked.hits += hits
@@ -80,7 +80,7 @@ class Lookups:
         positions: dict[NodeId, int] = {}
         answer = LookupResponse(hit_blocks=hit.blocks)
         add = answer.runs.add
-        for start, count, life in hit.runs:
-            place = nodes.server_of(life)
+        for start, count, volume_epoch in hit.runs:
+            place = nodes.server_of(volume_epoch)
             add(start=start, count=count, node=positions.setdefault(place.node_id, len(positions)), volume=place.volume)
         return b"".join([answer.SerializeToString(), *[encoded_nodes[node_id] for node_id in positions]])

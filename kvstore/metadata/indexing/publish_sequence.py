@@ -19,7 +19,7 @@ from kvstore.core.types import BootId
 _FORMAT: Final = struct.Struct("<16sQB")
 
 
-class Mode(IntEnum):
+class SequenceMode(IntEnum):
     """What the next batch may be numbered."""
 
     RUNNING = 0  # up to one more than the last
@@ -28,7 +28,7 @@ class Mode(IntEnum):
     ANEW = 3  # registered after a gap: anything, an inventory follows
 
 
-class Verdict(IntEnum):
+class BatchVerdict(IntEnum):
     """What to do with a batch."""
 
     APPLY = 0
@@ -48,25 +48,25 @@ class SequenceState:
 
     boot_id: BootId
     last: int = 0
-    mode: Mode = Mode.REOPENED
+    mode: SequenceMode = SequenceMode.REOPENED
 
-    def judge(self, sequence: int) -> tuple[Verdict, SequenceState]:
+    def judge(self, sequence: int) -> tuple[BatchVerdict, SequenceState]:
         """What to do with a batch, and the state once that is done."""
-        if self.mode is Mode.LOST:
-            return Verdict.REFUSE, self
-        if self.mode is Mode.RUNNING and sequence <= self.last:
-            return Verdict.DUPLICATE, self
-        fits = sequence <= self.last + 1 or self.mode is Mode.ANEW
+        if self.mode is SequenceMode.LOST:
+            return BatchVerdict.REFUSE, self
+        if self.mode is SequenceMode.RUNNING and sequence <= self.last:
+            return BatchVerdict.DUPLICATE, self
+        fits = sequence <= self.last + 1 or self.mode is SequenceMode.ANEW
         if not fits:
-            return Verdict.REFUSE, replace(self, mode=Mode.LOST)
-        return Verdict.APPLY, replace(self, last=sequence, mode=Mode.RUNNING)
+            return BatchVerdict.REFUSE, replace(self, mode=SequenceMode.LOST)
+        return BatchVerdict.APPLY, replace(self, last=sequence, mode=SequenceMode.RUNNING)
 
     def registered(self, boot_id: BootId) -> SequenceState:
         """The state after the node has registered a boot."""
         if boot_id != self.boot_id:
             return SequenceState(boot_id)
-        lost = self.mode in {Mode.LOST, Mode.ANEW}
-        return replace(self, mode=Mode.ANEW if lost else Mode.REOPENED)
+        lost = self.mode in {SequenceMode.LOST, SequenceMode.ANEW}
+        return replace(self, mode=SequenceMode.ANEW if lost else SequenceMode.REOPENED)
 
     def encode(self) -> bytes:
         """As a note."""
@@ -78,4 +78,4 @@ class SequenceState:
         if note is None or len(note) != _FORMAT.size:
             return cls(boot_id)
         noted_boot, last, mode = _FORMAT.unpack(note)
-        return cls(boot_id, last, Mode(mode)) if noted_boot == boot_id else cls(boot_id)
+        return cls(boot_id, last, SequenceMode(mode)) if noted_boot == boot_id else cls(boot_id)

@@ -19,7 +19,7 @@ from kvstore.core import limits
 from kvstore.core.errors import Internal, InvalidArgument, KVStoreError
 from kvstore.core.types import KEY_BYTES, BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
-from kvstore.metadata.indexing.index_mutations import Applied, Batch, apply_batches
+from kvstore.metadata.indexing.index_mutations import PublishBatch, PublishOutcome, apply_batches
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
@@ -45,7 +45,7 @@ class PublishStream:
         self._reader: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
         # None is the end of the stream; an error comes after the batches before it
-        self._queue: asyncio.Queue[Batch | KVStoreError | None] = asyncio.Queue(_QUEUED_BATCHES)
+        self._queue: asyncio.Queue[PublishBatch | KVStoreError | None] = asyncio.Queue(_QUEUED_BATCHES)
 
     async def run(self, requests: AsyncIterator[PublishRequest]) -> AsyncIterator[int]:
         """Yields sequence numbers: every batch up to it is in the index.
@@ -79,12 +79,12 @@ class PublishStream:
             self._reader.cancel()
             self._end = asyncio.create_task(self._queue.put(None))
 
-    def _gather(self, first: Batch | KVStoreError | None) -> tuple[list[Batch], bool, KVStoreError | None]:
+    def _gather(self, first: PublishBatch | KVStoreError | None) -> tuple[list[PublishBatch], bool, KVStoreError | None]:
         """What may be applied now: the first item and what is in the queue behind it, up to a bound."""
-        group: list[Batch] = []
+        group: list[PublishBatch] = []
         keys = 0
         item = first
-        while isinstance(item, Batch):
+        while isinstance(item, PublishBatch):
             group.append(item)
             keys += item.key_count
             if keys >= _GROUP_KEYS or self._queue.empty():
@@ -92,7 +92,7 @@ class PublishStream:
             item = self._queue.get_nowait()
         return group, item is None, item
 
-    async def _apply(self, group: list[Batch]) -> Applied:
+    async def _apply(self, group: list[PublishBatch]) -> PublishOutcome:
         assert self._identity is not None
         applied = await self._thread.run(apply_batches, self._index, *self._identity, group)
         self._counters.add("metadata_publish_batches_total", len(group))
@@ -120,7 +120,7 @@ class PublishStream:
         else:
             await self._queue.put(None)
 
-    def _check(self, request: PublishRequest) -> Batch:
+    def _check(self, request: PublishRequest) -> PublishBatch:
         """One message, checked: shape first, then whether the boot may speak of the volume."""
         identity = NodeId(check_name(request.node_id, "node_id")), BootId(check_id(request.boot_id, "boot_id"))
         if self._identity is None:
@@ -133,10 +133,10 @@ class PublishStream:
         removed_count = len(request.removed) // KEY_BYTES
         if removed_count > limits.MAX_KEYS_PER_CALL:
             raise InvalidArgument("too many keys in one call", got=removed_count, limit=limits.MAX_KEYS_PER_CALL)
-        return Batch(
+        return PublishBatch(
             sequence=request.sequence,
             volume_id=volume_id,
-            life=self._nodes.life(*identity, volume_id),
+            volume_epoch=self._nodes.volume_epoch(*identity, volume_id),
             stored=runs_from_proto(request.stored, limits.MAX_KEYS_PER_CALL - removed_count),
             removed=keys_from_packed(request.removed, "removed"),
             sync_end=request.sync_end,

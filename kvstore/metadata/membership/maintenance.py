@@ -27,7 +27,7 @@ _SWEEP_ENTRIES: Final = 1_024
 _SWEEP_PAUSE_S: Final = 0.01
 
 
-class Upkeep:
+class Maintenance:
     """Two background tasks of one server process.
 
     Args:
@@ -90,7 +90,7 @@ class Upkeep:
                     await self._forget()
             except KVStoreError as error:
                 # a full disk, an index that does not answer: lookups go on with what is known, the next tick tries again
-                self._counters.add("metadata_upkeep_failures_total")
+                self._counters.add("metadata_maintenance_failures_total")
                 limited.warning("cannot exchange heartbeats with the index: %s", error)
             await asyncio.sleep(self._tick_s)
 
@@ -108,11 +108,11 @@ class Upkeep:
         while True:
             pause_s = self._tick_s
             try:
-                if self._index.stats().dead_lives:
+                if self._index.stats().dead_volume_epochs:
                     done = await self._thread.run(self._index.sweep, _SWEEP_ENTRIES)
                     self._counters.add("metadata_sweeps_total")
                     pause_s = self._tick_s if done else _SWEEP_PAUSE_S
             except KVStoreError as error:
-                self._counters.add("metadata_upkeep_failures_total")
+                self._counters.add("metadata_maintenance_failures_total")
                 limited.warning("cannot sweep the index: %s", error)
             await asyncio.sleep(pause_s)

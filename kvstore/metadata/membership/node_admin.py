@@ -1,7 +1,7 @@
-"""What operators order of nodes, and what nodes say when they end: drain, undrain, remove, unregister; and where blocks lie.
+"""Calls about whole nodes: drain, undrain, remove, unregister, and locate blocks.
 
-Orders are notes beside the registrations, so they survive restarts and all workers see them; what a node has made of its order
-comes with its heartbeats. Changes run in the thread that changes the index and read what they decide on from there.
+Drain orders are notes in the index, beside the registrations: they survive restarts, and all workers see them. A node reports its
+progress with its heartbeats. Changes run on the index thread and decide on what the index says, never on a cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unsupported
 from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import BootId, NamespaceId, NodeId
-from kvstore.index.contract import Life, PrefixIndex
+from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.indexing.index_mutations import forget_node
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
@@ -38,7 +38,7 @@ KEEP_REMOVED_S = 86_400.0
 """A boot that was removed while it lived is kept away so long at least; then its note goes with the next removal."""
 
 
-class NodeOrders:
+class NodeAdmin:
     """Handlers of the calls that concern whole nodes.
 
     Args:
@@ -61,7 +61,7 @@ class NodeOrders:
         self._clock = clock
 
     async def drain(self, request: pb.DrainNodeRequest) -> pb.NodeStatus:
-        """Orders a node to drain.
+        """OperatorSettings a node to drain.
 
         Raises:
             NotFound: no such node.
@@ -135,19 +135,19 @@ class NodeOrders:
         held = await self._reads.run(self._index.holders, namespace, keys)
         places = self._nodes.view().places
         answer = pb.LocateBlocksResponse()
-        known: dict[Life, int] = {}
-        for position, lives in enumerate(held):
-            for life in lives:
-                if life not in places:  # of a node that has just left
+        known: dict[VolumeEpoch, int] = {}
+        for position, volume_epochs in enumerate(held):
+            for volume_epoch in volume_epochs:
+                if volume_epoch not in places:  # of a node that has just left
                     continue
-                if life not in known:
-                    known[life] = len(answer.volumes)
-                    answer.volumes.append(self._volume(life))
-                answer.replicas.add(key=position, volume=known[life])
+                if volume_epoch not in known:
+                    known[volume_epoch] = len(answer.volumes)
+                    answer.volumes.append(self._volume(volume_epoch))
+                answer.replicas.add(key=position, volume=known[volume_epoch])
         return answer
 
-    def _volume(self, life: Life) -> pb.LocatedVolume:
-        place = self._nodes.last_view.places[life]
+    def _volume(self, volume_epoch: VolumeEpoch) -> pb.LocatedVolume:
+        place = self._nodes.last_view.places[volume_epoch]
         volume = self._nodes.last_view.nodes[place.node_id].volumes[place.volume]
         return pb.LocatedVolume(
             node_id=place.node_id,

@@ -1,8 +1,8 @@
 """What one server process knows of nodes: a cache of what the index keeps, and who is alive.
 
-The index is the shared memory of all workers. Registrations and lives are read again when its ``revision`` has moved, heartbeats
-by :meth:`NodeTable.exchange_beats`, which every worker calls a few times per time to live; so all workers agree within a tick on
-who is alive, wherever a node's heartbeats arrive. The monotonic clock is host-wide, which makes ages comparable.
+The index is the shared memory of all workers. Registrations and volume epochs are read again when its ``revision`` has moved,
+heartbeats by :meth:`NodeTable.exchange_beats`, which every worker calls a few times per time to live; so all workers agree
+within a tick on who is alive, wherever a node's heartbeats arrive. The monotonic clock is host-wide, which makes ages comparable.
 
 After a start, nodes known from before get a grace of one time to live: they could not call while there was no server.
 
@@ -31,15 +31,15 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import NotFound
 from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import BootId, NodeId, Tier, VolumeId
-from kvstore.index.contract import Life, PrefixIndex
+from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.membership.records import (
     BEAT_PREFIX,
     DRAIN_PREFIX,
     LEFT_PREFIX,
     NODE_PREFIX,
     REFUSED_PREFIX,
-    Beat,
-    Refusal,
+    CallRefusal,
+    Heartbeat,
     beat_note,
     refused_note,
 )
@@ -53,26 +53,26 @@ REFUSED_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a life is served: a node and the position of the volume among its volumes, or behind them among its mounts."""
+class VolumeLocation:
+    """A node that serves a volume epoch, and the position of the volume in its list of volumes and mounts."""
 
     node_id: NodeId
     volume: int
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """All registrations and open lives, at one revision of the index."""
+class MembershipView:
+    """All registrations and open volume epochs, at one revision of the index."""
 
     revision: int = -1
     nodes: Mapping[NodeId, NodeInfo] = field(default_factory=dict)
     encoded_nodes: Mapping[NodeId, bytes] = field(default_factory=dict)
     """Each as a ``LookupResponse`` that names it alone, to be appended to one."""
-    places: Mapping[Life, Place] = field(default_factory=dict)
-    lives: Mapping[tuple[VolumeId, BootId], Life] = field(default_factory=dict)
+    places: Mapping[VolumeEpoch, VolumeLocation] = field(default_factory=dict)
+    volume_epochs: Mapping[tuple[VolumeId, BootId], VolumeEpoch] = field(default_factory=dict)
     owners: Mapping[VolumeId, frozenset[NodeId]] = field(default_factory=dict)
-    mounted: Mapping[Life, tuple[Place, ...]] = field(default_factory=dict)
-    """Durable lives that other nodes can read without the owner: where those nodes name the volume, behind their own."""
+    mounted: Mapping[VolumeEpoch, tuple[VolumeLocation, ...]] = field(default_factory=dict)
+    """Durable volume epochs that other nodes can read without the owner, and the position of the volume at those nodes."""
     orders: Mapping[NodeId, DrainOrder] = field(default_factory=dict)
     """Of nodes that are to drain."""
     left: frozenset[NodeId] = frozenset()
@@ -80,7 +80,7 @@ class View:
 
 
 class NodeTable:
-    """Registrations, lives and liveness, as of now."""
+    """Registrations, volume epochs and liveness, as of now."""
 
     def __init__(self, index: PrefixIndex, clock: Clock, ttl_s: float, counters: Counters) -> None:
         self._index = index
@@ -88,21 +88,21 @@ class NodeTable:
         self._ttl_s = ttl_s
         self._counters = counters
         self._started_s = clock.now_s()
-        self._view = View()
-        self._beats: dict[NodeId, Beat] = {}
+        self._view = MembershipView()
+        self._beats: dict[NodeId, Heartbeat] = {}
         self._said: dict[NodeId, HeartbeatRequest] = {}
         """The last heartbeat here of any boot of a known node: one whose registration the index does not take is seen, too."""
-        self._refusals: dict[NodeId, Refusal] = {}
+        self._refusals: dict[NodeId, CallRefusal] = {}
         """Of known nodes alone, so that strangers cannot make it grow."""
         self._unshared_refusals: set[NodeId] = set()
         self._unshared: set[NodeId] = set()  # beats that arrived here and the other workers have not seen
         self._alive: frozenset[NodeId] = frozenset()
-        self._visible: frozenset[Life] = frozenset()
-        self._stand_ins: dict[Life, tuple[Place, ...]] = {}
+        self._visible: frozenset[VolumeEpoch] = frozenset()
+        self._stand_ins: dict[VolumeEpoch, tuple[VolumeLocation, ...]] = {}
         self._turn = 0
 
     # ---- reading ----
-    def view(self) -> View:
+    def view(self) -> MembershipView:
         """The present registrations; read again only when the index says that something changed."""
         if self._index.revision != self._view.revision:
             self._view = _read_view(self._index)
@@ -110,7 +110,7 @@ class NodeTable:
         return self._view
 
     @property
-    def last_view(self) -> View:
+    def last_view(self) -> MembershipView:
         """What :meth:`view` answered last; nothing is asked."""
         return self._view
 
@@ -120,15 +120,15 @@ class NodeTable:
         return self._view.revision
 
     @property
-    def visible(self) -> frozenset[Life]:
-        """Lives of living nodes, and those that a living node mounts, as of the last :meth:`view` or :meth:`exchange_beats`."""
+    def visible(self) -> frozenset[VolumeEpoch]:
+        """Volume epochs that a live node owns or mounts, as of the last :meth:`view` or :meth:`exchange_beats`."""
         return self._visible
 
-    def server_of(self, life: Life) -> Place:
-        """Who is to be asked for blocks of a visible life: its owner or, where it is silent, the nodes that mount it in turn."""
-        stand_ins = self._stand_ins.get(life)
+    def server_of(self, volume_epoch: VolumeEpoch) -> VolumeLocation:
+        """The node that serves a visible volume epoch: its owner or, if it is silent, each node that mounts it in turn."""
+        stand_ins = self._stand_ins.get(volume_epoch)
         if stand_ins is None:
-            return self._view.places[life]
+            return self._view.places[volume_epoch]
         self._turn += 1
         return stand_ins[self._turn % len(stand_ins)]
 
@@ -175,18 +175,18 @@ class NodeTable:
             raise NotFound("this boot of the node is not registered: register again", node_id=node_id)
         return record
 
-    def life(self, node_id: NodeId, boot_id: BootId, volume_id: VolumeId) -> Life:
-        """The open life of a registered boot's volume.
+    def volume_epoch(self, node_id: NodeId, boot_id: BootId, volume_id: VolumeId) -> VolumeEpoch:
+        """The open volume epoch of a registered boot's volume.
 
         Raises:
             NotFound: the boot is not registered, or not with this volume.
         """
         self.record(node_id, boot_id)
         view = self._view
-        life = view.lives.get((volume_id, boot_id))
-        if life is None or view.places[life].node_id != node_id:
+        volume_epoch = view.volume_epochs.get((volume_id, boot_id))
+        if volume_epoch is None or view.places[volume_epoch].node_id != node_id:
             raise NotFound("the node did not register this volume: register again", node_id=node_id, volume_id=volume_id)
-        return life
+        return volume_epoch
 
     def statuses(self) -> list[NodeStatus]:
         """All nodes, by id."""
@@ -241,7 +241,7 @@ class NodeTable:
         """Boots that have not called for so long, none of whose volumes a living node serves in its place."""
         oldest_s = self._clock.now_s() - forget_s
         view = self.view()
-        served = {view.places[life].node_id for life in self._stand_ins if life in view.places}
+        served = {view.places[volume_epoch].node_id for volume_epoch in self._stand_ins if volume_epoch in view.places}
         silent = []
         for node_id, record in view.nodes.items():
             beat = self._beat_of(node_id, BootId(record.boot_id))
@@ -275,7 +275,7 @@ class NodeTable:
         before = self._refusals.get(node_id)
         if before is None or self._clock.now_s() - before.at_s > REFUSED_S:  # also while it counts as alive: it soon does not
             logger.warning("refused a node: %s (node=%s, host=%s)", call.why, node_id, call.host)
-        self._refusals[node_id] = Refusal(self._clock.now_s(), call.why[:MAX_REASON])
+        self._refusals[node_id] = CallRefusal(self._clock.now_s(), call.why[:MAX_REASON])
         self._unshared_refusals.add(node_id)
 
     def beat(self, report: HeartbeatRequest, host: str = "") -> bool:
@@ -294,7 +294,7 @@ class NodeTable:
             self._said[node_id] = report
         if record is None or BootId(record.boot_id) != boot_id:
             return False
-        self._beats[node_id] = Beat(boot_id, self._clock.now_s(), report, host)
+        self._beats[node_id] = Heartbeat(boot_id, self._clock.now_s(), report, host)
         self._unshared.add(node_id)
         if node_id not in self._alive:
             self._judge()
@@ -313,11 +313,11 @@ class NodeTable:
         now_s = self._clock.now_s()
         for name, value in self._index.notes().items():
             if name.startswith(REFUSED_PREFIX):
-                self._take_refusal(NodeId(name.removeprefix(REFUSED_PREFIX)), Refusal.decode(value), now_s)
+                self._take_refusal(NodeId(name.removeprefix(REFUSED_PREFIX)), CallRefusal.decode(value), now_s)
             if not name.startswith(BEAT_PREFIX):
                 continue
             node_id = NodeId(name.removeprefix(BEAT_PREFIX))
-            beat = Beat.decode(value)
+            beat = Heartbeat.decode(value)
             known = self._beats.get(node_id)
             # a time ahead of now is from before the host was restarted, when its monotonic clock began anew
             if beat is not None and beat.at_s <= now_s and (known is None or beat.at_s > known.at_s):
@@ -328,13 +328,13 @@ class NodeTable:
         self._refusals = {node_id: one for node_id, one in self._refusals.items() if node_id in known_nodes}
         self._judge()
 
-    def _take_refusal(self, node_id: NodeId, refusal: Refusal | None, now_s: float) -> None:
+    def _take_refusal(self, node_id: NodeId, refusal: CallRefusal | None, now_s: float) -> None:
         """Takes over what another worker refused; a time ahead of now is from before the host was restarted."""
         known = self._refusals.get(node_id)
         if refusal is not None and refusal.at_s <= now_s and (known is None or refusal.at_s > known.at_s):
             self._refusals[node_id] = refusal
 
-    def _beat_of(self, node_id: NodeId, boot_id: BootId) -> Beat | None:
+    def _beat_of(self, node_id: NodeId, boot_id: BootId) -> Heartbeat | None:
         beat = self._beats.get(node_id)
         return beat if beat is not None and beat.boot_id == boot_id else None
 
@@ -357,17 +357,17 @@ class NodeTable:
             self._counters.add("metadata_nodes_appeared_total")
             logger.info("node %s is alive", node_id)
         self._alive = frozenset(alive)
-        served = frozenset(life for life, place in self._view.places.items() if place.node_id in alive)
+        served = frozenset(volume_epoch for volume_epoch, place in self._view.places.items() if place.node_id in alive)
         self._stand_ins = {
-            life: living
-            for life, places in self._view.mounted.items()
-            if life not in served and (living := tuple(place for place in places if place.node_id in alive))
+            volume_epoch: living
+            for volume_epoch, places in self._view.mounted.items()
+            if volume_epoch not in served and (living := tuple(place for place in places if place.node_id in alive))
         }
         self._visible = served | self._stand_ins.keys()
 
 
-def _read_view(index: PrefixIndex) -> View:
-    """Reads registrations and lives. The revision is read first: a change in between only means reading once more."""
+def _read_view(index: PrefixIndex) -> MembershipView:
+    """Reads registrations and volume epochs. The revision is read first: a change in between only means reading once more."""
     revision = index.revision
     nodes: dict[NodeId, NodeInfo] = {}
     orders: dict[NodeId, DrainOrder] = {}
@@ -389,22 +389,22 @@ def _read_view(index: PrefixIndex) -> View:
         for node_id, record in nodes.items()
         for position, volume in enumerate(record.volumes)
     }
-    places: dict[Life, Place] = {}
-    lives: dict[tuple[VolumeId, BootId], Life] = {}
+    places: dict[VolumeEpoch, VolumeLocation] = {}
+    volume_epochs: dict[tuple[VolumeId, BootId], VolumeEpoch] = {}
     owners: dict[VolumeId, set[NodeId]] = {}
-    mounts: dict[VolumeId, list[Place]] = {}
+    mounts: dict[VolumeId, list[VolumeLocation]] = {}
     for node_id, record in nodes.items():
         for number, mount in enumerate(record.mounts):
-            mounts.setdefault(VolumeId(mount), []).append(Place(node_id, len(record.volumes) + number))
-    mounted: dict[Life, tuple[Place, ...]] = {}
-    for life in index.lives():
-        position = positions.get((life.node_id, life.volume_id))
+            mounts.setdefault(VolumeId(mount), []).append(VolumeLocation(node_id, len(record.volumes) + number))
+    mounted: dict[VolumeEpoch, tuple[VolumeLocation, ...]] = {}
+    for volume_epoch in index.volume_epochs():
+        position = positions.get((volume_epoch.node_id, volume_epoch.volume_id))
         if position is not None:  # else: between the writes of a registration; its last write moves the revision again
-            places[life.life] = Place(life.node_id, position)
-            lives[life.volume_id, life.boot_id] = life.life
-            owners.setdefault(life.volume_id, set()).add(life.node_id)
-            if life.tier is Tier.NVME and life.volume_id in mounts:
-                mounted[life.life] = tuple(mounts[life.volume_id])
+            places[volume_epoch.volume_epoch] = VolumeLocation(volume_epoch.node_id, position)
+            volume_epochs[volume_epoch.volume_id, volume_epoch.boot_id] = volume_epoch.volume_epoch
+            owners.setdefault(volume_epoch.volume_id, set()).add(volume_epoch.node_id)
+            if volume_epoch.tier is Tier.NVME and volume_epoch.volume_id in mounts:
+                mounted[volume_epoch.volume_epoch] = tuple(mounts[volume_epoch.volume_id])
     encoded = {node_id: LookupResponse(nodes=[info]).SerializeToString() for node_id, info in nodes.items()}
     by_volume = {volume_id: frozenset(ids) for volume_id, ids in owners.items()}
-    return View(revision, nodes, encoded, places, lives, by_volume, mounted, orders, left)
+    return MembershipView(revision, nodes, encoded, places, volume_epochs, by_volume, mounted, orders, left)

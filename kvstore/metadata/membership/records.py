@@ -7,7 +7,7 @@ name                    value                                                   
 ``drain/<node id>``     DrainOrder, while the node is to drain                     yes
 ``left/<node id>``      the boot that ended in order                               yes
 ``removed/<node id>``   the living boot that was removed, and when                 no
-``synced/<volume id>``  the life whose inventory is known in full                  yes
+``synced/<volume id>``  the volume epoch whose inventory is known in full                  yes
 ``beat/<node id>``      boot, host-wide monotonic time, host and last heartbeat    no
 ``refused/<node id>``   host-wide monotonic time and reason of the last refusal    no
 ``sequence/<node id>``  how far the boot has published (``publish_sequence``)      no
@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.types import BootId, NodeId, VolumeId
-from kvstore.index.contract import Life
+from kvstore.index.contract import VolumeEpoch
 
 NODE_PREFIX: Final = "node/"
 SYNCED_PREFIX: Final = "synced/"
@@ -35,7 +35,7 @@ REFUSED_PREFIX: Final = "refused/"
 REMOVED_PREFIX: Final = "removed/"
 SEQUENCE_PREFIX: Final = "sequence/"
 
-_LIFE: Final = struct.Struct("<Q")
+_VOLUME_EPOCH: Final = struct.Struct("<Q")
 _BEAT: Final = struct.Struct("<16sdB")
 _REFUSED: Final = struct.Struct("<d")
 _MOST_HOST_BYTES: Final = 255
@@ -95,13 +95,13 @@ def sequence_note(node_id: NodeId) -> str:
     return SEQUENCE_PREFIX + node_id
 
 
-def encode_life(life: Life) -> bytes:
-    """A life as a note."""
-    return _LIFE.pack(life)
+def encode_volume_epoch(volume_epoch: VolumeEpoch) -> bytes:
+    """A volume epoch as a note."""
+    return _VOLUME_EPOCH.pack(volume_epoch)
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A node's last heartbeat.
 
     Args:
@@ -122,7 +122,7 @@ class Beat:
         return _BEAT.pack(self.boot_id, self.at_s, len(host)) + host + self.report.SerializeToString()
 
     @classmethod
-    def decode(cls, note: bytes) -> Beat | None:
+    def decode(cls, note: bytes) -> Heartbeat | None:
         """From a note; None where it is none."""
         try:
             boot_id, at_s, host_bytes = _BEAT.unpack_from(note)
@@ -133,7 +133,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class CallRefusal:
     """The last call in a node's name that was refused.
 
     Args:
@@ -149,7 +149,7 @@ class Refusal:
         return _REFUSED.pack(self.at_s) + self.why.encode()
 
     @classmethod
-    def decode(cls, note: bytes) -> Refusal | None:
+    def decode(cls, note: bytes) -> CallRefusal | None:
         """From a note; None where it is none."""
         try:
             (at_s,) = _REFUSED.unpack_from(note)

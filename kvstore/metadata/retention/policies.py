@@ -18,8 +18,8 @@ from kvstore.core.types import NamespaceId, Tier
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
-from kvstore.metadata.retention.quota_shares import Sharing, rule_to_proto
-from kvstore.metadata.retention.settings_store import Orders, OrdersFile, Quota, Rule
+from kvstore.metadata.retention.quota_shares import QuotaShares, rule_to_proto
+from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting, SettingsStore
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.codec import check_id
@@ -31,7 +31,7 @@ MAX_TTL_MS: Final = 10 * 366 * 86_400_000
 """Ten years."""
 
 
-class RetentionOrders:
+class RetentionPolicies:
     """Handlers of the calls about what may stay. On the event loop; changes are written in a thread.
 
     Args:
@@ -46,7 +46,7 @@ class RetentionOrders:
 
     def __init__(
         self,
-        file: OrdersFile,
+        file: SettingsStore,
         index: PrefixIndex,
         nodes: NodeTable,
         writes: IndexThread,
@@ -59,7 +59,7 @@ class RetentionOrders:
         self._nodes = nodes
         self._writes = writes
         self._counters = counters
-        self._sharing = Sharing(nodes, counters, clock, interval_s)
+        self._sharing = QuotaShares(nodes, counters, clock, interval_s)
 
     # ---- to nodes ----
     async def answer(self, asking: HeartbeatRequest) -> Retention | None:
@@ -67,7 +67,7 @@ class RetentionOrders:
         orders = self._orders()
         return None if orders is None else await self._sharing.answer(orders, asking)
 
-    def _orders(self) -> Orders | None:
+    def _orders(self) -> OperatorSettings | None:
         orders = self._file.now()
         if orders is None:
             self._counters.add("metadata_orders_unreadable_total")
@@ -80,7 +80,7 @@ class RetentionOrders:
 
     # ---- to operators ----
     def describe(self, request: pb.DescribeTenantsRequest) -> pb.DescribeTenantsResponse:
-        """Tenants with quota and usage.
+        """NamespaceOwners with quota and usage.
 
         Raises:
             Conflict: the orders cannot be read.
@@ -101,7 +101,7 @@ class RetentionOrders:
             tenants=[
                 pb.TenantDescription(
                     tenant=tenant,
-                    quota=quota_to_proto(quotas.get(tenant, Quota())),
+                    quota=quota_to_proto(quotas.get(tenant, QuotaSetting())),
                     dram_bytes=held[tenant, Tier.DRAM],
                     nvme_bytes=held[tenant, Tier.NVME],
                     nodes=on[tenant],
@@ -124,8 +124,8 @@ class RetentionOrders:
         tenant, quota = check_tenant(request.tenant), quota_from_proto(request.quota)
         expected = quota_from_proto(request.expected) if request.HasField("expected") else None
 
-        def changed(orders: Orders) -> Orders:
-            before = orders.quotas.get(tenant, Quota())
+        def changed(orders: OperatorSettings) -> OperatorSettings:
+            before = orders.quotas.get(tenant, QuotaSetting())
             if expected is not None and before != expected:
                 raise Conflict("the tenant has another quota", quota=shown(before), expected=shown(expected))
             if quota and not before and len(orders.quotas) >= limits.MAX_QUOTAS:
@@ -136,14 +136,16 @@ class RetentionOrders:
         if before != after:
             self._counters.add("metadata_orders_changed_total")
             logger.warning(
-                "the quota of tenant %r is %s; it was %s", tenant, shown(quota), shown(before.quotas.get(tenant, Quota()))
+                "the quota of tenant %r is %s; it was %s", tenant, shown(quota), shown(before.quotas.get(tenant, QuotaSetting()))
             )
-        return pb.SetTenantQuotaResponse(quota=quota_to_proto(quota), before=quota_to_proto(before.quotas.get(tenant, Quota())))
+        return pb.SetTenantQuotaResponse(
+            quota=quota_to_proto(quota), before=quota_to_proto(before.quotas.get(tenant, QuotaSetting()))
+        )
 
-    def rule(self, namespace: NamespaceId) -> Rule:
+    def rule(self, namespace: NamespaceId) -> RuleSetting:
         """What may stay of a namespace; as if nothing was ordered where the orders cannot be read."""
         orders = self._orders()
-        return Rule() if orders is None else orders.rules.get(namespace, Rule())
+        return RuleSetting() if orders is None else orders.rules.get(namespace, RuleSetting())
 
     def rules(self) -> list[NamespaceRule]:
         """All rules, by id of the namespace.
@@ -167,8 +169,8 @@ class RetentionOrders:
         expected = rule_from_proto(request.expected) if request.HasField("expected") else None
         registered = not rule or self._index.spec_of(namespace) is not None
 
-        def changed(orders: Orders) -> Orders:
-            before = orders.rules.get(namespace, Rule())
+        def changed(orders: OperatorSettings) -> OperatorSettings:
+            before = orders.rules.get(namespace, RuleSetting())
             if not registered and not before:
                 raise NotFound("no such namespace", namespace_id=namespace.hex())
             if expected is not None and before != expected:
@@ -178,13 +180,13 @@ class RetentionOrders:
             return orders.with_rule(namespace, rule)
 
         orders, after = await self._writes.run(self._file.change, changed)
-        before = orders.rules.get(namespace, Rule())
+        before = orders.rules.get(namespace, RuleSetting())
         if orders != after:
             self._counters.add("metadata_orders_changed_total")
             logger.warning("namespace %s: %s; it was %s", namespace.hex(), shown_rule(rule), shown_rule(before))
         return pb.SetNamespaceRuleResponse(rule=rule_to_proto(namespace, rule), before=rule_to_proto(namespace, before))
 
-    def _readable(self) -> Orders:
+    def _readable(self) -> OperatorSettings:
         orders = self._orders()
         if orders is None:
             raise Conflict("the file of orders cannot be read: mend or remove it", path=self._file.path, why=self._file.wrong)
@@ -214,13 +216,13 @@ def check_usages(report: HeartbeatRequest) -> None:
         check_tenant(usage.tenant)
 
 
-def quota_from_proto(message: pb.TenantQuota) -> Quota:
+def quota_from_proto(message: pb.TenantQuota) -> QuotaSetting:
     """A quota as it is kept.
 
     Raises:
         InvalidArgument: out of range.
     """
-    quota = Quota(
+    quota = QuotaSetting(
         message.dram_bytes if message.HasField("dram_bytes") else None,
         message.nvme_bytes if message.HasField("nvme_bytes") else None,
     )
@@ -229,18 +231,18 @@ def quota_from_proto(message: pb.TenantQuota) -> Quota:
     return quota
 
 
-def quota_to_proto(quota: Quota) -> pb.TenantQuota | None:
+def quota_to_proto(quota: QuotaSetting) -> pb.TenantQuota | None:
     """As it travels; None: none."""
     return pb.TenantQuota(dram_bytes=quota.dram, nvme_bytes=quota.nvme) if quota else None
 
 
-def shown(quota: Quota) -> str:
+def shown(quota: QuotaSetting) -> str:
     """In a word: for the log, and for whoever compares."""
     dram, nvme = ("any" if most is None else most for most in (quota.dram, quota.nvme))
     return f"dram={dram},nvme={nvme}"
 
 
-def rule_from_proto(message: NamespaceRule) -> Rule:
+def rule_from_proto(message: NamespaceRule) -> RuleSetting:
     """A rule as it is kept.
 
     Raises:
@@ -248,9 +250,9 @@ def rule_from_proto(message: NamespaceRule) -> Rule:
     """
     if message.ttl_ms > MAX_TTL_MS:
         raise InvalidArgument("a time to live is out of range", most_ms=MAX_TTL_MS)
-    return Rule(message.ttl_ms, message.pinned)
+    return RuleSetting(message.ttl_ms, message.pinned)
 
 
-def shown_rule(rule: Rule) -> str:
+def shown_rule(rule: RuleSetting) -> str:
     """In a word: for the log, and for whoever compares."""
     return f"ttl={rule.ttl_ms},pinned={'yes' if rule.pinned else 'no'}"

@@ -22,12 +22,12 @@ from kvstore.core.clock import Clock
 from kvstore.core.types import NamespaceId, NodeId, Tier
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.quotas import shares
-from kvstore.metadata.retention.settings_store import Orders, Rule
+from kvstore.metadata.retention.settings_store import OperatorSettings, RuleSetting
 from kvstore.observe.counters import Counters
 
 logger: Final = logging.getLogger(__name__)
 REST_TIMES: Final = 20
-"""Sharing out takes at most one n-th of the loop's time."""
+"""QuotaShares out takes at most one n-th of the loop's time."""
 SLICE_S: Final = 0.002
 """So long it goes on before other calls are let through."""
 
@@ -36,7 +36,7 @@ SLICE_S: Final = 0.002
 class _Shared:
     """Shares as they were made."""
 
-    orders: Orders
+    orders: OperatorSettings
     rules: bytes
     """As a ``Retention`` that says them alone."""
     reports: Mapping[NodeId, tuple[bytes, int]]
@@ -49,7 +49,7 @@ class _Shared:
     took_s: float
 
 
-class Sharing:
+class QuotaShares:
     """What nodes are told.
 
     Args:
@@ -67,7 +67,7 @@ class Sharing:
         self._shared: _Shared | None = None
         self._making: asyncio.Task[None] | None = None
 
-    async def answer(self, orders: Orders, asking: HeartbeatRequest) -> Retention | None:
+    async def answer(self, orders: OperatorSettings, asking: HeartbeatRequest) -> Retention | None:
         """What a node is told, which has just said what it holds; None: nothing, what it was told before holds.
 
         Never before it has said what it holds: with a share made without that it would let go of what it may keep.
@@ -82,7 +82,7 @@ class Sharing:
             await asyncio.shield(self._making)  # others may wait for it, too
         return self._told(asking)
 
-    def _stale(self, orders: Orders, asking: HeartbeatRequest) -> bool:
+    def _stale(self, orders: OperatorSettings, asking: HeartbeatRequest) -> bool:
         shared = self._shared
         if shared is None:
             return True
@@ -110,14 +110,14 @@ class Sharing:
             )
         return told
 
-    async def _make(self, orders: Orders) -> None:
+    async def _make(self, orders: OperatorSettings) -> None:
         try:
             self._shared = await self._share_out(orders)
         except Exception:  # process edge: heartbeats are to be answered, and what nodes were told before holds
-            self._counters.add("metadata_sharing_bugs_total")
+            self._counters.add("metadata_quota_share_failures_total")
             logger.exception("sharing out quotas failed, trying again")
 
-    async def _share_out(self, orders: Orders) -> _Shared:
+    async def _share_out(self, orders: OperatorSettings) -> _Shared:
         began_s = slice_s = self._clock.now_s()
         took_s = 0.0
         living = list(self._nodes.living())
@@ -161,7 +161,7 @@ class Sharing:
         return _Shared(orders, rules.SerializeToString(), reports, places, tenants, began_s, took_s)
 
 
-def rule_to_proto(namespace: NamespaceId, rule: Rule) -> NamespaceRule:
+def rule_to_proto(namespace: NamespaceId, rule: RuleSetting) -> NamespaceRule:
     """A namespace's rule as it travels."""
     return NamespaceRule(namespace_id=namespace, ttl_ms=rule.ttl_ms, pinned=rule.pinned)
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 from kvstore.core.errors import CapacityExceeded, Conflict, Unavailable
 from kvstore.core.limits import MAX_NAME_BYTES, MAX_QUOTAS, MAX_RULES
 from kvstore.core.types import NamespaceId
-from kvstore.process.atomic_file import write_whole
+from kvstore.process.atomic_file import write_atomically
 
 VERSION: Final = 1
 MAX_FILE_BYTES: Final = 4 << 20
@@ -34,7 +34,7 @@ _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
+class QuotaSetting:
     """What a tenant may hold in all nodes together, in bytes of payload; None: as much as there is."""
 
     dram: int | None = None
@@ -45,7 +45,7 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RuleSetting:
     """What may stay of a namespace."""
 
     ttl_ms: int = 0
@@ -57,20 +57,20 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class OperatorSettings:
     """All of them."""
 
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    quotas: Mapping[str, QuotaSetting] = field(default_factory=dict)
     """By tenant."""
-    rules: Mapping[NamespaceId, Rule] = field(default_factory=dict)
+    rules: Mapping[NamespaceId, RuleSetting] = field(default_factory=dict)
     """By namespace."""
 
-    def with_quota(self, tenant: str, quota: Quota) -> Orders:
+    def with_quota(self, tenant: str, quota: QuotaSetting) -> OperatorSettings:
         """The same with another quota of one tenant; one without any bound: none."""
         others = {name: known for name, known in self.quotas.items() if name != tenant}
         return replace(self, quotas={**others, tenant: quota} if quota else others)
 
-    def with_rule(self, namespace: NamespaceId, rule: Rule) -> Orders:
+    def with_rule(self, namespace: NamespaceId, rule: RuleSetting) -> OperatorSettings:
         """The same with another rule of one namespace; one that says nothing: none."""
         others = {one: known for one, known in self.rules.items() if one != namespace}
         return replace(self, rules={**others, namespace: rule} if rule else others)
@@ -82,7 +82,7 @@ class Orders:
         return json.dumps({"version": VERSION, "quotas": quotas, "namespaces": rules}, indent=1).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> Orders:
+    def decode(cls, raw: bytes) -> OperatorSettings:
         """From the file.
 
         Raises:
@@ -98,11 +98,11 @@ class Orders:
             raise ValueError("of another version, or no file of orders")
         return cls(
             {
-                _tenant(name): Quota(_number(said, "dram"), _number(said, "nvme"))
+                _tenant(name): QuotaSetting(_number(said, "dram"), _number(said, "nvme"))
                 for name, said in _part(found, "quotas", MAX_QUOTAS)
             },
             {
-                _namespace(name): Rule(_number(said, "ttl_ms") or 0, said.get("pinned") is True)
+                _namespace(name): RuleSetting(_number(said, "ttl_ms") or 0, said.get("pinned") is True)
                 for name, said in _part(found, "namespaces", MAX_RULES)
             },
         )
@@ -138,17 +138,17 @@ def _number(said: dict[str, Any], name: str) -> int | None:
     return value
 
 
-class OrdersFile:
+class SettingsStore:
     """The file. ``now`` on one thread, ``change`` on another; several processes may have it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen: tuple[int, int, int] | None = None
-        self._orders: Orders | None = Orders()
+        self._orders: OperatorSettings | None = OperatorSettings()
         self.wrong = ""
         """Why it cannot be read; empty: it can."""
 
-    def now(self) -> Orders | None:
+    def now(self) -> OperatorSettings | None:
         """The orders in force; None: they cannot be read (``wrong`` says why)."""
         try:
             found = self.path.stat()
@@ -156,15 +156,15 @@ class OrdersFile:
             if seen != self._seen:
                 with self.path.open("rb") as file:
                     raw = file.read(MAX_FILE_BYTES + 1)
-                self._orders, self.wrong = Orders.decode(raw), ""
+                self._orders, self.wrong = OperatorSettings.decode(raw), ""
                 self._seen = seen
         except FileNotFoundError:
-            self._orders, self.wrong, self._seen = Orders(), "", None
+            self._orders, self.wrong, self._seen = OperatorSettings(), "", None
         except (OSError, ValueError) as error:
             self._orders, self.wrong, self._seen = None, str(error), None
         return self._orders
 
-    def change(self, changed: Callable[[Orders], Orders]) -> tuple[Orders, Orders]:
+    def change(self, changed: Callable[[OperatorSettings], OperatorSettings]) -> tuple[OperatorSettings, OperatorSettings]:
         """Changes the orders: what they were, and what they are. Blocks for I/O.
 
         Args:
@@ -177,13 +177,13 @@ class OrdersFile:
         """
         try:
             with self._alone():
-                before = OrdersFile(self.path)
+                before = SettingsStore(self.path)
                 orders = before.now()
                 if orders is None:
                     raise Conflict("the file of orders cannot be read: mend or remove it", path=self.path, why=before.wrong)
                 after = changed(orders)
                 if after != orders:
-                    write_whole(self.path, after.encode())
+                    write_atomically(self.path, after.encode())
                 return orders, after
         except OSError as error:
             if error.errno in _NO_ROOM:

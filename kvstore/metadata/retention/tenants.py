@@ -10,11 +10,11 @@ from kvstore.core.errors import CapacityExceeded, NotFound, PermissionDenied
 from kvstore.core.spec import CacheSpec as Spec
 from kvstore.core.types import NamespaceId
 from kvstore.index.contract import PrefixIndex
-from kvstore.rpc.auth.interceptor import confine, tenant
+from kvstore.rpc.auth.interceptor import require_tenant, tenant
 from kvstore.rpc.codec import check_id, spec_to_proto
 
 
-class Tenants:
+class NamespaceOwners:
     """The namespaces of one index. ``register`` is for the thread that changes it, the rest for the server's loop."""
 
     def __init__(self, index: PrefixIndex) -> None:
@@ -37,7 +37,7 @@ class Tenants:
             if spec is None:
                 raise NotFound("nobody has registered this namespace", namespace=namespace_id.hex())
             owner = self._owners[namespace_id] = CacheSpec.FromString(spec).tenant
-        confine(owner)
+        require_tenant(owner)
 
     def register(self, spec: Spec) -> None:
         """Remembers a namespace in the index.

@@ -1,1 +1,1 @@
-"""Load plans and request scheduling over prefill and decode engines."""
+"""PendingWork plans and request scheduling over prefill and decode engines."""

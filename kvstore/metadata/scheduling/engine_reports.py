@@ -8,26 +8,26 @@ from typing import Final
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.scheduler import MAX_TOKENS, EngineReport
-from kvstore.metadata.scheduling.outbox import Mailbox
+from kvstore.metadata.scheduling.outbox import Outbox
 from kvstore.rpc.codec import check_id, check_name
 
 MAX_GROUP_ENGINES: Final = 4_096
 MAX_ENDED: Final = 65_536
 """Requests that one report may say to be computed or done."""
 
-_ROLES: Final = {pb.ENGINE_ROLE_PREFILL: Role.PREFILL, pb.ENGINE_ROLE_DECODE: Role.DECODE}
+_ROLES: Final = {pb.ENGINE_ROLE_PREFILL: EngineKind.PREFILL, pb.ENGINE_ROLE_DECODE: EngineKind.DECODE}
 
 
 @dataclass(slots=True)
-class Group:
+class ReportingGroup:
     """A group of engines whose leader reports.
 
     Attributes:
         name: of the group.
         role: of all its engines.
-        boot: this life of it.
+        boot: this volume epoch of it.
         membership: this stay of it here; a boot that was silent for long comes back under another.
         former: boots that this one replaced; they may not report any more.
         sequence: of the last report that counted.
@@ -38,7 +38,7 @@ class Group:
     """
 
     name: str
-    role: Role
+    role: EngineKind
     boot: bytes
     membership: bytes
     former: tuple[bytes, ...]
@@ -46,7 +46,7 @@ class Group:
     heard_s: float
     engines: dict[str, Engine] = field(default_factory=dict)
     refs: dict[str, pb.EngineRef] = field(default_factory=dict)
-    mail: Mailbox = field(default_factory=Mailbox)
+    mail: Outbox = field(default_factory=Outbox)
 
 
 def check_report(request: pb.ReportEnginesRequest) -> dict[str, Engine]:
@@ -71,7 +71,7 @@ def check_report(request: pb.ReportEnginesRequest) -> dict[str, Engine]:
         raise InvalidArgument("too many engines in a group", got=len(request.engines), limit=MAX_GROUP_ENGINES)
     if len(request.prefilled) + len(request.finished) > MAX_ENDED:
         raise InvalidArgument("too many requests in one report", limit=MAX_ENDED)
-    if request.finished and role is Role.PREFILL:
+    if request.finished and role is EngineKind.PREFILL:
         raise InvalidArgument("a prefill group says what is prefilled; a decode group says what is finished", group=group)
     engines = {}
     for state in request.engines:
@@ -83,7 +83,7 @@ def check_report(request: pb.ReportEnginesRequest) -> dict[str, Engine]:
     return engines
 
 
-def _check_state(state: pb.EngineState, role: Role) -> None:
+def _check_state(state: pb.EngineState, role: EngineKind) -> None:
     if state.address:
         check_name(state.address, "address")
     figures = (state.hbm_tokens, state.sequences, state.tokens, state.free_hbm_tokens, state.read_tokens)
@@ -91,11 +91,13 @@ def _check_state(state: pb.EngineState, role: Role) -> None:
         raise InvalidArgument("a figure of an engine is out of bounds", engine=state.engine, most=MAX_TOKENS)
     if state.HasField("tokens") != state.HasField("sequences"):
         raise InvalidArgument("sequences and tokens are reported together", engine=state.engine)
-    if role is Role.PREFILL and (state.hbm_tokens or state.HasField("free_hbm_tokens")):
+    if role is EngineKind.PREFILL and (state.hbm_tokens or state.HasField("free_hbm_tokens")):
         raise InvalidArgument("room for KV is asked of decode engines only", engine=state.engine)
 
 
-def figures_of(request: pb.ReportEnginesRequest, group: Group, pending_tokens: Callable[[str], int]) -> list[EngineReport]:
+def figures_of(
+    request: pb.ReportEnginesRequest, group: ReportingGroup, pending_tokens: Callable[[str], int]
+) -> list[EngineReport]:
     """What the scheduler is to know of a group's engines.
 
     Args:

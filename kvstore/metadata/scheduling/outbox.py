@@ -15,7 +15,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import InvalidArgument
 
 
-class Load(NamedTuple):
+class PendingWork(NamedTuple):
     """What requests cost an engine.
 
     Attributes:
@@ -29,29 +29,29 @@ class Load(NamedTuple):
     room: int = 0
 
 
-NOTHING = Load()
+NO_WORK = PendingWork()
 
 
 @dataclass(frozen=True, slots=True)
-class _Letter:
+class _Message:
     event: pb.SchedulerEvent
     engine: str
-    load: Load
+    load: PendingWork
 
 
-class Mailbox:
+class Outbox:
     """Events for one stay of one group."""
 
     def __init__(self) -> None:
-        self._letters: deque[_Letter] = deque()
+        self._letters: deque[_Message] = deque()
         self._written = 0
-        self._unread: dict[str, Load] = {}
+        self._unread: dict[str, PendingWork] = {}
 
     def __len__(self) -> int:
         """Events not acknowledged."""
         return len(self._letters)
 
-    def put(self, event: pb.SchedulerEvent, engine: str = "", load: Load = NOTHING) -> None:
+    def put(self, event: pb.SchedulerEvent, engine: str = "", load: PendingWork = NO_WORK) -> None:
         """One more event.
 
         Args:
@@ -61,7 +61,7 @@ class Mailbox:
         """
         self._written += 1
         event.number = self._written
-        self._letters.append(_Letter(event, engine, load))
+        self._letters.append(_Message(event, engine, load))
         self._count(engine, load, 1)
 
     def acknowledge(self, number: int) -> None:
@@ -80,15 +80,15 @@ class Mailbox:
         """The oldest events that are not acknowledged."""
         return [letter.event for letter in islice(self._letters, most)]
 
-    def unread(self, engine: str) -> Load:
+    def unread(self, engine: str) -> PendingWork:
         """Work of an engine that its group has not acknowledged."""
-        return self._unread.get(engine, NOTHING)
+        return self._unread.get(engine, NO_WORK)
 
-    def _count(self, engine: str, load: Load, sign: int) -> None:
-        if load is NOTHING:
+    def _count(self, engine: str, load: PendingWork, sign: int) -> None:
+        if load is NO_WORK:
             return
-        had = self._unread.get(engine, NOTHING)
-        now = Load(*(before + sign * change for before, change in zip(had, load, strict=True)))
+        had = self._unread.get(engine, NO_WORK)
+        now = PendingWork(*(before + sign * change for before, change in zip(had, load, strict=True)))
         if now.sequences:
             self._unread[engine] = now
         else:

@@ -1,4 +1,4 @@
-"""Load plans over gRPC: the one planner of the cluster, fed with who lives and with what clients report.
+"""PendingWork plans over gRPC: the one planner of the cluster, fed with who lives and with what clients report.
 
 The planner itself is pure (``kvstore.dualpath``); here requests are checked, nodes made known to it, and its answers put into
 messages. Runs on the event loop only. With several workers each plans for the clients that are connected to it, and sees the
@@ -19,7 +19,7 @@ from kvstore.core import limits
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NodeId
-from kvstore.dualpath.contract import LoadPlan, PathPolicy, ReadRequest, ReadSide
+from kvstore.dualpath.contract import LoadPlan, PlanPolicy, PlanRequest, ReadSide
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.metadata.membership.node_table import NodeTable
@@ -56,7 +56,7 @@ class _Known(NamedTuple):
     rates: LinkRates
 
 
-class Planning:
+class PlannerService:
     """The planner behind RPCs.
 
     Args:
@@ -70,7 +70,7 @@ class Planning:
         self._nodes = nodes
         self._counters = counters
         self._clock = clock
-        self._policies: dict[str, PathPolicy] = {}
+        self._policies: dict[str, PlanPolicy] = {}
         self._default = policy
         # clients report to whoever answers at this address: a server started anew, or another worker, must not know their plans
         self.planner = Planner(self._policy(policy), draw=lambda: secrets.randbelow(MOST_PLAN_ID) + 1)
@@ -78,7 +78,7 @@ class Planning:
         self._answers: OrderedDict[bytes, tuple[bytes, pb.LoadPlan]] = OrderedDict()
         """By operation: a digest of the request, but for its time left, and its plan."""
 
-    def _policy(self, name: str) -> PathPolicy:
+    def _policy(self, name: str) -> PlanPolicy:
         """One instance a policy: ``round_robin`` remembers whose turn it is."""
         if name not in self._policies:
             self._policies[name] = policy_named(name)
@@ -121,7 +121,7 @@ class Planning:
             check_name(request.decode_node, "decode_node")
         now_s = self._clock.now_s()
         self._follow_nodes(now_s)
-        read = ReadRequest(
+        read = PlanRequest(
             operation.hex(),
             request.blocks,
             request.block_bytes,
@@ -212,12 +212,12 @@ class Planning:
     def expire(self) -> None:
         """Forgets plans whose clients are silent, and nodes that are; what does not move counts no more. Called now and then."""
         now_s = self._clock.now_s()
-        doubted = self.planner.counters.doubted
+        stalled = self.planner.counters.stalled
         if over := self.planner.expire(now_s):
             self._counters.add("metadata_plans_expired_total", len(over))
-        if doubted := self.planner.counters.doubted - doubted:
-            self._counters.add("metadata_plans_doubted_total", doubted)
-            limited.warning("of loads that were planned nothing moves: their reads do not count in queues any more (%d)", doubted)
+        if stalled := self.planner.counters.stalled - stalled:
+            self._counters.add("metadata_plans_stalled_total", stalled)
+            limited.warning("of loads that were planned nothing moves: their reads do not count in queues any more (%d)", stalled)
         self._follow_nodes(now_s)
 
     # ---- nodes ----
@@ -228,16 +228,16 @@ class Planning:
             alive = self._nodes.is_alive(node_id) and not self._nodes.drains(node_id)
             if not alive and node_id in self._known:
                 del self._known[node_id]
-                self.planner.node_gone(node_id)
+                self.planner.remove_node(node_id)
                 continue
             measured, known = self._nodes.read_bytes_per_s(node_id), self._known.get(node_id)
             if alive and (known is None or known.boot_id != record.boot_id or known.measured != measured):
                 rates = link_rates(record, measured)
                 self._known[node_id] = _Known(record.boot_id, measured, rates)
-                self.planner.node_here(node_id, rates.storage, rates.compute)
+                self.planner.add_node(node_id, rates.storage, rates.compute)
         for node_id in self._known.keys() - records.keys():
             del self._known[node_id]
-            self.planner.node_gone(node_id)
+            self.planner.remove_node(node_id)
 
     def sources(self, node_id: str, now_s: float) -> tuple[BandwidthSource, BandwidthSource]:
         """Where the bandwidths come from that a node's storage and compute link are planned with."""

@@ -25,11 +25,11 @@ from kvstore.core import limits
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, ErrorKind, InvalidArgument, KVStoreError, NotFound
 from kvstore.core.status import make_error
-from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.scheduler import Ask, Fetched, GivenBack, Scheduler, SchedulerLimits
-from kvstore.metadata.scheduling.engine_reports import Group, check_report, figures_of, ref_of
-from kvstore.metadata.scheduling.outbox import NOTHING, Load
+from kvstore.metadata.scheduling.engine_reports import ReportingGroup, check_report, figures_of, ref_of
+from kvstore.metadata.scheduling.outbox import NO_WORK, PendingWork
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, check_name
 
@@ -85,12 +85,12 @@ class _Request:
         """Has it both engines?"""
         return self.prefill is not None and self.decode is not None
 
-    def load(self, engine: Engine) -> Load:
+    def load(self, engine: Engine) -> PendingWork:
         """What it costs an engine."""
-        return Load(1, self.ask.cost(engine), self.ask.hbm_bytes)
+        return PendingWork(1, self.ask.cost(engine), self.ask.hbm_bytes)
 
 
-class Scheduling:
+class SchedulerService:
     """The scheduler behind RPCs.
 
     Args:
@@ -120,7 +120,7 @@ class Scheduling:
         self._request_ttl_s = request_ttl_s
         self._counters = counters
         self._clock = clock
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, ReportingGroup] = {}
         self._home: dict[str, str] = {}  # engine -> group
         self._requests: dict[str, _Request] = {}  # in the order in which they came
         self._attempts: dict[int, _Request] = {}  # by generation
@@ -171,7 +171,7 @@ class Scheduling:
                 return pb.ReportEnginesResponse()
         return pb.ReportEnginesResponse(membership=group.membership, events=group.mail.first(EVENTS_AT_ONCE))
 
-    def _group(self, request: pb.ReportEnginesRequest, engines: dict[str, Engine]) -> Group | None:
+    def _group(self, request: pb.ReportEnginesRequest, engines: dict[str, Engine]) -> ReportingGroup | None:
         """The group that reports, made where it is new; None: one that is not known says good-bye."""
         group = self._groups.get(request.group)
         if group is not None and request.boot_id in group.former:
@@ -182,7 +182,7 @@ class Scheduling:
         more = len(engines) - (len(group.engines) if group is not None else 0)
         if len(self._home) + more > MAX_ENGINES or (group is None and len(self._groups) >= MAX_GROUPS):
             raise CapacityExceeded("too many engines", engines=len(self._home), groups=len(self._groups))
-        role = Role.PREFILL if request.role == pb.ENGINE_ROLE_PREFILL else Role.DECODE
+        role = EngineKind.PREFILL if request.role == pb.ENGINE_ROLE_PREFILL else EngineKind.DECODE
         if group is not None and group.boot == request.boot_id:
             if group.role is not role:
                 raise Conflict("a group keeps its role", group=group.name, role=group.role)
@@ -194,12 +194,12 @@ class Scheduling:
         if not engines:
             return None
         membership, now_s = secrets.token_bytes(16), self._clock.now_s()
-        group = self._groups[request.group] = Group(request.group, role, request.boot_id, membership, former, 0, now_s)
+        group = self._groups[request.group] = ReportingGroup(request.group, role, request.boot_id, membership, former, 0, now_s)
         self._counters.add("metadata_groups_joined_total")
         logger.info("engine group %s joined: %s, %d engines", group.name, role, len(engines))
         return group
 
-    def _take_members(self, group: Group, request: pb.ReportEnginesRequest, engines: dict[str, Engine]) -> None:
+    def _take_members(self, group: ReportingGroup, request: pb.ReportEnginesRequest, engines: dict[str, Engine]) -> None:
         """Engines that are new join, those that are no longer reported (or have moved) are gone. More or less room is no move."""
         for name, engine in engines.items():
             before = group.engines.get(name)
@@ -220,11 +220,11 @@ class Scheduling:
             if known is None or known.address != state.address:
                 group.refs[state.engine] = ref_of(state, group.name)
 
-    def _remove(self, group: Group, names: Sequence[str], staying: Container[str] = ()) -> int:
+    def _remove(self, group: ReportingGroup, names: Sequence[str], staying: Container[str] = ()) -> int:
         """Engines are gone; answers how many requests wait again for that. Of those that live on elsewhere the group is told."""
         requests = 0
         for name in names:
-            given_back = self._scheduler.engine_gone(name)
+            given_back = self._scheduler.remove_engine(name)
             engine = group.engines.pop(name)
             del group.refs[name], self._home[name]
             for back in given_back:
@@ -236,16 +236,16 @@ class Scheduling:
         self._counters.add("metadata_requests_given_back_total", requests)
         return requests
 
-    def _lose(self, group: Group, why: str) -> None:
+    def _lose(self, group: ReportingGroup, why: str) -> None:
         """A group is gone, with all its engines."""
         del self._groups[group.name]  # first: nothing more is told to it
         engines = list(group.engines)
         given_back = self._remove(group, engines)
-        self._scheduler.group_gone(group.name)
+        self._scheduler.remove_group(group.name)
         self._counters.add("metadata_groups_lost_total")
         logger.warning("engine group %s %s: %d engines gone, %d requests given back", group.name, why, len(engines), given_back)
 
-    def _fetch(self, group: Group, request: pb.ReportEnginesRequest) -> None:
+    def _fetch(self, group: ReportingGroup, request: pb.ReportEnginesRequest) -> None:
         now_s = self._clock.now_s()
         pending: dict[str, int] = {}
 
@@ -263,11 +263,11 @@ class Scheduling:
             self._scheduler.report(figures)
             self._counters.add("metadata_fetches_skipped_total")
 
-    def _assigned(self, group: Group, fetched: Fetched) -> None:
+    def _assigned(self, group: ReportingGroup, fetched: Fetched) -> None:
         for one in fetched.assigned:
             entry = self._requests[one.request_id]
             engine = group.engines[one.engine]
-            if group.role is Role.PREFILL:
+            if group.role is EngineKind.PREFILL:
                 entry.prefill, other = engine, entry.decode
             else:
                 entry.decode, other = engine, entry.prefill
@@ -281,7 +281,7 @@ class Scheduling:
             self._counters.add("metadata_requests_assigned_total", len(fetched.assigned))
             self._counters.add("metadata_requests_paired_total", len(fetched.pairs))
 
-    def _ended_by(self, group: Group, request: pb.ReportEnginesRequest) -> None:
+    def _ended_by(self, group: ReportingGroup, request: pb.ReportEnginesRequest) -> None:
         """What a group says of its requests; of those that are no longer (or never were) its own it is void."""
         void = 0
         for generation in request.prefilled:
@@ -306,12 +306,12 @@ class Scheduling:
         if void:
             self._counters.add("metadata_scheduler_void_reports_total", void)
 
-    def _own(self, group: Group, generation: int) -> _Request | None:
+    def _own(self, group: ReportingGroup, generation: int) -> _Request | None:
         """The request of a generation, if an engine of the group has it."""
         entry = self._attempts.get(generation)
         if entry is None:
             return None
-        engine = entry.prefill if group.role is Role.PREFILL else entry.decode
+        engine = entry.prefill if group.role is EngineKind.PREFILL else entry.decode
         return entry if engine is not None and engine.group == group.name else None
 
     # ---- requests ----
@@ -491,14 +491,14 @@ class Scheduling:
     def _given_back(self, back: GivenBack) -> None:
         """A request lost an engine: it waits again, as long as it was allowed to at first."""
         entry = self._requests[back.request_id]
-        if back.left is not None and back.left.role is Role.DECODE:
+        if back.left is not None and back.left.role is EngineKind.DECODE:
             entry.before.append(entry.generation)
         else:
             self._forget_attempts(entry)
         entry.generation, entry.turn = next(self._generations), back.generation
         self._attempts[entry.generation] = entry
-        entry.prefill = back.left if back.left is not None and back.left.role is Role.PREFILL else None
-        entry.decode = back.left if back.left is not None and back.left.role is Role.DECODE else None
+        entry.prefill = back.left if back.left is not None and back.left.role is EngineKind.PREFILL else None
+        entry.decode = back.left if back.left is not None and back.left.role is EngineKind.DECODE else None
         entry.prefilled = False
         self._wait_until(entry, self._clock.now_s() + min(entry.wanted.budget_ms / 1000, MAX_BUDGET_S))
         if back.left is not None:
@@ -545,7 +545,7 @@ class Scheduling:
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
 
-    def _tell(self, engine: Engine, entry: _Request, load: Load = NOTHING) -> None:
+    def _tell(self, engine: Engine, entry: _Request, load: PendingWork = NO_WORK) -> None:
         """An engine's group is told how a request stands."""
         group = self._groups.get(engine.group)
         if group is None:

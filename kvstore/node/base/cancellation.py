@@ -76,7 +76,7 @@ class Wanted:
                     self._wakes.remove(wake)
 
 
-async def apart(pool: Executor, work: Callable[[], Result]) -> Result:
+async def run_in_pool(pool: Executor, work: Callable[[], Result]) -> Result:
     """Work that may wait, in a pool: wanted for as long as the coroutine that calls this lives."""
     wanted = Wanted()
     try:

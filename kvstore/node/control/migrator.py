@@ -24,7 +24,7 @@ from kvstore.node.state.model import Block
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import run_to_proto, spec_to_proto
 
@@ -71,7 +71,7 @@ class Mover:
         clock: Clock,
         *,
         tls: TlsConfig | None,
-        token: Shown | None,
+        token: TokenSource | None,
         window_bytes: int,
         bytes_per_s: int,
         pause: Callable[[float], bool],

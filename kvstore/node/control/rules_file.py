@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from kvproto.v1.metadata_pb2 import NamespaceRule, Retention
 from kvstore.core.limits import MAX_RULES
-from kvstore.process.atomic_file import write_whole
+from kvstore.process.atomic_file import write_atomically
 
 NAME: Final = "rules"
 _HEADER: Final = struct.Struct("<8sQ")
@@ -35,7 +35,7 @@ def write_rules(path: Path, rules: Iterable[NamespaceRule]) -> None:
         OSError: they could not be written; those of before are there.
     """
     body = Retention(rules=rules).SerializeToString()
-    write_whole(path, _HEADER.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body)
+    write_atomically(path, _HEADER.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body)
 
 
 def read_rules(path: Path) -> list[NamespaceRule]:

@@ -36,7 +36,7 @@ from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.failure_tracker import Failing
+from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import WriteRequest
@@ -168,7 +168,7 @@ class LocalTarget:
             written = []
         else:
             if written:
-                node_volume.failing.worked(self._clock.now_s())
+                node_volume.failing.succeeded(self._clock.now_s())
         for block, slot in written:
             self._table.writeback_done(block, node_volume, slot)
         self._counters.add("write_behind_blocks_total", len(written))
@@ -223,7 +223,7 @@ class RemoteTarget:
     """A storage node: blocks are durable once it says so."""
 
     def __init__(
-        self, table: BlockTable, peers: Peers, find: FindNode, counters: Counters, clock: Clock, failing: Failing
+        self, table: BlockTable, peers: Peers, find: FindNode, counters: Counters, clock: Clock, failing: FailureTracker
     ) -> None:
         self._failing = failing
         self._table = table
@@ -245,7 +245,7 @@ class RemoteTarget:
                 self._failing.failed(self._clock.now_s(), error)
                 self._resting_until = self._clock.now_s() + REST_S
             else:
-                self._failing.worked(self._clock.now_s())
+                self._failing.succeeded(self._clock.now_s())
         self._counters.add("write_behind_blocks_total", len(durable))
         self._counters.add("write_behind_dropped_blocks_total", len(blocks) - len(durable))
         for block in blocks:

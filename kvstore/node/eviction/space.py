@@ -18,7 +18,7 @@ from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.slot_map import PlaceMap
-from kvstore.tiers.contract import EvictionPolicy, Slot, Vacancy, Volume
+from kvstore.tiers.contract import EvictionPolicy, ReclaimableSpan, Slot, Volume
 
 PLAN_LIMIT = 65_536
 """Blocks that one search for room may look at, on the volume and on the others."""
@@ -83,7 +83,7 @@ class SpaceReclaimer:
         plan: list[BlockKey] | None = None
         for count in counts:
             again, met = met, []
-            plan = self._volume.room_plan(shape, count, _slots(chain(again, coldest), slot_of, met), PLAN_LIMIT)
+            plan = self._volume.plan_eviction(shape, count, _slots(chain(again, coldest), slot_of, met), PLAN_LIMIT)
             if plan:
                 break
         prefix = [*(block for block in met if slot_of(block) is None), *map(self._blocks.__getitem__, plan)] if plan else []
@@ -97,11 +97,11 @@ class SpaceReclaimer:
         if not others or (prefix and spent <= counts[-1] * shape.block_bytes):
             return prefix
 
-        def affordable(place: Vacancy, used_bytes: int) -> bool:  # against what the prefix spends on as many slots
+        def affordable(place: ReclaimableSpan, used_bytes: int) -> bool:  # against what the prefix spends on as many slots
             return not prefix or used_bytes < spent * min(1.0, max(1, place.size // shape.block_bytes) / count)
 
         cold = [slot for block in others if (slot := slot_of(block)) is not None]
-        places = [each for each in self._volume.vacancies(shape, cold) if affordable(each, each.used_bytes)]
+        places = [each for each in self._volume.reclaimable_spans(shape, cold) if affordable(each, each.used_bytes)]
         known = {block.key for block in met}
         for rule in may_leave if prefix else may_leave[:1]:
             place, vacated = self._vacated(places, known, rule, size_of)
@@ -132,17 +132,17 @@ class SpaceReclaimer:
             slot = slot_of(block)
             return block.nbytes if slot is None else slot.size
 
-        return self._vacated(self._volume.vacancies(shape, []), set(), may_leave, size_of)[1] if pinned else []
+        return self._vacated(self._volume.reclaimable_spans(shape, []), set(), may_leave, size_of)[1] if pinned else []
 
     def _vacated(
         self,
-        places: Sequence[Vacancy],
+        places: Sequence[ReclaimableSpan],
         cold: set[BlockKey],
         may_leave: Callable[[BlockKey], bool | None],
         size_of: Callable[[Block], int],
-    ) -> tuple[Vacancy | None, list[Block]]:
+    ) -> tuple[ReclaimableSpan | None, list[Block]]:
         """The place that is emptied at the least cost, and what leaves for it; None where none can be."""
-        best: tuple[Vacancy | None, list[Block]] = None, []
+        best: tuple[ReclaimableSpan | None, list[Block]] = None, []
         least: float = inf
         cost = visits = 0
 
@@ -163,10 +163,10 @@ class SpaceReclaimer:
                 best, least = (place, found), cost
         return best
 
-    def _leaving(self, place: Vacancy, may_leave: Callable[[BlockKey], bool]) -> list[Block] | None:
+    def _leaving(self, place: ReclaimableSpan, may_leave: Callable[[BlockKey], bool]) -> list[Block] | None:
         """All that leaves with the blocks of a place, those included. None: something of it may not."""
         keys: list[BlockKey] = []
-        for slot in self._volume.held_in(place):
+        for slot in self._volume.slots_in(place):
             block = self.by_place.get(slot)
             if block is None:
                 return None  # the slot of somebody who reads or writes

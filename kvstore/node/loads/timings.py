@@ -14,7 +14,7 @@ from kvstore.observe import tracing
 from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.observe.metrics import event
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 limited = LimitedLog(logging.getLogger(__name__), interval_s=1.0)
@@ -24,15 +24,13 @@ _MIN_SHARE: Final = 0.5
 _MISSING: Final = "blocks that were not loaded"
 _REACHES: Final = ("none", "dram", "nvme", "peer")
 """Nearest first."""
-_SECONDS: Final = {reach: event("node_load_seconds", reach=reach) for reach in _REACHES}
-_BYTES: Final = {reach: event("node_loaded_bytes_total", reach=reach) for reach in _REACHES[1:]}
+_SECONDS: Final = {reach: node_metrics.LOAD_SECONDS[reach] for reach in _REACHES}
+_BYTES: Final = {reach: node_metrics.LOADED_BYTES[reach] for reach in _REACHES[1:]}
 _MISSED: Final[dict[Outcome, str]] = {
-    outcome: event("node_load_missed_blocks_total", reason=outcome.name.lower())
-    for outcome in Outcome
-    if outcome is not Outcome.HIT
+    outcome: node_metrics.LOAD_MISSED_BLOCKS[outcome.name.lower()] for outcome in Outcome if outcome is not Outcome.HIT
 }
-_ABANDONED: Final = event("node_load_missed_blocks_total", reason="abandoned")
-_DRAINING: Final = event("node_load_missed_blocks_total", reason="draining")
+_ABANDONED: Final = node_metrics.LOAD_MISSED_BLOCKS["abandoned"]
+_DRAINING: Final = node_metrics.LOAD_MISSED_BLOCKS["draining"]
 
 
 class LoadTimings:

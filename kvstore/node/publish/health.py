@@ -10,7 +10,7 @@ from kvstore.core.types import VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
-from kvstore.observe.failure_tracker import Failing
+from kvstore.observe.failure_tracker import FailureTracker
 
 QUARANTINE_TOLD_S: Final = 600.0
 """How long a replica that proved bad is told of."""
@@ -29,12 +29,12 @@ class Troubles:
         sent_away: how writing behind to another node fares.
     """
 
-    def __init__(self, table: BlockTable, replica_log: ReplicaChangeLog | None, clock: Clock, sent_away: Failing) -> None:
+    def __init__(self, table: BlockTable, replica_log: ReplicaChangeLog | None, clock: Clock, sent_away: FailureTracker) -> None:
         self._table = table
         self._log = replica_log
         self._clock = clock
         self._sent_away = sent_away
-        self._publishing = Failing()
+        self._publishing = FailureTracker()
         self._acknowledged_s = clock.now_s()
         self._seen: dict[VolumeId, tuple[int, int, float]] = {}
         """Of each volume: replicas that had proved bad before the last lot, all of them, and when the last one was seen."""
@@ -47,12 +47,12 @@ class Troubles:
     def acknowledged(self) -> None:
         """The index has taken something in."""
         self._acknowledged_s = self._clock.now_s()
-        self._publishing.worked(self._acknowledged_s)
+        self._publishing.succeeded(self._acknowledged_s)
 
     def caught_up(self) -> None:
         """It has taken everything in."""
         self._acknowledged_s = self._clock.now_s()
-        self._publishing.over()
+        self._publishing.clear()
 
     def publish_failing_s(self) -> float:
         """For how long publishing has failed, or what waits has not been acknowledged; 0: all is well."""
@@ -68,7 +68,7 @@ class Troubles:
         """Why a durable volume takes no blocks now, or failed to a moment ago; empty: it takes them."""
         if node_volume.volume.read_only is not None:
             return node_volume.volume.read_only[:MAX_REASON]
-        failing = node_volume.failing.why(self._clock.now_s())
+        failing = node_volume.failing.reason(self._clock.now_s())
         return (_FAILED + failing)[:MAX_REASON] if failing else ""
 
     # ---- all of it
@@ -77,11 +77,11 @@ class Troubles:
         now_s = self._clock.now_s()
         found = []
         if failing_s := self.publish_failing_s():
-            why = self._publishing.why(now_s) or "nothing is acknowledged"
+            why = self._publishing.reason(now_s) or "nothing is acknowledged"
             found.append(
                 f"the index does not take what changes here since {failing_s:.0f} s ({self._waiting()} changes wait): {why}"
             )
-        if why := self._sent_away.why(now_s):
+        if why := self._sent_away.reason(now_s):
             found.append(f"the storage node does not take its blocks: {why}")
         for node_volume in self._table.node_volumes:
             if silent := node_volume.guard.why():

@@ -32,10 +32,10 @@ from kvstore.node.state.change_log import ReplicaChangeLog, Taken, in_chains, ru
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.failure_tracker import Failing
+from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.diagnosis import Diagnoser, Target
@@ -69,7 +69,7 @@ class Publisher:
         counters: Counters,
         *,
         tls: TlsConfig | None,
-        token: Shown | None = None,
+        token: TokenSource | None = None,
         anti_entropy_interval_s: float,
         troubles: Troubles | None = None,
         drainer: Drainer | None = None,
@@ -79,7 +79,7 @@ class Publisher:
     ) -> None:
         self._read_rate = read_rate
         self._node = node
-        self._troubles = troubles or Troubles(table, replica_log, MonotonicClock(), Failing())
+        self._troubles = troubles or Troubles(table, replica_log, MonotonicClock(), FailureTracker())
         self._drainer = drainer
         self._retainer = retainer
         self._beyond_quota = 0

@@ -14,7 +14,7 @@ from kvproto.v1 import admin_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
-from kvstore.node.base.cancellation import apart
+from kvstore.node.base.cancellation import run_in_pool
 from kvstore.node.control.retention import Retainer
 from kvstore.node.durability.scrub import Check, CheckState, VolumeChecks
 from kvstore.node.eviction.on_demand import Evicted, evict_down_to, evict_namespace, invalidate
@@ -28,7 +28,8 @@ from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.metrics import EVENTS, PREFIX
+from kvstore.observe.metric_definitions import EVENTS
+from kvstore.observe.metrics import PREFIX
 from kvstore.observe.slow_loads import SHOWN, RecentLoads
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.codec import check_id, tier_to_proto
@@ -89,7 +90,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         self._parts.checks.close()
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
-        return await apart(self._pool, work)
+        return await run_in_pool(self._pool, work)
 
     # ---------------------------------------------------------------- looking
     async def DescribeNode(self, request: pb.DescribeNodeRequest, context: Context) -> pb.DescribeNodeResponse:  # noqa: N802, ARG002

@@ -19,7 +19,7 @@ from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_REASON, MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
 from kvstore.node.base.admission_gate import Gate
-from kvstore.node.base.cancellation import Wanted, apart
+from kvstore.node.base.cancellation import Wanted, run_in_pool
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.pull import Puller
 from kvstore.node.eviction.on_demand import evict_all_nvme
@@ -36,7 +36,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth.interceptor import confine, tenant
+from kvstore.rpc.auth.interceptor import require_tenant, tenant
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, run_from_proto, runs_from_proto, spec_from_proto
 from kvstore.transport.tickets import TicketAuthority
 
@@ -130,7 +130,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
         """Work for operators and nodes that may take its time, in the pool: for as long as its call lives."""
-        return await apart(self._pool, work)
+        return await run_in_pool(self._pool, work)
 
     async def _waiting(self, work: Callable[[], Result]) -> Result:
         """What an engine waits for, in a thread of its own: it is in no other's way, however long it waits.
@@ -140,7 +140,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         """
         leave = self._wait_threads.acquire()
         try:
-            return await apart(self._wait_threads.pool, work)
+            return await run_in_pool(self._wait_threads.pool, work)
         finally:
             leave()
 
@@ -152,7 +152,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._sessions.get(SessionId(check_id(session_id, "session_id")))
         spec = session.namespace.spec
         assert spec is not None, "sessions are opened with a spec"
-        confine(spec.tenant)
+        require_tenant(spec.tenant)
         return session
 
     # ---------------------------------------------------------------- who
@@ -165,7 +165,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         context: Context,  # noqa: ARG002
     ) -> node_pb2.IssueTicketResponse:
         spec = spec_from_proto(request.spec)
-        confine(spec.tenant)
+        require_tenant(spec.tenant)
         namespace = self._namespaces.of_spec(spec)
         ticket = self._authority.issue(namespace.namespace_id, TICKET_VALID_S)
         return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
@@ -178,7 +178,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if len(request.client_name.encode()) > MAX_NAME_BYTES:
             raise InvalidArgument("client_name is too long", limit=MAX_NAME_BYTES)
         spec = spec_from_proto(request.spec)
-        confine(spec.tenant)
+        require_tenant(spec.tenant)
         namespace = self._namespaces.of_spec(spec)
         over_tcp = not context.peer().startswith("unix:")
         session = self._sessions.open(namespace, request.client_name, remote=request.remote, over_tcp=over_tcp)

@@ -24,7 +24,7 @@ from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth.tenant_limits import Shares
+from kvstore.rpc.auth.tenant_limits import TenantLimit
 
 MAX_STORES_PER_SESSION = 256
 MAX_LEASES_PER_SESSION = 4096
@@ -91,7 +91,7 @@ class Sessions:
         self._prepare_ttl_s = prepare_ttl_s
         self._lock = threading.Lock()
         self._sessions: dict[SessionId, Session] = {}
-        self._over_tcp = Shares("sessions over TCP", MAX_SESSIONS // 2, counters.add)
+        self._over_tcp = TenantLimit("sessions over TCP", MAX_SESSIONS // 2, counters.add)
         self._next_lease = 1
 
     # ---------------------------------------------------------------- life
@@ -109,7 +109,7 @@ class Sessions:
             if over_tcp and sum(one.over_tcp for one in self._sessions.values()) >= MAX_SESSIONS // 2:
                 raise CapacityExceeded("too many sessions over TCP on this node", limit=MAX_SESSIONS // 2)
             if over_tcp:
-                session.give_back = self._over_tcp.take()
+                session.give_back = self._over_tcp.acquire()
             self._sessions[session.session_id] = session
         return session
 

@@ -16,7 +16,7 @@ from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.errors import PermissionDenied
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import call, connect
 
 _RPC_TIMEOUT_S: Final = 2.0
@@ -35,7 +35,7 @@ class TrustedNodes:
     """
 
     def __init__(
-        self, metadata: str | None, tls: TlsConfig | None, token: Shown, now_s: Callable[[], float] = time.monotonic
+        self, metadata: str | None, tls: TlsConfig | None, token: TokenSource, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._metadata = metadata
         self._tls = tls

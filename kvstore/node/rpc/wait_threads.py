@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.core.errors import CapacityExceeded
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth.tenant_limits import Shares
+from kvstore.rpc.auth.tenant_limits import TenantLimit
 
 
 class WaitThreads:
@@ -29,7 +29,7 @@ class WaitThreads:
         self.pool = ThreadPoolExecutor(count, thread_name_prefix=f"kvstore-{name}")
         self._count = count
         self._name = name
-        self._shares = Shares(name, count, counters.add)
+        self._shares = TenantLimit(name, count, counters.add)
         self._in_use = 0
 
     @property
@@ -48,7 +48,7 @@ class WaitThreads:
         """
         if self._in_use >= self._count:
             raise CapacityExceeded("too many calls wait on this node; try again later", calls=self._name, limit=self._count)
-        leave_share = self._shares.take()
+        leave_share = self._shares.acquire()
         self._in_use += 1
 
         def release() -> None:

@@ -12,7 +12,7 @@ from kvstore.node.base.volume_guard import READERS, STALL_S, VolumeGuard, Volume
 from kvstore.node.state.block_states import VOLUME_SHIFT, DramState, VolumeReplica
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
-from kvstore.observe.failure_tracker import Failing
+from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 from kvstore.tiers.nvme.slot_header import seal_of
@@ -191,7 +191,7 @@ class NodeVolume:
     """Replicas that proved bad: their slots are out of use until the next start."""
     resting_until_s: float = 0.0
     """It failed, and is left alone until then."""
-    failing: Failing = field(default_factory=Failing)
+    failing: FailureTracker = field(default_factory=FailureTracker)
     """How writing to it fares."""
     aside: dict[BlockKey, Block] = field(default_factory=dict)
     """Its blocks that are out of the order of eviction while it takes no changes (``kvstore.node.eviction.volumes``)."""

@@ -1,4 +1,4 @@
-"""Sends a caller's token, and a node's id, with every call of a channel. A channel without both has no interceptor."""
+"""Client side of authentication: send a token, and the calling node's id, with every call of a channel."""
 
 from __future__ import annotations
 
@@ -9,65 +9,65 @@ import grpc
 import grpc.aio
 
 from kvstore.rpc.auth.interceptor import AUTHORIZATION, NODE_ID
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 
-# interceptors hand through whatever a stub gives, whose types are the stub's
+# arguments and results of a stub's methods, passed through
 Given = Any
 
 
 class _Call:
-    """A method of a stub, each call of which carries a channel's metadata."""
+    """A method of a stub that adds a channel's metadata to each call."""
 
-    def __init__(self, method: Given, carried: Callable[[Given], Given]) -> None:
+    def __init__(self, method: Given, metadata_of: Callable[[Given], Given]) -> None:
         self._method = method
-        self._carried = carried
+        self._with_metadata = metadata_of
 
     def __call__(self, request: Given, timeout: float | None = None, metadata: Given = None, **more: Given) -> Given:
-        return self._method(request, timeout=timeout, metadata=self._carried(metadata), **more)
+        return self._method(request, timeout=timeout, metadata=self._with_metadata(metadata), **more)
 
     def with_call(self, request: Given, timeout: float | None = None, metadata: Given = None, **more: Given) -> Given:
-        """As gRPC's."""
-        return self._method.with_call(request, timeout=timeout, metadata=self._carried(metadata), **more)
+        """As the method of the same name in gRPC."""
+        return self._method.with_call(request, timeout=timeout, metadata=self._with_metadata(metadata), **more)
 
     def future(self, request: Given, timeout: float | None = None, metadata: Given = None, **more: Given) -> Given:
-        """As gRPC's."""
-        return self._method.future(request, timeout=timeout, metadata=self._carried(metadata), **more)
+        """As the method of the same name in gRPC."""
+        return self._method.future(request, timeout=timeout, metadata=self._with_metadata(metadata), **more)
 
 
-class ShowingChannel(grpc.Channel):
-    """A synchronous channel that sends a token, and a node's id, with every call.
+class TokenChannel(grpc.Channel):
+    """Synchronous channel that sends a token, and a node's id, with every call.
 
-    gRPC's own interceptors make a method anew for each call, and that ends the process (a segmentation fault) if another thread
-    has closed the channel meanwhile. Here methods are made when a stub is, and a call on a closed channel raises ``ValueError``.
+    gRPC's client interceptors create the method for each call. If another thread has closed the channel, that is a segmentation
+    fault. Here methods are created with the stub, and a call on a closed channel raises ``ValueError``.
 
     Args:
         channel: the channel; closed with this one.
-        token: sent with every call; None: none.
-        node_id: of the node that calls; None: no node calls. It proves nothing and only explains refusals.
+        token: sent with every call; None: no token.
+        node_id: id of the calling node; None: the caller is not a node. It is not authenticated and only explains refused calls.
     """
 
-    def __init__(self, channel: grpc.Channel, token: Shown | None, node_id: str | None = None) -> None:
+    def __init__(self, channel: grpc.Channel, token: TokenSource | None, node_id: str | None = None) -> None:
         self._channel = channel
         self._token = token
         self._fixed = [] if node_id is None else [(NODE_ID, node_id)]
 
-    def _carried(self, metadata: Given) -> list[tuple[str, str]]:
-        carried = [*(metadata or ()), *self._fixed]
+    def _with_metadata(self, metadata: Given) -> list[tuple[str, str]]:
+        metadata_of = [*(metadata or ()), *self._fixed]
         if self._token is not None:
-            carried.append((AUTHORIZATION, f"Bearer {self._token.get()}"))
-        return carried
+            metadata_of.append((AUTHORIZATION, f"Bearer {self._token.get()}"))
+        return metadata_of
 
     def unary_unary(self, *method: Given, **more: Given) -> Given:
-        return _Call(self._channel.unary_unary(*method, **more), self._carried)
+        return _Call(self._channel.unary_unary(*method, **more), self._with_metadata)
 
     def unary_stream(self, *method: Given, **more: Given) -> Given:
-        return _Call(self._channel.unary_stream(*method, **more), self._carried)
+        return _Call(self._channel.unary_stream(*method, **more), self._with_metadata)
 
     def stream_unary(self, *method: Given, **more: Given) -> Given:
-        return _Call(self._channel.stream_unary(*method, **more), self._carried)
+        return _Call(self._channel.stream_unary(*method, **more), self._with_metadata)
 
     def stream_stream(self, *method: Given, **more: Given) -> Given:
-        return _Call(self._channel.stream_stream(*method, **more), self._carried)
+        return _Call(self._channel.stream_stream(*method, **more), self._with_metadata)
 
     def subscribe(self, callback: Given, try_to_connect: bool = False) -> None:  # gRPC's
         self._channel.subscribe(callback, try_to_connect)
@@ -86,7 +86,7 @@ class ShowingChannel(grpc.Channel):
 
 
 class _Aio:
-    def __init__(self, token: Shown) -> None:
+    def __init__(self, token: TokenSource) -> None:
         self._token = token
 
     async def _call(self, continuation: Callable[..., Given], details: Given, request: Given) -> Given:
@@ -116,6 +116,6 @@ class _StreamStream(_Aio, grpc.aio.StreamStreamClientInterceptor):  # type: igno
     intercept_stream_stream = _Aio._call  # type: ignore[assignment]
 
 
-def shows_token(token: Shown) -> list[grpc.aio.ClientInterceptor]:
-    """The same for channels of an event loop, which take one interceptor a kind of call."""
+def token_interceptors(token: TokenSource) -> list[grpc.aio.ClientInterceptor]:
+    """Interceptors that send the token, one per arity, for ``grpc.aio`` channels."""
     return [_UnaryUnary(token), _UnaryStream(token), _StreamUnary(token), _StreamStream(token)]  # type: ignore[list-item]

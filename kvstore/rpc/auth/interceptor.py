@@ -1,10 +1,10 @@
-"""Who may call what over gRPC, where a server has a file of tokens; without one nothing of this is in the way.
+"""Authorization of gRPC calls by bearer tokens. A server without a token file has no interceptor and allows every call.
 
-One mapping says what each method takes (``NEEDS``), another what each role has (``MAY``); a method that is in no mapping is
-refused to everybody. A token comes as ``authorization: Bearer TOKEN`` in a call's metadata, over unix sockets too.
+``REQUIRED`` maps methods to permissions, ``GRANTED`` maps roles to permissions. A method without an entry is denied to every
+role. A call has its token in the metadata key ``authorization: Bearer TOKEN``, also over unix sockets.
 
-``tenant NAME`` is confined: its calls reach only namespaces whose spec names that tenant. What a method speaks of is known to its
-handler alone, so handlers ask (``confine``, ``tenant``). Everybody else who may call them reaches all namespaces.
+The role ``tenant`` is confined: its calls reach only namespaces whose spec names that tenant. Only a method's handler knows the
+namespace, so handlers call ``require_tenant``. Other roles reach all namespaces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import grpc.aio
 from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.rpc.auth.tokens import Caller, Role, Tokens, Watched
+from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.rpc.auth.tokens import AccessRole, Principal, TokenTable, WatchedFile
 from kvstore.rpc.errors import abort_arguments
 from kvstore.rpc.tls_connections import TlsConnections
 
@@ -33,147 +34,147 @@ _limited = LimitedLog(logger)
 
 AUTHORIZATION: Final = "authorization"
 NODE_ID: Final = "kv-node-id"
-"""Metadata key by which a node says who it is with its calls. Anybody can send it: it only explains refusals."""
+"""Metadata key with the id of the calling node. It is not authenticated and only explains refused calls."""
 _SCHEME: Final = "bearer "
 
 
-class Need(Enum):
-    """What a method takes."""
+class Permission(Enum):
+    """Permission that a method requires."""
 
     NOTHING = auto()
-    """Probes."""
+    """No permission: health probes."""
     LOOK = auto()
-    """Sees what the store is and does, of all namespaces."""
+    """Read the state of the store, of all namespaces."""
     CHANGE = auto()
-    """Changes what others rely on."""
+    """Change state that other users rely on."""
     DATA = auto()
-    """What an engine does in its namespaces."""
+    """Read and write blocks, as engines do."""
     SCHEDULE = auto()
-    """Speaks for engines, or places requests."""
+    """Report engines and schedule requests."""
     SERVE = auto()
-    """What nodes tell the metadata server, and ask of one another."""
+    """Publish, and talk to other nodes, as nodes do."""
 
 
-MAY: Final = {
-    Role.READ: frozenset({Need.LOOK}),
-    Role.OPERATOR: frozenset(Need),
-    Role.NODE: frozenset({Need.SERVE, Need.DATA, Need.LOOK}),
-    Role.ENGINE: frozenset({Need.DATA, Need.SCHEDULE}),
-    Role.TENANT: frozenset({Need.DATA}),
+GRANTED: Final = {
+    AccessRole.READ: frozenset({Permission.LOOK}),
+    AccessRole.OPERATOR: frozenset(Permission),
+    AccessRole.NODE: frozenset({Permission.SERVE, Permission.DATA, Permission.LOOK}),
+    AccessRole.ENGINE: frozenset({Permission.DATA, Permission.SCHEDULE}),
+    AccessRole.TENANT: frozenset({Permission.DATA}),
 }
 _METADATA: Final = {
-    "RegisterNode": Need.SERVE,
-    "Heartbeat": Need.SERVE,
-    "UnregisterNode": Need.SERVE,
-    "Publish": Need.SERVE,
-    "CompareDigests": Need.SERVE,
-    "RepairRange": Need.SERVE,
-    "LocateBlocks": Need.SERVE,
-    "RegisterNamespace": Need.DATA,
-    "ListNamespaces": Need.DATA,
-    "ListNodes": Need.DATA,
-    "Lookup": Need.DATA,
-    "PlanLoad": Need.DATA,
-    "ReportLoads": Need.DATA,
-    "ReplanLoad": Need.DATA,
-    "WatchBlocks": Need.DATA,
-    "ReportEngines": Need.SCHEDULE,
-    "AssignRequest": Need.SCHEDULE,
-    "CancelRequest": Need.SCHEDULE,
-    "GetStats": Need.LOOK,
-    "DrainNode": Need.CHANGE,
-    "UndrainNode": Need.CHANGE,
-    "RemoveNode": Need.CHANGE,
+    "RegisterNode": Permission.SERVE,
+    "Heartbeat": Permission.SERVE,
+    "UnregisterNode": Permission.SERVE,
+    "Publish": Permission.SERVE,
+    "CompareDigests": Permission.SERVE,
+    "RepairRange": Permission.SERVE,
+    "LocateBlocks": Permission.SERVE,
+    "RegisterNamespace": Permission.DATA,
+    "ListNamespaces": Permission.DATA,
+    "ListNodes": Permission.DATA,
+    "Lookup": Permission.DATA,
+    "PlanLoad": Permission.DATA,
+    "ReportLoads": Permission.DATA,
+    "ReplanLoad": Permission.DATA,
+    "WatchBlocks": Permission.DATA,
+    "ReportEngines": Permission.SCHEDULE,
+    "AssignRequest": Permission.SCHEDULE,
+    "CancelRequest": Permission.SCHEDULE,
+    "GetStats": Permission.LOOK,
+    "DrainNode": Permission.CHANGE,
+    "UndrainNode": Permission.CHANGE,
+    "RemoveNode": Permission.CHANGE,
 }
 _NODE: Final = {
-    "GetNode": Need.DATA,
-    "IssueTicket": Need.DATA,
-    "OpenSession": Need.DATA,
-    "Prepare": Need.DATA,
-    "Complete": Need.DATA,
-    "Abort": Need.DATA,
-    "Load": Need.DATA,
-    "Locate": Need.DATA,
-    "AwaitPrompt": Need.DATA,
-    "AbandonPrompt": Need.DATA,
-    "Release": Need.DATA,
-    "Flush": Need.DATA,
-    "PullBlocks": Need.SERVE,
-    "GetNodeStats": Need.LOOK,
-    "Evict": Need.CHANGE,
+    "GetNode": Permission.DATA,
+    "IssueTicket": Permission.DATA,
+    "OpenSession": Permission.DATA,
+    "Prepare": Permission.DATA,
+    "Complete": Permission.DATA,
+    "Abort": Permission.DATA,
+    "Load": Permission.DATA,
+    "Locate": Permission.DATA,
+    "AwaitPrompt": Permission.DATA,
+    "AbandonPrompt": Permission.DATA,
+    "Release": Permission.DATA,
+    "Flush": Permission.DATA,
+    "PullBlocks": Permission.SERVE,
+    "GetNodeStats": Permission.LOOK,
+    "Evict": Permission.CHANGE,
 }
 _METADATA_ADMIN: Final = {
-    "DescribeServer": Need.LOOK,
-    "DescribeNamespaces": Need.LOOK,
-    "DescribeBlocks": Need.LOOK,
-    "DescribePlanning": Need.LOOK,
-    "DescribeTenants": Need.LOOK,
-    "ListNamespaceRules": Need.LOOK,
-    "SetPathPolicy": Need.CHANGE,
-    "SetTenantQuota": Need.CHANGE,
-    "SetNamespaceRule": Need.CHANGE,
-    "RebuildIndex": Need.CHANGE,
+    "DescribeServer": Permission.LOOK,
+    "DescribeNamespaces": Permission.LOOK,
+    "DescribeBlocks": Permission.LOOK,
+    "DescribePlanning": Permission.LOOK,
+    "DescribeTenants": Permission.LOOK,
+    "ListNamespaceRules": Permission.LOOK,
+    "SetPathPolicy": Permission.CHANGE,
+    "SetTenantQuota": Permission.CHANGE,
+    "SetNamespaceRule": Permission.CHANGE,
+    "RebuildIndex": Permission.CHANGE,
 }
 _NODE_ADMIN: Final = {
-    "DescribeNode": Need.LOOK,
-    "DescribeUsage": Need.LOOK,
-    "ListSlowLoads": Need.LOOK,
-    "DescribeCheck": Need.LOOK,
-    "CheckVolume": Need.CHANGE,
-    "CancelCheck": Need.CHANGE,
-    "EvictBlocks": Need.CHANGE,
-    "InvalidateNamespace": Need.CHANGE,
-    "SetTrafficCap": Need.CHANGE,
-    "CompareIndex": Need.CHANGE,
+    "DescribeNode": Permission.LOOK,
+    "DescribeUsage": Permission.LOOK,
+    "ListSlowLoads": Permission.LOOK,
+    "DescribeCheck": Permission.LOOK,
+    "CheckVolume": Permission.CHANGE,
+    "CancelCheck": Permission.CHANGE,
+    "EvictBlocks": Permission.CHANGE,
+    "InvalidateNamespace": Permission.CHANGE,
+    "SetTrafficCap": Permission.CHANGE,
+    "CompareIndex": Permission.CHANGE,
 }
 _OTHERS: Final = {
-    "/grpc.health.v1.Health/Check": Need.NOTHING,
-    "/grpc.health.v1.Health/Watch": Need.LOOK,  # without end, and each is one of the calls that a server has at once
-    "/grpc.health.v1.Health/List": Need.NOTHING,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Need.LOOK,
+    "/grpc.health.v1.Health/Check": Permission.NOTHING,
+    "/grpc.health.v1.Health/Watch": Permission.LOOK,  # each open stream occupies one of the server's concurrent calls
+    "/grpc.health.v1.Health/List": Permission.NOTHING,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Permission.LOOK,
 }
-NEEDS: Final = {
+REQUIRED: Final = {
     **{f"/kvstore.v1.Metadata/{name}": need for name, need in _METADATA.items()},
     **{f"/kvstore.v1.Node/{name}": need for name, need in _NODE.items()},
     **{f"/kvstore.v1.MetadataAdmin/{name}": need for name, need in _METADATA_ADMIN.items()},
     **{f"/kvstore.v1.NodeAdmin/{name}": need for name, need in _NODE_ADMIN.items()},
     **_OTHERS,
 }
-ALSO_LOOKS: Final = frozenset({"ListNamespaces", "ListNodes", "GetNode"})
-"""Methods of engines by which people look, too: all of it is shown elsewhere to who may look."""
+READABLE_DATA_METHODS: Final = frozenset({"ListNamespaces", "ListNodes", "GetNode"})
+"""DATA methods that the role ``read`` may call as well, because LOOK methods return the same information."""
 
-_caller: ContextVar[Caller | None] = ContextVar("kvstore_caller", default=None)
-"""Who made the call that this task handles; None: the server asks nobody."""
+_caller: ContextVar[Principal | None] = ContextVar("kvstore_caller", default=None)
+"""Caller of the call that this task handles; None: the server has no token file."""
 
 
 def tenant() -> str | None:
-    """The tenant that this call is confined to; None: to none."""
+    """Tenant that the current call is confined to; None: it is not confined."""
     caller = _caller.get()
-    return caller.name if caller is not None and caller.role is Role.TENANT else None
+    return caller.name if caller is not None and caller.role is AccessRole.TENANT else None
 
 
-def confine(of: str) -> None:
-    """Refuses what is not the caller's.
+def require_tenant(owner: str) -> None:
+    """Reject the current call if it is confined to another tenant.
 
     Args:
-        of: the tenant of the namespace that the call speaks of.
+        owner: tenant of the namespace that the call uses.
 
     Raises:
-        PermissionDenied: the caller is another tenant.
+        PermissionDenied: the caller is confined to another tenant.
     """
     mine = tenant()
-    if mine is not None and mine != of:
-        raise PermissionDenied("this namespace is not of your tenant", tenant=mine)
+    if mine is not None and mine != owner:
+        raise PermissionDenied("this namespace belongs to another tenant", tenant=mine)
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedNode:
-    """A refused call that claims to come from a node. Nothing of it is proven but ``host``.
+    """A refused call that claims to come from a node. Only ``host`` is authenticated.
 
     Args:
-        node_id: whom the caller claims to be.
-        host: the address that the call came from, without its port.
-        why: what is wrong with its token.
+        node_id: node id in the call's metadata.
+        host: address of the caller, without port.
+        why: why its token was refused.
     """
 
     node_id: str
@@ -181,19 +182,19 @@ class RefusedNode:
     why: str
 
 
-class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Lets in whose token has what a method takes. The first of a server's interceptors.
+class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Admit calls whose token grants the permission that the method requires. Must be a server's first interceptor.
 
     Args:
-        tokens: who may do what.
-        count: counts an event: ``rpc_errors_<kind>_total``, as for any other refusal.
-        on_refused_node: told of refused calls that claim to come from a node; None: nobody is.
-        connections: told of callers at a TLS port; None: there is no such port.
+        tokens: the token file.
+        count: counts a refused call.
+        on_refused_node: called with each refused call that claims to come from a node.
+        connections: connections of a TLS port, to record the peers of refused calls.
     """
 
     def __init__(
         self,
-        tokens: Watched[Tokens],
+        tokens: WatchedFile[TokenTable],
         count: Callable[[str], None],
         on_refused_node: Callable[[RefusedNode], None] | None = None,
         connections: TlsConnections | None = None,
@@ -209,43 +210,46 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:  # noqa: ANN401  # grpc's handler tuple is untyped
         try:
-            # the handler runs in this very task, and each call has a task and with it a context of its own
+            # gRPC runs each call, its handler included, in one task with its own context
             _caller.set(self.admit(handler_call_details.method, handler_call_details.invocation_metadata))
         except KVStoreError as refused:
             handler = await continuation(handler_call_details)
             return handler if handler is None else self._refusing(handler, refused, handler_call_details)
         return await continuation(handler_call_details)
 
-    def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
-        """Who calls; None: nobody in particular, for what takes nothing.
+    def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Principal | None:
+        """Check the token of a call.
+
+        Returns:
+            The caller; None for a method that requires no permission.
 
         Raises:
-            Unauthenticated: no token, or a token that is not known.
-            PermissionDenied: the token's role does not suffice.
+            Unauthenticated: the call has no token, or an unknown one.
+            PermissionDenied: the token's role does not grant the permission.
         """
-        need = NEEDS.get(method)
-        if need is Need.NOTHING:
+        need = REQUIRED.get(method)
+        if need is Permission.NOTHING:
             return None
         token = _token(metadata)
         caller = self._tokens.get().caller(token)
         if caller is None:
             raise Unauthenticated("the token is not known to this server" if token else "a token is required, and none was given")
-        if need is None or need not in MAY[caller.role]:
+        if need is None or need not in GRANTED[caller.role]:
             name = method.rpartition("/")[2]
-            if need is Need.DATA and caller.role is Role.READ and name in ALSO_LOOKS:
+            if need is Permission.DATA and caller.role is AccessRole.READ and name in READABLE_DATA_METHODS:
                 return caller
-            raise too_low(_in_words(name), [role for role in Role if need in MAY[role]], caller)
+            raise insufficient_role(_in_words(name), [role for role in AccessRole if need in GRANTED[role]], caller)
         return caller
 
     def _refusing(self, handler: Any, error: KVStoreError, call: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401  # as above
-        """A handler of the same kind as the method's that refuses every call."""
-        self._count(f"rpc_errors_{error.kind.value}_total")
+        """A handler of the same arity as ``handler`` that refuses every call."""
+        self._count(common_metrics.RPC_ERRORS[error.kind.value])
 
         async def abort(context: Any) -> NoReturn:  # noqa: ANN401  # as above
             if self._connections is not None:
                 self._connections.called(context)
             peer = context.peer()
-            _limited.warning("refused a call: %s (method=%s, peer=%s)", error.message, call.method.rpartition("/")[2], peer)
+            _limited.warning("call refused: %s (method=%s, peer=%s)", error.message, call.method.rpartition("/")[2], peer)
             claimed = _first(call.invocation_metadata, NODE_ID)
             if claimed and len(claimed) <= MAX_NAME_BYTES and self._on_refused_node is not None:
                 self._on_refused_node(RefusedNode(claimed, host_of_peer(peer), error.message))
@@ -259,7 +263,7 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             await abort(context)
             yield None  # type: ignore[unreachable]  # makes it a generator
 
-        # no deserialiser: what a stranger sends may be long, and costs the event loop nothing where nobody reads it
+        # no deserializer: a refused request may be large, and must not cost time of the event loop
         codec = {"response_serializer": handler.response_serializer}
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(once, **codec)
@@ -270,21 +274,21 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return grpc.stream_stream_rpc_method_handler(streamed, **codec)
 
 
-def too_low(what: str, roles: Sequence[Role], caller: Caller) -> PermissionDenied:
-    """The refusal of a caller whose role does not suffice, in the same words over gRPC and REST.
+def insufficient_role(what: str, roles: Sequence[AccessRole], caller: Principal) -> PermissionDenied:
+    """The error for a caller whose role lacks a permission, over gRPC and REST.
 
     Args:
-        what: what was asked for.
-        roles: the roles that may; none: nobody may.
-        caller: who asked.
+        what: the requested operation.
+        roles: roles that have the permission.
+        caller: the caller.
     """
-    names = " or ".join(role.value for role in sorted(roles, key=lambda role: role is Role.OPERATOR))
+    names = " or ".join(role.value for role in sorted(roles, key=lambda role: role is AccessRole.OPERATOR))
     requires = f"requires the role {names}" if roles else "is open to no role"
     return PermissionDenied(f"permission denied: '{what}' {requires}; this token is '{caller.name}' ({caller.role.value})")
 
 
 def host_of_peer(peer: str) -> str:
-    """The host of a caller as gRPC names it, without its port: ``127.0.0.1`` of ``ipv4:127.0.0.1:4711``; empty: no host."""
+    """Host of a gRPC peer: ``ipv4:127.0.0.1:4711`` -> ``127.0.0.1``; empty for a unix socket."""
     scheme, _, rest = peer.partition(":")
     if scheme not in ("ipv4", "ipv6"):
         return ""
@@ -292,17 +296,17 @@ def host_of_peer(peer: str) -> str:
 
 
 def _in_words(method: str) -> str:
-    """``drain node`` of ``DrainNode``."""
+    """``DrainNode`` -> ``drain node``."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", method).lower()
 
 
 def _first(metadata: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> str:
-    """The value of a key of a call's metadata; empty: it has none."""
+    """Value of a metadata key; empty: the call does not have it."""
     return next((value for key, value in metadata or () if key == wanted and isinstance(value, str)), "")
 
 
 def _token(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The token of a call; empty: none."""
+    """Token of a call; empty: it has none."""
     for key, value in metadata or ():
         if key == AUTHORIZATION and isinstance(value, str) and value[: len(_SCHEME)].lower() == _SCHEME:
             return value[len(_SCHEME) :].strip()

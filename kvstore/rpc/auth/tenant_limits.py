@@ -1,7 +1,7 @@
-"""What all share has a share for each tenant: who is confined by its token holds a quarter of it at most.
+"""Per-tenant limits on shared resources: a confined tenant may hold at most a quarter of each.
 
-Else one tenant that holds on to all there is (places to wait in, subscriptions) would keep everybody else out. Callers that are
-confined to no tenant (engines, nodes, operators, servers without tokens) are trusted with all of it.
+Without them one tenant could occupy a whole resource, e.g. all subscriptions. Callers without a tenant (engines, nodes,
+operators, and every caller of a server without tokens) are not limited.
 """
 
 from __future__ import annotations
@@ -14,57 +14,58 @@ from collections.abc import Callable
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.limits import TENANT_SHARE
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.rpc.auth.interceptor import tenant
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLog(logger)
 
 
-class Shares:
-    """Of one thing that has a bound. Thread-safe.
+class TenantLimit:
+    """Limit on one resource. Thread-safe.
 
     Args:
-        what: its name, for logs and errors.
-        capacity: the bound of all; in whatever unit.
-        count: counts an event: ``tenant_share_refused_total``.
+        resource: its name, for logs and errors.
+        capacity: capacity for all callers, in any unit.
+        count: counts a rejected call.
     """
 
-    def __init__(self, what: str, capacity: int, count: Callable[[str], None]) -> None:
-        self._what = what
-        self._most = max(1, capacity // TENANT_SHARE)
+    def __init__(self, resource: str, capacity: int, count: Callable[[str], None]) -> None:
+        self._resource = resource
+        self._limit = max(1, capacity // TENANT_SHARE)
         self._count = count
         self._lock = threading.Lock()
         self._held: Counter[str] = Counter()
 
-    def take(self, amount: int = 1) -> Callable[[], None]:
-        """Takes some for the tenant that this call is confined to, if it is to any.
+    def acquire(self, amount: int = 1) -> Callable[[], None]:
+        """Reserve an amount for the current call's tenant, if it is confined to one.
 
         Returns:
-            What gives it back: to be called once, from anywhere.
+            A function that releases the reservation; call it once, from any thread.
 
         Raises:
-            CapacityExceeded: the tenant would have more than its share.
+            CapacityExceeded: the tenant would exceed its limit.
         """
         mine = tenant()
         if mine is None:
             return _nothing
         with self._lock:
-            fits = self._held[mine] + amount <= self._most
+            fits = self._held[mine] + amount <= self._limit
             if fits:
                 self._held[mine] += amount
         if not fits:
-            self._count("tenant_share_refused_total")
-            _limited.warning("tenant %s has its share of %s: refused", mine, self._what)
-            raise CapacityExceeded("your tenant has its share of this", what=self._what, limit=self._most)
+            self._count(common_metrics.TENANT_SHARE_REFUSED)
+            _limited.warning("call rejected: tenant limit reached (tenant=%s, resource=%s)", mine, self._resource)
+            raise CapacityExceeded("tenant limit reached; release some or retry later", what=self._resource, limit=self._limit)
 
-        def give_back() -> None:
+        def release() -> None:
             with self._lock:
                 self._held[mine] -= amount
                 if not self._held[mine]:
                     del self._held[mine]
 
-        return give_back
+        return release
 
 
 def _nothing() -> None:
-    """To be given back by who is confined to no tenant."""
+    """Release of a caller without a tenant."""

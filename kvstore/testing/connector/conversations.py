@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from kvstore.testing.connector.driver import Generated, HookDriver, HookEngine
-from kvstore.testing.connector.faulty_store import Fault, FaultyStore
+from kvstore.testing.connector.faulty_store import FaultyStore, StoreFault
 
 PRINTABLE = range(32, 127)
 MOST_TOKENS = 12
@@ -95,7 +95,7 @@ class RunReport:
     """
 
     seed: int
-    fault: Fault
+    fault: StoreFault
     during: bool
     loaded_tokens: int
     asked: int
@@ -108,7 +108,7 @@ def run_seeded(seed: int, engine: HookEngine, store: FaultyStore, talk: Conversa
         WrongTokensError: not the right tokens.
     """
     dice = random.Random(seed)  # noqa: S311
-    fault = list(Fault)[seed % len(Fault)]
+    fault = list(StoreFault)[seed % len(StoreFault)]
     during = dice.random() < _DURING
     loaded = asked = 0
 
@@ -144,7 +144,7 @@ def run_seeded(seed: int, engine: HookEngine, store: FaultyStore, talk: Conversa
     return RunReport(seed, fault, during, loaded, asked)
 
 
-def _strike_after(seconds: float, store: FaultyStore, fault: Fault, dice: random.Random) -> None:
+def _strike_after(seconds: float, store: FaultyStore, fault: StoreFault, dice: random.Random) -> None:
     time.sleep(seconds)  # not to wait for anything: the moment is the seed's
     store.strike(fault, dice)
 

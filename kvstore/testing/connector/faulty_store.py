@@ -36,7 +36,7 @@ _STALL_S = (0.1, 1.5)
 _DELAY_S = 0.3
 
 
-class Fault(StrEnum):
+class StoreFault(StrEnum):
     """What may go wrong."""
 
     NODE_KILLED = "node killed"
@@ -84,31 +84,31 @@ class FaultyStore:
         return StoreAddress(self._proxy.address, self.cluster.node(NODE).local_socket)
 
     # ---- what goes wrong ----
-    def strike(self, fault: Fault, dice: random.Random) -> None:
+    def strike(self, fault: StoreFault, dice: random.Random) -> None:
         """Makes it happen now; ``heal`` ends it."""
         assert self._proxy is not None
         match fault:
-            case Fault.NODE_KILLED:
+            case StoreFault.NODE_KILLED:
                 self._kill(NODE)
-            case Fault.METADATA_KILLED:
+            case StoreFault.METADATA_KILLED:
                 self._kill(METADATA)
-            case Fault.ALL_KILLED:
+            case StoreFault.ALL_KILLED:
                 self._kill(NODE)
                 self._kill(METADATA)
-            case Fault.NODE_STALLED:
+            case StoreFault.NODE_STALLED:
                 self._stall(NODE, dice.uniform(*_STALL_S))
-            case Fault.METADATA_STALLED:
+            case StoreFault.METADATA_STALLED:
                 self._stall(METADATA, dice.uniform(*_STALL_S))
-            case Fault.METADATA_SLOW:
+            case StoreFault.METADATA_SLOW:
                 self._proxy.to_client = Faults(delay_s=dice.uniform(0, _DELAY_S))
-            case Fault.METADATA_CUT:
+            case StoreFault.METADATA_CUT:
                 self._proxy.cut()
-            case Fault.MEMORY_CORRUPTED:
+            case StoreFault.MEMORY_CORRUPTED:
                 self.corrupt_memory(dice)
-            case Fault.DISK_CORRUPTED:
+            case StoreFault.DISK_CORRUPTED:
                 self.corrupt_disk(dice)
                 self.evict_memory()
-            case Fault.EVICTED:
+            case StoreFault.EVICTED:
                 self.evict_memory()
 
     def heal(self) -> None:

@@ -26,9 +26,9 @@ from kvstore.embedded.cluster import free_port
 from kvstore.testing.connector.conversations import FLUSH_S, MOST_TOKENS, SOON, Conversations, run_seeded
 from kvstore.testing.connector.driver import HookDriver, HookEngine, StoreAddress
 from kvstore.testing.connector.engine_process import EngineProcess
-from kvstore.testing.connector.faulty_store import METADATA, MIB, NODE, Fault, FaultyStore
+from kvstore.testing.connector.faulty_store import METADATA, MIB, NODE, FaultyStore, StoreFault
 
-SAMPLE = range(len(Fault))
+SAMPLE = range(len(StoreFault))
 """Seeds of the runs in the suite: each fault once."""
 
 
@@ -200,5 +200,5 @@ class ConnectorSuite(ABC):
     def test_seeded_faults_during_store_and_load(self, kit: Kit, store: FaultyStore) -> None:
         with kit.open(store.address, **SOON) as engine:
             reports = [run_seeded(seed, engine, store, kit.talk) for seed in SAMPLE]
-        assert {report.fault for report in reports} == set(Fault)
+        assert {report.fault for report in reports} == set(StoreFault)
         assert any(report.loaded_tokens for report in reports)

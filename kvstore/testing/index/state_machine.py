@@ -1,4 +1,4 @@
-"""Model-based test of a prefix index: random lives of nodes, held against ``IndexModel`` after every step.
+"""Model-based test of a prefix index: random histories of nodes, held against ``IndexModel`` after every step.
 
 Subclass a machine, give it ``open_index``, and run its ``TestCase``::
 
@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import Life, PrefixIndex, ReplicaRun
+from kvstore.index.contract import PrefixIndex, ReplicaRun, VolumeEpoch
 from kvstore.testing.index.model import Chain, IndexModel
 
 LENGTH = 24
@@ -54,9 +54,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = self.open_index(self._folder)
         self.epoch = self.index.epoch
         self.model = IndexModel()
-        self.ever: set[Life] = set()
+        self.ever: set[VolumeEpoch] = set()
         self.boots = 0
-        self.last: tuple[Life, list[BlockRun], list[BlockKey]] | None = None
+        self.last: tuple[VolumeEpoch, list[BlockRun], list[BlockKey]] | None = None
 
     def open_index(self, place: Path) -> PrefixIndex:
         """Opens the index at a place: the same content for the same place."""
@@ -66,39 +66,39 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.close()
         shutil.rmtree(self._folder)
 
-    def life(self, choice: int) -> Life:
-        """One of the open lives."""
-        lives = sorted(self.model.held)
-        return lives[choice % len(lives)]
+    def volume_epoch(self, choice: int) -> VolumeEpoch:
+        """One of the open volume epochs."""
+        volume_epochs = sorted(self.model.held)
+        return volume_epochs[choice % len(volume_epochs)]
 
-    def publish(self, life: Life, stored: list[BlockRun], removed: list[BlockKey]) -> None:
+    def publish(self, volume_epoch: VolumeEpoch, stored: list[BlockRun], removed: list[BlockKey]) -> None:
         """To index and model."""
-        self.index.publish(life, stored, removed)
-        self.model.publish(life, stored, removed)
-        self.last = (life, stored, removed)
+        self.index.publish(volume_epoch, stored, removed)
+        self.model.publish(volume_epoch, stored, removed)
+        self.last = (volume_epoch, stored, removed)
 
     @initialize()
     def begin(self) -> None:
-        self.begin_life(0)
-        self.begin_life(1)
+        self.begin_volume_epoch(0)
+        self.begin_volume_epoch(1)
 
     @rule(volume=st.integers(0, 3))
-    def begin_life(self, volume: int) -> None:
+    def begin_volume_epoch(self, volume: int) -> None:
         self.boots += 1
         boot = BootId(self.boots.to_bytes(16, "big"))
-        life = self.index.open_life(VolumeId(f"v{volume}"), NodeId("n"), Tier.DRAM, boot)
-        assert life not in self.ever, "numbers of lives are never used twice"
-        assert self.index.open_life(VolumeId(f"v{volume}"), NodeId("n"), Tier.DRAM, boot) == life
-        self.ever.add(life)
-        self.model.held[life] = {}
+        volume_epoch = self.index.open_volume_epoch(VolumeId(f"v{volume}"), NodeId("n"), Tier.DRAM, boot)
+        assert volume_epoch not in self.ever, "numbers of volume epochs are never used twice"
+        assert self.index.open_volume_epoch(VolumeId(f"v{volume}"), NodeId("n"), Tier.DRAM, boot) == volume_epoch
+        self.ever.add(volume_epoch)
+        self.model.held[volume_epoch] = {}
 
     @precondition(lambda self: len(self.model.held) > 2)
     @rule(choice=choices)
-    def end_life(self, choice: int) -> None:
-        life = self.life(choice)
-        self.index.close_life(life)
-        del self.model.held[life]
-        if self.last is not None and self.last[0] == life:
+    def end_volume_epoch(self, choice: int) -> None:
+        volume_epoch = self.volume_epoch(choice)
+        self.index.close_volume_epoch(volume_epoch)
+        del self.model.held[volume_epoch]
+        if self.last is not None and self.last[0] == volume_epoch:
             self.last = None
 
     @precondition(lambda self: self.last is not None)
@@ -119,7 +119,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(entries=st.integers(1, 30))
     def sweep(self, entries: int) -> None:
         done = self.index.sweep(entries)
-        assert done == (self.index.stats().dead_lives == 0)
+        assert done == (self.index.stats().dead_volume_epochs == 0)
 
     @rule()
     def sweep_all(self) -> None:
@@ -136,22 +136,26 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(choice=choices)
     def compare_inventory(self, choice: int) -> None:
-        life = self.life(choice)
-        mine = self.model.held[life]
+        volume_epoch = self.volume_epoch(choice)
+        mine = self.model.held[volume_epoch]
         for key_range in {int.from_bytes(key[:2], "big") >> 4 for key in self.model.all_keys()} | {0, DIGEST_RANGES - 1}:
             expected = {key for key in mine if int.from_bytes(key[:2], "big") >> 4 == key_range}
-            found = self.index.keys_in_range(life, key_range)
+            found = self.index.keys_in_range(volume_epoch, key_range)
             assert len(found) == len(set(found))
             assert set(found) == expected
 
     @rule(most=st.integers(1, 40))
     def read_the_whole(self, most: int) -> None:
-        expected = {(key, *place, life) for life, mine in self.model.held.items() for key, place in mine.items()}
-        found: list[tuple[BlockKey, NamespaceId, int, Life]] = []
+        expected = {(key, *place, volume_epoch) for volume_epoch, mine in self.model.held.items() for key, place in mine.items()}
+        found: list[tuple[BlockKey, NamespaceId, int, VolumeEpoch]] = []
         position: BlockKey | None = None
         while True:
             blocks, position = self.index.blocks_from(position, most)
-            found += [(block.key, block.namespace, block.depth, life) for block in blocks for life in block.lives]
+            found += [
+                (block.key, block.namespace, block.depth, volume_epoch)
+                for block in blocks
+                for volume_epoch in block.volume_epochs
+            ]
             if position is None:
                 break
         assert len(found) == len(expected)
@@ -160,9 +164,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(chain=chains, end=positions, hidden=choices)
     def look_at_a_part(self, chain: Chain, end: int, hidden: int) -> None:
-        """A shorter request, with one life out of sight."""
+        """A shorter request, with one volume epoch out of sight."""
         part = Chain(chain.namespace, chain.keys[:end])
-        visible = set(self.model.held) - {self.life(hidden)}
+        visible = set(self.model.held) - {self.volume_epoch(hidden)}
         self.model.check(part, visible, self.index.lookup(part.namespace, part.packed, visible))
 
     @invariant()
@@ -171,13 +175,13 @@ class IndexMachine(RuleBasedStateMachine):
         for chain in CHAINS:
             self.check(chain, visible)
 
-    def check(self, chain: Chain, visible: set[Life]) -> None:
-        """Everything that must hold for one chain. Ended lives are named as visible too: they are not."""
+    def check(self, chain: Chain, visible: set[VolumeEpoch]) -> None:
+        """Everything that must hold for one chain. Ended volume epochs are named as visible too: they are not."""
         self.model.check(chain, visible, self.index.lookup(chain.namespace, chain.packed, self.ever))
 
     @invariant()
-    def lives_are_known(self) -> None:
-        assert {info.life for info in self.index.lives()} == set(self.model.held)
+    def volume_epochs_are_known(self) -> None:
+        assert {info.volume_epoch for info in self.index.volume_epochs()} == set(self.model.held)
 
 
 class ClosedIndexMachine(IndexMachine):
@@ -185,42 +189,42 @@ class ClosedIndexMachine(IndexMachine):
 
     @rule(choice=choices, chain=chains, end=positions, cut=positions)
     def store(self, choice: int, chain: Chain, end: int, cut: int) -> None:
-        """The life goes on where it holds the chain up to; as one run or two."""
-        life = self.life(choice)
-        have = self._prefix(life, chain)
+        """The volume epoch goes on where it holds the chain up to; as one run or two."""
+        volume_epoch = self.volume_epoch(choice)
+        have = self._prefix(volume_epoch, chain)
         if end > have:
             cut = min(max(cut, have), end)
-            self.publish(life, [chain.run(start, stop) for start, stop in ((have, cut), (cut, end)) if start < stop], [])
+            self.publish(volume_epoch, [chain.run(start, stop) for start, stop in ((have, cut), (cut, end)) if start < stop], [])
 
     @rule(choice=choices, chain=chains, start=positions, end=positions)
     def store_again(self, choice: int, chain: Chain, start: int, end: int) -> None:
         """What it holds already, from anywhere."""
-        life = self.life(choice)
-        end = min(end, self._prefix(life, chain))
+        volume_epoch = self.volume_epoch(choice)
+        end = min(end, self._prefix(volume_epoch, chain))
         if start < end:
-            self.publish(life, [chain.run(start, end)], [])
+            self.publish(volume_epoch, [chain.run(start, end)], [])
 
     @rule(choice=choices, count=st.integers(1, 20), pick=choices)
     def drop_leaves(self, choice: int, count: int, pick: int) -> None:
-        life = self.life(choice)
+        volume_epoch = self.volume_epoch(choice)
         removed: list[BlockKey] = []
-        left = set(self.model.held[life])
+        left = set(self.model.held[volume_epoch])
         for _ in range(min(count, len(left))):
             parents = {chain.keys[at - 1] for chain in CHAINS for at in range(1, LENGTH) if chain.keys[at] in left}
             leaves = sorted(left - parents)
             removed.append(leaves[pick % len(leaves)])
             left.remove(removed[-1])
-        self.publish(life, [], removed)
+        self.publish(volume_epoch, [], removed)
 
-    def check(self, chain: Chain, visible: set[Life]) -> None:
+    def check(self, chain: Chain, visible: set[VolumeEpoch]) -> None:
         super().check(chain, visible)
         hit = self.index.lookup(chain.namespace, chain.packed, self.ever)
         self.model.check_true(chain, hit)
-        expected = {ReplicaRun(0, have, life) for life in visible if (have := self._prefix(life, chain))}
+        expected = {ReplicaRun(0, have, volume_epoch) for volume_epoch in visible if (have := self._prefix(volume_epoch, chain))}
         assert set(hit.runs) == expected
 
-    def _prefix(self, life: Life, chain: Chain) -> int:
-        return self.model.prefix(chain, {life})
+    def _prefix(self, volume_epoch: VolumeEpoch, chain: Chain) -> int:
+        return self.model.prefix(chain, {volume_epoch})
 
 
 class TornIndexMachine(IndexMachine):
@@ -231,8 +235,8 @@ class TornIndexMachine(IndexMachine):
     )
     def store(self, choice: int, chain: Chain, start: int, end: int, others: list[BlockKey]) -> None:
         stored = [chain.run(start, end)] if start < end else []
-        self.publish(self.life(choice), stored, others)
+        self.publish(self.volume_epoch(choice), stored, others)
 
     @rule(choice=choices, chain=chains, start=positions, end=positions)
     def drop(self, choice: int, chain: Chain, start: int, end: int) -> None:
-        self.publish(self.life(choice), [], list(chain.keys[start:end]))
+        self.publish(self.volume_epoch(choice), [], list(chain.keys[start:end]))

@@ -22,7 +22,7 @@ import pytest
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import IndexedBlock, Life, LifeInfo, PrefixHit, PrefixIndex, Removed, ReplicaRun
+from kvstore.index.contract import IndexedBlock, PrefixHit, PrefixIndex, RemovedKeys, ReplicaRun, VolumeEpoch, VolumeEpochInfo
 from kvstore.testing.index.model import Chain, IndexModel
 from kvstore.testing.index.process import IndexProcess
 
@@ -36,17 +36,17 @@ class Told:
     def __init__(self) -> None:
         self.heard: list[object] = []
 
-    def opened(self, info: LifeInfo) -> None:
+    def opened(self, info: VolumeEpochInfo) -> None:
         """Kept."""
         self.heard.append(info)
 
-    def closed(self, life: Life) -> None:
+    def closed(self, volume_epoch: VolumeEpoch) -> None:
         """Kept."""
-        self.heard.append(life)
+        self.heard.append(volume_epoch)
 
-    def published(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[Removed]) -> None:
+    def published(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[RemovedKeys]) -> None:
         """Kept."""
-        self.heard.append((life, list(stored), [(one.life, one.namespace, list(one.keys)) for one in removed]))
+        self.heard.append((volume_epoch, list(stored), [(one.volume_epoch, one.namespace, list(one.keys)) for one in removed]))
 
 
 class IndexSuite:
@@ -83,97 +83,99 @@ class IndexSuite:
         yield process
         process.kill()
 
-    # ---- lives ----
-    def test_a_life_is_one_boot_of_one_volume(self, index: PrefixIndex) -> None:
+    # ---- volume epochs ----
+    def test_volume_epoch_same_boot_is_found_again(self, index: PrefixIndex) -> None:
         boot = BootId(b"b" * 16)
-        life = index.open_life(VolumeId("v"), NodeId("n"), Tier.NVME, boot)
-        assert index.open_life(VolumeId("v"), NodeId("n"), Tier.NVME, boot) == life
-        other = index.open_life(VolumeId("v"), NodeId("n"), Tier.NVME, BootId(b"c" * 16))
-        third = index.open_life(VolumeId("w"), NodeId("n"), Tier.DRAM, boot)
-        assert len({life, other, third}) == 3
-        assert LifeInfo(life, VolumeId("v"), NodeId("n"), Tier.NVME, boot) in index.lives()
-        assert {info.life for info in index.lives()} == {life, other, third}
+        volume_epoch = index.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.NVME, boot)
+        assert index.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.NVME, boot) == volume_epoch
+        other = index.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.NVME, BootId(b"c" * 16))
+        third = index.open_volume_epoch(VolumeId("w"), NodeId("n"), Tier.DRAM, boot)
+        assert len({volume_epoch, other, third}) == 3
+        assert VolumeEpochInfo(volume_epoch, VolumeId("v"), NodeId("n"), Tier.NVME, boot) in index.volume_epochs()
+        assert {info.volume_epoch for info in index.volume_epochs()} == {volume_epoch, other, third}
 
-    def test_numbers_of_lives_are_never_used_twice(self, index: PrefixIndex) -> None:
+    def test_volume_epoch_numbers_are_never_reused(self, index: PrefixIndex) -> None:
         first = begin(index)
-        index.close_life(first)
-        index.close_life(first)
-        index.close_life(Life(4_000_000))
+        index.close_volume_epoch(first)
+        index.close_volume_epoch(first)
+        index.close_volume_epoch(VolumeEpoch(4_000_000))
         while not index.sweep(10):
             pass
         second = begin(index)
         assert second != first
-        assert [info.life for info in index.lives()] == [second]
+        assert [info.volume_epoch for info in index.volume_epochs()] == [second]
 
-    def test_a_closed_life_is_hidden_at_once(self, index: PrefixIndex) -> None:
-        life, other = begin(index), begin(index, "w")
-        index.publish(life, [CHAIN.run(0, 100)], [])
+    def test_volume_epoch_closed_is_hidden_at_once(self, index: PrefixIndex) -> None:
+        volume_epoch, other = begin(index), begin(index, "w")
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         index.publish(other, [CHAIN.run(0, 10)], [])
-        index.close_life(life)
+        index.close_volume_epoch(volume_epoch)
         # a caller who has not noticed yet still names it as visible
-        assert ask(index, CHAIN, {life, other}) == PrefixHit(10, (ReplicaRun(0, 10, other),))
-        assert index.keys_in_range(life, int.from_bytes(CHAIN.keys[0][:2], "big") >> 4) == []
+        assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(10, (ReplicaRun(0, 10, other),))
+        assert index.keys_in_range(volume_epoch, int.from_bytes(CHAIN.keys[0][:2], "big") >> 4) == []
         with pytest.raises(NotFound):
-            index.publish(life, [CHAIN.run(0, 1)], [])
+            index.publish(volume_epoch, [CHAIN.run(0, 1)], [])
 
     # ---- lookups ----
     def test_nothing_is_a_miss(self, index: PrefixIndex) -> None:
-        life = begin(index)
-        assert ask(index, CHAIN, {life}) == PrefixHit(0, ())
-        assert index.lookup(NAMESPACE, b"", {life}) == PrefixHit(0, ())
+        volume_epoch = begin(index)
+        assert ask(index, CHAIN, {volume_epoch}) == PrefixHit(0, ())
+        assert index.lookup(NAMESPACE, b"", {volume_epoch}) == PrefixHit(0, ())
 
     @pytest.mark.parametrize("held", [1, 2, 3, 50, 99, 100])
     @pytest.mark.parametrize("asked", [1, 2, 64, 100])
     def test_hits_are_exact(self, index: PrefixIndex, held: int, asked: int) -> None:
-        life = begin(index)
-        index.publish(life, [CHAIN.run(0, held)], [])
+        volume_epoch = begin(index)
+        index.publish(volume_epoch, [CHAIN.run(0, held)], [])
         hit = min(held, asked)
-        assert ask(index, Chain(NAMESPACE, CHAIN.keys[:asked]), {life}) == PrefixHit(hit, (ReplicaRun(0, hit, life),))
+        assert ask(index, Chain(NAMESPACE, CHAIN.keys[:asked]), {volume_epoch}) == PrefixHit(
+            hit, (ReplicaRun(0, hit, volume_epoch),)
+        )
 
-    def test_invisible_lives_count_as_absent(self, index: PrefixIndex) -> None:
-        life, other = begin(index), begin(index, "w")
-        index.publish(life, [CHAIN.run(0, 100)], [])
+    def test_lookup_invisible_volume_epoch_counts_as_absent(self, index: PrefixIndex) -> None:
+        volume_epoch, other = begin(index), begin(index, "w")
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         index.publish(other, [CHAIN.run(0, 30)], [])
         assert ask(index, CHAIN, set()) == PrefixHit(0, ())
         assert ask(index, CHAIN, {other}) == PrefixHit(30, (ReplicaRun(0, 30, other),))
 
     def test_namespaces_do_not_mix(self, index: PrefixIndex) -> None:
-        life = begin(index)
-        index.publish(life, [CHAIN.run(0, 100)], [])
+        volume_epoch = begin(index)
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         stranger = NamespaceId(b"o" * 16)
-        assert index.lookup(stranger, CHAIN.packed, {life}) == PrefixHit(0, ())
+        assert index.lookup(stranger, CHAIN.packed, {volume_epoch}) == PrefixHit(0, ())
         index.put_namespace(stranger, b"spec")
-        assert index.lookup(stranger, CHAIN.packed, {life}) == PrefixHit(0, ())
+        assert index.lookup(stranger, CHAIN.packed, {volume_epoch}) == PrefixHit(0, ())
 
     def test_a_key_is_a_hit_at_its_own_depth_alone(self, index: PrefixIndex) -> None:
-        life = begin(index)
-        index.publish(life, [CHAIN.run(0, 100)], [])
-        assert ask(index, Chain(NAMESPACE, CHAIN.keys[1:]), {life}) == PrefixHit(0, ())
+        volume_epoch = begin(index)
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
+        assert ask(index, Chain(NAMESPACE, CHAIN.keys[1:]), {volume_epoch}) == PrefixHit(0, ())
 
     def test_a_key_at_two_places_stays_at_the_first(self, index: PrefixIndex) -> None:
-        life, other = begin(index), begin(index, "w")
-        index.publish(life, [CHAIN.run(0, 100)], [])
+        volume_epoch, other = begin(index), begin(index, "w")
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         stranger = NamespaceId(b"o" * 16)
         index.publish(other, [BlockRun(stranger, None, 0, CHAIN.keys)], [])
         index.publish(other, [BlockRun(NAMESPACE, CHAIN.keys[0], 1, CHAIN.keys[:5])], [])
         index.publish(other, [BlockRun(NAMESPACE, BlockKey(b"unknown parent.."), 7, CHAIN.keys[50:])], [])
         index.publish(other, [BlockRun(NAMESPACE, None, 0, CHAIN.keys[50:])], [])
-        assert index.lookup(stranger, CHAIN.packed, {life, other}) == PrefixHit(0, ())
-        assert ask(index, CHAIN, {life, other}) == PrefixHit(100, (ReplicaRun(0, 100, life),))
+        assert index.lookup(stranger, CHAIN.packed, {volume_epoch, other}) == PrefixHit(0, ())
+        assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
 
     def test_a_run_behind_its_parent_mends_a_forgotten_one(self, index: PrefixIndex) -> None:
         """Another node published the rest as if it were a chain of its own, and goes on doing so."""
-        life, other = begin(index), begin(index, "w")
+        volume_epoch, other = begin(index), begin(index, "w")
         slip = BlockRun(NAMESPACE, None, 0, CHAIN.keys[50:])
         index.publish(other, [slip], [])
-        index.publish(life, [CHAIN.run(0, 50)], [])
-        assert ask(index, CHAIN, {life, other}).blocks == 50
-        index.publish(life, [CHAIN.run(50, 100)], [])
+        index.publish(volume_epoch, [CHAIN.run(0, 50)], [])
+        assert ask(index, CHAIN, {volume_epoch, other}).blocks == 50
+        index.publish(volume_epoch, [CHAIN.run(50, 100)], [])
         for _ in range(2):
-            assert ask(index, CHAIN, {life, other}) == PrefixHit(100, (ReplicaRun(0, 100, life),))
+            assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
             index.publish(other, [slip], [])
         index.publish(other, [], slip.keys)
-        assert ask(index, CHAIN, {life, other}).blocks == 100
+        assert ask(index, CHAIN, {volume_epoch, other}).blocks == 100
 
     def test_a_volume_that_holds_just_the_beginning_is_found(self, index: PrefixIndex) -> None:
         nvme, dram = begin(index), begin(index, "dram")
@@ -191,17 +193,17 @@ class IndexSuite:
         assert ask(index, CHAIN, {one, three}) == PrefixHit(33, runs[:1])
 
     def test_runs_published_in_parts_are_one(self, index: PrefixIndex) -> None:
-        life = begin(index)
+        volume_epoch = begin(index)
         for start in range(0, 100, 7):
-            index.publish(life, [CHAIN.run(start, min(start + 7, 100))], [])
-        assert ask(index, CHAIN, {life}) == PrefixHit(100, (ReplicaRun(0, 100, life),))
+            index.publish(volume_epoch, [CHAIN.run(start, min(start + 7, 100))], [])
+        assert ask(index, CHAIN, {volume_epoch}) == PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
 
     def test_every_second_block_elsewhere(self, index: PrefixIndex) -> None:
-        lives = [begin(index), begin(index, "w")]
+        volume_epochs = [begin(index), begin(index, "w")]
         for at in range(100):
-            index.publish(lives[at % 2], [CHAIN.run(at, at + 1)], [])
-        hit = ask(index, CHAIN, set(lives))
-        assert hit == PrefixHit(100, tuple(ReplicaRun(at, 1, lives[at % 2]) for at in range(100)))
+            index.publish(volume_epochs[at % 2], [CHAIN.run(at, at + 1)], [])
+        hit = ask(index, CHAIN, set(volume_epochs))
+        assert hit == PrefixHit(100, tuple(ReplicaRun(at, 1, volume_epochs[at % 2]) for at in range(100)))
 
     # ---- publishing ----
     def test_holders_are_told_key_by_key(self, index: PrefixIndex) -> None:
@@ -209,57 +211,68 @@ class IndexSuite:
         index.publish(first, [CHAIN.run(0, 3)], [])
         index.publish(second, [CHAIN.run(2, 5)], [])
         keys = [CHAIN.keys[at] for at in (4, 2, 0, 9)]
-        assert [set(lives) for lives in index.holders(NAMESPACE, keys)] == [{second}, {first, second}, {first}, set()]
+        assert [set(volume_epochs) for volume_epochs in index.holders(NAMESPACE, keys)] == [
+            {second},
+            {first, second},
+            {first},
+            set(),
+        ]
         assert index.holders(NamespaceId(b"o" * 16), keys) == [()] * 4, "keys belong to a namespace"
-        index.close_life(first)
+        index.close_volume_epoch(first)
         assert index.holders(NAMESPACE, keys) == [(second,), (second,), (), ()]
         with pytest.raises(InvalidArgument):
             index.holders(NAMESPACE, [BlockKey(b"short")])
 
     def test_removed_goes_first_then_stored_in_order(self, index: PrefixIndex) -> None:
-        life = begin(index)
-        index.publish(life, [CHAIN.run(0, 10)], list(CHAIN.keys[:10]))
-        assert ask(index, CHAIN, {life}).blocks == 10
-        index.publish(life, [CHAIN.run(8, 9), CHAIN.run(9, 12)], list(CHAIN.keys[8:10]))
-        assert ask(index, CHAIN, {life}) == PrefixHit(12, (ReplicaRun(0, 12, life),))
+        volume_epoch = begin(index)
+        index.publish(volume_epoch, [CHAIN.run(0, 10)], list(CHAIN.keys[:10]))
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 10
+        index.publish(volume_epoch, [CHAIN.run(8, 9), CHAIN.run(9, 12)], list(CHAIN.keys[8:10]))
+        assert ask(index, CHAIN, {volume_epoch}) == PrefixHit(12, (ReplicaRun(0, 12, volume_epoch),))
 
     def test_a_batch_again_changes_nothing(self, index: PrefixIndex) -> None:
-        life, other = begin(index), begin(index, "w")
+        volume_epoch, other = begin(index), begin(index, "w")
         index.publish(other, [CHAIN.run(0, 50)], [])
         # out of order on purpose: a child before its parent
         batch = ([CHAIN.run(20, 40), CHAIN.run(0, 20)], list(CHAIN.keys[30:50]))
         for _ in range(3):
-            index.publish(life, *batch)
-            assert ask(index, CHAIN, {life, other}) == PrefixHit(50, (ReplicaRun(0, 50, other), ReplicaRun(0, 40, life)))
+            index.publish(volume_epoch, *batch)
+            assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(
+                50, (ReplicaRun(0, 50, other), ReplicaRun(0, 40, volume_epoch))
+            )
             assert index.stats().blocks == 50
 
     def test_removed_leaves_are_gone(self, index: PrefixIndex) -> None:
-        life, other = begin(index), begin(index, "w")
-        index.publish(life, [CHAIN.run(0, 100)], [])
+        volume_epoch, other = begin(index), begin(index, "w")
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         index.publish(other, [CHAIN.run(0, 60)], [])
-        index.publish(life, [], list(CHAIN.keys[:49:-1]))
-        index.publish(life, [], [BlockKey(b"?" * 16)])
-        assert ask(index, CHAIN, {life, other}) == PrefixHit(60, (ReplicaRun(0, 60, other), ReplicaRun(0, 50, life)))
+        index.publish(volume_epoch, [], list(CHAIN.keys[:49:-1]))
+        index.publish(volume_epoch, [], [BlockKey(b"?" * 16)])
+        assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(
+            60, (ReplicaRun(0, 60, other), ReplicaRun(0, 50, volume_epoch))
+        )
         assert index.stats().blocks == 60
 
     def test_a_refused_batch_leaves_nothing(self, index: PrefixIndex) -> None:
-        life = begin(index)
-        index.publish(life, [CHAIN.run(0, 10)], [])
+        volume_epoch = begin(index)
+        index.publish(volume_epoch, [CHAIN.run(0, 10)], [])
         with pytest.raises(InvalidArgument):
-            index.publish(life, [CHAIN.run(10, 20), BlockRun(NAMESPACE, None, 0, (BlockKey(b"short"),))], list(CHAIN.keys[9:10]))
-        assert ask(index, CHAIN, {life}).blocks == 10
+            index.publish(
+                volume_epoch, [CHAIN.run(10, 20), BlockRun(NAMESPACE, None, 0, (BlockKey(b"short"),))], list(CHAIN.keys[9:10])
+            )
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 10
 
     def test_a_hole_only_shortens_the_hit(self, index: PrefixIndex) -> None:
-        life, other = begin(index), begin(index, "w")
-        index.publish(life, [CHAIN.run(0, 30), CHAIN.run(31, 100)], [])
-        model = IndexModel({life: {}, other: {}})
-        model.publish(life, [CHAIN.run(0, 30), CHAIN.run(31, 100)], [])
-        model.check(CHAIN, {life, other}, ask(index, CHAIN, {life, other}))
+        volume_epoch, other = begin(index), begin(index, "w")
+        index.publish(volume_epoch, [CHAIN.run(0, 30), CHAIN.run(31, 100)], [])
+        model = IndexModel({volume_epoch: {}, other: {}})
+        model.publish(volume_epoch, [CHAIN.run(0, 30), CHAIN.run(31, 100)], [])
+        model.check(CHAIN, {volume_epoch, other}, ask(index, CHAIN, {volume_epoch, other}))
         index.publish(other, [CHAIN.run(30, 31)], [])
-        runs = (ReplicaRun(0, 30, life), ReplicaRun(30, 1, other), ReplicaRun(31, 69, life))
-        assert ask(index, CHAIN, {life, other}) == PrefixHit(100, runs)
-        index.publish(life, [CHAIN.run(30, 31)], [])
-        assert ask(index, CHAIN, {life}) == PrefixHit(100, (ReplicaRun(0, 100, life),))
+        runs = (ReplicaRun(0, 30, volume_epoch), ReplicaRun(30, 1, other), ReplicaRun(31, 69, volume_epoch))
+        assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(100, runs)
+        index.publish(volume_epoch, [CHAIN.run(30, 31)], [])
+        assert ask(index, CHAIN, {volume_epoch}) == PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
 
     @pytest.mark.parametrize(
         "run",
@@ -276,50 +289,50 @@ class IndexSuite:
         ids=range(8),
     )
     def test_malformed_runs_are_refused(self, index: PrefixIndex, run: BlockRun) -> None:
-        life = begin(index)
+        volume_epoch = begin(index)
         with pytest.raises(InvalidArgument):
-            index.publish(life, [run], [])
+            index.publish(volume_epoch, [run], [])
         assert index.stats().blocks == 0
 
     def test_malformed_calls_are_refused(self, index: PrefixIndex) -> None:
-        life = begin(index)
+        volume_epoch = begin(index)
         with pytest.raises(InvalidArgument):
-            index.lookup(NAMESPACE, b"x" * 17, {life})
+            index.lookup(NAMESPACE, b"x" * 17, {volume_epoch})
         with pytest.raises(InvalidArgument):
-            index.lookup(NAMESPACE, b"x" * 16 * (limits.MAX_KEYS_PER_CALL + 1), {life})
+            index.lookup(NAMESPACE, b"x" * 16 * (limits.MAX_KEYS_PER_CALL + 1), {volume_epoch})
         for key_range in (-1, limits.DIGEST_RANGES):
             with pytest.raises(InvalidArgument):
-                index.keys_in_range(life, key_range)
+                index.keys_in_range(volume_epoch, key_range)
         with pytest.raises(InvalidArgument):
             index.sweep(0)
         with pytest.raises(InvalidArgument):
             index.put_namespace(NamespaceId(b"short"), b"")
         with pytest.raises(InvalidArgument):
-            index.open_life(VolumeId(""), NodeId("n"), Tier.DRAM, BootId(b"b" * 16))
+            index.open_volume_epoch(VolumeId(""), NodeId("n"), Tier.DRAM, BootId(b"b" * 16))
         with pytest.raises(InvalidArgument):
-            index.open_life(VolumeId("v" * (limits.MAX_NAME_BYTES + 1)), NodeId("n"), Tier.DRAM, BootId(b"b" * 16))
+            index.open_volume_epoch(VolumeId("v" * (limits.MAX_NAME_BYTES + 1)), NodeId("n"), Tier.DRAM, BootId(b"b" * 16))
         with pytest.raises(InvalidArgument):
-            index.open_life(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(b"short"))
+            index.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(b"short"))
 
     def test_the_longest_call(self, index: PrefixIndex) -> None:
-        life = begin(index)
+        volume_epoch = begin(index)
         size = limits.MAX_KEYS_PER_CALL
         packed = os.urandom(16 * size)
         keys = tuple(BlockKey(packed[at : at + 16]) for at in range(0, len(packed), 16))
-        index.publish(life, [BlockRun(NAMESPACE, None, 0, keys)], [])
-        assert index.lookup(NAMESPACE, packed, {life}) == PrefixHit(size, (ReplicaRun(0, size, life),))
+        index.publish(volume_epoch, [BlockRun(NAMESPACE, None, 0, keys)], [])
+        assert index.lookup(NAMESPACE, packed, {volume_epoch}) == PrefixHit(size, (ReplicaRun(0, size, volume_epoch),))
 
     # ---- who listens, and the whole ----
     def test_a_listener_is_told_what_took_effect(self, index: PrefixIndex) -> None:
         told = Told()
         index.listen(told)
-        life, other = begin(index), begin(index, "w")
-        infos = {info.life: info for info in index.lives()}
-        assert told.heard == [infos[life], infos[other]]
+        volume_epoch, other = begin(index), begin(index, "w")
+        infos = {info.volume_epoch: info for info in index.volume_epochs()}
+        assert told.heard == [infos[volume_epoch], infos[other]]
         told.heard.clear()
         stray = CHAIN.keys[70]
-        index.publish(life, [CHAIN.run(0, 60), BlockRun(NAMESPACE, None, 0, (stray,))], [CHAIN.keys[99]])
-        assert told.heard == [(life, [CHAIN.run(0, 60), BlockRun(NAMESPACE, None, 0, (stray,))], [])]
+        index.publish(volume_epoch, [CHAIN.run(0, 60), BlockRun(NAMESPACE, None, 0, (stray,))], [CHAIN.keys[99]])
+        assert told.heard == [(volume_epoch, [CHAIN.run(0, 60), BlockRun(NAMESPACE, None, 0, (stray,))], [])]
         told.heard.clear()
         index.publish(other, [BlockRun(NAMESPACE, CHAIN.keys[68], 69, CHAIN.keys[69:72])], [])  # its parent is not here
         assert told.heard == [
@@ -334,70 +347,74 @@ class IndexSuite:
         ]
         told.heard.clear()
         index.publish(other, [CHAIN.run(50, 71)], CHAIN.keys[69:70])  # the stray one gives way, so that its holder has it no more
-        assert told.heard == [(other, [CHAIN.run(50, 71)], [(other, NAMESPACE, [CHAIN.keys[69]]), (life, NAMESPACE, [stray])])]
+        assert told.heard == [
+            (other, [CHAIN.run(50, 71)], [(other, NAMESPACE, [CHAIN.keys[69]]), (volume_epoch, NAMESPACE, [stray])])
+        ]
         told.heard.clear()
         index.publish(other, [], [CHAIN.keys[0]])  # it does not hold it
         assert told.heard == []
-        index.close_life(life)
-        assert told.heard == [life]
+        index.close_volume_epoch(volume_epoch)
+        assert told.heard == [volume_epoch]
 
     def test_the_whole_in_parts(self, index: PrefixIndex) -> None:
         assert index.blocks_from(None, 10) == ([], None)
-        life, other = begin(index), begin(index, "w")
-        index.publish(life, [CHAIN.run(0, 5)], [])
+        volume_epoch, other = begin(index), begin(index, "w")
+        index.publish(volume_epoch, [CHAIN.run(0, 5)], [])
         index.publish(other, [CHAIN.run(0, 3)], [])
         by_key = sorted(range(5), key=lambda at: CHAIN.keys[at])
-        expected = [IndexedBlock(CHAIN.keys[at], NAMESPACE, at, (life, other) if at < 3 else (life,)) for at in by_key]
+        expected = [
+            IndexedBlock(CHAIN.keys[at], NAMESPACE, at, (volume_epoch, other) if at < 3 else (volume_epoch,)) for at in by_key
+        ]
         first, following = index.blocks_from(None, 2)
         assert first == expected[:2]
         assert following == expected[2].key
         rest, following = index.blocks_from(following, 10)
         assert rest == expected[2:]
         assert following is None
-        index.close_life(life)
+        index.close_volume_epoch(volume_epoch)
         left, _ = index.blocks_from(None, 10)
-        assert [(block.key, block.lives) for block in left] == [(CHAIN.keys[at], (other,)) for at in by_key if at < 3]
+        assert [(block.key, block.volume_epochs) for block in left] == [(CHAIN.keys[at], (other,)) for at in by_key if at < 3]
         with pytest.raises(InvalidArgument):
             index.blocks_from(None, 0)
 
     # ---- anti-entropy ----
     def test_inventory_by_range(self, index: PrefixIndex) -> None:
-        life, other = begin(index), begin(index, "w")
+        volume_epoch, other = begin(index), begin(index, "w")
         # crowded ranges at both ends of key space, and the rest of the chain anywhere
         ends = [
             BlockKey(first + os.urandom(14)) for first in (b"\x00\x0f", b"\x00\x10", b"\xff\xef", b"\xff\xf0") for _ in range(700)
         ]
         keys = (*CHAIN.keys, *ends)
-        index.publish(life, [BlockRun(NAMESPACE, None, 0, keys)], [])
+        index.publish(volume_epoch, [BlockRun(NAMESPACE, None, 0, keys)], [])
         index.publish(other, [CHAIN.run(0, 100)], [])
         for key_range in {int.from_bytes(key[:2], "big") >> 4 for key in keys}:
             expected = {key for key in keys if int.from_bytes(key[:2], "big") >> 4 == key_range}
-            assert set(index.keys_in_range(life, key_range)) == expected
+            assert set(index.keys_in_range(volume_epoch, key_range)) == expected
             assert set(index.keys_in_range(other, key_range)) == expected & set(CHAIN.keys)
-        assert index.keys_in_range(Life(4_000_000), 0) == []
+        assert index.keys_in_range(VolumeEpoch(4_000_000), 0) == []
 
-    def test_sweeping_drops_what_dead_lives_left(self, index: PrefixIndex) -> None:
+    def test_sweep_drops_records_of_dead_volume_epochs(self, index: PrefixIndex) -> None:
         assert index.sweep(1)
-        life, other = begin(index), begin(index, "w")
-        index.publish(life, [CHAIN.run(0, 100)], [])
+        volume_epoch, other = begin(index), begin(index, "w")
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         index.publish(other, [CHAIN.run(0, 40)], [])
-        index.close_life(life)
-        assert index.stats().dead_lives == 1
+        index.close_volume_epoch(volume_epoch)
+        assert index.stats().dead_volume_epochs == 1
         calls = 1
         while not index.sweep(9):
             calls += 1
         assert calls >= 100 // 9, "a sweep is bounded by what it was asked for"
         assert index.stats().blocks == 40
-        assert index.stats().dead_lives == 0
+        assert index.stats().dead_volume_epochs == 0
         assert ask(index, CHAIN, {other}).blocks == 40
 
-    def test_a_life_that_dies_during_a_sweep_is_swept_too(self, index: PrefixIndex) -> None:
+    def test_sweep_epoch_closed_during_sweep_is_swept_too(self, index: PrefixIndex) -> None:
         first, second = begin(index), begin(index, "w")
         index.publish(first, [CHAIN.run(0, 100)], [])
         index.publish(second, [CHAIN.run(0, 100)], [])
-        index.close_life(first)
+        index.close_volume_epoch(first)
         assert not index.sweep(50)
-        index.close_life(second)
+        index.close_volume_epoch(second)
         while not index.sweep(50):
             pass
         assert index.stats().blocks == 0
@@ -405,7 +422,7 @@ class IndexSuite:
     # ---- looking ----
     def test_a_key_is_described(self, index: PrefixIndex) -> None:
         """Place, and who holds it from where on; those who are closed are shown until they are swept."""
-        first, second = self.lives_for_describe(index)
+        first, second = self.volume_epochs_for_describe(index)
         index.publish(first, [CHAIN.run(0, 4)], [])
         index.publish(second, [CHAIN.run(2, 4)], [])
         keys = list(CHAIN.keys[:5])
@@ -417,10 +434,10 @@ class IndexSuite:
             (NAMESPACE, 2, {first: 0, second: 2}),
             (NAMESPACE, 3, {first: 0, second: 2}),
         ]
-        index.close_life(first)
+        index.close_volume_epoch(first)
         (entry,) = index.describe(keys[:1])
         assert entry is not None
-        assert first not in [life.life for life in index.lives()]
+        assert first not in [volume_epoch.volume_epoch for volume_epoch in index.volume_epochs()]
         assert dict(entry.replicas) == {first: 0}
         while not index.sweep(1_000):
             pass
@@ -428,10 +445,10 @@ class IndexSuite:
         assert index.describe([]) == []
 
     @staticmethod
-    def lives_for_describe(index: PrefixIndex) -> tuple[Life, Life]:
-        """Two lives of two volumes."""
-        one = index.open_life(VolumeId("a/dram"), NodeId("a"), Tier.DRAM, BootId(b"a" * 16))
-        return one, index.open_life(VolumeId("b/dram"), NodeId("b"), Tier.DRAM, BootId(b"b" * 16))
+    def volume_epochs_for_describe(index: PrefixIndex) -> tuple[VolumeEpoch, VolumeEpoch]:
+        """Two volume epochs of two volumes."""
+        one = index.open_volume_epoch(VolumeId("a/dram"), NodeId("a"), Tier.DRAM, BootId(b"a" * 16))
+        return one, index.open_volume_epoch(VolumeId("b/dram"), NodeId("b"), Tier.DRAM, BootId(b"b" * 16))
 
     # ---- namespaces, notes, revision ----
     def test_namespaces_in_order_of_arrival(self, index: PrefixIndex) -> None:
@@ -446,15 +463,15 @@ class IndexSuite:
         assert index.spec_of(NamespaceId(b"none" * 4)) is None
 
     def test_blocks_may_arrive_before_their_namespace(self, index: PrefixIndex) -> None:
-        life = begin(index)
-        index.publish(life, [CHAIN.run(0, 10)], [])
+        volume_epoch = begin(index)
+        index.publish(volume_epoch, [CHAIN.run(0, 10)], [])
         assert index.namespaces() == []
         assert index.spec_of(NAMESPACE) is None
-        assert ask(index, CHAIN, {life}).blocks == 10
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 10
         index.put_namespace(NAMESPACE, b"")
         assert index.namespaces() == [(NAMESPACE, b"")]
         assert index.spec_of(NAMESPACE) == b""
-        assert ask(index, CHAIN, {life}).blocks == 10
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 10
 
     def test_notes(self, index: PrefixIndex) -> None:
         long = "node/" + "ü" * 600
@@ -477,9 +494,9 @@ class IndexSuite:
             assert seen[-1] >= seen[-2]
             return seen[-1] > seen[-2]
 
-        life = begin(index)
+        volume_epoch = begin(index)
         assert moved()
-        index.publish(life, [CHAIN.run(0, 10)], [])
+        index.publish(volume_epoch, [CHAIN.run(0, 10)], [])
         assert not moved()
         index.put_note("a", b"1")
         assert moved()
@@ -490,44 +507,44 @@ class IndexSuite:
         assert index.note("a") == b"2"
         index.put_namespace(NAMESPACE, b"spec")
         assert moved()
-        index.close_life(life)
+        index.close_volume_epoch(volume_epoch)
         assert moved()
-        index.close_life(life)
+        index.close_volume_epoch(volume_epoch)
         assert not moved()
 
     # ---- the whole ----
     def test_sizes(self, index: PrefixIndex) -> None:
-        life = begin(index)
+        volume_epoch = begin(index)
         assert index.stats().blocks == 0
-        index.publish(life, [CHAIN.run(0, 100)], [])
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         assert index.stats().blocks == 100
         assert index.stats().bytes > 0
         assert len(index.epoch) == 16
 
     def test_after_closing(self, index: PrefixIndex) -> None:
-        life = begin(index)
+        volume_epoch = begin(index)
         index.close()
         index.close()
         with pytest.raises(Unavailable):
-            ask(index, CHAIN, {life})
+            ask(index, CHAIN, {volume_epoch})
         with pytest.raises(Unavailable):
-            index.publish(life, [], [])
+            index.publish(volume_epoch, [], [])
 
     def test_many_threads(self, index: PrefixIndex) -> None:
         """Readers and writers at once: every answer is one that was true at some moment."""
         chains = [Chain.of(NAMESPACE, [thread, *range(99)]) for thread in range(4)]
-        lives = [begin(index, f"v{thread}") for thread in range(4)]
+        volume_epochs = [begin(index, f"v{thread}") for thread in range(4)]
         failures: list[BaseException] = []
 
         def write(thread: int) -> None:
             for start in range(0, 100, 10):
-                index.publish(lives[thread], [chains[thread].run(start, start + 10)], [])
+                index.publish(volume_epochs[thread], [chains[thread].run(start, start + 10)], [])
 
         def read(thread: int) -> None:
             try:
                 last = 0
                 while last < 100:
-                    hit = ask(index, chains[thread], set(lives))
+                    hit = ask(index, chains[thread], set(volume_epochs))
                     assert hit.blocks >= last
                     assert hit.blocks % 10 == 0
                     last = hit.blocks
@@ -545,23 +562,30 @@ class IndexSuite:
     def test_everything_is_there_again_after_closing(self, index: PrefixIndex, place: Path) -> None:
         if not self.persistent:
             pytest.skip("the backend keeps nothing")
-        life, dead = begin(index), begin(index, "w")
-        index.publish(life, [CHAIN.run(0, 50)], [])
+        volume_epoch, dead = begin(index), begin(index, "w")
+        index.publish(volume_epoch, [CHAIN.run(0, 50)], [])
         index.publish(dead, [CHAIN.run(0, 100)], [])
-        index.close_life(dead)
+        index.close_volume_epoch(dead)
         index.sweep(30)
         index.put_namespace(NAMESPACE, b"spec")
         index.put_note("a", b"1")
-        before = (index.epoch, index.lives(), index.namespaces(), index.notes(), index.revision, index.stats().blocks)
+        before = (index.epoch, index.volume_epochs(), index.namespaces(), index.notes(), index.revision, index.stats().blocks)
         index.close()
         again = self.open_index(place)
         try:
-            assert (again.epoch, again.lives(), again.namespaces(), again.notes(), again.revision, again.stats().blocks) == before
-            assert ask(again, CHAIN, {life, dead}).blocks == 50
+            assert (
+                again.epoch,
+                again.volume_epochs(),
+                again.namespaces(),
+                again.notes(),
+                again.revision,
+                again.stats().blocks,
+            ) == before
+            assert ask(again, CHAIN, {volume_epoch, dead}).blocks == 50
             while not again.sweep(30):
                 pass
             assert again.stats().blocks == 50
-            assert begin(again, "x") not in {life, dead}
+            assert begin(again, "x") not in {volume_epoch, dead}
         finally:
             again.close()
 
@@ -569,20 +593,20 @@ class IndexSuite:
     def test_what_another_process_writes_is_seen_at_once(self, index: PrefixIndex, other_process: IndexProcess) -> None:
         assert other_process.call("epoch") == index.epoch
         revision = index.revision
-        life = other_process.call("open_life", "v", "n", Tier.DRAM, b"b" * 16)
+        volume_epoch = other_process.call("open_volume_epoch", "v", "n", Tier.DRAM, b"b" * 16)
         assert index.revision > revision
-        assert index.open_life(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(b"b" * 16)) == life
-        other_process.call("publish", life, [CHAIN.run(0, 60)], [])
-        assert ask(index, CHAIN, {life}).blocks == 60
-        index.publish(life, [CHAIN.run(60, 100)], [])
-        expected = PrefixHit(100, (ReplicaRun(0, 100, life),))
-        assert other_process.call("lookup", NAMESPACE, CHAIN.packed, {life}) == expected
-        other_process.call("close_life", life)
-        assert ask(index, CHAIN, {life}).blocks == 0
+        assert index.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(b"b" * 16)) == volume_epoch
+        other_process.call("publish", volume_epoch, [CHAIN.run(0, 60)], [])
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 60
+        index.publish(volume_epoch, [CHAIN.run(60, 100)], [])
+        expected = PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
+        assert other_process.call("lookup", NAMESPACE, CHAIN.packed, {volume_epoch}) == expected
+        other_process.call("close_volume_epoch", volume_epoch)
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 0
         with pytest.raises(NotFound):
-            index.publish(life, [CHAIN.run(0, 1)], [])
+            index.publish(volume_epoch, [CHAIN.run(0, 1)], [])
         other_process.close()
-        assert begin(index, "v") != life
+        assert begin(index, "v") != volume_epoch
 
     def test_two_processes_write_at_once(self, index: PrefixIndex, other_process: IndexProcess) -> None:
         chains = [Chain.of(NAMESPACE, [process, *range(999)]) for process in range(2)]
@@ -592,31 +616,31 @@ class IndexSuite:
             index.publish(ours, [chains[0].run(start, start + 50)], [])
         for _ in range(0, 1_000, 50):
             other_process.receive()
-        for chain, life in zip(chains, (ours, theirs), strict=True):
-            assert ask(index, chain, {ours, theirs}) == PrefixHit(1_000, (ReplicaRun(0, 1_000, life),))
+        for chain, volume_epoch in zip(chains, (ours, theirs), strict=True):
+            assert ask(index, chain, {ours, theirs}) == PrefixHit(1_000, (ReplicaRun(0, 1_000, volume_epoch),))
 
     def test_a_killed_process_leaves_whole_batches(self, index: PrefixIndex, other_process: IndexProcess) -> None:
-        life = begin(index)
+        volume_epoch = begin(index)
         sent = 200
         for at in range(sent):
             chain = Chain.of(NAMESPACE, [at, *range(99)])
-            other_process.send("publish", life, [chain.run(0, 100)], [])
+            other_process.send("publish", volume_epoch, [chain.run(0, 100)], [])
             if at == 20:
                 other_process.receive()
         other_process.kill()
-        hits = [ask(index, Chain.of(NAMESPACE, [at, *range(99)]), {life}).blocks for at in range(sent)]
+        hits = [ask(index, Chain.of(NAMESPACE, [at, *range(99)]), {volume_epoch}).blocks for at in range(sent)]
         assert hits[0] == 100
         assert set(hits) <= {0, 100}
         assert hits == sorted(hits, reverse=True), "batches are applied in order"
-        index.publish(life, [CHAIN.run(0, 100)], [])  # the writer's lock did not die with its holder
-        assert ask(index, CHAIN, {life}).blocks == 100
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])  # the writer's lock did not die with its holder
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 100
 
 
-def begin(index: PrefixIndex, volume: str = "v") -> Life:
-    """A new life."""
-    return index.open_life(VolumeId(volume), NodeId("node"), Tier.DRAM, BootId(os.urandom(16)))
+def begin(index: PrefixIndex, volume: str = "v") -> VolumeEpoch:
+    """A new volume epoch."""
+    return index.open_volume_epoch(VolumeId(volume), NodeId("node"), Tier.DRAM, BootId(os.urandom(16)))
 
 
-def ask(index: PrefixIndex, chain: Chain, visible: set[Life]) -> PrefixHit:
+def ask(index: PrefixIndex, chain: Chain, visible: set[VolumeEpoch]) -> PrefixHit:
     """Looks a chain up."""
     return index.lookup(chain.namespace, chain.packed, visible)

@@ -10,7 +10,8 @@ entries whose block has moved since are put right when they come up.
   and a ghost list that remembers keys of newcomers that left (Yang et al., SOSP 2023). Resists scans. Two departures, both
   because inner blocks are not queued: a newcomer moves to the main queue at its second use, not when its turn comes; and inner
   blocks age only once they are leaves.
-* ``GapPolicy``: by how long a block is expected to stay unused: the longer of the time since its last use and of the gap
+* ``ReuseDistancePolicy``: by how long a block is expected to stay unused: the longer of the time since its last use and of the
+  gap
   before that. A newcomer is taken to be used like its parent, for a chain is used as a whole; one that was here before is known
   by its ghost. Sessions that come back often thus keep their room while those that come back seldom pass through: what a cache
   needs that is too small for all of them. With room for most it does as LRU does.
@@ -404,7 +405,7 @@ class S3FifoPolicy(_TreePolicy):
         return _NONE
 
 
-class GapPolicy(_TreePolicy):
+class ReuseDistancePolicy(_TreePolicy):
     """Longest expected gap first. Time is counted in blocks used; the gap of a block is the one before its last use.
 
     Args:
@@ -489,7 +490,11 @@ class GapPolicy(_TreePolicy):
         return _NONE
 
 
-_POLICIES: dict[str, Callable[[Rows | None], EvictionPolicy]] = {"lru": LruPolicy, "s3-fifo": S3FifoPolicy, "gap": GapPolicy}
+_POLICIES: dict[str, Callable[[Rows | None], EvictionPolicy]] = {
+    "lru": LruPolicy,
+    "s3-fifo": S3FifoPolicy,
+    "gap": ReuseDistancePolicy,
+}
 
 POLICY_NAMES = tuple(_POLICIES)
 

@@ -28,6 +28,7 @@ from typing import Any
 from kvstore.core.errors import Unsupported
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
 from kvstore.tiers.io_engines.kvikio_library import KVIKIO_ERRORS, Kvikio, first_line
 from kvstore.tiers.io_engines.posix import STEP_BYTES, PosixFile
@@ -114,10 +115,10 @@ class GdsFile(IoEngine):
                 failure = self._transfer([memory], position)
                 if failure is None:
                     self._went_well()
-                    self._counters.add("gds_device_reads_total")
+                    self._counters.add(volumes_metrics.GDS_DEVICE_READS)
                     return True
                 self._note(failure)
-        self._counters.add("device_reads_bounced_total")
+        self._counters.add(volumes_metrics.DEVICE_READS_BOUNCED)
         return False
 
     def close(self) -> None:
@@ -151,7 +152,7 @@ class GdsFile(IoEngine):
                 position += size
         failure = failures[0] if failures else None
         if failure is not None:
-            self._counters.add("gds_read_failures_total")
+            self._counters.add(volumes_metrics.GDS_READ_FAILURES)
             _limited.warning("slab %s: kvikio failed: %s; read by posix", self._posix.path, failure)
         return failure
 
@@ -162,7 +163,7 @@ class GdsFile(IoEngine):
             yield False
             return
         if self._stalled() or not self._room.acquire(timeout=STALLED_S):
-            self._counters.add("gds_stalled_total")
+            self._counters.add(volumes_metrics.GDS_STALLED)
             _limited.warning("slab %s: kvikio has not answered for %.0f s: read by posix", self._posix.path, STALLED_S)
             yield False
             return
@@ -203,7 +204,7 @@ class GdsFile(IoEngine):
                 return
             self._failures = GIVE_UP_AFTER - 1
             self._paused_until_s = self._now_s() + PAUSE_S
-        self._counters.add("gds_given_up_total")
+        self._counters.add(volumes_metrics.GDS_GIVEN_UP)
         _log.warning(
             "slab %s: kvikio failed %d times in a row (%s): reads by posix for %.0f s",
             self._posix.path, GIVE_UP_AFTER, failure, PAUSE_S,

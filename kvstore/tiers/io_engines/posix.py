@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT, round_up
 from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
 
@@ -58,7 +59,7 @@ class PosixFile(IoEngine):
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             # twice the CPU and half the throughput of direct I/O; data is durable all the same, by fdatasync
-            self._counters.add("nvme_direct_io_refused_total")
+            self._counters.add(volumes_metrics.NVME_DIRECT_IO_REFUSED)
             _log.warning("slab %s: O_DIRECT refused (%s): buffered I/O, which is slower", self.path, error.strerror)
             return os.open(self.path, flags), False, f"posix buffered (O_DIRECT refused: {error.strerror})"
         return fd, True, "posix O_DIRECT"
@@ -83,7 +84,7 @@ class PosixFile(IoEngine):
         return _in_steps(os.preadv, self.fd, pieces, position)
 
     def read_device(self, memory: DeviceMemory, position: int) -> bool:  # noqa: ARG002  # the kernel reads into host memory
-        self._counters.add("device_reads_bounced_total")
+        self._counters.add(volumes_metrics.DEVICE_READS_BOUNCED)
         return False
 
     def write(self, pieces: Sequence[memoryview], position: int) -> int:

@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
-from kvstore.process.run_with_timeout import Ran, run_bounded
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
+from kvstore.process.run_with_timeout import CommandResult, run_with_timeout
 from kvstore.tiers.io_engines.kvikio_library import CUDA_DRIVER, FORCE_COMPAT, INSTALL_KVIKIO, Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 
@@ -144,13 +145,13 @@ def _no_driver() -> GdsProbe | None:
 def _run_probe(arguments: list[str], timeout_s: float) -> GdsProbe:
     command = [sys.executable, "-m", "kvstore.tiers.io_engines.probe_process", *arguments]
     try:
-        ran = run_bounded(command, timeout_s, environment={"CUFILE_LOGFILE_PATH": os.devnull})
+        ran = run_with_timeout(command, timeout_s, environment={"CUFILE_LOGFILE_PATH": os.devnull})
     except OSError as error:
         return GdsProbe(GdsPath.NONE, f"the probe cannot be started: {error.strerror}", "ulimit -a   # what it may start")
     return judge(ran, timeout_s, measured=bool(arguments))
 
 
-def judge(ran: Ran, timeout_s: float, *, measured: bool = True) -> GdsProbe:
+def judge(ran: CommandResult, timeout_s: float, *, measured: bool = True) -> GdsProbe:
     """What the probe's process said, understood. Nothing but proof is taken for GDS, if it was to be ``measured``."""
     facts: dict[str, Any] = {}
     for line in ran.output.splitlines():
@@ -177,7 +178,7 @@ def _allowed(facts: Mapping[str, Any]) -> tuple[GdsPath, str, str | None]:
     return GdsPath.COMPAT, f"kvikio {facts.get('kvikio')} would read through host memory", _ENABLE_GDS
 
 
-def _judge(facts: Mapping[str, Any], ran: Ran, timeout_s: float) -> tuple[GdsPath, str, str | None]:
+def _judge(facts: Mapping[str, Any], ran: CommandResult, timeout_s: float) -> tuple[GdsPath, str, str | None]:
     none, at = GdsPath.NONE, facts.get("begun", "start")
     broken = {"start": _LOOK_AGAIN, "driver": _BROKEN_DRIVER}.get(str(at), _ENABLE_GDS)
     if ran.code is None:
@@ -252,10 +253,10 @@ def choose_gds(
             volume=folder, path=found.path.value,
         )  # fmt: skip
     if found.path is GdsPath.COMPAT:
-        counters.add("gds_pretended_total")
+        counters.add(volumes_metrics.GDS_PRETENDED)
         _log.warning("volume at %s: GPUDirect Storage is only pretended (%s): posix is used", folder, found.why)
     elif found.facts:  # there is a driver, so somebody may expect it
-        counters.add("gds_not_usable_total")
+        counters.add(volumes_metrics.GDS_NOT_USABLE)
         _log.warning("volume at %s: no GPUDirect Storage (%s): posix is used", folder, found.why)
     else:
         _log.info("volume at %s: no GPUDirect Storage: %s", folder, found.why)

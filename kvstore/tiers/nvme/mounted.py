@@ -21,12 +21,13 @@ from kvstore.core import checksum
 from kvstore.core.errors import Conflict, CorruptBlock, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.slab_io import NOTHING, IoChoice, SlotIO
 from kvstore.tiers.nvme.slot_header import FIXED_BYTES, check_shape, header_bytes, parse_header, slot_bytes
-from kvstore.tiers.nvme.slot_manifest import RosterReader
+from kvstore.tiers.nvme.slot_manifest import SlotManifestReader
 from kvstore.tiers.nvme.volume_open import SLAB_FILE
 
 _log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class MountedSlab:
         self.volume_id = volume_id
         self._path = path
         self._counters = counters or Counters()
-        self._roster = RosterReader(path, entries=places)
+        self._roster = SlotManifestReader(path, entries=places)
         self._turn = threading.Lock()
         self._uid = b""
         self._catch_up()
@@ -195,7 +196,7 @@ class MountedSlab:
 
     def _forget(self, key: BlockKey, slot: Slot) -> None:
         """Until the roster speaks of the block again, it is not looked for."""
-        self._counters.add("mount_stale_blocks_total")
+        self._counters.add(volumes_metrics.MOUNT_STALE_BLOCKS)
         known = self._roster.slots
         with self._turn:
             if known.get(key) == slot:

@@ -37,15 +37,16 @@ from kvstore.core import limits
 from kvstore.core.errors import CorruptBlock, Internal, InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
-from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
-from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, Vacancy, VolumeUsage
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
+from kvstore.tiers.allocator import ALIGNMENT
+from kvstore.tiers.contract import BlockRecord, DurableVolume, ReclaimableSpan, Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.sealed_slot import SealedSlotIO
 from kvstore.tiers.nvme.slab_io import NOTHING, IoChoice, SlotIO
 from kvstore.tiers.nvme.slot_header import check_shape, header_bytes, pack_header, parse_header, place_in, slot_bytes
-from kvstore.tiers.nvme.slot_manifest import RosterWriter
+from kvstore.tiers.nvme.slot_manifest import SlotManifestWriter
 from kvstore.tiers.nvme.volume_open import (
     SLAB_FILE,
     CannotWriteError,
@@ -57,13 +58,14 @@ from kvstore.tiers.nvme.volume_open import (
     open_parts,
     writing,
 )
+from kvstore.tiers.slot_pool import PooledVolume, SlotPool
 
 _log = logging.getLogger(__name__)
 
 _RECOVERY_BATCH = 1024
 
 
-class NvmeSlab(DurableVolume):
+class NvmeSlab(PooledVolume, DurableVolume):
     """A durable volume on a local file system. Made by ``open``. Thread-safe."""
 
     def __init__(self, path: Path, lock: VolumeLock, parts: OpenParts, *, verify_headers: bool, counters: Counters) -> None:
@@ -79,12 +81,11 @@ class NvmeSlab(DurableVolume):
         self._uid = superblock.uid
         self._verify_headers = verify_headers
         self._counters = counters
-        self._allocator = SlotAllocator(
+        self.slot_pool = SlotPool(
             superblock.capacity_bytes, chunk_bytes=superblock.chunk_bytes, first_generation=superblock.first_generation
         )
-        self._lock = threading.Lock()
         self._commit_lock = threading.Lock()
-        self._roster = RosterWriter(path, superblock, self._listed, counters)
+        self._roster = SlotManifestWriter(path, superblock, self._listed, counters)
         self._to_drop: list[BlockKey] = []
         self._recovered = False
         self._sync_failed = False
@@ -187,53 +188,37 @@ class NvmeSlab(DurableVolume):
             return
         self._gone = True
         self._read_only = self._read_only or f"its files are no longer in {self._path}: removed, moved or mounted over"
-        self._counters.add("nvme_files_gone_total")
+        self._counters.add(volumes_metrics.NVME_FILES_GONE)
         _log.error(
             "volume %s: its files are no longer in %s: they were removed, moved or mounted over. Nothing it holds outlives this "
             "process, and it stores nothing more; put them back, or restart the node to begin with an empty volume",
             self.volume_id, self._path,
         )  # fmt: skip
 
-    # ---- room ----
+    # ---- slots ----
+    @staticmethod
+    def _slot_bytes(shape: BlockShape) -> int:
+        return slot_bytes(shape)
+
     def fits(self, shape: BlockShape) -> bool:
-        return self._allocator.fits(slot_bytes(shape))
+        return self.slot_pool.fits(slot_bytes(shape))
 
     def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
         check_shape(shape)
-        with self._lock:
-            if not self._recovered:
-                raise Internal("a durable volume was asked for room before recover() was used up: it could give out slots in use")
-            if self._read_only is not None:
-                return None
-            return self._allocator.allocate(slot_bytes(shape), count)
+        if not self._recovered:
+            raise Internal("allocate was called before recover() had returned all blocks: slots in use could be allocated")
+        return None if self._read_only is not None else super().allocate(shape, count)
 
-    def free(self, slots: Sequence[Slot]) -> None:
-        with self._lock:
-            self._allocator.free(slots)
-
-    def room_plan(
+    def plan_eviction(
         self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
     ) -> list[BlockKey] | None:
         check_shape(shape)
-        with self._lock:
-            if self._read_only is not None:
-                return None  # nothing can leave, for the catalog could not forget it
-            return self._allocator.room_plan(slot_bytes(shape), count, coldest, limit)
+        # a read-only volume cannot evict: its catalog cannot remove entries
+        return None if self._read_only is not None else super().plan_eviction(shape, count, coldest, limit)
 
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+    def reclaimable_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
         check_shape(shape)
-        with self._lock:
-            if self._read_only is not None:
-                return []
-            return self._allocator.vacancies(slot_bytes(shape), cold)
-
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
-        with self._lock:
-            return self._allocator.held_in(vacancy)
-
-    def usage(self) -> VolumeUsage:
-        with self._lock:
-            return VolumeUsage(self._allocator.capacity_bytes, self._allocator.used_bytes, self._allocator.slots_used)
+        return [] if self._read_only is not None else super().reclaimable_spans(shape, cold)
 
     # ---- bytes ----
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
@@ -265,7 +250,7 @@ class NvmeSlab(DurableVolume):
         slots: list[SlotIO] = []
         places: list[int] = []
         for place, (slot, record, payload) in enumerate(items):
-            if not self._allocator.holds(slot):
+            if not self.slot_pool.holds(slot):
                 continue  # given to another block since: whatever lies there is not what was asked for
             slots.append(self._slot_io(slot, record, payload))
             places.append(place)
@@ -293,7 +278,7 @@ class NvmeSlab(DurableVolume):
             shape = record.shape
             if memory.nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
                 raise InvalidArgument("device memory is one Full Block and fits its slot", bytes=memory.nbytes)
-            if not self._allocator.holds(slot):
+            if not self.slot_pool.holds(slot):
                 continue  # as for read
             pairs.append((self._place_io(slot, record, NOTHING), memory))
             places.append(place)
@@ -313,7 +298,7 @@ class NvmeSlab(DurableVolume):
             raise InvalidArgument(
                 "a payload is one Full Block and fits its slot", bytes=payload.nbytes, expected=shape.block_bytes
             )
-        if not self._allocator.holds(slot):
+        if not self.slot_pool.holds(slot):
             raise Internal("a slot is used that is not held", slot=slot)
         if payload.format != "B" or payload.ndim != 1:
             payload = payload.cast("B")
@@ -322,18 +307,18 @@ class NvmeSlab(DurableVolume):
     def _place_io(self, slot: Slot, record: BlockRecord, payload: memoryview) -> SlotIO:
         room = header_bytes(record.shape.layers)
         if record.seal is not None:
-            return SealedSlotIO(self._uid, slot, self._allocator.span_at(slot.offset), room, record, payload)
+            return SealedSlotIO(self._uid, slot, self.slot_pool.span_at(slot.offset), room, record, payload)
         return SlotIO(slot.offset, slot.size, self._header(slot, record), room, record, payload)
 
     def _header(self, slot: Slot, record: BlockRecord) -> bytes:
-        first_chunk, chunks = self._allocator.span_at(slot.offset)
+        first_chunk, chunks = self.slot_pool.span_at(slot.offset)
         return pack_header(self._uid, slot, first_chunk, chunks, record)
 
     # ---- durability ----
     def commit(self, stored: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
         entries: list[tuple[BlockKey, bytes]] = []
         for slot, record in stored:
-            if not self._allocator.holds(slot):
+            if not self.slot_pool.holds(slot):
                 raise Internal("a block is committed in a slot that is not held", slot=slot)
             entries.append((record.key, self._header(slot, record)))
         with self._commit_lock:
@@ -365,7 +350,7 @@ class NvmeSlab(DurableVolume):
             self._file.sync()
         except OSError as error:
             self._sync_failed = True
-            self._counters.add("nvme_sync_errors_total")
+            self._counters.add(volumes_metrics.NVME_SYNC_ERRORS)
             _log.exception(
                 "volume %s: sync failed (%s): nothing more is stored until it is opened anew", self.volume_id, error.strerror
             )
@@ -388,7 +373,7 @@ class NvmeSlab(DurableVolume):
                 batch = []
         yield from self._with_good_headers(batch, bad)
         if bad:
-            self._counters.add("nvme_recovery_dropped_total", len(bad))
+            self._counters.add(volumes_metrics.NVME_RECOVERY_DROPPED, len(bad))
             _log.warning("volume %s: %d catalog entries cannot be: dropped", self.volume_id, len(bad))
         with self._commit_lock:
             if self._read_only is None:
@@ -398,8 +383,7 @@ class NvmeSlab(DurableVolume):
                 self._catalog = None
             else:
                 self._roster.begin()
-        with self._lock:
-            self._recovered = True
+        self._recovered = True
 
     def _drop_bad(self, catalog: Catalog) -> None:
         """Takes entries that cannot be out of the catalog. Until it has forgotten them, their places must not be given out."""
@@ -410,7 +394,7 @@ class NvmeSlab(DurableVolume):
                 self._to_drop = []
         except CannotWriteError as error:
             self._read_only = str(error)
-            self._counters.add("nvme_opened_read_only_total")
+            self._counters.add(volumes_metrics.NVME_OPENED_READ_ONLY)
             _log.warning("volume %s cannot be written to (%s): it is read-only and serves what it holds", self.volume_id, error)
 
     def resume(self) -> bool:
@@ -432,7 +416,7 @@ class NvmeSlab(DurableVolume):
                     self._read_only = str(error)
                     _log.warning("volume %s stays read-only: %s", self.volume_id, error)
                 return False
-        self._counters.add("nvme_resumed_total")
+        self._counters.add(volumes_metrics.NVME_RESUMED)
         _log.warning("volume %s can be written to again: it stores blocks", self.volume_id)
         return True
 
@@ -452,9 +436,8 @@ class NvmeSlab(DurableVolume):
             if catalog is not None:
                 catalog.close()
             raise
-        with self._lock:
-            self._allocator.skip_to(self._superblock.first_generation)
-            self._to_drop, self._catalog, self._read_only = [], catalog, None
+        self.slot_pool.skip_to(self._superblock.first_generation)
+        self._to_drop, self._catalog, self._read_only = [], catalog, None
         self._roster.begin(self._superblock)
 
     def _take(self, key: bytes, value: bytes) -> tuple[Slot, BlockRecord] | None:
@@ -466,9 +449,8 @@ class NvmeSlab(DurableVolume):
         record = header.record
         if record.key != key or header.volume_uid != self._uid:
             return None
-        with self._lock:
-            if not self._allocator.take(header.slot, header.first_chunk, header.chunks):
-                return None
+        if not self.slot_pool.take(header.slot, header.first_chunk, header.chunks):
+            return None
         return header.slot, record
 
     def _with_good_headers(

@@ -38,6 +38,7 @@ from kvstore.core import checksum
 from kvstore.core.errors import InvalidArgument, Unavailable, Unsupported
 from kvstore.core.types import Outcome
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT, round_up
 from kvstore.tiers.contract import BlockRecord
 from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
@@ -188,7 +189,7 @@ class SlabFile:
             if required:
                 self._posix.close()
                 raise
-            self._counters.add("gds_refused_total")
+            self._counters.add(volumes_metrics.GDS_REFUSED)
             _log.warning("slab %s: %s: posix reads it", self.path, error)
             return self._posix
 
@@ -255,7 +256,7 @@ class SlabFile:
             try:
                 header = self.pread(DATA_START + place[0], place[1])
             except OSError as error:
-                self._counters.add("nvme_read_errors_total")
+                self._counters.add(volumes_metrics.NVME_READ_ERRORS)
                 _log.warning("slab %s: header at %d cannot be read: %s", self.path, place[0], error)
                 return None
             return header if len(header) == place[1] else None
@@ -286,7 +287,7 @@ class SlabFile:
         while pending:
             _, pending = wait(pending, timeout=_STALL_LOG_S)
             if pending:
-                self._counters.add("nvme_io_stalled_total")
+                self._counters.add(volumes_metrics.NVME_IO_STALLED)
                 _log.warning("slab %s: I/O has not come back for %.0f s", self.path, _STALL_LOG_S)
         for future in futures:
             future.result()
@@ -300,7 +301,7 @@ class SlabFile:
                     done = self._timed(self._posix.write, pieces, DATA_START + run[0].offset)
         except OSError as error:
             if len(run) == 1:
-                self._counters.add("nvme_write_errors_total")
+                self._counters.add(volumes_metrics.NVME_WRITE_ERRORS)
                 _log.warning("slab %s: write failed: %s", self.path, error)
                 run[0].error = error
                 return
@@ -308,7 +309,7 @@ class SlabFile:
         if done == size:
             return
         if len(run) == 1:
-            self._counters.add("nvme_write_errors_total")
+            self._counters.add(volumes_metrics.NVME_WRITE_ERRORS)
             run[0].error = Unavailable("a slot was written short", written=done, expected=size)
             return
         for slot in run:
@@ -336,7 +337,7 @@ class SlabFile:
                     self._judge(slot, header, copies, verify)
                 return
         if len(run) == 1:
-            self._counters.add("nvme_read_errors_total")
+            self._counters.add(volumes_metrics.NVME_READ_ERRORS)
             _log.warning("slab %s: slot at %d cannot be read: %s", self.path, run[0].offset, failure)
             return
         for slot in run:
@@ -347,7 +348,7 @@ class SlabFile:
             destination[:] = source
         slot.outcome = slot.judge(header, verify=verify)
         if slot.outcome is Outcome.CORRUPT:
-            self._counters.add("nvme_corrupt_blocks_total")
+            self._counters.add(volumes_metrics.NVME_CORRUPT_BLOCKS)
             _log.warning("slab %s: slot at %d does not hold what it should", self.path, slot.offset)
 
     # ---- slots into device memory ----
@@ -369,7 +370,7 @@ class SlabFile:
                 self._fill_device(slot, memory, scratch.take(slot.size), verify)
             except (OSError, RuntimeError) as error:  # RuntimeError: what torch says of a device that fails
                 slot.outcome = Outcome.UNAVAILABLE
-                self._counters.add("nvme_read_errors_total")
+                self._counters.add(volumes_metrics.NVME_READ_ERRORS)
                 _log.warning("slab %s: slot at %d cannot be read into device memory: %s", self.path, slot.offset, error)
             finally:
                 slot.payload = NOTHING

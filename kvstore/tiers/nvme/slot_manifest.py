@@ -36,6 +36,7 @@ import xxhash
 from kvstore.core.errors import CorruptBlock, KVStoreError
 from kvstore.core.types import KEY_BYTES, BlockKey
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, Superblock, pack_superblock, parse_superblock
@@ -68,7 +69,7 @@ def pack_frame(stored: Sequence[tuple[BlockKey, Slot]], removed: Sequence[BlockK
     return struct.pack("<Q", xxhash.xxh3_64_intdigest(counts + body)) + counts + body
 
 
-class RosterWriter:
+class SlotManifestWriter:
     """The owner's end. Not thread-safe; no method raises for the file system's sake.
 
     Args:
@@ -142,7 +143,7 @@ class RosterWriter:
         self.close()
         self._skips = min(2 * self._skips + 1, _MOST_SKIPPED)
         self._to_skip = self._skips
-        self._counters.add("roster_errors_total")
+        self._counters.add(volumes_metrics.ROSTER_ERRORS)
         _log.warning("roster %s cannot be written (%s): who mounts this volume sees no news for a while", self._path, error)
 
 
@@ -153,7 +154,7 @@ def _write(fd: int, data: bytes) -> int:
     return len(data)
 
 
-class RosterReader:
+class SlotManifestReader:
     """A mounting node's end: the list in memory, some 300 bytes a block. ``catch_up`` takes one caller at a time.
 
     Args:

@@ -20,6 +20,7 @@ from pathlib import Path
 from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import chunk_bytes_for
 from kvstore.tiers.nvme.catalog import CATALOG_FILE, NO_WRITING, Catalog, map_bytes_for, mend_hint
 from kvstore.tiers.nvme.slab_io import IoChoice, SlabFile
@@ -105,7 +106,7 @@ def open_parts(path: Path, volume_id: VolumeId, capacity_bytes: int, engine: IoC
         return opened(writable=True)
     except CannotWriteError as error:
         reason = str(error)
-    counters.add("nvme_opened_read_only_total")
+    counters.add(volumes_metrics.NVME_OPENED_READ_ONLY)
     _log.warning(
         "volume %s at %s cannot be written to (%s): it is opened read-only and serves what it holds; it stores again "
         "once the file system takes writes",

@@ -33,6 +33,7 @@ import xxhash
 
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.nixl.address_table import Rows
 from kvstore.transport.nixl.frames import RequestedMode
 from kvstore.transport.tcp.one_sided import OneSidedFailed
@@ -236,7 +237,7 @@ class NixlAgent:
             if epoch != self._epoch:
                 return
             self._end_agent()
-        self._counters.add("transport_nixl_fences_total")
+        self._counters.add(transport_metrics.NIXL_FENCES)
         log.info("NIXL agent fenced: %s (epoch=%d)", self._name, epoch)
 
     def close(self) -> None:
@@ -250,7 +251,7 @@ class NixlAgent:
             raise Unsupported("the NIXL agent is closed")
         if self._agent is None:
             self._agent = self._create_agent()
-            self._counters.add("transport_nixl_agents_total")
+            self._counters.add(transport_metrics.NIXL_AGENTS)
         return self._agent
 
     def _create_agent(self) -> Any:  # noqa: ANN401 - NIXL is untyped
@@ -311,7 +312,7 @@ class NixlAgent:
         if alive() is not None:
             gc.collect()
         if alive() is not None:
-            self._counters.add("transport_nixl_fences_broken_total")
+            self._counters.add(transport_metrics.NIXL_FENCES_BROKEN)
             log.error("NIXL agent not fenced: %s (late bytes may still arrive)", self._name)
 
     # ---------------------------------------------------------------- memory
@@ -361,7 +362,7 @@ class NixlAgent:
         """Return a slab of bounce memory; None: no slab became free in time. The agent must be open."""
         with self._slab_free:
             if not self._slab_free.wait_for(lambda: bool(self._slabs), max(0.0, timeout_s)):
-                self._counters.add("transport_nixl_bounce_timeouts_total")
+                self._counters.add(transport_metrics.NIXL_BOUNCE_TIMEOUTS)
                 return None
             return self._slabs.pop()
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable, Unsupported
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.contract import LayerProgress, ReadRequest
 from kvstore.transport.layer_hasher import LayerHasher
 from kvstore.transport.layout import Layout
@@ -212,7 +213,7 @@ class NixlPeer(TcpPeer):
         if registered is not None:
             destination = registered.select(np.arange(unit.first, unit.first + unit.count), 0)
         elif unit.count * request.layer_count * self._layer_bytes(state) > self._agent.slab_bytes:
-            self._counters.add("transport_nixl_unfit_reads_total")
+            self._counters.add(transport_metrics.NIXL_UNFIT_READS)
             return super()._send_request(connection, state, unit)
         else:
             slab = self._agent.acquire_slab(deadline_s - time.monotonic())
@@ -284,7 +285,7 @@ class NixlPeer(TcpPeer):
                 self._pull(fetch, target, AddressTable(placed.addresses, size, size), state, data.layer_count)
                 if placed.wants_taken:
                     connection.wire.send((frames.encode_head(FrameKind.TAKEN, request_id),), state.request.deadline_s)
-            self._counters.add("transport_nixl_bytes_received_total", placed.moved_bytes)
+            self._counters.add(transport_metrics.NIXL_BYTES_RECEIVED, placed.moved_bytes)
             good = np.ones(len(hits), np.bool_)
             if state.verify and len(hits):
                 good = _verify(_received_memory(fetch, state, hits, unit, data, first_layer), data, size)
@@ -393,7 +394,7 @@ class NixlPeer(TcpPeer):
     def _turn_off(self, error: KVStoreError) -> None:
         self._off_until_s = time.monotonic() + OFF_S
         self._pull_failed = self._mode is TransferMode.PULL
-        self._counters.add("transport_nixl_fallbacks_total")
+        self._counters.add(transport_metrics.NIXL_FALLBACKS)
         limited.warning("NIXL switched off: %s (tcp_for_s=%g, error=%s)", self.address, OFF_S, error)
 
     @staticmethod

@@ -22,6 +22,7 @@ from kvstore.core.errors import DeadlineExceeded, Unsupported
 from kvstore.core.types import Outcome
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.contract import ReadPart
 from kvstore.transport.layout import address_of
 from kvstore.transport.nixl.address_table import AddressTable, consecutive_blocks, copy_rows, paired_rows
@@ -115,7 +116,7 @@ class NixlResponder(OneSidedResponder):
         self.close()
         self._mode = choose_mode(attach, only_tcp=self._agent.options.only_tcp)
         if attach.mode == "pull" and self._mode is TransferMode.PUSH:
-            self._counters.add("transport_nixl_pulls_denied_total")
+            self._counters.add(transport_metrics.NIXL_PULLS_DENIED)
             limited.warning("pull request changed to push: the reader can be reached over TCP only")
         self._epoch, metadata = self._agent.metadata()
         if self._mode is TransferMode.PUSH:
@@ -124,7 +125,7 @@ class NixlResponder(OneSidedResponder):
             if SERVING_AGENT.fullmatch(reader):
                 self.close()
                 raise Unsupported("refusing to write into an agent that serves an arena", name=reader)
-        self._counters.add("transport_nixl_attached_total")
+        self._counters.add(transport_metrics.NIXL_ATTACHED)
         return encode_attached(request_id, self._mode, metadata)
 
     def close(self) -> None:
@@ -220,7 +221,7 @@ class NixlResponder(OneSidedResponder):
             raise OneSidedFailed("no bounce memory became free in time")
         target = consecutive_blocks(slab.address, data.hits, data.layer_count, chunk.source.layer_bytes)
         copy_rows(*paired_rows(target, chunk.source, data.layer_count))
-        self._counters.add("transport_nixl_bounced_bytes_total", chunk.moved_bytes)
+        self._counters.add(transport_metrics.NIXL_BOUNCED_BYTES, chunk.moved_bytes)
         return slab, target
 
     def _end_one(self, request_id: int, pending: deque[_PendingChunk], deadline_s: float) -> None:
@@ -236,8 +237,8 @@ class NixlResponder(OneSidedResponder):
         pending.popleft()
         if oldest.slab is not None:
             self._agent.release_slab(oldest.slab)
-        self._counters.add("transport_nixl_bytes_sent_total", oldest.placed.moved_bytes)
-        self._counters.add("transport_bytes_sent_total", oldest.placed.moved_bytes)
+        self._counters.add(transport_metrics.NIXL_BYTES_SENT, oldest.placed.moved_bytes)
+        self._counters.add(transport_metrics.BYTES_SENT, oldest.placed.moved_bytes)
 
     def _wait_taken(self, request_id: int, deadline_s: float) -> None:
         began_s = time.monotonic()

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from kvstore.core.errors import DeadlineExceeded
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.wire import IOV_MAX, Piece, Wire
 
 PIECE_S = 0.001
@@ -102,7 +103,7 @@ class RateLimiter:
             wait_s = self._schedule.book(size, now_s) - now_s
             self._booked += size
         if waits and wait_s > 0:
-            self._counters.add("transport_cap_wait_us_total", int(wait_s * 1e6))
+            self._counters.add(transport_metrics.CAP_WAIT_SECONDS, int(wait_s * 1e6))
             time.sleep(wait_s)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kvstore.core.errors import Conflict, InvalidArgument
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.shaping.rate_limit import RateLimitedWire, RateLimiter
 from kvstore.transport.shaping.socket_marking import CS1, MAX_DSCP, mark
 from kvstore.transport.wire import Wire
@@ -66,7 +67,7 @@ class KvTraffic:
     def mark(self, sock: socket.socket) -> None:
         """Mark a socket. If the kernel refuses, count that and leave the socket unmarked."""
         if not mark(sock, self._settings.dscp):
-            self._counters.add("transport_unmarked_sockets_total")
+            self._counters.add(transport_metrics.UNMARKED_SOCKETS)
             log.debug("kernel refused the DSCP mark of a data connection")
 
     def limited(self, wire: Wire, sock: socket.socket) -> Wire:

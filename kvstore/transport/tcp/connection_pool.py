@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.core.limits import MAX_HELD_CONNECTIONS
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.liveness import Wait, WatchedServer
@@ -151,7 +152,7 @@ class ConnectionPool:
         if not limit.acquire(blocking=wait, timeout=max(0.0, deadline_s - time.monotonic()) if wait else None):
             if not wait:
                 return None
-            self._counters.add("transport_peer_pool_timeouts_total")
+            self._counters.add(transport_metrics.PEER_POOL_TIMEOUTS)
             raise DeadlineExceeded("no data connection became free in time", address=self.address)
         try:
             for server in self._servers:
@@ -212,7 +213,7 @@ class ConnectionPool:
     def record_failure(self) -> None:
         """Record that the peer broke an exchange or never began to answer. Several consecutive failures open the breaker."""
         if self._breaker.failed():
-            self._counters.add("transport_peer_breaker_opened_total")
+            self._counters.add(transport_metrics.PEER_BREAKER_OPENED)
             log.warning("circuit breaker opened: %s (calls fail fast for a short time)", self.address)
 
     def close(self) -> None:
@@ -235,7 +236,7 @@ class ConnectionPool:
                 self._busy.add(connection)
             if connection.wire.idle_and_open():
                 return connection
-            self._counters.add("transport_peer_idle_broken_total")
+            self._counters.add(transport_metrics.PEER_IDLE_BROKEN)
             with self._lock:
                 self._busy.discard(connection)
             connection.wire.close()
@@ -244,7 +245,7 @@ class ConnectionPool:
         if time.monotonic() >= deadline_s:
             raise DeadlineExceeded("no time left to connect", address=self.address)
         if not self._breaker.allow():
-            self._counters.add("transport_peer_fast_failures_total")
+            self._counters.add(transport_metrics.PEER_FAST_FAILURES)
             raise Unavailable("the data-plane peer failed repeatedly; it is tried again after a short time", address=self.address)
         until_s = min(deadline_s, time.monotonic() + self._connect_timeout_s)
         # before the connect: servers close silent connections soon, and a failure to get a ticket is not the peer's failure
@@ -255,13 +256,13 @@ class ConnectionPool:
             connection = self._connect_and_greet(hello, until_s)
         except (Unauthenticated, PermissionDenied):
             self._breaker.succeeded()  # the peer answers
-            self._counters.add("transport_peer_unauthenticated_total")
+            self._counters.add(transport_metrics.PEER_UNAUTHENTICATED)
             raise
         except (OSError, KVStoreError) as error:
-            self._counters.add("transport_peer_connect_failures_total")
+            self._counters.add(transport_metrics.PEER_CONNECT_FAILURES)
             self.record_failure()
             raise Unavailable("cannot connect to a data-plane peer", address=self.address, error=error) from error
-        self._counters.add("transport_peer_connects_total")
+        self._counters.add(transport_metrics.PEER_CONNECTS)
         with self._lock:
             self._busy.add(connection)
             closed = self._closed

@@ -32,6 +32,7 @@ from kvstore.core.errors import (
 from kvstore.core.types import KEY_BYTES, BlockRun, BlockShape, StoreOutcome
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.contract import (
     BlockPeer,
@@ -142,7 +143,7 @@ class TcpPeer(BlockPeer):
 
         def on_bytes(size: int) -> None:
             control.add_bytes(size)
-            self._counters.add("transport_peer_bytes_received_total", size)
+            self._counters.add(transport_metrics.PEER_BYTES_RECEIVED, size)
 
         state = self._start_read(request, destination, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
         if not request.keys:
@@ -160,7 +161,7 @@ class TcpPeer(BlockPeer):
             error if error is not None else Unavailable("the connection to the data-plane peer was lost", address=self.address)
         )
         if state.corrupt:
-            self._counters.add("transport_peer_corrupt_blocks_total", state.corrupt)
+            self._counters.add(transport_metrics.PEER_CORRUPT_BLOCKS, state.corrupt)
             limited.warning("corrupt blocks received: %d (peer=%s)", state.corrupt, self.address)
         return state.result()
 
@@ -209,7 +210,7 @@ class TcpPeer(BlockPeer):
                 self._pool.drop(connection)
                 raise
         if lost := outcomes.count(StoreOutcome.LOST):
-            self._counters.add("transport_peer_writes_lost_total", lost)
+            self._counters.add(transport_metrics.PEER_WRITES_LOST, lost)
         return outcomes
 
     def begin_write(self, request: WriteRequest) -> LayerWrite:
@@ -228,7 +229,7 @@ class TcpPeer(BlockPeer):
                 fresh = True  # the connection died while idle, or its ticket expired: not a failure of the peer
 
     def _count_sent(self, size: int) -> None:
-        self._counters.add("transport_peer_bytes_sent_total", size)
+        self._counters.add(transport_metrics.PEER_BYTES_SENT, size)
 
     def ping(self, deadline_s: float) -> float:
         """Return the round-trip time in seconds.
@@ -443,16 +444,16 @@ class TcpPeer(BlockPeer):
             raise refusal.error from None
         for position, outcome in zip(positions.tolist(), frames.decode_store_outcomes(header, len(positions)), strict=True):
             outcomes[position] = outcome
-        self._counters.add("transport_peer_bytes_sent_total", payload_bytes)
+        self._counters.add(transport_metrics.PEER_BYTES_SENT, payload_bytes)
 
     # ---------------------------------------------------------------- helpers
 
     def _record_error(self, error: KVStoreError) -> None:
         """Record a failed exchange."""
         if isinstance(error, DeadlineExceeded):
-            self._counters.add("transport_peer_timeouts_total")
+            self._counters.add(transport_metrics.PEER_TIMEOUTS)
         else:
-            self._counters.add("transport_peer_broken_total")
+            self._counters.add(transport_metrics.PEER_BROKEN)
         log.info("data-plane exchange failed: %s (error=%s)", self.address, error)
         if not isinstance(error, Unauthenticated):  # a refusal is an answer: the peer works
             self._pool.record_failure()

@@ -25,6 +25,7 @@ from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
 from kvstore.core.limits import MAX_DATA_CONNECTIONS
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.addresses import format_address, parse_address
 from kvstore.transport.contract import BlockProvider
 from kvstore.transport.shaping.traffic import KvTraffic
@@ -145,7 +146,7 @@ class TcpServer:
         for thread in [*connections, *([self._acceptor] if self._acceptor is not None else [])]:
             thread.join(max(0.0, until_s - time.monotonic()))
             if thread.is_alive():
-                self._counters.add("transport_server_stuck_threads_total")
+                self._counters.add(transport_metrics.SERVER_STUCK_THREADS)
                 log.warning("data-plane thread did not stop: %s (timeout_s=%s)", thread.name, _JOIN_S)
         if self._listener is not None:
             self._listener.close()
@@ -158,7 +159,7 @@ class TcpServer:
                 if self._stopping:
                     return
                 # e.g. out of file descriptors: try again after a short time
-                self._counters.add("transport_accept_errors_total")
+                self._counters.add(transport_metrics.ACCEPT_ERRORS)
                 limited.warning("data connection not accepted: %s", error)
                 time.sleep(0.05)
                 continue
@@ -173,7 +174,7 @@ class TcpServer:
             if refused:
                 self._refuse(sock)
             else:
-                self._counters.add("transport_connections_total")
+                self._counters.add(transport_metrics.CONNECTIONS)
 
     def _evict_connection(self) -> None:
         """Close one connection if ``max_connections`` are open.
@@ -198,14 +199,14 @@ class TcpServer:
                 socket.socket.shutdown(self._sockets[thread], socket.SHUT_RDWR if many else socket.SHUT_RD)
         state = "unauthenticated" if many else "idle"
         if many:
-            self._counters.add("transport_unauthenticated_connections_dropped_total")
+            self._counters.add(transport_metrics.UNAUTHENTICATED_CONNECTIONS_DROPPED)
         else:
-            self._counters.add("transport_idle_connections_dropped_total")
+            self._counters.add(transport_metrics.IDLE_CONNECTIONS_DROPPED)
         limited.warning("data connection evicted: %s (state=%s, open=%d)", thread.name, state, self._max_connections)
         thread.join(_EVICTION_S)
 
     def _refuse(self, sock: socket.socket) -> None:
-        self._counters.add("transport_connections_refused_total")
+        self._counters.add(transport_metrics.CONNECTIONS_REFUSED)
         limited.warning("data connection refused: too many (open=%d)", self._max_connections)
         with contextlib.suppress(OSError):
             if self._tls is None:  # a TLS client could not read it
@@ -226,13 +227,13 @@ class TcpServer:
         except PeerGone as gone:
             log.debug("data connection ended: %s", gone)
         except PeerStalled as stalled:
-            self._counters.add("transport_stalled_peers_total")
+            self._counters.add(transport_metrics.STALLED_PEERS)
             limited.warning("data connection closed: peer stalled (%s)", stalled)
         except KVStoreError as error:
-            self._counters.add("transport_requests_cut_total")
+            self._counters.add(transport_metrics.REQUESTS_CUT)
             limited.warning("data connection closed: %s", error)
         except Exception:  # the server must survive a bug in one request
-            self._counters.add("transport_internal_errors_total")
+            self._counters.add(transport_metrics.INTERNAL_ERRORS)
             log.exception("data connection failed: internal error")
         finally:
             sock.close()
@@ -253,7 +254,7 @@ class TcpServer:
             try:
                 secured = self._tls.wrap_socket(sock, server_side=True)
             except OSError as error:  # includes ssl.SSLError and timeouts
-                self._counters.add("transport_tls_failures_total")
+                self._counters.add(transport_metrics.TLS_FAILURES)
                 limited.warning("refused a data connection: TLS handshake failed (peer=%s, reason=%s)", peer, _reason(error))
                 raise PeerGone("the TLS handshake failed", error=error) from error
             with self._lock:  # wrapping detached the socket, so ``stop`` must know the new one

@@ -30,6 +30,7 @@ from kvstore.core.errors import (
 from kvstore.core.types import BlockShape, NamespaceId, Outcome, Tier
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 from kvstore.transport.tcp import frames
 from kvstore.transport.tcp.frames import FrameKind, ReadFrame, WriteFrame
@@ -106,7 +107,7 @@ class ServerConnection:
                 while self._serve_one():
                     pass
         except frames.BadFrame as error:
-            self._counters.add("transport_bad_frames_total")
+            self._counters.add(transport_metrics.BAD_FRAMES)
             limited.warning("data connection closed: %s", error)
             self._answer(frames.encode_error(0, error), self._now_s() + self._timeouts.stall_s)
         finally:
@@ -124,7 +125,7 @@ class ServerConnection:
             try:
                 self._scope = self._authority.verify(ticket)
             except Unauthenticated as error:
-                self._counters.add("transport_unauthenticated_total")
+                self._counters.add(transport_metrics.UNAUTHENTICATED)
                 self._answer(frames.encode_error(0, error), deadline_s)
                 return False
         self.authenticated = True
@@ -138,7 +139,7 @@ class ServerConnection:
         try:
             data = self._wire.receive(frames.HEAD_BYTES, self.idle_since_s + self._timeouts.idle_s)
         except DeadlineExceeded:
-            self._counters.add("transport_idle_connections_closed_total")
+            self._counters.add(transport_metrics.IDLE_CONNECTIONS_CLOSED)
             return False
         self.idle_since_s = None
         head = frames.decode_head(data)
@@ -170,12 +171,12 @@ class ServerConnection:
                 refusal = error
             else:
                 return
-        self._counters.add("transport_nixl_refused_total")
+        self._counters.add(transport_metrics.NIXL_REFUSED)
         log.info("one-sided transfers refused: %s", refusal)
         self._answer(frames.encode_error(request_id, refusal), deadline_s)
 
     def _serve_read(self, request_id: int, frame: ReadFrame, send_part: SendPart) -> None:
-        self._counters.add("transport_reads_total")
+        self._counters.add(transport_metrics.READS)
         deadline_s = self._deadline_s(frame.budget_ms)
         parts: Iterator[ReadPart] | None = None
         try:
@@ -190,7 +191,7 @@ class ServerConnection:
                     try:
                         send_part(request_id, frame, part, deadline_s + _GRACE_S)
                     except OneSidedFailed as error:
-                        self._counters.add("transport_nixl_failures_total")
+                        self._counters.add(transport_metrics.NIXL_FAILURES)
                         limited.warning("one-sided transfer failed: %s", error)
                         raise _RequestError(error) from error
                     finally:
@@ -236,12 +237,12 @@ class ServerConnection:
                 payload_bytes = len(pieces) * (high - low)
                 data = frames.DataFrame(part.first + key, keys, len(pieces), layer, layers, part.tier, checksums)
                 self._wire.send([frames.encode_data(request_id, data, payload_bytes), *pieces], deadline_s)
-                self._counters.add("transport_bytes_sent_total", payload_bytes)
+                self._counters.add(transport_metrics.BYTES_SENT, payload_bytes)
 
     # ---------------------------------------------------------------- writes
 
     def _serve_write(self, request_id: int, frame: WriteFrame) -> None:
-        self._counters.add("transport_writes_total")
+        self._counters.add(transport_metrics.WRITES)
         deadline_s = self._deadline_s(frame.budget_ms)
         request = WriteRequest(frame.run, frame.shape, frame.durable, deadline_s, frame.tail)
         grant: WriteGrant | None = None  # None after the commit
@@ -264,7 +265,7 @@ class ServerConnection:
         finally:
             if grant is not None:
                 if grant.views:
-                    self._counters.add("transport_writes_aborted_total")
+                    self._counters.add(transport_metrics.WRITES_ABORTED)
                 grant.abort()
 
     def _receive_payload(
@@ -278,7 +279,7 @@ class ServerConnection:
                 "GRANT must be answered by a PAYLOAD of the granted size", kind=head.kind.name, payload_bytes=head.payload_bytes
             )
         found = receive_and_hash(self._wire, grant.views, shape.layer_block_bytes, deadline_s)
-        self._counters.add("transport_bytes_received_total", expected)
+        self._counters.add(transport_metrics.BYTES_RECEIVED, expected)
         checksums = self._receive_checksums(request_id, len(grant.views), shape.layers, deadline_s)
         return checksums, self._count_corrupt((found.reshape(checksums.shape) == checksums).all(axis=1))
 
@@ -301,7 +302,7 @@ class ServerConnection:
                 raise frames.BadFrame("LAYERS of a wrong size, or sent before", first=first, bytes=head.payload_bytes)
             pieces = [view[first * size : (first + layers) * size] for view in grant.views]
             found = receive_and_hash(self._wire, pieces, size, deadline_s).reshape(count, layers)
-            self._counters.add("transport_bytes_received_total", head.payload_bytes)
+            self._counters.add(transport_metrics.BYTES_RECEIVED, head.payload_bytes)
             checksums[:, span] = self._receive_checksums(request_id, count, layers, deadline_s)
             good &= (found == checksums[:, span]).all(axis=1)
             left[span] = False
@@ -315,7 +316,7 @@ class ServerConnection:
 
     def _count_corrupt(self, good: npt.NDArray[np.bool_]) -> list[bool]:
         if corrupt := len(good) - int(good.sum()):
-            self._counters.add("transport_corrupt_blocks_total", corrupt)
+            self._counters.add(transport_metrics.CORRUPT_BLOCKS, corrupt)
             limited.warning("corrupt blocks received in a write: %d (of=%d)", corrupt, len(good))
         return [bool(matched) for matched in good]
 
@@ -327,10 +328,10 @@ class ServerConnection:
             try:
                 self._authority.check(self._scope, namespace)
             except PermissionDenied as error:
-                self._counters.add("transport_permission_denied_total")
+                self._counters.add(transport_metrics.PERMISSION_DENIED)
                 raise _RequestError(error) from error
             except Unauthenticated as error:
-                self._counters.add("transport_unauthenticated_total")
+                self._counters.add(transport_metrics.UNAUTHENTICATED)
                 raise _RequestError(error) from error
         known = self._call_provider(lambda: self._provider.shape(namespace))
         if known is not None and known != shape:

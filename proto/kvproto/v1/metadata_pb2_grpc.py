@@ -150,7 +150,7 @@ class MetadataServicer:
     """Missing associated documentation comment in .proto file."""
 
     def RegisterNode(self, request, context):
-        """Announces a node's new boot. Opens a new life of each of its volumes: what an older boot had in DRAM leaves the
+        """Announces a node's new boot. Opens a new volume epoch of each of its volumes: what an older boot had in DRAM leaves the
         index at once; what it had on NVMe stays visible until the node's inventory has been published (SyncEnd).
         Idempotent for one boot id.
         """

@@ -27,7 +27,7 @@ from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
-from kvstore.observe.context import outgoing
+from kvstore.observe.context import inject
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 
@@ -155,7 +155,7 @@ class LocalLoad:
     def _stream(self, request: node_pb2.LoadRequest) -> Generator[node_pb2.LoadProgress, None, None]:
         """The progress of a call, until it ends or fails; a failure is noted, and ends it."""
         try:
-            stream = self._session.stub.Load(request, timeout=self._operation.left_s(), metadata=outgoing())
+            stream = self._session.stub.Load(request, timeout=self._operation.left_s(), metadata=inject())
         except ValueError:  # the channel was closed under us
             self._over = True
             return

@@ -31,7 +31,7 @@ from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
-from kvstore.observe.context import outgoing
+from kvstore.observe.context import inject
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 from kvstore.transport.contract import ReadControl, ReadRequest
@@ -222,7 +222,7 @@ class StagedPart(ABC):
         request = wanted.request(self._session_id(), start, stop, self._layer_group, first_layer)
         self._began_s = wanted.core.clock.now_s()
         try:
-            call = self._stub().Load(request, timeout=max(0.001, wanted.operation.left_s()), metadata=outgoing())
+            call = self._stub().Load(request, timeout=max(0.001, wanted.operation.left_s()), metadata=inject())
         except ValueError:
             raise LeaseLost("the session was given up under this load") from None
         with self._lock:

@@ -18,7 +18,7 @@ from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unavai
 from kvstore.doctor.local_nodes import sockets_in
 from kvstore.node.config import NodeConfig
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.diagnosis import Target
 
 _ANSWER_S: Final = 2.0
@@ -107,7 +107,7 @@ def _why_unheard(settings: NodeConfig, address: str) -> str | None:
             return None
     except NotFound:
         return None  # it is starting, or has just ended
-    token = Shown.of(file=settings.token_file)
+    token = TokenSource.of(file=settings.token_file)
     target = Target(
         server="the metadata server",
         address=settings.metadata,

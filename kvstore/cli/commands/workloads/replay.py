@@ -17,7 +17,7 @@ from kvstore.config.model import Config
 from kvstore.tiers.eviction.policy import POLICY_NAMES
 
 if TYPE_CHECKING:
-    from kvstore.replay.capacity import Capacity
+    from kvstore.replay.capacity import StoreCapacity
 
 
 @click.command(cls=Command)
@@ -47,7 +47,7 @@ def replay(
     block_bytes: int,
     layers: int,
     limit: int | None,
-    capacity: Capacity | None,
+    capacity: StoreCapacity | None,
     policy: str | None,
     data_dir: Path | None,
     json_file: Path | None,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstore.replay.progress import Report
     from kvstore.simulate.cluster import SimConfig
     from kvstore.simulate.result import SimResult
-    from kvstore.simulate.sessions import Session
+    from kvstore.simulate.sessions import AgentSession
 
 _DEFAULT_POLICIES = "prefill_only,shorter_queue,split,oracle"
 _LADDER = "ladder"
@@ -176,8 +176,8 @@ def _list_models() -> None:
 def _simulate(options: _Options) -> None:
     from rich.console import Console
 
-    from kvstore.simulate.plot import plot, require_matplotlib
-    from kvstore.simulate.table import bound_sentence, print_results, print_sweep, sweep_json
+    from kvstore.simulate.reports.plot import plot, require_matplotlib
+    from kvstore.simulate.reports.table import bound_sentence, print_results, print_sweep, sweep_json
 
     if options.plot_file is not None:
         require_matplotlib()
@@ -216,9 +216,9 @@ def _simulate(options: _Options) -> None:
 
 def _online(options: _Options, config: SimConfig, every: int, console: Console) -> None:
     from kvstore.replay.progress import progress
+    from kvstore.simulate.capacity import MOST_RATES, Point, capacity
     from kvstore.simulate.cluster import VARIANTS
-    from kvstore.simulate.online import MOST_RATES, Point, capacity
-    from kvstore.simulate.table import print_capacity
+    from kvstore.simulate.reports.table import print_capacity
 
     found = []
     for name in options.policies:
@@ -236,7 +236,7 @@ def _online(options: _Options, config: SimConfig, every: int, console: Console) 
         _write({"cluster": _name(config), "every": every, "capacity": [asdict(one) for one in found]}, options.json_file)
 
 
-def _workload(options: _Options) -> tuple[tuple[Session, ...], int, str]:
+def _workload(options: _Options) -> tuple[tuple[AgentSession, ...], int, str]:
     """Sessions that all begin at once, one turn in how many, and a name."""
     from kvstore.simulate.sessions import at_once, sessions_of, thinned
     from kvstore.workload.generator import PROFILES, AgentWorkload
@@ -254,7 +254,7 @@ def _workload(options: _Options) -> tuple[tuple[Session, ...], int, str]:
     return at_once(thinned(found, every)), every, name
 
 
-def _cluster(options: _Options, sessions: tuple[Session, ...], prefill: int | None, decode: int | None) -> SimConfig:
+def _cluster(options: _Options, sessions: tuple[AgentSession, ...], prefill: int | None, decode: int | None) -> SimConfig:
     from kvstore.engine.hardware import gpu_named
     from kvstore.engine.models import model_named
     from kvstore.simulate.cluster import uniform
@@ -289,9 +289,9 @@ def _run_all(config: SimConfig, policies: list[str]) -> list[SimResult]:
 
 
 def _name(config: SimConfig) -> str:
-    from kvstore.dualpath.groups import Role
+    from kvstore.dualpath.groups import EngineKind
 
-    return f"{len(config.of(Role.PREFILL))}P{len(config.of(Role.DECODE))}D"
+    return f"{len(config.of(EngineKind.PREFILL))}P{len(config.of(EngineKind.DECODE))}D"
 
 
 def _write(out: dict[str, object], file: Path) -> None:

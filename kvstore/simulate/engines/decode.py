@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Callable
 
 from kvstore.engine.roofline import EngineModel
-from kvstore.simulate.events import EventLoop
-from kvstore.simulate.job import Job
+from kvstore.simulate.engines.job import Job
+from kvstore.simulate.network.event_loop import EventLoop
 
 _TOO_FAST = 1e-9
 """Seconds of a step when computing takes no time."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.simulate.cluster import Host
-from kvstore.simulate.fluid import Route, route
+from kvstore.simulate.cluster import SimHost
+from kvstore.simulate.network.fluid import Route, route
 
 
-class Links:
+class PathLinks:
     """Numbers of the links of a cluster in one network."""
 
-    def __init__(self, hosts: Sequence[Host], storage: float) -> None:
+    def __init__(self, hosts: Sequence[SimHost], storage: float) -> None:
         self.capacities: list[float] = []
         self.storage = self._add(storage)
         self.snic = [self._add(host.snic) for host in hosts]

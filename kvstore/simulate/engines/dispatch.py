@@ -10,8 +10,8 @@ from typing import Protocol
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.groups import Engine
 from kvstore.dualpath.scheduler import Ask, EngineReport, Scheduler, SchedulerLimits
-from kvstore.simulate.events import EventLoop
-from kvstore.simulate.job import Job
+from kvstore.simulate.engines.job import Job
+from kvstore.simulate.network.event_loop import EventLoop
 
 Paired = Callable[[Job, int, int], None]
 """Called with a job, its prefill engine and its decode engine, when it has both."""
@@ -69,7 +69,7 @@ class TakeTurns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _RunningRequest:
     job: Job
     generation: int
 
@@ -91,7 +91,7 @@ class ByScheduler:
         self._fetch_s = fetch_s
         self._read_tokens = read_tokens
         self._paired = paired
-        self._jobs: dict[str, _Running] = {}
+        self._jobs: dict[str, _RunningRequest] = {}
         self._places: dict[str, int] = {}
         self._fetching = False
         self._unpaired = 0
@@ -107,7 +107,7 @@ class ByScheduler:
 
     def submit(self, job: Job, hbm_bytes: float) -> None:
         self._scheduler.submit(Ask(job.name, job.tokens, round(hbm_bytes)))
-        self._jobs[job.name] = _Running(job, 0)
+        self._jobs[job.name] = _RunningRequest(job, 0)
         self._unpaired += 1
         self._wake()
 
@@ -135,7 +135,7 @@ class ByScheduler:
             reports = [EngineReport(engine.engine, read_tokens=tokens[engine.node]) for engine in engines]
             for pair in self._scheduler.fetch(name, reports).pairs:
                 self._unpaired -= 1
-                running = self._jobs[pair.request_id] = _Running(self._jobs[pair.request_id].job, pair.generation)
+                running = self._jobs[pair.request_id] = _RunningRequest(self._jobs[pair.request_id].job, pair.generation)
                 self._paired(running.job, self._places[pair.prefill.engine], self._places[pair.decode.engine])
 
 

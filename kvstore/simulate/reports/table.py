@@ -9,17 +9,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.dualpath.bound import Bed, judge
-from kvstore.dualpath.groups import Role
+from kvstore.dualpath.groups import EngineKind
+from kvstore.dualpath.pd_ratio import Bed, judge
+from kvstore.simulate.capacity import TPOT_S, TTFT_S, Capacity
 from kvstore.simulate.cluster import SimConfig
-from kvstore.simulate.online import TPOT_S, TTFT_S, Capacity
 from kvstore.simulate.result import SimResult
 
 
 def bound_sentence(config: SimConfig) -> str:
     """What equation 9 says of a cluster of equal nodes, which takes storage for as fast as their links, and what storage says."""
     verdict = judge(bed_of(config))
-    hosts = config.of(Role.PREFILL)
+    hosts = config.of(EngineKind.PREFILL)
     prefill, every = (sum(host.snic for host in some) for some in (hosts, config.hosts))
     if config.storage >= every:
         return verdict.sentence
@@ -35,10 +35,15 @@ def bound_sentence(config: SimConfig) -> str:
 
 def bed_of(config: SimConfig) -> Bed:
     """The cluster as equation 9 sees it: its first prefill host stands for all."""
-    host = config.of(Role.PREFILL)[0]
+    host = config.of(EngineKind.PREFILL)[0]
     links = host.cnics if host.cnics > 1 else host.engines
     return Bed(
-        len(config.of(Role.PREFILL)), len(config.of(Role.DECODE)), links, host.cnic * host.cnics / links, host.snic, host.dram
+        len(config.of(EngineKind.PREFILL)),
+        len(config.of(EngineKind.DECODE)),
+        links,
+        host.cnic * host.cnics / links,
+        host.snic,
+        host.dram,
     )
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvstore.dualpath.quota import Chunk as QuotaChunk
-from kvstore.dualpath.quota import fill_batch
-from kvstore.engine.roofline import Chunk, EngineModel
-from kvstore.simulate.events import EventLoop
-from kvstore.simulate.job import Job, Room
+from kvstore.dualpath.compute_budget import PromptChunk, fill_batch
+from kvstore.engine.roofline import EngineModel, PrefillChunk
+from kvstore.simulate.engines.job import Job, Room
+from kvstore.simulate.network.event_loop import EventLoop
 
 _LOOK_AHEAD = 256
 """Waiting requests that a batch is chosen from: more never fit."""
@@ -24,12 +23,12 @@ class PrefillEngine:
         self.ready: deque[Job] = deque()
 
 
-class Attention:
+class AttentionTime:
     """Attention time as the compute quota asks for it."""
 
     def __init__(self, engine: EngineModel) -> None:
         self._model = engine.model
-        self._seconds = engine.attention_seconds(Chunk(0, 1)) / self._model.attention_flops(0, 1)
+        self._seconds = engine.attention_seconds(PrefillChunk(0, 1)) / self._model.attention_flops(0, 1)
 
     def work(self, cached: int, tokens: int) -> float:
         """FLOP."""
@@ -72,7 +71,7 @@ class PrefillUnit:
         self._loop = loop
         self._engines = engines
         self._model = model
-        self._attention = Attention(model)
+        self._attention = AttentionTime(model)
         self._quota_s = quota_s
         self._batch_tokens = batch_tokens
         self._stream = token_bytes / stream_rate
@@ -108,14 +107,14 @@ class PrefillUnit:
         self.passes += 1
         self._loop.after(seconds, lambda: self._end(batches))
 
-    def _end(self, batches: list[list[tuple[Job, Chunk]]]) -> None:
+    def _end(self, batches: list[list[tuple[Job, PrefillChunk]]]) -> None:
         for batch in batches:
             for job, _ in batch:
                 if not job.remaining:
                     self._done(job)
         self._pass()
 
-    def _seconds(self, batch: list[tuple[Job, Chunk]]) -> float:
+    def _seconds(self, batch: list[tuple[Job, PrefillChunk]]) -> float:
         """Computing, or what of the cached KV streams in, whichever takes longer; the first layer's KV comes before."""
         compute = self._model.prefill_seconds(chunk for _, chunk in batch)
         if self._quota_s is None:
@@ -123,27 +122,27 @@ class PrefillUnit:
         stream = sum(chunk.cached for _, chunk in batch) * self._stream
         return max(compute, stream) + min(compute, stream) / self._model.model.layers
 
-    def _batch(self, engine: PrefillEngine) -> list[tuple[Job, Chunk]]:
+    def _batch(self, engine: PrefillEngine) -> list[tuple[Job, PrefillChunk]]:
         """Takes what goes into the next pass out of the queue; a request that is cut stays at its head."""
         if not engine.ready:
             return []
         if self._quota_s is None:
             return self._whole(engine)
         waiting = [engine.ready[i] for i in range(min(len(engine.ready), _LOOK_AHEAD))]
-        chunks = fill_batch([QuotaChunk(_cached(job), job.remaining) for job in waiting], self._attention, self._quota_s)
+        chunks = fill_batch([PromptChunk(_cached(job), job.remaining) for job in waiting], self._attention, self._quota_s)
         batch = []
         for job, chunk in zip(waiting, chunks, strict=False):
-            batch.append((job, Chunk(chunk.cached, chunk.tokens)))
+            batch.append((job, PrefillChunk(chunk.cached, chunk.tokens)))
             if chunk.tokens == job.remaining:
                 engine.ready.popleft()
         return batch
 
-    def _whole(self, engine: PrefillEngine) -> list[tuple[Job, Chunk]]:
-        batch: list[tuple[Job, Chunk]] = []
+    def _whole(self, engine: PrefillEngine) -> list[tuple[Job, PrefillChunk]]:
+        batch: list[tuple[Job, PrefillChunk]] = []
         tokens = 0
         while engine.ready and (not batch or tokens + engine.ready[0].remaining <= self._batch_tokens):
             job = engine.ready.popleft()
-            batch.append((job, Chunk(_cached(job), job.remaining)))
+            batch.append((job, PrefillChunk(_cached(job), job.remaining)))
             tokens += job.remaining
         return batch
 

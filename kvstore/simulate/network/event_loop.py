@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from kvstore.core.errors import Internal
-from kvstore.simulate.fluid import FluidNetwork
+from kvstore.simulate.network.fluid import FluidNetwork
 
 
 class EventLoop:

@@ -48,7 +48,7 @@ class Bed:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RatioVerdict:
     """What the bound says of a bed.
 
     Attributes:
@@ -101,7 +101,7 @@ class Verdict:
         return f"{name}: {why}; with all storage links full, {self.busiest} would need {load:.0%} of what it has."
 
 
-def judge(bed: Bed) -> Verdict:
+def judge(bed: Bed) -> RatioVerdict:
     """Equation 9 for a bed."""
     ratio = bed.prefill_nodes / bed.decode_nodes
     s, g = bed.storage / bed.cnic, bed.gpus
@@ -121,4 +121,4 @@ def judge(bed: Bed) -> Verdict:
         "prefill DRAM": 2 / memory,
         "decode DRAM": (3 + 2 * ratio) / memory,
     }
-    return Verdict(bed, ratio, lower, uppers[upper_by], "prefill CNIC write", upper_by, loads)
+    return RatioVerdict(bed, ratio, lower, uppers[upper_by], "prefill CNIC write", upper_by, loads)

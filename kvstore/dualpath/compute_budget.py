@@ -29,7 +29,7 @@ class AttentionModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """Tokens of one request that need computing, in or for one batch.
 
     Attributes:
@@ -45,7 +45,9 @@ class Chunk:
             raise InvalidArgument("chunk out of bounds", cached=self.cached, tokens=self.tokens)
 
 
-def fill_batch(waiting: Sequence[Chunk], model: AttentionModel, quota_s: float = QUOTA_S, granule: int = 1) -> list[Chunk]:
+def fill_batch(
+    waiting: Sequence[PromptChunk], model: AttentionModel, quota_s: float = QUOTA_S, granule: int = 1
+) -> list[PromptChunk]:
     """Takes requests first come first served while the predicted attention time is within the quota.
 
     The first one that does not fit is cut: the largest part that does fit is found by binary search, and ends the batch.
@@ -62,7 +64,7 @@ def fill_batch(waiting: Sequence[Chunk], model: AttentionModel, quota_s: float =
     """
     if granule < 1 or not quota_s > 0:
         raise InvalidArgument("quota out of bounds", quota_s=quota_s, granule=granule)
-    batch: list[Chunk] = []
+    batch: list[PromptChunk] = []
     total = 0.0
     for request in waiting:
         work = total + model.work(request.cached, request.tokens)
@@ -79,6 +81,6 @@ def fill_batch(waiting: Sequence[Chunk], model: AttentionModel, quota_s: float =
                 too_many = middle
         tokens = min(request.tokens, max(fits, 0 if batch else 1) * granule)
         if tokens:
-            batch.append(Chunk(request.cached, tokens))
+            batch.append(PromptChunk(request.cached, tokens))
         break
     return batch

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from kvstore.simulate.sessions import Turn
+from kvstore.simulate.sessions import SessionTurn
 
 
 class Job:
@@ -34,7 +34,7 @@ class Job:
         "turn_index",
     )
 
-    def __init__(self, name: str, session: int, turn_index: int, turn: Turn, arrived: float) -> None:
+    def __init__(self, name: str, session: int, turn_index: int, turn: SessionTurn, arrived: float) -> None:
         self.name = name
         self.session = session
         self.turn_index = turn_index

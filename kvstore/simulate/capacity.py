@@ -12,7 +12,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.simulate.cluster import SimConfig
 from kvstore.simulate.result import SimResult
 from kvstore.simulate.run import simulate
-from kvstore.simulate.sessions import Session, arriving
+from kvstore.simulate.sessions import AgentSession, arriving
 
 TTFT_S = 4.0
 TPOT_S = 0.050
@@ -50,7 +50,7 @@ class Capacity:
 
 def capacity(
     config: SimConfig,
-    pool: Sequence[Session],
+    pool: Sequence[AgentSession],
     *,
     every: int = 1,
     ttft_s: float = TTFT_S,
@@ -104,7 +104,14 @@ def capacity(
 
 
 def _try(
-    config: SimConfig, pool: Sequence[Session], rate: float, every: int, ttft_s: float, tpot_s: float, lives: float, seed: int
+    config: SimConfig,
+    pool: Sequence[AgentSession],
+    rate: float,
+    every: int,
+    ttft_s: float,
+    tpot_s: float,
+    lives: float,
+    seed: int,
 ) -> Point:
     life = _life(config, pool, ttft_s)
     until = life * lives
@@ -127,11 +134,11 @@ def _point(result: SimResult, rate: float, ttft_s: float, tpot_s: float, until: 
     return Point(rate, ttft, result.ttst.mean, tpot, kept=ttft <= ttft_s and tpot <= tpot_s)
 
 
-def _turns(pool: Sequence[Session]) -> float:
+def _turns(pool: Sequence[AgentSession]) -> float:
     return max(1.0, sum(len(session.turns) for session in pool) / len(pool))
 
 
-def _life(config: SimConfig, pool: Sequence[Session], ttft_s: float) -> float:
+def _life(config: SimConfig, pool: Sequence[AgentSession], ttft_s: float) -> float:
     """About how long a session lasts: decoding at a small batch, and half the limit of TTFT a turn."""
     step = config.decode.decode_seconds(16, 16 * 32_000, 16 * 8) if config.compute else 0.0
     tokens = sum(turn.out for session in pool for turn in session.turns) / len(pool)

@@ -1,0 +1,143 @@
+"""Metrics of the client."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.observe.metric_definitions.label_values import MISS_REASONS, NONE, PATHS, STORE_OUTCOMES, TIERS
+from kvstore.observe.metrics import MetricGroup
+
+group = MetricGroup("Client: mirrors of the index")
+EVENTS_RESYNCS: Final = group.counter(
+    "client_events_resyncs_total", "restarts of an index mirror from a snapshot, the first start included"
+)
+EVENTS_FAILURES: Final = group.counter(
+    "client_events_failures_total", "failures to open the stream of block events, or to keep it open"
+)
+
+group = MetricGroup("Client")
+ASKED_TOKENS: Final = group.counter("client_asked_tokens_total", "tokens requested; always the sum of hit and missed tokens")
+ASKED_BLOCKS: Final = group.counter("client_asked_blocks_total", "blocks requested; always the sum of hit and missed blocks")
+HIT_TOKENS: Final = group.counter_family(
+    "client_hit_tokens_total",
+    "tokens whose KV was loaded, by path and source tier",
+    {"path": (*PATHS, NONE), "tier": (*TIERS, NONE)},
+    "client_hit_{path}_{tier}_tokens_total",
+)
+HIT_BLOCKS: Final = group.counter_family(
+    "client_hit_blocks_total",
+    "blocks loaded, by path and source tier",
+    {"path": (*PATHS, NONE), "tier": (*TIERS, NONE)},
+    "client_hit_{path}_{tier}_blocks_total",
+)
+MISSED_TOKENS: Final = group.counter_family(
+    "client_missed_tokens_total",
+    "tokens whose KV was not loaded, by reason",
+    {"reason": MISS_REASONS},
+    "client_missed_{reason}_tokens_total",
+)
+MISSED_BLOCKS: Final = group.counter_family(
+    "client_missed_blocks_total", "blocks not loaded, by reason", {"reason": MISS_REASONS}, "client_missed_{reason}_blocks_total"
+)
+LOAD_SECONDS: Final = group.histogram_family(
+    "client_load_seconds",
+    "duration of a load, by the path and tier of most of its hits",
+    {"path": (*PATHS, NONE), "tier": (*TIERS, NONE)},
+    "client_load_{path}_{tier}_seconds",
+)
+LOOKUP_SECONDS: Final = group.histogram("client_lookup_seconds", "duration of a lookup that the metadata server answered")
+STORE_SECONDS: Final = group.histogram("client_store_seconds", "duration of a store")
+SESSION_OPEN: Final = group.gauge("client_session_open", "1 while the client has a session with the local node, else 0")
+LOADS: Final = group.counter("client_loads_total", "completed loads")
+SLOW_LOADS: Final = group.counter(
+    "client_slow_loads_total", "loads that took longer than slow_load_s; the log has the breakdown of each"
+)
+LOAD_BLOCKS: Final = group.counter("client_load_blocks_total", "blocks requested by loads")
+LOAD_HIT_BLOCKS: Final = group.counter("client_load_hit_blocks_total", "blocks that loads delivered")
+LOADED_BYTES: Final = group.counter_family(
+    "client_loaded_bytes_total", "bytes that loads delivered, by path", {"path": PATHS}, "client_{path}_bytes_total"
+)
+LOOKUPS: Final = group.counter("client_lookups_total", "lookups")
+LOOKUPS_FAILED: Final = group.counter(
+    "client_lookups_failed_total", "lookups that the metadata server did not answer; they count as misses"
+)
+LOOKUP_BLOCKS: Final = group.counter("client_lookup_blocks_total", "blocks requested by answered lookups")
+LOOKUP_HIT_BLOCKS: Final = group.counter("client_lookup_hit_blocks_total", "blocks found by answered lookups")
+STORE_SKIPPED_DRAINING_BLOCKS: Final = group.counter(
+    "client_store_skipped_draining_blocks_total", "blocks not stored because the local node was draining or stopping"
+)
+STORES: Final = group.counter("client_stores_total", "completed stores")
+STORE_BLOCKS: Final = group.counter("client_store_blocks_total", "blocks passed to stores")
+STORE_OUTCOME_BLOCKS: Final = group.counter_family(
+    "client_store_outcome_blocks_total",
+    "blocks passed to stores, by outcome",
+    {"outcome": STORE_OUTCOMES},
+    "client_store_{outcome}_blocks_total",
+)
+STORED_BYTES: Final = group.counter("client_stored_bytes_total", "bytes that stores wrote")
+STORE_FAILED: Final = group.counter("client_store_failed_total", "stores that a node rejected")
+STORES_NOT_DURABLE: Final = group.counter(
+    "client_stores_not_durable_total", "stores that requested durability and did not get it"
+)
+STORES_WITHOUT_SESSION: Final = group.counter(
+    "client_stores_without_session_total", "stores skipped because there was no session with the local node"
+)
+LOADS_WITHOUT_SESSION: Final = group.counter(
+    "client_loads_without_session_total", "loads that ran without a session with the local node"
+)
+BUGS: Final = group.counter("client_bugs_total", "calls that failed with an unexpected exception and returned misses: a bug")
+CALLS_REFUSED: Final = group.counter("client_calls_refused_total", "background calls rejected because too many were running")
+CONNECT_FAILED: Final = group.counter("client_connect_failed_total", "servers that did not respond when the client connected")
+FALLBACK_BLOCKS: Final = group.counter(
+    "client_fallback_blocks_total", "blocks requested from a second node after the first one failed"
+)
+FLUSH_FAILED: Final = group.counter("client_flush_failed_total", "failed flushes")
+HANDOFF_BYTES: Final = group.counter("client_handoff_bytes_total", "bytes of prompts transferred to decode hosts")
+HANDOFF_SKIPPED_BLOCKS: Final = group.counter(
+    "client_handoff_skipped_blocks_total", "blocks of prompts that a decode host rejected or had no memory for"
+)
+HANDOFFS_FAILED: Final = group.counter("client_handoffs_failed_total", "failed handoffs of prompts")
+ABANDONS_FAILED: Final = group.counter(
+    "client_abandons_failed_total",
+    "cancelled prompts whose decode node could not be notified; its engine waits until the timeout",
+)
+LAYERWISE_HELD_UP: Final = group.counter(
+    "client_layerwise_held_up_total", "layer-wise loads that waited and were continued block by block to release their memory"
+)
+LAYERWISE_TOO_LARGE: Final = group.counter(
+    "client_layerwise_too_large_total", "layer-wise loads done block by block because of their size"
+)
+LOCATE_FAILED: Final = group.counter(
+    "client_locate_failed_total", "failed requests for the positions of blocks on the node's volumes; the node reads these blocks"
+)
+LEASE_EXPIRED_BLOCKS: Final = group.counter(
+    "client_lease_expired_blocks_total", "blocks discarded because their lease ended before they were copied"
+)
+LOCAL_LOAD_FAILED: Final = group.counter("client_local_load_failed_total", "loads that the local node rejected")
+ORACLE_LOADS: Final = group.counter("client_oracle_loads_total", "loads for which the oracle policy of simulations read nothing")
+PARTS_FAILED: Final = group.counter(
+    "client_parts_failed_total", "parts of planned loads that failed and were read over another path"
+)
+PARTS_STALLED: Final = group.counter("client_parts_stalled_total", "parts of planned loads that stalled")
+PEER_FAILED: Final = group.counter("client_peer_failed_total", "failed reads from other nodes")
+PLANS_FAILED: Final = group.counter(
+    "client_plans_failed_total", "load plans that could not be obtained; the local host read everything"
+)
+PROMPT_BLOCKS: Final = group.counter("client_prompt_blocks_total", "blocks received of awaited prompts")
+PROMPTS: Final = group.counter("client_prompts_total", "awaited prompts")
+REPORTS_DROPPED: Final = group.counter(
+    "client_reports_dropped_total", "reports of planned loads dropped because too many were queued"
+)
+REPORTS_FAILED: Final = group.counter(
+    "client_reports_failed_total", "reports of planned loads that the metadata server did not accept"
+)
+RETURNS_DROPPED: Final = group.counter(
+    "client_returns_dropped_total", "leases not released because too many releases were queued; they expire"
+)
+RETURNS_FAILED: Final = group.counter("client_returns_failed_total", "leases whose release failed; they expire")
+STALE_ADDRESSES: Final = group.counter(
+    "client_stale_addresses_total", "decode nodes reached at their last known address because the metadata server did not answer"
+)
+SESSION_LOST: Final = group.counter("client_session_lost_total", "lost sessions with the local node")
+SESSION_OPENED: Final = group.counter("client_session_opened_total", "sessions opened again after a loss")
+SESSION_REFUSED: Final = group.counter("client_session_refused_total", "failed attempts to open a session again")

@@ -1,0 +1,20 @@
+"""Metrics of the publisher of KV events."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.observe.metrics import MetricGroup
+
+group = MetricGroup("Publisher of KV events")
+TOLD_BLOCKS: Final = group.gauge("events_told_blocks", "blocks that subscribers hold according to the published events")
+BATCHES: Final = group.counter("events_batches_total", "published batches")
+STORED_BLOCKS: Final = group.counter("events_stored_blocks_total", "blocks published as stored")
+REMOVED_BLOCKS: Final = group.counter("events_removed_blocks_total", "blocks published as removed")
+CLEARED: Final = group.counter("events_cleared_total", "events that told subscribers to drop their state")
+REPLAYS: Final = group.counter("events_replays_total", "requested replays")
+REPLAY_SNAPSHOTS: Final = group.counter("events_replay_snapshots_total", "replays that began with a snapshot of all blocks")
+REPLAYS_FAILED: Final = group.counter(
+    "events_replays_failed_total", "replays stopped because the subscriber was gone or too slow"
+)
+REPLAYS_REFUSED: Final = group.counter("events_replays_refused_total", "invalid requests for replays")

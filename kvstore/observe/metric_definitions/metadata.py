@@ -1,0 +1,133 @@
+"""Metrics of the metadata server."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.observe.metric_definitions.label_values import MOST_NODES
+from kvstore.observe.metrics import Limit, MetricGroup
+
+group = MetricGroup("Metadata server")
+INDEX_BLOCKS: Final = group.gauge("index_blocks", "blocks in the index")
+INDEX_SIZE_BYTES: Final = group.gauge("index_size_bytes", "size of the index in use")
+INDEX_CHANGES_FAILING_SECONDS: Final = group.gauge(
+    "index_changes_failing_seconds", "time since changes of the index began to fail; 0 while they succeed"
+)
+NODES: Final = group.gauge("metadata_nodes", "registered nodes, by state", {"state": ("alive", "silent", "refused")})
+NODE_REFUSED: Final = group.gauge(
+    "metadata_node_refused",
+    "1 while a node is silent and calls with its id are rejected for their token, else 0",
+    {"node": Limit(MOST_NODES)},
+)
+NODES_DRAINING: Final = group.gauge("metadata_nodes_draining", "draining and drained nodes")
+NODE_HEARTBEAT_AGE_SECONDS: Final = group.gauge(
+    "metadata_node_heartbeat_age_seconds", "time since a node's last heartbeat", {"node": Limit(MOST_NODES)}
+)
+LIVE_PLANS: Final = group.gauge("metadata_live_plans", "load plans in progress")
+SCHEDULER_ENGINES: Final = group.gauge("metadata_scheduler_engines", "engines that report to the scheduler")
+SCHEDULER_REQUESTS: Final = group.gauge("metadata_scheduler_requests", "requests queued or in progress")
+SCHEDULER_BYTES: Final = group.gauge("metadata_scheduler_bytes", "estimated memory of these requests and of the calls that wait")
+SCHEDULER_WAITING: Final = group.gauge(
+    "metadata_scheduler_waiting", "requests queued for an engine", {"role": ("prefill", "decode")}
+)
+WATCH_SUBSCRIBERS: Final = group.gauge("metadata_watch_subscribers", "subscribers to block events")
+FEED_BYTES: Final = group.gauge("metadata_feed_bytes", "size of the event log that is kept for subscribers")
+WATCHES: Final = group.counter("metadata_watches_total", "opened subscriptions to block events")
+WATCH_EVENTS: Final = group.counter("metadata_watch_events_total", "block events sent to subscribers")
+WATCH_SNAPSHOT_BLOCKS: Final = group.counter("metadata_watch_snapshot_blocks_total", "replicas sent to subscribers in snapshots")
+WATCH_RESYNCS: Final = group.counter_family(
+    "metadata_watch_resyncs_total",
+    "snapshots sent to subscribers, by reason",
+    {"reason": ("asked", "restarted", "gone", "slow")},
+    "metadata_watch_resyncs_{reason}_total",
+)
+LOOKUPS: Final = group.counter("metadata_lookups_total", "answered lookups")
+LOOKUP_KEYS: Final = group.counter("metadata_lookup_keys_total", "keys looked up")
+LOOKUP_HIT_BLOCKS: Final = group.counter("metadata_lookup_hit_blocks_total", "blocks found by lookups")
+LOOKUPS_UNCOUNTED: Final = group.counter(
+    "metadata_lookups_uncounted_total", "lookups not counted per namespace because there are too many namespaces"
+)
+BLOCKS_PUBLISHED: Final = group.counter("metadata_blocks_published_total", "replicas added to the index")
+BLOCKS_UNPUBLISHED: Final = group.counter("metadata_blocks_unpublished_total", "replicas removed from the index")
+PUBLISH_BATCHES: Final = group.counter("metadata_publish_batches_total", "batches published by nodes")
+PUBLISH_GROUPS: Final = group.counter("metadata_publish_groups_total", "transactions that applied published batches")
+PUBLISH_DUPLICATES: Final = group.counter("metadata_publish_duplicates_total", "duplicate batches")
+PUBLISH_GAPS: Final = group.counter("metadata_publish_gaps_total", "publish streams rejected because a batch was missing")
+REGISTRATIONS: Final = group.counter("metadata_registrations_total", "registrations of nodes")
+HEARTBEATS: Final = group.counter("metadata_heartbeats_total", "heartbeats")
+NODES_APPEARED: Final = group.counter("metadata_nodes_appeared_total", "nodes that became alive, again or for the first time")
+NODES_EXPIRED: Final = group.counter("metadata_nodes_expired_total", "nodes hidden because their heartbeats stopped")
+NODES_LEFT: Final = group.counter("metadata_nodes_left_total", "nodes that reported their stop")
+NODES_REMOVED: Final = group.counter("metadata_nodes_removed_total", "nodes removed by an operator")
+DRAINS_ORDERED: Final = group.counter("metadata_drains_ordered_total", "requested drains")
+DRAINS_LIFTED: Final = group.counter("metadata_drains_lifted_total", "cancelled drains")
+NODES_FORGOTTEN: Final = group.counter("metadata_nodes_forgotten_total", "nodes deleted after a long time without heartbeats")
+NODE_IDS_REFUSED: Final = group.counter("metadata_node_ids_refused_total", "nodes rejected because a live node has their id")
+RANGES_COMPARED: Final = group.counter("metadata_ranges_compared_total", "key ranges compared with nodes")
+RANGES_DIFFERING: Final = group.counter("metadata_ranges_differing_total", "compared key ranges that differed")
+REPLICAS_REPAIRED: Final = group.counter("metadata_replicas_repaired_total", "replicas added or removed by anti-entropy")
+INDEX_RESTARTS: Final = group.counter(
+    "metadata_index_restarts_total", "times that the index was replaced while the server ran, after damage or on request"
+)
+MAINTENANCE_FAILURES: Final = group.counter("metadata_maintenance_failures_total", "failed rounds of maintenance")
+SWEEPS: Final = group.counter("metadata_sweeps_total", "sweeps of records of ended volume epochs")
+PLANS: Final = group.counter("metadata_plans_total", "planned loads")
+PLANS_STALLED: Final = group.counter(
+    "metadata_plans_stalled_total", "plans no longer counted as queued work because their loads stalled"
+)
+PLANS_REFUSED: Final = group.counter(
+    "metadata_plans_refused_total", "plans rejected because too many parts of loads are in progress"
+)
+REPLANS: Final = group.counter("metadata_replans_total", "parts of loads planned again after a failure")
+PLAN_REPORTS: Final = group.counter("metadata_plan_reports_total", "reports on planned loads")
+PLANS_EXPIRED: Final = group.counter("metadata_plans_expired_total", "plans dropped because their clients stopped reporting")
+ENGINE_REPORTS: Final = group.counter("metadata_engine_reports_total", "reports of engine groups")
+ENGINES_RESIZED: Final = group.counter("metadata_engines_resized_total", "changes of the KV capacity that an engine reported")
+ENGINES_LOST: Final = group.counter("metadata_engines_lost_total", "engines lost with their groups")
+FETCHES_SKIPPED: Final = group.counter("metadata_fetches_skipped_total", "reports that requested work before it was due")
+GROUPS_JOINED: Final = group.counter("metadata_groups_joined_total", "engine groups that joined")
+GROUPS_LOST: Final = group.counter("metadata_groups_lost_total", "engine groups dropped because they stopped reporting")
+REQUESTS_SUBMITTED: Final = group.counter("metadata_requests_submitted_total", "requests submitted to the scheduler")
+REQUESTS_ASSIGNED: Final = group.counter("metadata_requests_assigned_total", "requests assigned to prefill engines")
+REQUESTS_PAIRED: Final = group.counter("metadata_requests_paired_total", "requests assigned to decode engines")
+REQUESTS_FINISHED: Final = group.counter("metadata_requests_finished_total", "requests that engines finished")
+REQUESTS_CANCELLED: Final = group.counter("metadata_requests_cancelled_total", "cancelled requests")
+REQUESTS_REFUSED: Final = group.counter(
+    "metadata_requests_refused_total", "requests rejected because the queue is full or they need too much memory"
+)
+REQUESTS_REQUEUED: Final = group.counter("metadata_requests_requeued_total", "requests of lost engines assigned again")
+REQUESTS_GIVEN_BACK: Final = group.counter(
+    "metadata_requests_given_back_total", "requests that engine groups returned after they had been lost"
+)
+REQUESTS_EXPIRED: Final = group.counter("metadata_requests_expired_total", "requests that timed out before an engine was free")
+REQUESTS_FORGOTTEN: Final = group.counter(
+    "metadata_requests_forgotten_total", "requests dropped because their engines never reported an end"
+)
+SCHEDULER_VOID_REPORTS: Final = group.counter("metadata_scheduler_void_reports_total", "reports on unknown requests")
+ORDERS_CHANGED: Final = group.counter("metadata_orders_changed_total", "changes of quotas, times to live and pins")
+QUOTA_SHARE_FAILURES: Final = group.counter(
+    "metadata_quota_share_failures_total", "divisions of quotas that failed with an unexpected exception: a bug"
+)
+ORDERS_UNREADABLE: Final = group.counter(
+    "metadata_orders_unreadable_total", "failed reads of the settings file; nodes get no settings meanwhile"
+)
+INDEX_DAMAGED: Final = group.counter("index_damaged_total", "times that the index was found damaged")
+INDEX_REBUILDS_ASKED: Final = group.counter("index_rebuilds_asked_total", "requests to rebuild the index")
+INDEX_DROPPED: Final = group.counter("index_dropped_total", "indexes dropped and created again")
+INDEX_ERRORS: Final = group.counter("index_errors_total", "failures of the index")
+INDEX_GROWN: Final = group.counter("index_grown_total", "times that the index's memory map was enlarged")
+INDEX_KEY_CONFLICTS: Final = group.counter(
+    "index_key_conflicts_total", "published blocks ignored because their key is at another position in a chain"
+)
+INDEX_KEY_FOREIGN: Final = group.counter(
+    "index_key_foreign_total", "published blocks ignored because their key belongs to another namespace"
+)
+INDEX_KEY_UNNAMED: Final = group.counter(
+    "index_key_unnamed_total", "published blocks ignored because the number of namespaces is at its limit"
+)
+INDEX_KEY_REPLACED: Final = group.counter(
+    "index_key_replaced_total", "records replaced because their block was published again with its parent"
+)
+INDEX_READ_ONLY: Final = group.counter("index_read_only_total", "times that the index became read-only, e.g. on a full disk")
+INDEX_UNCLEAN_CLOSE: Final = group.counter("index_unclean_close_total", "indexes that could not be closed properly")
+INDEX_WRITABLE_AGAIN: Final = group.counter("index_writable_again_total", "times that a read-only index became writable again")

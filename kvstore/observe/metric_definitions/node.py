@@ -1,0 +1,259 @@
+"""Metrics of a node."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.observe.metric_definitions.label_values import BUFFERS, NONE, OUTCOMES, VOLUME
+from kvstore.observe.metrics import MetricGroup
+
+group = MetricGroup("Node: state")
+VOLUME_CAPACITY_BYTES: Final = group.gauge("volume_capacity_bytes", "capacity of a volume", VOLUME)
+VOLUME_USED_BYTES: Final = group.gauge("volume_used_bytes", "bytes of a volume in use by blocks", VOLUME)
+VOLUME_BLOCKS: Final = group.gauge("volume_blocks", "blocks on a volume", VOLUME)
+VOLUME_READ_ONLY: Final = group.gauge(
+    "volume_read_only", "1 while a volume rejects blocks or its last writes failed, else 0", VOLUME
+)
+VOLUME_STALLED: Final = group.gauge(
+    "node_volume_stalled", "1 while I/O on a volume stalls and its blocks are misses, else 0", VOLUME
+)
+SESSIONS: Final = group.gauge("node_sessions", "sessions of engines")
+BLOCKS: Final = group.gauge("node_blocks", "blocks on the node, in any tier")
+WRITE_BEHIND_WAITING_BLOCKS: Final = group.gauge("node_write_behind_waiting_blocks", "blocks in DRAM that wait for write-back")
+PUBLISH_WAITING_EVENTS: Final = group.gauge("node_publish_waiting_events", "changes not yet published to the metadata server")
+PUBLISH_FAILING_SECONDS: Final = group.gauge(
+    "node_publish_failing_seconds", "time since the metadata server stopped accepting changes; 0 while it accepts them"
+)
+REGISTERED: Final = group.gauge(
+    "node_registered", "1 while the metadata server answers heartbeats, or none is configured, else 0"
+)
+DRAINING: Final = group.gauge("node_draining", "1 while the node drains or is drained, else 0")
+DRAIN_BLOCKED: Final = group.gauge(
+    "node_drain_blocked", "1 while a drain cannot proceed and stopping the node would lose blocks, else 0"
+)
+DRAIN_LEFT_BLOCKS: Final = group.gauge("node_drain_left_blocks", "blocks that a drain still has to move to other nodes")
+DRAIN_NOT_DURABLE_BLOCKS: Final = group.gauge(
+    "node_drain_not_durable_blocks", "blocks that would be lost if the draining node stopped now"
+)
+STAGING_USED_BYTES: Final = group.gauge("node_staging_used_bytes", "bytes reserved in a staging buffer", {"buffer": BUFFERS})
+STAGING_WAITING_LOADS: Final = group.gauge(
+    "node_staging_waiting_loads", "loads that wait for memory in a staging buffer", {"buffer": BUFFERS}
+)
+NETWORK_BYTES: Final = group.sampled_counter(
+    "network_bytes_total",
+    "bytes of the NIC that has the data plane's address; all its traffic, as the kernel counts it",
+    {"network": ("compute", "storage"), "direction": ("received", "sent")},
+)
+
+PROCESS_STALLED_SECONDS: Final = group.sampled_counter(
+    "node_process_stalled_seconds_total", "time that the process did not run: stopped, out of CPU, or on a suspended host"
+)
+
+group = MetricGroup("Node: loads, stores and write-back")
+LOAD_SECONDS: Final = group.histogram_family(
+    "node_load_seconds",
+    "duration of a load, by the farthest source: DRAM, this node's volumes, another node",
+    {"reach": ("dram", "nvme", "peer", NONE)},
+    "node_load_{reach}_seconds",
+)
+LOADED_BYTES: Final = group.counter_family(
+    "node_loaded_bytes_total",
+    "bytes that loads delivered, by source: DRAM, this node's volumes, another node",
+    {"reach": ("dram", "nvme", "peer")},
+    "node_loaded_{reach}_bytes_total",
+)
+LOAD_BLOCKS: Final = group.counter("node_load_blocks_total", "blocks requested from the node by loads")
+LOAD_MISSED_BLOCKS: Final = group.counter_family(
+    "node_load_missed_blocks_total",
+    "blocks that loads did not deliver, by reason; abandoned: the load was cancelled",
+    {"reason": (*OUTCOMES, "abandoned", "draining")},
+    "node_load_missed_{reason}_blocks_total",
+)
+SLOW_LOADS: Final = group.counter(
+    "node_slow_loads_total", "loads that took longer than observe.slow_load; the log has the breakdown of each"
+)
+LOCATED_BLOCKS: Final = group.counter(
+    "located_blocks_total", "blocks whose position on a volume was sent to an engine of this host for direct reads"
+)
+LOAD_NO_ROOM_BLOCKS: Final = group.counter(
+    "load_no_room_blocks_total", "blocks not loaded because DRAM for them was not available in time"
+)
+NVME_READ_FAILED_BLOCKS: Final = group.counter_family(
+    "nvme_read_failed_blocks_total",
+    "blocks that a volume failed to deliver, by outcome",
+    {"outcome": OUTCOMES},
+    "nvme_read_{outcome}_blocks_total",
+)
+QUARANTINED_BLOCKS: Final = group.counter(
+    "quarantined_blocks_total", "corrupt replicas; their slots are not used until the next start"
+)
+VOLUME_CHECKS_BEGUN: Final = group.counter("volume_checks_begun_total", "checks of volumes started while the node serves")
+VOLUME_CHECK_BYTES: Final = group.counter("volume_check_bytes_total", "bytes of blocks read by checks of volumes")
+READ_RATE_FAILED: Final = group.counter(
+    "node_read_rate_failed_total", "measurements of the volumes' read rate in which a volume did not answer"
+)
+READ_RATE_BUGS: Final = group.counter(
+    "node_read_rate_bugs_total", "measurements of the volumes' read rate that failed with an unexpected exception: a bug"
+)
+VOLUME_CHECK_BUGS: Final = group.counter(
+    "volume_check_bugs_total", "checks of volumes that failed with an unexpected exception: a bug"
+)
+PEER_FETCH_FAILED: Final = group.counter("peer_fetch_failed_total", "failed fetches from other nodes")
+PEER_FETCHED_BLOCKS: Final = group.counter("peer_fetched_blocks_total", "blocks fetched from other nodes")
+PROMPT_NVME_BLOCKS: Final = group.counter("prompt_nvme_blocks_total", "blocks of awaited prompts read from volumes")
+PROMPTS_COMPLETE: Final = group.counter("prompts_complete_total", "awaited prompts that arrived completely")
+PROMPTS_INCOMPLETE: Final = group.counter("prompts_incomplete_total", "awaited prompts that timed out")
+PROMPTS_ABANDONED: Final = group.counter("prompts_abandoned_total", "awaited prompts that their prefill engines cancelled")
+PROMPTS_LEFT: Final = group.counter("prompts_left_total", "awaited prompts whose decode engines stopped waiting")
+STAGED_BLOCKS_FROM_SECOND_SOURCE: Final = group.counter(
+    "staged_blocks_from_second_source_total", "blocks of layer-wise loads read from a second source"
+)
+STAGED_BYTES: Final = group.counter("staged_bytes_total", "bytes of layer-wise loads")
+STAGED_LOADS_TOO_LARGE: Final = group.counter("staged_loads_too_large_total", "layer-wise loads split because of their size")
+STAGED_READS_FAILED: Final = group.counter("staged_reads_failed_total", "failed reads of layer-wise loads")
+STAGING_REFUSED: Final = group.counter_family(
+    "node_staging_refused_total",
+    "loads rejected because they exceed a staging buffer",
+    {"buffer": BUFFERS},
+    "{buffer}_refused_total",
+)
+STAGING_TIMEOUTS: Final = group.counter_family(
+    "node_staging_timeouts_total",
+    "loads that timed out waiting for memory in a staging buffer",
+    {"buffer": BUFFERS},
+    "{buffer}_timeouts_total",
+)
+WAITS_LEFT: Final = group.counter(
+    "node_waits_left_total", "waits for memory or blocks that ended because the caller disconnected"
+)
+STORE_CONFLICTS: Final = group.counter(
+    "store_conflicts_total", "stores rejected because a key is held with another parent, depth or namespace"
+)
+STORE_ABANDONED_BLOCKS: Final = group.counter("store_abandoned_blocks_total", "slots granted to stores that were never completed")
+STORE_LOST_BLOCKS: Final = group.counter("store_lost_blocks_total", "blocks completed after their grant had expired")
+STORE_WITHOUT_ARENA: Final = group.counter(
+    "store_without_arena_total", "stores rejected because the session has not mapped the arena"
+)
+STORE_NOT_YET_VISIBLE: Final = group.counter(
+    "store_not_yet_visible_total", "stores whose blocks were not in the index within the requested time"
+)
+STORE_SKIPPED_NO_ROOM_BLOCKS: Final = group.counter(
+    "store_skipped_no_room_blocks_total", "blocks not stored because DRAM was full"
+)
+STORE_SKIPPED_QUOTA_BLOCKS: Final = group.counter(
+    "store_skipped_quota_blocks_total", "blocks not stored because their tenant's quota is full of pinned or leased blocks"
+)
+LOAD_BEYOND_QUOTA_BLOCKS: Final = group.counter(
+    "load_beyond_quota_blocks_total", "blocks loaded in excess of their tenant's DRAM quota; they are evicted soon after"
+)
+EVICTED_UNUSED_BLOCKS: Final = group.counter(
+    "evicted_unused_blocks_total", "blocks evicted by the time to live of their namespace"
+)
+EVICTED_PINNED_BLOCKS: Final = group.counter(
+    "evicted_pinned_blocks_total", "blocks of pinned namespaces evicted because nothing else could be: see how-to/operate"
+)
+EVICTED_QUOTA_BLOCKS: Final = group.counter(
+    "evicted_quota_blocks_total", "blocks evicted because their tenant exceeded its quota"
+)
+WRITE_BEHIND_BEYOND_QUOTA_BLOCKS: Final = group.counter(
+    "write_behind_beyond_quota_blocks_total", "blocks kept in DRAM only because their tenant's volume quota is full"
+)
+RETENTION_BUGS: Final = group.counter(
+    "retention_bugs_total", "rounds of retention that failed with an unexpected exception: a bug"
+)
+RETENTION_RULES_UNREADABLE: Final = group.counter(
+    "retention_rules_unreadable_total", "starts without the saved retention rules because the file could not be read"
+)
+RETENTION_RULES_UNWRITTEN: Final = group.counter(
+    "retention_rules_unwritten_total", "failed attempts to save the retention rules for the next start"
+)
+RETENTION_FAILED: Final = group.counter(
+    "retention_failed_total", "rounds of retention cut short by a failure of a volume or the metadata server"
+)
+STORE_SKIPPED_SHUT_BLOCKS: Final = group.counter(
+    "store_skipped_shut_blocks_total", "blocks not stored because the node was draining or stopping"
+)
+LOAD_LEFT_TO_OTHERS_BLOCKS: Final = group.counter(
+    "load_left_to_others_blocks_total",
+    "blocks not fetched because the node was draining or stopping; the client reads them elsewhere",
+)
+DRAINS_BEGUN: Final = group.counter("drains_begun_total", "started drains")
+DRAIN_BUGS: Final = group.counter("drain_bugs_total", "rounds of a drain that failed with an unexpected exception: a bug")
+DRAIN_MOVED_BLOCKS: Final = group.counter("drain_moved_blocks_total", "blocks that a drain moved to other nodes")
+DRAIN_MOVED_BYTES: Final = group.counter("drain_moved_bytes_total", "bytes that a drain moved to other nodes")
+DRAIN_MOVES_FAILED: Final = group.counter("drain_moves_failed_total", "batches of a drain that the target node did not confirm")
+DRAIN_PULLED_BLOCKS: Final = group.counter("drain_pulled_blocks_total", "blocks taken over from draining nodes")
+DRAIN_NOT_PULLED_BLOCKS: Final = group.counter(
+    "drain_not_pulled_blocks_total", "blocks of draining nodes that could not be taken over"
+)
+STOPPED_NOT_DURABLE_BLOCKS: Final = group.counter(
+    "node_stopped_not_durable_blocks_total", "blocks that were not durable when the node stopped"
+)
+STOPPED_SAVED_BLOCKS: Final = group.counter("node_stopped_saved_blocks_total", "blocks written back while the node stopped")
+STORES_EXPIRED: Final = group.counter("stores_expired_total", "stores that exceeded their time limit")
+LEASES_EXPIRED: Final = group.counter("leases_expired_total", "leases that engines did not release")
+SESSIONS_ENDED: Final = group.counter("sessions_ended_total", "ended sessions")
+CASCADED_BLOCKS: Final = group.counter(
+    "cascaded_blocks_total", "blocks queued for write-back again before their eviction from DRAM"
+)
+EVICTED_DRAM_BLOCKS: Final = group.counter("evicted_dram_blocks_total", "blocks evicted from DRAM")
+EVICTED_NVME_BLOCKS: Final = group.counter("evicted_nvme_blocks_total", "blocks evicted from volumes")
+WRITE_BEHIND_BLOCKS: Final = group.counter("write_behind_blocks_total", "blocks made durable by write-back")
+LOAD_WINDOW_BUGS: Final = group.counter(
+    "load_window_bugs_total", "windows of loads that failed with an unexpected exception: a bug"
+)
+WRITE_BEHIND_BUGS: Final = group.counter(
+    "write_behind_bugs_total", "rounds of write-back that failed with an unexpected exception: a bug"
+)
+WRITE_BEHIND_CONFLICTS: Final = group.counter(
+    "write_behind_conflicts_total", "batches that the storage node rejected because a key is in another chain there"
+)
+WRITE_BEHIND_CORRUPT_BLOCKS: Final = group.counter(
+    "write_behind_corrupt_blocks_total", "blocks dropped because their bytes in DRAM do not match their checksums"
+)
+WRITE_BEHIND_DROPPED_BLOCKS: Final = group.counter(
+    "write_behind_dropped_blocks_total", "blocks that could not be made durable and exist in DRAM only"
+)
+WRITE_BEHIND_ERRORS: Final = group.counter(
+    "write_behind_errors_total", "failed rounds of write-back: a full or failing disk, or an unreachable storage node"
+)
+WRITE_BEHIND_UNFIT_BLOCKS: Final = group.counter(
+    "write_behind_unfit_blocks_total", "blocks kept in DRAM only because they are larger than every volume of the node"
+)
+WRITE_BEHIND_STALLS: Final = group.counter("write_behind_stalls_total", "pauses of write-back after failures")
+NVME_WATCH_BUGS: Final = group.counter(
+    "nvme_watch_bugs_total", "health checks of volumes that failed with an unexpected exception: a bug"
+)
+JANITOR_BUGS: Final = group.counter(
+    "janitor_bugs_total", "rounds of periodic maintenance that failed with an unexpected exception: a bug"
+)
+RECOVERY_DOUBLES_KEPT: Final = group.counter(
+    "recovery_doubles_kept_total", "blocks found on two volumes at start and kept on both"
+)
+
+group = MetricGroup("Node: its entries in the index")
+ANTI_ENTROPY_BUGS: Final = group.counter(
+    "anti_entropy_bugs_total", "comparisons with the index that failed with an unexpected exception: a bug"
+)
+ANTI_ENTROPY_FAILED: Final = group.counter("anti_entropy_failed_total", "interrupted comparisons with the index")
+ANTI_ENTROPY_RANGES_BUSY: Final = group.counter(
+    "anti_entropy_ranges_busy_total", "key ranges not compared because they were changing"
+)
+INDEX_RANGES_DRIFTED: Final = group.counter(
+    "index_ranges_drifted_total", "key ranges in which the index differed from this node; repaired"
+)
+HEARTBEAT_BUGS: Final = group.counter("heartbeat_bugs_total", "heartbeats that failed with an unexpected exception: a bug")
+HEARTBEATS_FAILED: Final = group.counter("heartbeats_failed_total", "heartbeats that the metadata server did not answer")
+INVENTORIES_SENT: Final = group.counter("inventories_sent_total", "inventories of all blocks sent to the metadata server")
+PUBLISH_BUGS: Final = group.counter("publish_bugs_total", "failures of publishing by an unexpected exception: a bug")
+PUBLISH_INTERRUPTED: Final = group.counter("publish_interrupted_total", "interruptions of the publish stream")
+PUBLISH_LOG_OVERFLOW: Final = group.counter(
+    "publish_log_overflow_total", "change logs that grew too long and were replaced by an inventory"
+)
+UNREGISTER_FAILED: Final = group.counter(
+    "unregister_failed_total", "stops that could not be reported to the metadata server, which detects them by missing heartbeats"
+)
+REGISTERED_AGAIN: Final = group.counter("registered_again_total", "registrations after the index was replaced or lost the node")
+REGISTRATIONS_REFUSED: Final = group.counter(
+    "registrations_refused_total", "registrations rejected because another node has this id or one of the volumes"
+)

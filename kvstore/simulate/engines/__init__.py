@@ -1,0 +1,1 @@
+"""Simulated engines: prefill and decode units, dispatch of requests, jobs."""
