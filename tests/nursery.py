@@ -1,10 +1,10 @@
-"""Daemons for tests, forked from a process that has imported what they run: a start then takes a tenth of the processor time.
+"""Daemons for tests, forked from a process that has already imported their modules, in a tenth of the processor time.
 
-A daemon takes a second of a core to import its modules, and the tests start more than a thousand; a served vLLM takes ten. So a
-test process keeps a *nursery* for each kind of them: a Python that has imported that one and nothing else, has one thread, and
-forks a child for each start. The child is a process like any other: its arguments, environment, folder, outputs and exit code are
-as they would be, and it runs the same ``main``. Where the environment has variables that might have made imports differ, it is
-started the plain way; with ``--plain-daemons`` all are.
+A daemon needs a second of a core to import its modules, a served vLLM ten, and the tests start more than a thousand daemons. So a
+test process keeps one *nursery* per kind: a single-threaded Python that has imported only the modules of that kind, and forks a
+child for each start. The child is an ordinary process: arguments, environment, folder, outputs and exit code are those of a plain
+start, and it runs the same ``main``. If environment variables could have changed the imports, a daemon is started the plain way;
+with ``--plain-daemons`` all are.
 
 A nursery ends when its test process does, and its children end with it.
 """
@@ -37,7 +37,7 @@ IMPORTED = {
     "router": ("kvstore.cli.commands.daemons.router", "kvstore.router.main"),
     "admin": ("kvstore.cli.commands.daemons.admin", "kvstore.admin.main"),
 }
-"""What each daemon imports until it serves; the first is the module of its command."""
+"""Modules that each daemon imports before it serves; the first is the module of its command."""
 SERVER = "vllm.entrypoints.openai.api_server"
 SERVES = (
     SERVER,
@@ -48,7 +48,7 @@ SERVES = (
     "vllm.model_executor.models.llama",
     "kvclient.engines.vllm.pd_connector",
 )
-"""What a served engine imports until it serves."""
+"""Modules that a served engine imports before it serves."""
 MESSAGE_BYTES = 1 << 18
 PLAIN = [sys.executable, "-m", "kvstore.cli"]
 SERVED = [sys.executable, "-m", SERVER]
@@ -57,7 +57,7 @@ READY = b"ready"
 CLONE_NEWNET = 0x40000000
 SEEN_BY_IMPORTS = ("GRPC_", "LC_", "LANG", "LD_", "NPY_", "OTEL_", "PROMETHEUS_", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYTHON")
 OF_ONE_ENGINE = "VLLM_CPU_OMP_THREADS_BIND"
-"""Looked at once it has its cores, not by imports."""
+"""Read after the cores are assigned, not by imports."""
 
 
 class Nursling(subprocess.Popen[bytes]):
@@ -68,12 +68,12 @@ class Nursling(subprocess.Popen[bytes]):
         self.pid = pid
         self.returncode: int | None = None
         self.stdin = self.stdout = self.stderr = None
-        self._child_created = False  # Popen's own reaping is not wanted: the nursery does it
+        self._child_created = False  # the nursery reaps the child, not Popen
         self._ended = ended
         self._reading = threading.Lock()
 
     def __del__(self) -> None:
-        os.close(self._ended)  # not before: another thread may wait for it
+        os.close(self._ended)  # not earlier: another thread may wait for it
 
     def poll(self) -> int | None:
         self._await_end(0.0)
@@ -86,7 +86,7 @@ class Nursling(subprocess.Popen[bytes]):
         return self.returncode
 
     def _await_end(self, timeout_s: float | None) -> None:
-        """Takes the exit code once it is there. A nursery that was killed says none: its children were killed with it."""
+        """Read the exit code. A killed nursery sends none: its children were killed with it."""
         if self.returncode is None:
             poll = select.poll()
             poll.register(self._ended, select.POLLIN)
@@ -99,7 +99,7 @@ class Nursling(subprocess.Popen[bytes]):
 
 @dataclass(frozen=True)
 class _Nursery:
-    """One kind's: its process, where it is asked, and what its imports saw of the environment."""
+    """The nursery of one kind: its process, its socket, and the environment variables that its imports may have read."""
 
     process: subprocess.Popen[bytes]
     asked: socket.socket
@@ -107,7 +107,7 @@ class _Nursery:
 
 
 class Nurseries:
-    """Those of one test process, each begun when it is first needed. A ``Launcher``; thread-safe."""
+    """The nurseries of one test process, each started on first use. A ``Launcher``; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class Nurseries:
         stderr: IO[bytes],
         netns: int | None = None,
     ) -> Nursling | None:
-        """A child of a kind's nursery; None: imports may have gone otherwise in this environment."""
+        """Fork a child from a kind's nursery. Returns None if imports could differ in this environment."""
         with self._lock:
             nursery = self._begun.get(kind)
             if nursery is None:
@@ -159,7 +159,7 @@ class Nurseries:
             return _fork(nursery, argv, asked, given)
 
     def close(self) -> None:
-        """Ends them."""
+        """End all nurseries."""
         for nursery in self._begun.values():
             nursery.asked.close()
         for nursery in self._begun.values():
@@ -168,7 +168,7 @@ class Nurseries:
 
 
 def _seen_by_imports() -> dict[str, str]:
-    """The variables that a daemon's modules, and the libraries that they import, may look at while they are imported."""
+    """Return the variables that a daemon's modules and their libraries may read while they are imported."""
     return {name: value for name, value in os.environ.items() if name.startswith(SEEN_BY_IMPORTS)}
 
 
@@ -178,11 +178,11 @@ def _begin(kind: str, seen: dict[str, str]) -> _Nursery:
     with theirs:
         process = subprocess.Popen(
             [sys.executable, __file__, kind, str(theirs.fileno())],
-            env={**os.environ, **seen, "OPENBLAS_NUM_THREADS": "1"},  # it would start threads when it is imported
+            env={**os.environ, **seen, "OPENBLAS_NUM_THREADS": "1"},  # it would start threads on import
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
-    assert ours.recv(16) == READY, f"the nursery of {kind} does not begin: see its error above"
+    assert ours.recv(16) == READY, f"the nursery of {kind} did not start: see its error above"
     return _Nursery(process, ours, seen)
 
 
@@ -199,11 +199,11 @@ def _fork(nursery: _Nursery, argv: Sequence[str], asked: dict[str, Any], given: 
 
 # ---------------------------------------------------------------- in the nursery
 def keep(kind: str, asked: socket.socket) -> None:
-    """Forks children until the test process has ended; returns in each child, which then runs what it is."""
+    """Fork children until the test process has ended. Returns in each child, which then runs its daemon."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
-    sys.path[0] = os.getcwd()  # not the tests' folder: what lies there is no module of theirs
+    sys.path[0] = os.getcwd()  # not the tests' folder, whose files are not modules of the daemon
     if kind in IMPORTED:
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as `main` does, before gRPC is imported
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # like `main`, before gRPC is imported
         importlib.import_module("kvstore.cli.app").root.get_command(None, kind)
     for module in IMPORTED.get(kind, SERVES):
         importlib.import_module(module)
@@ -221,7 +221,7 @@ def keep(kind: str, asked: socket.socket) -> None:
                 pid, says = says_of.pop(fd)
                 poll.unregister(fd)
                 os.close(fd)
-                with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+                with contextlib.suppress(BrokenPipeError):  # no test waits for it
                     os.write(says, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
                 os.close(says)
                 continue
@@ -246,7 +246,7 @@ def keep(kind: str, asked: socket.socket) -> None:
 
 
 def _become(asked: dict[str, Any], fds: Sequence[int]) -> None:
-    """Takes over what a process of its own would have been started with; it may run on a lab's host."""
+    """Apply the arguments, environment, folder and outputs of a plain start, and the lab host's namespace if there is one."""
     for number, fd in zip((1, 2), fds[1:3], strict=True):
         os.dup2(fd, number)
     for netns in fds[3:]:
@@ -263,9 +263,9 @@ def _become(asked: dict[str, Any], fds: Sequence[int]) -> None:
     for name in set(os.environ) - set(asked["environment"]):
         del os.environ[name]
     os.environ.update(asked["environment"])
-    sys.path[0] = asked["folder"]  # as `-m` has it
+    sys.path[0] = asked["folder"]  # like `-m`
     context = importlib.import_module("kvstore.observe.context")
-    context._boot = secrets.token_hex(4)  # names of requests begin with it: no two processes have the same
+    context._boot = secrets.token_hex(4)  # the prefix of request names must differ between processes
     sys.argv = ["kvstore", *asked["arguments"]]
 
 

@@ -1,4 +1,4 @@
-"""A daemon from the nursery is as one that is started by itself; the tests that start daemons rely on it."""
+"""A daemon from the nursery behaves like one that is started in the plain way, which other tests rely on."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_signals_do_what_they_do(nurseries: Nurseries, tmp_path: Path, monkeypat
     process = serving(nurseries, tmp_path)
     process.kill()
     assert process.wait(WAIT_S) == -signal.SIGKILL
-    process.kill()  # to nobody
+    process.kill()  # no engine waits for it
 
 
 def test_what_imports_may_look_at_makes_a_plain_child(

@@ -1,6 +1,6 @@
-"""What makes a tree hard to read is counted and may only become less: cycles, oversized folders, names used twice, riddles.
+"""Counts of structures that make a tree hard to read, which may only fall: cycles, large folders, names used twice, long names.
 
-``tests/structure_limits.json`` records what is left. A test fails if there is more than that, and also if there is less: then the
+``tests/structure_limits.json`` records the counts. A test fails if there is more than that, and also if there is less: then the
 file must be lowered (``python tests/test_structure.py --lower``), so that nothing returns.
 """
 
@@ -95,13 +95,13 @@ def cycles() -> list[str]:
 
 # ---- the other counts
 def large_folders() -> dict[str, int]:
-    """Folders with more modules than a reader keeps in mind, ``__init__`` aside."""
+    """Folders with more modules than a reader can survey, except ``__init__``."""
     counted = Counter(path.parent for path in modules() if path.name != "__init__.py")
     return {short(folder): count for folder, count in sorted(counted.items()) if count > MOST_MODULES}
 
 
 def participle_modules() -> list[str]:
-    """Modules named for what is done there, where a noun would say what is there."""
+    """Modules with a participle as their name, in place of a noun for their content."""
     return sorted(short(path) for path in modules() if PARTICIPLE.match(path.stem) and path.stem not in NOUNS_IN_ING)
 
 
@@ -170,7 +170,7 @@ COUNTS = {
 def test_structure_is_no_worse_than_recorded(count: str) -> None:
     recorded = json.loads(LIMITS.read_text(encoding="utf-8"))[count]
     found = COUNTS[count]()
-    lower = "what is left is less than recorded: python tests/test_structure.py --lower"
+    lower = "less is left than recorded: python tests/test_structure.py --lower"
     if isinstance(found, list):
         assert sorted(set(found) - set(recorded)) == [], "new"
         assert sorted(set(recorded) - set(found)) == [], lower

@@ -156,7 +156,7 @@ class MetadataServer:
                 counters=self.counters,
                 tls=config.tls,
                 tokens=None if config.tokens_file is None else tokens_file(config.tokens_file),
-                on_refused_node=nodes.refused,
+                on_refused_node=nodes.record_refusal,
                 reuse_port=config.workers > 1,
             )
             also: list[Callable[[], None]] = [] if scheduling is None else [scheduling.expire]
@@ -170,7 +170,7 @@ class MetadataServer:
                 ttl_s=ttl_s,
                 forget_s=config.node_forget_ms / 1000,
                 sweeps=self._worker == 0,
-                also=[planning.expire, *also],
+                on_tick=[planning.expire, *also],
             )
             self._upkeep.start()
             await self._bound.start()
@@ -206,7 +206,7 @@ class MetadataServer:
             request_ttl_s=config.request_ttl_ms / 1000,
             counters=self.counters,
             clock=self._clock,
-            shut_nodes=lambda: frozenset(nodes.view().orders),
+            shut_nodes=lambda: frozenset(nodes.view().drain_orders),
         )
 
     @property

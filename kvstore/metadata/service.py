@@ -103,7 +103,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         _check_node(info)
         self._check_room_for(info)
         needs = await self._parts.writes.run(register_node, self._parts.index, info)
-        self._parts.nodes.registered(NodeId(info.node_id), BootId(info.boot_id), host_of_peer(context.peer()))
+        self._parts.nodes.record_registration(NodeId(info.node_id), BootId(info.boot_id), host_of_peer(context.peer()))
         if self._parts.feed is not None:
             tell_served(self._parts.feed, self._parts.nodes)
         self._parts.counters.add("metadata_registrations_total")
@@ -111,7 +111,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             index_epoch=self._parts.index.epoch,
             heartbeat_interval_ms=self._parts.heartbeat_interval_ms,
             volume_needs=needs,
-            drain=self._parts.nodes.order(NodeId(info.node_id)),
+            drain=self._parts.nodes.drain_order(NodeId(info.node_id)),
         )
 
     async def Heartbeat(
@@ -134,13 +134,13 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             raise InvalidArgument("too many problems", got=len(request.problems), limit=limits.MAX_PROBLEMS_TOLD)
         if (longest := max(map(len, request.problems), default=0)) > limits.MAX_REASON:
             raise InvalidArgument("a problem takes a few words", got=longest, limit=limits.MAX_REASON)
-        known = self._parts.nodes.beat(request, host_of_peer(context.peer()))
+        known = self._parts.nodes.record_heartbeat(request, host_of_peer(context.peer()))
         self._parts.counters.add("metadata_heartbeats_total")
         node_id = NodeId(request.node_id)
         return pb.HeartbeatResponse(
             index_epoch=self._parts.index.epoch,
             register_again=not known,
-            drain=self._parts.nodes.order(node_id),
+            drain=self._parts.nodes.drain_order(node_id),
             retention=await self._parts.retention.answer(request) if known else None,
         )
 

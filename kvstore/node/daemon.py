@@ -24,6 +24,7 @@ from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavail
 from kvstore.core.types import BlockKey, BootId, NodeId, SessionId, VolumeId
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.base.process_stall import ProcessStallDetector
+from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.node.config import NodeConfig
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.migrator import Mover
@@ -35,14 +36,14 @@ from kvstore.node.durability.scrub import VolumeChecks
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown
 from kvstore.node.durability.volume_watch import VolumeWatch
 from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBehind
-from kvstore.node.loads.layered import Stager
+from kvstore.node.state.namespaces import Accounts
+from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import make_mounts
 from kvstore.node.loads.nixl import NixlPorts
 from kvstore.node.loads.peers import PeerAddress, Peers
-from kvstore.node.loads.prompt_wait import Prompts
+from kvstore.node.loads.prompt_wait import PromptWaits
 from kvstore.node.loads.provider import NodeProvider
-from kvstore.node.loads.staging_budget import StagingBudget
 from kvstore.node.loads.timings import LoadTimings
 from kvstore.node.publish.health import Troubles
 from kvstore.node.publish.publisher import Publisher
@@ -54,7 +55,7 @@ from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.state.namespaces import Accounts, NamespaceRegistry, NodeNamespace
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -215,7 +216,7 @@ class NodeDaemon:
         prefill_buffer = StagingBudget("prefill_buffer", config.prefill_buffer_bytes or share, clock, counters)
         decode_buffer = StagingBudget("decode_buffer", config.decode_buffer_bytes or share, clock, counters)
         self._buffers = {"prefill_buffer": prefill_buffer, "decode_buffer": decode_buffer}
-        self._stager = Stager(
+        self._layered = LayeredLoader(
             NodeId(config.node_id),
             self.table,
             self._peers,
@@ -226,7 +227,7 @@ class NodeDaemon:
             window_bytes=config.load_window_bytes,
             threads=config.load_threads,
         )
-        self._prompts = Prompts(NodeId(config.node_id), self.table, self._loader, decode_buffer, counters)
+        self._prompts = PromptWaits(NodeId(config.node_id), self.table, self._loader, decode_buffer, counters)
         self._gate = Gate(self.table, counters)
         self._drainer = Drainer(
             self._gate,
@@ -246,7 +247,7 @@ class NodeDaemon:
             prepare_ttl_s=config.prepare_ttl_ms / 1000,
         )
         self._authority = TicketAuthority(secrets.token_bytes(32), self._boot_id, clock)
-        provider = NodeProvider(self._namespaces, self.table, self._gate, self._loader, self._stager, clock)
+        provider = NodeProvider(self._namespaces, self.table, self._gate, self._loader, self._layered, clock)
         self._puller = Puller(self.table, provider, self._peers, self._gate, counters)
         self._data = self._data_server(provider, config.data_listen, self._traffic, self._nixl.serving)
         marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
@@ -384,7 +385,7 @@ class NodeDaemon:
             self.table,
             self.sessions,
             self._loader,
-            self._stager,
+            self._layered,
             self._prompts,
             self._gate,
             self._puller,
@@ -598,7 +599,7 @@ class NodeDaemon:
             self._storage_data.stop()
         self._servicer.close()
         self._admin.close()
-        self._stager.close()
+        self._layered.close()
         self._loader.close()
         self._mounts.close()
         self._peers.close()

@@ -34,13 +34,13 @@ def as_images(markdown: str, page: PurePosixPath) -> str:
     """The page with an image in place of each diagram.
 
     Raises:
-        LookupError: a diagram has no image yet.
+        LookupError: the image of a diagram is missing.
     """
 
     def image(found: re.Match[str]) -> str:
         name = image_name(found[2])
         if not (REPOSITORY / "docs" / FOLDER / name).exists():
-            raise LookupError(f"the diagram '{found[1]}' has no image: run python scripts/draw_diagrams.py")
+            raise LookupError(f"the image of the diagram '{found[1]}' is missing: run python scripts/draw_diagrams.py")
         return f"![{found[1]}]({'../' * (len(page.parts) - 1)}{FOLDER / name}){{.diagram}}"
 
     return _FENCE.sub(image, markdown)

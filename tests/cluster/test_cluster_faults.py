@@ -190,7 +190,7 @@ def not_reported(hosts: ThreeHosts) -> dict[str, Callable[[], bool]]:
     """The node counts as not reporting, which differs from being refused."""
     return {
         **problem(hosts, f"node {FAULTY} has not reported for"),
-        **logged(hosts, "metadata", f"node {FAULTY} does not report"),
+        **logged(hosts, "metadata", f"node silent: {FAULTY}"),
     }
 
 
@@ -252,7 +252,7 @@ def test_cluster_token_wrong_is_told_and_recovers(hosts: ThreeHosts, load: Load)
         told={
             **problem(hosts, f"node {FAULTY} is refused"),
             **logged(hosts, FAULTY, f"{token} is not known to the metadata server"),
-            **logged(hosts, "metadata", "refused a node: the token is not known to this server"),
+            **logged(hosts, "metadata", f"rejected a node's call: {FAULTY} (reason=the token is not known to this server"),
             "KVStoreCallersRefused": lambda: (
                 hosts.alert("KVStoreCallersRefused", "metadata", kind="unauthenticated") > max(0.0, refused)
             ),

@@ -199,7 +199,7 @@ def test_drain_client_reads_from_other_nodes(make_store: MakeStore) -> None:
     assert started.result().hit_blocks == len(keys)
     assert list(here.payloads.wrong_blocks(keys, layerwise)) == []
     counters = store.node_stats("a").counters
-    assert counters["load_left_to_others_blocks_total"] >= len(keys)
+    assert counters["load_deferred_to_peers_blocks_total"] >= len(keys)
     assert counters.get("peer_fetched_blocks_total", 0) == 0, "a draining node promotes nothing"
     # stores without a local node avoid it
     assert store.engine(None).store("x", 8).count(StoreOutcome.STORED) == 8

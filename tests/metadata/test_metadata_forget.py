@@ -101,18 +101,18 @@ def test_steps_of_the_wall_clock_change_nothing(tmp_path: Path, monkeypatch: pyt
     info = NodeInfo(node_id="n", boot_id=b"b" * 16, volumes=[VolumeInfo(volume_id="v", tier="TIER_NVME")])
     register_node(index, info)
     nodes_known = NodeTable(index, MonotonicClock(), 60.0, Counters())
-    assert nodes_known.beat(pb.HeartbeatRequest(node_id="n", boot_id=info.boot_id))
-    for name, value in nodes_known.unshared_beats():
+    assert nodes_known.record_heartbeat(pb.HeartbeatRequest(node_id="n", boot_id=info.boot_id))
+    for name, value in nodes_known.take_unshared_notes():
         index.put_note(name, value, announce=False)
     real_s = time.time()
     monkeypatch.setattr(time, "time", lambda: real_s + step_s)
     monkeypatch.setattr(time, "time_ns", lambda: int((real_s + step_s) * 1e9))
     another_worker = NodeTable(index, MonotonicClock(), 60.0, Counters())
     for table in (nodes_known, another_worker):
-        table.exchange_beats()
+        table.read_shared_notes()
         (status,) = table.statuses()
         assert status.alive
         assert status.heartbeat_age_ms < 60_000
         assert len(table.visible) == 1
-        assert table.long_silent(60.0) == []
+        assert table.forgettable(60.0) == []
     index.close()

@@ -39,16 +39,16 @@ def index(tmp_path: Path) -> Iterator[LmdbIndex]:
 @pytest.fixture
 def table(index: LmdbIndex, clock: ManualClock) -> NodeTable:
     made = NodeTable(index, clock, TTL_S, Counters())
-    assert made.beat(pb.HeartbeatRequest(node_id="n", boot_id=b"b" * 16), "10.0.9.9")
+    assert made.record_heartbeat(pb.HeartbeatRequest(node_id="n", boot_id=b"b" * 16), "10.0.9.9")
     clock.advance(TTL_S + 1)
-    made.exchange_beats()
+    made.read_shared_notes()
     return made
 
 
 @pytest.mark.parametrize("host", [HOST, "10.0.9.9"], ids=["registered address", "host of its heartbeats"])
 def test_refused_from_its_host_shows_the_reason(table: NodeTable, host: str) -> None:
     visible = table.visible
-    table.refused(RefusedNode("n", host, WHY))
+    table.record_refusal(RefusedNode("n", host, WHY))
     (status,) = table.statuses()
     assert (status.alive, status.refused) == (False, WHY)
     assert table.visible == visible
@@ -58,20 +58,20 @@ def test_refused_from_its_host_shows_the_reason(table: NodeTable, host: str) -> 
     ("node_id", "host"), [("n", "10.0.0.2"), ("n", ""), ("stranger", HOST)], ids=["another host", "no host", "unknown node"]
 )
 def test_refused_by_a_stranger_shows_nothing(table: NodeTable, node_id: str, host: str) -> None:
-    table.refused(RefusedNode(node_id, host, WHY))
+    table.record_refusal(RefusedNode(node_id, host, WHY))
     assert [status.refused for status in table.statuses()] == [""]
-    assert table.unshared_beats()[1:] == []
+    assert table.take_unshared_notes()[1:] == []
 
 
 def test_refused_node_that_reports_is_alive(table: NodeTable) -> None:
-    table.refused(RefusedNode("n", HOST, WHY))
-    table.beat(pb.HeartbeatRequest(node_id="n", boot_id=b"b" * 16), HOST)
+    table.record_refusal(RefusedNode("n", HOST, WHY))
+    table.record_heartbeat(pb.HeartbeatRequest(node_id="n", boot_id=b"b" * 16), HOST)
     (status,) = table.statuses()
     assert (status.alive, status.refused) == (True, "")
 
 
 def test_refused_long_ago_is_silence(table: NodeTable, clock: ManualClock) -> None:
-    table.refused(RefusedNode("n", HOST, WHY))
+    table.record_refusal(RefusedNode("n", HOST, WHY))
     clock.advance(REFUSED_S + 0.1)
     assert [status.refused for status in table.statuses()] == [""]
 
@@ -79,10 +79,10 @@ def test_refused_long_ago_is_silence(table: NodeTable, clock: ManualClock) -> No
 def test_refused_is_shared_with_other_workers(table: NodeTable, index: LmdbIndex, clock: ManualClock) -> None:
     another = NodeTable(index, clock, TTL_S, Counters())
     clock.advance(TTL_S + 1)
-    table.refused(RefusedNode("n", HOST, WHY))
-    for name, value in table.unshared_beats():
+    table.record_refusal(RefusedNode("n", HOST, WHY))
+    for name, value in table.take_unshared_notes():
         index.put_note(name, value, announce=False)
-    another.exchange_beats()
+    another.read_shared_notes()
     assert [status.refused for status in another.statuses()] == [WHY]
 
 

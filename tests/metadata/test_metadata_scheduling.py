@@ -14,6 +14,7 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, InvalidArgument, NotFound
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.scheduler import SchedulerLimits
+from kvstore.metadata.scheduling import groups
 from kvstore.metadata.scheduling import scheduler_service as module
 from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.observe.counters import Counters
@@ -395,7 +396,7 @@ async def test_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    monkeypatch.setattr(module, "MAX_GROUPS", 1)
+    monkeypatch.setattr(groups, "MAX_GROUPS", 1)
     Leader(shell, "P", PREFILL, engine("p")).report()
     with pytest.raises(CapacityExceeded):
         Leader(shell, "Q", PREFILL, engine("q")).report()

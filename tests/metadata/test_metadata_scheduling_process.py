@@ -177,7 +177,7 @@ async def test_a_router_hears_of_the_engines_that_take_over_from_dead_ones(tmp_p
                 await client.again(request, again, 20)
             for engines in (prefill, second):
                 await engines.die()
-        assert "was silent for" in server.log()
+        assert "reason=silent for" in server.log()
 
 
 async def test_a_restarted_server_is_a_pause_for_who_waits_and_news_for_who_runs(tmp_path: Path) -> None:

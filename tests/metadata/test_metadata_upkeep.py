@@ -29,7 +29,7 @@ async def test_a_full_disk_is_told_now_and_then_and_without_a_traceback(
     monkeypatch.setattr(upkeep, "limited", LimitedLog(logging.getLogger(upkeep.__name__)), raising=False)
     counters, index, thread = Counters(), LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test")
     nodes = NodeTable(index, MonotonicClock(), 0.08, counters)
-    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=False, also=[no_room])
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=False, on_tick=[no_room])
     tasks.start()
     while counters.snapshot().get("metadata_maintenance_failures_total", 0) < 5:  # noqa: ASYNC110  # told by nobody
         await asyncio.sleep(0.01)

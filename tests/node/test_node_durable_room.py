@@ -10,24 +10,24 @@ import pytest
 
 from kvstore.core.types import BlockShape
 from kvstore.node.eviction.on_demand import evict_down_to
-from support.node_harness import BATCH, NodeHarness, key_of
+from support.session_harness import BATCH, SessionHarness, key_of
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeHarness]:
-    made = NodeHarness(tmp_path)
+def node(tmp_path: Path) -> Iterator[SessionHarness]:
+    made = SessionHarness(tmp_path)
     yield made
     made.close()
 
 
-def test_chains_leave_from_their_ends_over_all_volumes(node: NodeHarness) -> None:
+def test_chains_leave_from_their_ends_over_all_volumes(node: SessionHarness) -> None:
     play(node, 120)
     assert min(node.blocks_on()) > 50, "all are in use"
     assert sum(node.lengths.values()) > 2 * sum(node.blocks_on()), "much has left"
     assert node.unreachable() < 0.12  # with an order for each volume by itself, 0.4 to 0.7
 
 
-def play(node: NodeHarness, turns: int) -> None:
+def play(node: SessionHarness, turns: int) -> None:
     """Sessions take turns."""
     draw = random.Random(7)
     for _ in range(turns):
@@ -36,7 +36,7 @@ def play(node: NodeHarness, turns: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["fails", "read-only"])
-def test_a_volume_that_takes_no_changes_holds_up_no_other(node: NodeHarness, how: str) -> None:
+def test_a_volume_that_takes_no_changes_holds_up_no_other(node: SessionHarness, how: str) -> None:
     play(node, 80)
     bad = node.slabs[1]
     if how == "fails":
@@ -60,7 +60,7 @@ def test_a_volume_that_takes_no_changes_holds_up_no_other(node: NodeHarness, how
     assert now - was_there
 
 
-def test_one_volume_evicted_by_name_takes_nothing_from_the_others(node: NodeHarness) -> None:
+def test_one_volume_evicted_by_name_takes_nothing_from_the_others(node: SessionHarness) -> None:
     play(node, 80)
     before = node.blocks_on()
     capacity = node.slabs[0].usage().capacity_bytes
@@ -71,7 +71,7 @@ def test_one_volume_evicted_by_name_takes_nothing_from_the_others(node: NodeHarn
 
 
 def test_blocks_go_to_the_volumes_that_can_hold_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    node = NodeHarness(tmp_path, sizes=(64 << 10, 1 << 20), shape=BlockShape(2, 64 << 10))
+    node = SessionHarness(tmp_path, sizes=(64 << 10, 1 << 20), shape=BlockShape(2, 64 << 10))
     for chain in range(20):  # more than the large one holds: once it has less room than the small one, it makes room
         node.turn(chain, 1)
         node.clock.advance(1.0)
@@ -85,7 +85,7 @@ def test_blocks_go_to_the_volumes_that_can_hold_them(tmp_path: Path, caplog: pyt
 
 
 def test_blocks_that_no_volume_can_hold_are_given_up_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    node = NodeHarness(tmp_path, sizes=(64 << 10, 32 << 10), shape=BlockShape(2, 64 << 10))
+    node = SessionHarness(tmp_path, sizes=(64 << 10, 32 << 10), shape=BlockShape(2, 64 << 10))
     for chain in range(3):
         node.turn(chain, 1)
     assert not node.durable()

@@ -13,8 +13,8 @@ from kvstore.core.errors import Unavailable
 from kvstore.core.types import NodeId, Outcome, Tier
 from kvstore.node.base.process_stall import INTERVAL_S, TOLERANCE_S, ProcessStallDetector
 from kvstore.node.loads import peer_waits
-from kvstore.node.loads.loader import Part
 from kvstore.node.loads.peer_waits import waiting_for
+from kvstore.node.loads.runs import LoadedRun
 from kvstore.node.loads.timings import LoadTimings
 from kvstore.observe.counters import Counters
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
@@ -31,7 +31,7 @@ class Load:
         self.timer = timings.begin(4, 4096, first_layer=first_layer, draining=draining)
 
     def ready(self, tier: Tier = Tier.DRAM, node: str = HOME) -> float:
-        self.timer.ready(Part(0, [Outcome.HIT] * 4, [None] * 4, tier, NodeId(node)))
+        self.timer.ready(LoadedRun(0, [Outcome.HIT] * 4, [None] * 4, tier, NodeId(node)))
         return self.clock.now_s()
 
     def end(self) -> LoadRecord:
@@ -79,7 +79,7 @@ def test_reason_peer_timed_out_names_it_with_the_misses() -> None:
     with load.recording(), waiting_for(NodeId("host-2")) as answered:
         load.clock.advance(2.0)
         answered([Outcome.HIT, Outcome.TIMEOUT])
-    load.timer.ready(Part(0, [Outcome.TIMEOUT] * 4, [None] * 4, Tier.NVME, HOME))
+    load.timer.ready(LoadedRun(0, [Outcome.TIMEOUT] * 4, [None] * 4, Tier.NVME, HOME))
     record = load.end()
     assert record.reason == "waited 2.000 of 2.000 s for node host-2, which did not answer; not loaded: 4 timeout"
 
@@ -119,7 +119,7 @@ def missed(load: Load) -> dict[str, int]:
 def test_load_misses_are_counted_by_reason() -> None:
     load = Load()
     outcomes = [Outcome.HIT, Outcome.MISS, Outcome.TIMEOUT, Outcome.TIMEOUT]
-    load.timer.ready(Part(0, outcomes, [None] * 4, Tier.DRAM, HOME))
+    load.timer.ready(LoadedRun(0, outcomes, [None] * 4, Tier.DRAM, HOME))
     load.end()
     assert missed(load) == {"miss": 1, "timeout": 2}
     assert load.counters.get("node_load_blocks_total") == 4
@@ -128,14 +128,14 @@ def test_load_misses_are_counted_by_reason() -> None:
 
 def test_load_caller_gone_counts_abandoned() -> None:
     load = Load()
-    load.timer.ready(Part(0, [Outcome.HIT], [None], Tier.DRAM, HOME))
+    load.timer.ready(LoadedRun(0, [Outcome.HIT], [None], Tier.DRAM, HOME))
     load.end()
     assert missed(load) == {"abandoned": 3}
 
 
 def test_load_draining_counts_no_failure() -> None:
     load = Load(draining=True)
-    load.timer.ready(Part(0, [Outcome.UNAVAILABLE] * 4, [None] * 4, Tier.DRAM, HOME))
+    load.timer.ready(LoadedRun(0, [Outcome.UNAVAILABLE] * 4, [None] * 4, Tier.DRAM, HOME))
     load.end()
     assert missed(load) == {"draining": 4}
 
@@ -144,7 +144,7 @@ def test_load_draining_counts_no_failure() -> None:
 def test_load_layer_groups_count_blocks_once(first_layer: int) -> None:
     load = Load(first_layer=first_layer)
     for layer in range(first_layer, 6, 2):
-        load.timer.ready(Part(0, [Outcome.HIT] * 4, [None] * 4, Tier.NVME, NodeId("another"), layer, 2))
+        load.timer.ready(LoadedRun(0, [Outcome.HIT] * 4, [None] * 4, Tier.NVME, NodeId("another"), layer, 2))
     load.end()
     assert missed(load) == {}
     assert load.counters.get("node_loaded_peer_bytes_total") == 4 * 4096

@@ -17,7 +17,7 @@ from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.nvme.slab import NvmeSlab
-from support.node_harness import NodeHarness, key_of
+from support.session_harness import SessionHarness, key_of
 
 POLICIES = ("gap", "s3-fifo", "lru")
 DEADLINE_S = 60.0
@@ -39,14 +39,14 @@ def never(_seconds: float) -> None:
     raise Internal("nothing fails: there is nothing to wait for")
 
 
-def flush(node: NodeHarness, sleep: Callable[[float], None] = never) -> tuple[bool, int]:
+def flush(node: SessionHarness, sleep: Callable[[float], None] = never) -> tuple[bool, int]:
     with writing(node.table, node.target):
         found = flush_on_shutdown(node.table, node.clock, node.clock.now_s() + DEADLINE_S, sleep)
     node.table.validate()
     return found
 
 
-def in_dram_only(node: NodeHarness, chains: int, length: int = 10) -> None:
+def in_dram_only(node: SessionHarness, chains: int, length: int = 10) -> None:
     """Store chains that their volumes refuse: they exist only in DRAM."""
     for slab in node.slabs:
         slab.fails = True
@@ -57,7 +57,7 @@ def in_dram_only(node: NodeHarness, chains: int, length: int = 10) -> None:
     node.clock.advance(10.0)
 
 
-def use(node: NodeHarness, chain: int, length: int = 10) -> None:
+def use(node: SessionHarness, chain: int, length: int = 10) -> None:
     found = node.table.pin_resident(node.namespace, [key_of(chain, depth) for depth in range(length)])
     node.table.unpin([block for block in found if block is not None])
 
@@ -76,7 +76,7 @@ def recovered(folder: Path, size: int) -> set[BlockKey]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_flush_free_slots_take_all_dram_only_blocks(tmp_path: Path, policy: str) -> None:
-    node = NodeHarness(tmp_path, policy, (LARGE,))
+    node = SessionHarness(tmp_path, policy, (LARGE,))
     in_dram_only(node, 8)
     assert node.durable() == {}
     assert flush(node) == (True, 80)
@@ -86,7 +86,7 @@ def test_flush_free_slots_take_all_dram_only_blocks(tmp_path: Path, policy: str)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_flush_evicted_but_hot_blocks_are_written(tmp_path: Path, policy: str) -> None:
-    node = NodeHarness(tmp_path, policy, (LARGE,))
+    node = SessionHarness(tmp_path, policy, (LARGE,))
     node.turn(0, 10)
     evict_all_nvme(node.table)
     assert node.durable() == {}
@@ -97,7 +97,7 @@ def test_flush_evicted_but_hot_blocks_are_written(tmp_path: Path, policy: str) -
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_flush_too_few_slots_takes_the_hottest(tmp_path: Path, policy: str) -> None:
-    node = NodeHarness(tmp_path, policy, (SMALL,))
+    node = SessionHarness(tmp_path, policy, (SMALL,))
     in_dram_only(node, 12)
     for _ in range(4):
         for chain in (3, 7):
@@ -113,7 +113,7 @@ def test_flush_too_few_slots_takes_the_hottest(tmp_path: Path, policy: str) -> N
 
 
 def test_flush_full_volume_evicts_nothing(tmp_path: Path) -> None:
-    node = NodeHarness(tmp_path, "lru", (SMALL,))
+    node = SessionHarness(tmp_path, "lru", (SMALL,))
     for chain in range(12):
         node.turn(chain, 10)
     before = set(node.durable())
@@ -129,7 +129,7 @@ def test_flush_full_volume_evicts_nothing(tmp_path: Path) -> None:
 
 def test_flush_pending_blocks_evict_to_make_room(tmp_path: Path) -> None:
     """A pending write-back was promised: it may evict, as ever."""
-    node = NodeHarness(tmp_path, "lru", (SMALL,))
+    node = SessionHarness(tmp_path, "lru", (SMALL,))
     for chain in range(12):
         node.turn(chain, 10)
     node.store_only(99, 10)
@@ -139,7 +139,7 @@ def test_flush_pending_blocks_evict_to_make_room(tmp_path: Path) -> None:
 
 
 def test_flush_volume_failing_for_a_moment_is_tried_again(tmp_path: Path) -> None:
-    node = NodeHarness(tmp_path, sizes=(LARGE,))
+    node = SessionHarness(tmp_path, sizes=(LARGE,))
     in_dram_only(node, 4)
     node.slabs[0].fails = True
     waits = 0
@@ -157,7 +157,7 @@ def test_flush_volume_failing_for_a_moment_is_tried_again(tmp_path: Path) -> Non
 
 
 def test_flush_volume_failing_for_good_ends_at_the_deadline(tmp_path: Path) -> None:
-    node = NodeHarness(tmp_path, sizes=(LARGE,))
+    node = SessionHarness(tmp_path, sizes=(LARGE,))
     in_dram_only(node, 4)
     node.slabs[0].fails = True
     began_s = node.clock.now_s()
@@ -167,7 +167,7 @@ def test_flush_volume_failing_for_good_ends_at_the_deadline(tmp_path: Path) -> N
 
 
 def test_flush_storage_node_gets_parents_first(tmp_path: Path) -> None:
-    node = NodeHarness(tmp_path, "lru", ())
+    node = SessionHarness(tmp_path, "lru", ())
     for chain in range(6):
         node.turn(chain, 10)
     use(node, 3)
@@ -191,7 +191,7 @@ def test_flush_storage_node_gets_parents_first(tmp_path: Path) -> None:
 def test_coldest_in_dram_loads_and_stores_meanwhile(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is taken in slices of the lock; uses between two slices do not end it, a new block begins it again."""
     monkeypatch.setattr("kvstore.node.table.ORDER_SLICE", 8)
-    node = NodeHarness(tmp_path, policy, (LARGE,))
+    node = SessionHarness(tmp_path, policy, (LARGE,))
     for chain in range(6):
         node.turn(chain, 10)
     calls = 0

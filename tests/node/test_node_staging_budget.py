@@ -7,9 +7,9 @@ import threading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.clock import MonotonicClock
-from kvstore.node.base.cancellation import Wanted
-from kvstore.node.loads.staging_budget import StagingBudget
+from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.observe.counters import Counters
 from support.wait import wait_until
 
@@ -134,7 +134,7 @@ def test_admit_concurrent_stays_within_capacity(sizes: list[int], capacity: int)
 def test_admit_cancelled_leaves_the_queue_at_once(capacity: int, actions: list[tuple[str, int]]) -> None:
     """Compare with a model: a queue whose leading entries are admitted as long as they fit."""
     budget, counters, clock = make(capacity)
-    queue: list[tuple[int, Wanted, threading.Thread]] = []
+    queue: list[tuple[int, CancelScope, threading.Thread]] = []
     inside: list[int] = []
     cancelled = 0
 
@@ -147,17 +147,17 @@ def test_admit_cancelled_leaves_the_queue_at_once(capacity: int, actions: list[t
 
     for action, number in [*actions, *[("cancel", 0), ("release", 0)] * len(actions)]:
         if action == "admit" and number <= capacity:
-            scope = Wanted()
+            scope = CancelScope()
             args = (budget.admit, number, clock.now_s() + 60)
             queue.append((number, scope, threading.Thread(target=scope.context().run, args=args)))
             queue[-1][2].start()
         elif action == "cancel" and queue:
             _, scope, thread = queue.pop(number % len(queue))
-            scope.end()
+            scope.cancel()
             thread.join(LONG_S)
             cancelled += 1
         elif action == "release" and inside:
             budget.release(inside.pop(number % len(inside)))
         settle()
     assert (budget.used_bytes, budget.waiting) == (0, 0)
-    assert counters.snapshot() == ({"node_waits_left_total": cancelled} if cancelled else {})
+    assert counters.snapshot() == ({"node_waits_cancelled_total": cancelled} if cancelled else {})

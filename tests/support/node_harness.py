@@ -1,118 +1,237 @@
-"""A node's block table over real volumes, without threads."""
+"""A node without its daemon: real arena, volumes, table, write-back and loaders, driven by a test."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
-from kvstore.core.checksum import layer_checksums
-from kvstore.core.clock import ManualClock
-from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, VolumeId
+from kvstore.core.chain import ChainSlice
+from kvstore.core.clock import Clock, ManualClock, MonotonicClock
+from kvstore.core.spec import CacheSpec
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, NodeId, Outcome, StoreOutcome, VolumeId
+from kvstore.node.base.admission_gate import Gate
 from kvstore.node.durability.writeback import LocalTarget
+from kvstore.node.loads.loader import Loader
+from kvstore.node.loads.mounts import make_mounts
+from kvstore.node.loads.peers import Peers
+from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.state.namespaces import NamespaceRegistry
+from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.testing.faulty_volume import FaultPlan, FaultyVolume
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.contract import BlockRecord, Slot
+from kvstore.tiers.contract import DurableVolume
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.transport.tcp.peer import TcpPeer
+from support.chains import checksums_of, key_of, payload_of
 
 SHAPE = BlockShape(2, 2048)
-BATCH = 8
+MIB = 1 << 20
+DRAM = VolumeId("n/dram")
+NODE_ID = NodeId("n")
+BATCH_BYTES = 1 << 30
 
 
-class FailingSlab(NvmeSlab):
-    """A volume on a disk that takes no changes for a while."""
-
-    fails = False
-
-    def commit(self, added: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
-        if self.fails and (added or removed):
-            raise OSError(5, "told to")
-        super().commit(added, removed)
+def volume_id(number: int) -> VolumeId:
+    """Return the id of a volume of the harness."""
+    return VolumeId(f"n/nvme{number}")
 
 
 class NodeHarness:
-    """A table over a real arena and real slabs, whose write-back runs when told."""
+    """One node. ``close`` checks the table's invariants.
+
+    Args:
+        folder: of the volumes; volume ``i`` is in ``nvme<i>``. Needed if there are volumes.
+        volumes: capacity of each volume.
+        policy: eviction policy of all tiers.
+        shapes: one namespace per shape.
+        specs: namespaces with specs, in place of ``shapes``.
+        registry: knows the namespaces; default: one without quotas.
+        arena_bytes: size of the arena.
+        clock: default: a manual clock.
+        slab: class of the volumes.
+        faulty: volumes that follow ``faults``.
+        stall_s: volumes are guarded, and an I/O may take this long; None: guards have their default.
+        cache_loads: loaded blocks stay in DRAM.
+        publishes: the change log keeps changes.
+    """
 
     def __init__(
-        self, folder: Path, policy: str = "gap", sizes: Sequence[int] = (1 << 20,) * 3, shape: BlockShape = SHAPE
+        self,
+        folder: Path | None = None,
+        *,
+        volumes: Sequence[int] = (),
+        policy: str = "lru",
+        shapes: Sequence[BlockShape] = (SHAPE,),
+        specs: Sequence[CacheSpec] = (),
+        registry: NamespaceRegistry | None = None,
+        arena_bytes: int = MIB,
+        clock: ManualClock | MonotonicClock | None = None,
+        slab: type[NvmeSlab] = NvmeSlab,
+        faulty: Sequence[int] = (),
+        stall_s: float | None = None,
+        cache_loads: bool = True,
+        publishes: bool = False,
     ) -> None:
-        names = [VolumeId(f"n/nvme{number}") for number in range(len(sizes))]
-        self.clock = ManualClock()
-        self.counters = counters = Counters()
-        log = ReplicaChangeLog([VolumeId("n/dram"), *names], counters, self.clock, keep=False)
-        self.arena = DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)
+        self.counters, self.faults = Counters(), FaultPlan()
+        self.clock: Clock = clock or ManualClock()
+        self.arena = DramArena(volume_id=DRAM, capacity_bytes=arena_bytes)
+        assert folder is not None or not volumes
         self.slabs = [
-            FailingSlab.open(folder / name[2:], volume_id=name, capacity_bytes=size, io_threads=1)
-            for name, size in zip(names, sizes, strict=True)
+            slab.open(folder / f"nvme{number}", volume_id=volume_id(number), capacity_bytes=size, io_threads=1)
+            for number, size in enumerate(volumes)
+            if folder is not None
         ]
-        for slab in self.slabs:
-            assert list(slab.recover()) == []
+        wrapped: list[DurableVolume] = [
+            FaultyVolume(one, self.faults) if number in faulty else one for number, one in enumerate(self.slabs)
+        ]
+        self.volumes = [NodeVolume(volume) for volume in wrapped]
+        if stall_s is not None:
+            for volume in self.volumes:
+                volume.set_guard(self.counters, stall_s=stall_s, readers=2)
+        self.log = ReplicaChangeLog([DRAM, *(one.volume_id for one in self.slabs)], self.counters, self.clock, keep=publishes)
+        self.registry = registry or NamespaceRegistry()
         self.table = BlockTable(
             self.arena,
             make_policy(policy),
-            [NodeVolume(slab) for slab in self.slabs],
-            log,
-            counters,
+            self.volumes,
+            self.log,
+            self.counters,
             self.clock,
-            writes_behind=True,
+            writes_behind=bool(volumes),
+            keep_loaded=cache_loads,
             make_durable_policy=partial(make_policy, policy),
+            **({} if registry is None else {"accounts": registry.accounts}),
         )
-        self.target = LocalTarget(self.table, counters, self.clock)
-        self.namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), shape)
-        self.lengths: dict[int, int] = {}
+        self.recovered = 0
+        for volume in self.volumes:
+            for slot, record in volume.volume.recover():
+                found = self.registry.of_shape(record.namespace, record.shape)
+                self.recovered += self.table.restore(volume, found, record, slot)
+        self.namespaces: list[NodeNamespace] = (
+            [self.registry.find(spec.namespace) or self.registry.of_spec(spec) for spec in specs]
+            if specs
+            else [self.registry.of_shape(NamespaceId(bytes([number]) * 16), shape) for number, shape in enumerate(shapes)]
+        )
+        self.target = LocalTarget(self.table, self.counters, self.clock)
+        self._closers: list[Callable[[], None]] = []
+
+    # ---- parts that not every test needs
+    @cached_property
+    def gate(self) -> Gate:
+        return Gate(self.table, self.counters)
+
+    @cached_property
+    def peers(self) -> Peers:
+        peers = Peers(lambda address, _: TcpPeer(address.data_address, breaker_failures=1000))
+        self._closers.append(peers.close)
+        return peers
+
+    @cached_property
+    def loader(self) -> Loader:
+        mounts = make_mounts((), io_threads=1, counters=self.counters, clock=self.clock)
+        made = Loader(NODE_ID, self.table, self.peers, mounts, self.counters, self.clock, window_bytes=MIB, threads=4)
+        self._closers.append(made.close)
+        return made
+
+    # ---- keys
+    @property
+    def namespace(self) -> NodeNamespace:
+        return self.namespaces[0]
+
+    def keys(self, chain: object, count: int, first: int = 0, namespace: int = 0) -> list[BlockKey]:
+        """Return keys of a chain. Chains of several namespaces differ."""
+        return [key_of(chain, namespace, depth) for depth in range(first, first + count)]
+
+    def run(self, chain: object, count: int, first: int = 0, namespace: int = 0) -> BlockRun:
+        """Return blocks of a chain as a run."""
+        keys = self.keys(chain, first + count, 0, namespace)
+        found = self.namespaces[namespace]
+        return BlockRun(found.namespace_id, keys[first - 1] if first else None, first, tuple(keys[first:]))
+
+    # ---- stores
+    def prepare(self, chain: object, count: int, first: int = 0, namespace: int = 0, *, wait_s: float = 0.0) -> StoreGrant:
+        """Begin a store."""
+        run = self.run(chain, count, first, namespace)
+        return self.table.prepare(self.namespaces[namespace], run, self.clock.now_s() + wait_s)
+
+    def write(self, grant: StoreGrant) -> None:
+        """Write the payloads of granted blocks to their slots."""
+        shape = grant.namespace.shape
+        for key, slot in grant.slots.items():
+            self.arena.view(slot, shape.block_bytes)[:] = payload_of(key, shape)
+
+    def complete(self, grant: StoreGrant) -> list[StoreOutcome]:
+        """Complete all granted blocks."""
+        keys = list(grant.slots)
+        return self.table.complete(grant, keys, [checksums_of(key, grant.namespace.shape) for key in keys])
+
+    def store(self, chain: object, count: int, first: int = 0, namespace: int = 0) -> list[StoreOutcome]:
+        """Store blocks of a chain in DRAM."""
+        grant = self.prepare(chain, count, first, namespace)
+        self.write(grant)
+        self.complete(grant)
+        return list(grant.outcomes)
+
+    def store_durably(self, chain: object, count: int, first: int = 0, namespace: int = 0) -> list[BlockKey]:
+        """Store blocks of a chain, and write them to the volumes."""
+        assert self.store(chain, count, first, namespace) == [StoreOutcome.STORED] * count
+        self.write_back()
+        return self.keys(chain, count, first, namespace)
+
+    def write_back(self, batch_blocks: int = 16) -> int:
+        """Write all dirty blocks that wait. Returns how many waited."""
+        written = 0
+        while blocks := self.table.take_pending(batch_blocks, BATCH_BYTES, 0.0):
+            self.target.persist(blocks, lambda: None)
+            written += len(blocks)
+        return written
+
+    # ---- blocks
+    def block(self, key: BlockKey) -> Block:
+        """Return a block that the node holds."""
+        return next(block for block in self.table.snapshot() if block.key == key)
+
+    def is_resident(self, keys: Sequence[BlockKey], namespace: int = 0) -> list[bool]:
+        """Use blocks in DRAM. Returns which were there."""
+        blocks = self.table.pin_resident(self.namespaces[namespace], keys)
+        self.table.unpin([block for block in blocks if block is not None])
+        return [block is not None for block in blocks]
+
+    def is_right(self, block: Block) -> bool:
+        """Return whether a resident block has its payload."""
+        assert block.dram is not None
+        shape = block.namespace.shape
+        return bytes(self.arena.view(block.dram, shape.block_bytes)) == payload_of(block.key, shape)
+
+    # ---- loads
+    def request(self, keys: Sequence[BlockKey], wait_s: float, **options: object) -> BlockRequest:
+        """Return a load of keys at the head of a chain."""
+        chain = ChainSlice(self.namespace.namespace_id, list(keys))
+        return BlockRequest(self.namespace, chain, self.clock.now_s() + wait_s, **options)  # type: ignore[arg-type]
+
+    def outcomes(self, runs: Runs | Iterator[LoadedRun], count: int) -> list[Outcome | None]:
+        """Run a load to its end, check the bytes of its hits, and unpin them."""
+        found: list[Outcome | None] = [None] * count
+        for run in runs:
+            found[run.first : run.first + len(run.outcomes)] = run.outcomes
+            assert all(self.is_right(block) for block in run.pinned())
+            self.table.unpin(run.pinned())
+        return found
 
     def close(self) -> None:
+        self.faults.clear()
+        self.faults.release_hangs()
+        for close in reversed(self._closers):
+            close()
         self.table.validate()
         self.table.close()
-        for slab in self.slabs:
-            slab.close()
+        for volume in self.volumes:
+            volume.guard.close()
+            volume.volume.close()
         self.arena.close()
-
-    def turn(self, chain: int, more: int) -> None:
-        """A session goes on: what is no longer held of it is stored again with some blocks more, and written back."""
-        self.store_only(chain, more, write_back=True)
-
-    def store_only(self, chain: int, more: int, *, write_back: bool = False) -> None:
-        """As ``turn``, without the write-back unless told."""
-        shape = self.namespace.shape
-        length = self.lengths[chain] = self.lengths.get(chain, 0) + more
-        keys = tuple(key_of(chain, depth) for depth in range(length))
-        known = {block.key for block in self.table.snapshot()}
-        first = next((depth for depth, key in enumerate(keys) if key not in known), length)
-        self.table.unpin(block for block in self.table.pin_resident(self.namespace, keys[:first]) if block is not None)
-        for start in range(first, length, BATCH):
-            run = BlockRun(self.namespace.namespace_id, keys[start - 1] if start else None, start, keys[start : start + BATCH])
-            prepared = self.table.prepare(self.namespace, run, self.clock.now_s())
-            sums = []
-            for key, slot in prepared.slots.items():
-                payload = hashlib.sha256(key).digest() * (shape.block_bytes // 32)
-                self.arena.view(slot, shape.block_bytes)[:] = payload
-                sums.append(layer_checksums(memoryview(payload), shape))
-            self.table.complete(prepared, list(prepared.slots), sums)
-            while write_back and (blocks := self.table.take_pending(BATCH, 1 << 20, 0.0)):
-                self.target.persist(blocks, lambda: None)
-        self.table.validate()
-
-    def durable(self) -> dict[BlockKey, Block]:
-        return {block.key: block for block in self.table.snapshot() if block.nvme is not None}
-
-    def unreachable(self) -> float:
-        """Share of the durable blocks that no lookup finds, for an ancestor of theirs is nowhere."""
-        durable, reached = self.durable(), set[BlockKey]()
-        for block in sorted(self.table.snapshot(), key=lambda block: block.depth):
-            if block.parent is None or block.parent in reached:
-                reached.add(block.key)
-        return 1 - len(durable.keys() & reached) / len(durable)
-
-    def blocks_on(self) -> list[int]:
-        return [slab.usage().blocks for slab in self.slabs]
-
-
-def key_of(chain: int, depth: int) -> BlockKey:
-    return BlockKey(hashlib.sha256(f"{chain}/{depth}".encode()).digest()[:16])

@@ -17,9 +17,9 @@ from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeI
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.indexing.publish_sequence import BatchVerdict, SequenceState
 from kvstore.metadata.membership.records import (
-    beat_note,
     drain_note,
     encode_volume_epoch,
+    heartbeat_note,
     left_note,
     node_note,
     refused_note,
@@ -101,7 +101,7 @@ def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
         if volume_epoch.node_id == node_id:
             index.close_volume_epoch(volume_epoch.volume_epoch)
             index.put_note(synced_note(volume_epoch.volume_id), None)
-    for name in (beat_note(node_id), refused_note(node_id), sequence_note(node_id)):
+    for name in (heartbeat_note(node_id), refused_note(node_id), sequence_note(node_id)):
         index.put_note(name, None, announce=False)
     for name in (drain_note(node_id), left_note(node_id)):
         index.put_note(name, None)

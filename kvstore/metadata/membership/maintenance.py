@@ -1,4 +1,4 @@
-"""What a server process does by itself: share heartbeats, notice silent nodes, forget those silent for long, sweep the index."""
+"""Background work of a server process: share heartbeats, expire silent nodes, forget long silent nodes, sweep the index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TICKS_PER_TTL: Final = 8
 _MIN_TICK_S: Final = 0.01
 _MAX_TICK_S: Final = 0.5
 _SWEEP_ENTRIES: Final = 1_024
-"""Records looked at in one job of the index thread: a few milliseconds, behind which a publish may wait."""
+"""Records per job of the index thread: a few milliseconds, for which a publish may wait."""
 _SWEEP_PAUSE_S: Final = 0.01
 
 
@@ -32,13 +32,13 @@ class Maintenance:
 
     Args:
         index: the index.
-        nodes: who is alive.
-        thread: changes the index.
-        counters: events of this process.
+        nodes: registrations and liveness.
+        thread: thread that changes the index.
+        counters: counters of this process.
         ttl_s: silence after which a node is hidden.
         forget_s: silence after which a node is forgotten.
-        sweeps: whether this process forgets and sweeps; one of several workers does.
-        also: called at each tick, one after the other.
+        sweeps: whether this process forgets nodes and sweeps the index; one of several workers does.
+        on_tick: functions to call at each tick.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Maintenance:
         ttl_s: float,
         forget_s: float,
         sweeps: bool,
-        also: Sequence[Callable[[], None]],
+        on_tick: Sequence[Callable[[], None]],
     ) -> None:
         self._index = index
         self._nodes = nodes
@@ -60,43 +60,43 @@ class Maintenance:
         self._tick_s = min(max(ttl_s / _TICKS_PER_TTL, _MIN_TICK_S), _MAX_TICK_S)
         self._forget_s = forget_s
         self._sweeps = sweeps
-        self._also = also
+        self._on_tick = on_tick
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begins; on the event loop that serves."""
+        """Start both tasks on the running event loop."""
         self._tasks.append(asyncio.create_task(self._watch_nodes(), name="metadata-watch-nodes"))
         if self._sweeps:
             self._tasks.append(asyncio.create_task(self._sweep(), name="metadata-sweep"))
 
     async def stop(self) -> None:
-        """Ends both; what only this process knows of nodes is kept for the next."""
+        """Stop both tasks, and store the heartbeats that only this process has seen."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with suppress(KVStoreError):  # the index takes nothing: nodes will say it again
-            await self._thread.run(self._share, self._nodes.unshared_beats())
+        with suppress(KVStoreError):  # the index takes no changes: nodes will send further heartbeats
+            await self._thread.run(self._share, self._nodes.take_unshared_notes())
 
     async def _watch_nodes(self) -> None:
         while True:
             try:
                 try:
-                    await self._thread.run(self._share, self._nodes.unshared_beats())
+                    await self._thread.run(self._share, self._nodes.take_unshared_notes())
                 finally:
-                    self._nodes.exchange_beats()  # who is silent is hidden also where nothing can be written
-                for due in self._also:
-                    due()
+                    self._nodes.read_shared_notes()  # silent nodes are hidden even if nothing can be written
+                for call in self._on_tick:
+                    call()
                 if self._sweeps:
                     await self._forget()
             except KVStoreError as error:
-                # a full disk, an index that does not answer: lookups go on with what is known, the next tick tries again
+                # the disk is full, or the index does not answer: lookups continue with the last view, the next tick tries again
                 self._counters.add("metadata_maintenance_failures_total")
                 limited.warning("cannot exchange heartbeats with the index: %s", error)
             await asyncio.sleep(self._tick_s)
 
     async def _forget(self) -> None:
-        for node_id, boot_id in self._nodes.long_silent(self._forget_s):
-            logger.warning("node %s was silent for %.0f s: forgotten, with all that it published", node_id, self._forget_s)
+        for node_id, boot_id in self._nodes.forgettable(self._forget_s):
+            logger.warning("node forgotten with all its blocks: %s (silent_for_s=%.0f)", node_id, self._forget_s)
             self._counters.add("metadata_nodes_forgotten_total")
             await self._thread.run(forget_node, self._index, node_id, boot_id)
 

@@ -1,7 +1,7 @@
 """Calls about whole nodes: drain, undrain, remove, unregister, and locate blocks.
 
 Drain orders are notes in the index, beside the registrations: they survive restarts, and all workers see them. A node reports its
-progress with its heartbeats. Changes run on the index thread and decide on what the index says, never on a cache.
+progress with its heartbeats. Changes run on the index thread and decide on what the index contains, never on a cache.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from kvstore.rpc.codec import check_id, check_name, keys_from_packed
 logger = logging.getLogger(__name__)
 
 MAX_LOCATED = 4_096
-"""Keys that one call locates."""
+"""Maximum number of keys per call of :meth:`NodeAdmin.locate`."""
 KEEP_REMOVED_S = 86_400.0
-"""A boot that was removed while it lived is kept away so long at least; then its note goes with the next removal."""
+"""How long at least a boot that was removed while it was alive may not register. The next removal deletes older notes."""
 
 
 class NodeAdmin:
-    """Handlers of the calls that concern whole nodes.
+    """Handlers of the calls about whole nodes.
 
     Args:
         index: the index.
-        nodes: who is registered and alive.
-        writes: the thread that changes the index.
-        reads: the thread for long reads of it.
-        counters: events of this process.
+        nodes: registrations and liveness.
+        writes: thread that changes the index.
+        reads: thread for long reads of the index.
+        counters: counters of this process.
         clock: the host's monotonic clock.
     """
 
@@ -61,38 +61,41 @@ class NodeAdmin:
         self._clock = clock
 
     async def drain(self, request: pb.DrainNodeRequest) -> pb.NodeStatus:
-        """OperatorSettings a node to drain.
+        """Order a node to drain.
 
         Raises:
             NotFound: no such node.
-            InvalidArgument: malformed.
+            InvalidArgument: the call is malformed.
         """
         operation, node_id = check_id(request.operation_id, "operation_id"), NodeId(check_name(request.node_id, "node_id"))
         if await self._writes.run(_put_order, self._index, node_id, DrainOrder(operation_id=operation, move=request.move)):
             self._counters.add("metadata_drains_ordered_total")
-            logger.warning("node %s is to drain%s", node_id, ", and its blocks to move" if request.move else "")
+            logger.warning("drain ordered: %s (move=%s)", node_id, request.move)
         return self._nodes.status(node_id)
 
     async def undrain(self, request: pb.UndrainNodeRequest) -> pb.NodeStatus:
-        """Lifts the order.
+        """Lift a drain order.
 
         Raises:
             NotFound: no such node.
-            InvalidArgument: malformed.
+            InvalidArgument: the call is malformed.
         """
         check_id(request.operation_id, "operation_id")
         node_id = NodeId(check_name(request.node_id, "node_id"))
         if await self._writes.run(_put_order, self._index, node_id, None):
             self._counters.add("metadata_drains_lifted_total")
-            logger.warning("node %s no longer drains", node_id)
+            logger.warning("drain order lifted: %s", node_id)
         return self._nodes.status(node_id)
 
     async def remove(self, request: pb.RemoveNodeRequest) -> bool:
-        """Forgets a node. False: there is none of this name.
+        """Forget a node.
+
+        Returns:
+            False if no such node is registered.
 
         Raises:
-            Conflict: it lives, is not drained, and the call does not force it.
-            InvalidArgument: malformed.
+            Conflict: the node is alive and not drained, and the call does not force the removal.
+            InvalidArgument: the call is malformed.
         """
         check_id(request.operation_id, "operation_id")
         node_id = NodeId(check_name(request.node_id, "node_id"))
@@ -101,20 +104,23 @@ class NodeAdmin:
             return False
         alive = self._nodes.is_alive(node_id)
         if alive and not request.force and self._nodes.state(node_id) != NODE_STATE_DRAINED:
-            raise Conflict("the node lives and is not drained: drain it first, or force it", node_id=node_id)
+            raise Conflict("the node is alive and not drained: drain it first, or force the removal", node_id=node_id)
         boot_id = BootId(record.boot_id)
         removed_s = self._clock.now_s() if alive else None
         await self._writes.run(_remove_node, self._index, node_id, boot_id, removed_s)
         self._nodes.view()
         self._counters.add("metadata_nodes_removed_total")
-        logger.warning("node %s was removed, with all that it published%s", node_id, "; it still runs" if alive else "")
+        logger.warning("node removed with all its blocks: %s (alive=%s)", node_id, alive)
         return True
 
     async def unregister(self, request: pb.UnregisterNodeRequest) -> bool:
-        """A boot ends in order. False: it is not the one registered.
+        """Record that a boot stops gracefully.
+
+        Returns:
+            False if another boot is registered.
 
         Raises:
-            InvalidArgument: malformed.
+            InvalidArgument: the call is malformed.
         """
         check_id(request.operation_id, "operation_id")
         node_id = NodeId(check_name(request.node_id, "node_id"))
@@ -125,70 +131,74 @@ class NodeAdmin:
         return known
 
     async def locate(self, request: pb.LocateBlocksRequest) -> pb.LocateBlocksResponse:
-        """Which volumes hold some keys.
+        """Find the volumes that hold each key.
 
         Raises:
-            InvalidArgument: malformed, or too many keys.
+            InvalidArgument: the call is malformed, or names too many keys.
         """
         namespace = NamespaceId(check_id(request.namespace_id, "namespace_id"))
         keys = keys_from_packed(request.keys, limit=MAX_LOCATED)
-        held = await self._reads.run(self._index.holders, namespace, keys)
-        places = self._nodes.view().places
+        holders = await self._reads.run(self._index.holders, namespace, keys)
+        locations = self._nodes.view().locations
         answer = pb.LocateBlocksResponse()
-        known: dict[VolumeEpoch, int] = {}
-        for position, volume_epochs in enumerate(held):
+        positions: dict[VolumeEpoch, int] = {}
+        for position, volume_epochs in enumerate(holders):
             for volume_epoch in volume_epochs:
-                if volume_epoch not in places:  # of a node that has just left
+                if volume_epoch not in locations:  # its node has just left
                     continue
-                if volume_epoch not in known:
-                    known[volume_epoch] = len(answer.volumes)
+                if volume_epoch not in positions:
+                    positions[volume_epoch] = len(answer.volumes)
                     answer.volumes.append(self._volume(volume_epoch))
-                answer.replicas.add(key=position, volume=known[volume_epoch])
+                answer.replicas.add(key=position, volume=positions[volume_epoch])
         return answer
 
     def _volume(self, volume_epoch: VolumeEpoch) -> pb.LocatedVolume:
-        place = self._nodes.last_view.places[volume_epoch]
-        volume = self._nodes.last_view.nodes[place.node_id].volumes[place.volume]
+        location = self._nodes.last_view.locations[volume_epoch]
+        volume = self._nodes.last_view.nodes[location.node_id].volumes[location.volume]
         return pb.LocatedVolume(
-            node_id=place.node_id,
+            node_id=location.node_id,
             volume_id=volume.volume_id,
             tier=volume.tier or Tier.TIER_UNSPECIFIED,
-            alive=self._nodes.is_alive(place.node_id),
-            state=self._nodes.state(place.node_id),
+            alive=self._nodes.is_alive(location.node_id),
+            state=self._nodes.state(location.node_id),
         )
 
 
 def check_progress(progress: DrainProgress) -> None:
-    """What a node says of its draining.
+    """Check a node's report about its drain order.
 
     Raises:
-        InvalidArgument: malformed.
+        InvalidArgument: the report is malformed.
     """
     check_id(progress.operation_id, "operation_id")
     if len(progress.why) > MAX_REASON:
-        raise InvalidArgument("a reason takes a few words", got=len(progress.why), limit=MAX_REASON)
+        raise InvalidArgument("why is too long", got=len(progress.why), limit=MAX_REASON)
 
 
 def refuse_removed(index: PrefixIndex, info: NodeInfo) -> None:
-    """A boot that was removed while it lived does not come back.
+    """Reject the registration of a boot that was removed while it was alive.
 
     Raises:
-        Conflict: it is this one.
+        Conflict: this boot was removed.
     """
     removed = decode_removed(index.note(removed_note(NodeId(info.node_id))))
     if removed is not None and removed[0] == info.boot_id:
-        raise Conflict("this node was removed: stop it, or start it anew to let it come back", node_id=info.node_id)
+        raise Conflict("this node was removed: stop it, or restart it to register it again", node_id=info.node_id)
 
 
-# ---- in the thread that changes the index ----
+# ---- on the index thread ----
 def _put_order(index: PrefixIndex, node_id: NodeId, order: DrainOrder | None) -> bool:
-    """Whether anything changed. An order that asks for the same stays, with the operation that its progress names."""
+    """Store or delete a drain order. An equal order stays, with the operation id that the node's progress names.
+
+    Returns:
+        Whether anything changed.
+    """
     node = index.note(node_note(node_id))
     if node is None:
         raise NotFound("no such node", node_id=node_id)
     volumes = NodeInfo.FromString(node).volumes
     if order is not None and volumes and all(volume.tier == Tier.TIER_HBM for volume in volumes):
-        raise Unsupported("an engine's pool is not drained: it ends with its engine", node_id=node_id)
+        raise Unsupported("an engine's GPU pool cannot be drained: it ends with its engine", node_id=node_id)
     name = drain_note(node_id)
     note = index.note(name)
     if order is None:
@@ -209,7 +219,7 @@ def _put_left(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> bool:
 
 
 def _remove_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId, removed_s: float | None) -> None:
-    if removed_s is not None:  # first: it may call at any moment
+    if removed_s is not None:  # first, because the boot may try to register at any moment
         for name, note in index.notes().items():
             removed = decode_removed(note) if name.startswith(REMOVED_PREFIX) else None
             if removed is not None and not removed_s - KEEP_REMOVED_S <= removed[1] <= removed_s:

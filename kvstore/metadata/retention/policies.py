@@ -89,7 +89,7 @@ class RetentionPolicies:
         held: Counter[tuple[str, Tier]] = Counter()
         on: Counter[str] = Counter()
         unknown: Counter[Tier] = Counter()
-        for _, report in self._nodes.living():
+        for _, report in self._nodes.live_nodes():
             for usage in report.tenants if report is not None else ():
                 if usage.unknown:
                     unknown.update({Tier.DRAM: usage.dram_bytes, Tier.NVME: usage.nvme_bytes})

@@ -99,7 +99,7 @@ class QuotaShares:
         told = Retention.FromString(shared.rules)
         told.report = shared.reports[node_id][1]
         place = shared.places.get(node_id)
-        if place is not None and not self._nodes.drains(node_id):
+        if place is not None and not self._nodes.is_draining(node_id):
             told.shares.extend(
                 TenantShare(
                     tenant=tenant,
@@ -120,11 +120,11 @@ class QuotaShares:
     async def _share_out(self, orders: OperatorSettings) -> _Shared:
         began_s = slice_s = self._clock.now_s()
         took_s = 0.0
-        living = list(self._nodes.living())
+        living = list(self._nodes.live_nodes())
         reports = {
             NodeId(info.node_id): (info.boot_id, report.report) for info, report in living if report is not None and report.usages
         }
-        sharing = [(info, report) for info, report in living if not self._nodes.drains(info.node_id)]
+        sharing = [(info, report) for info, report in living if not self._nodes.is_draining(info.node_id)]
         places = {NodeId(info.node_id): place for place, (info, _) in enumerate(sharing)}
         moving = {
             usage.tenant

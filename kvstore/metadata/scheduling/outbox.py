@@ -1,7 +1,7 @@
-"""What an engine group must be told: events, numbered, in every answer until the group has acknowledged them. Pure.
+"""Outbox of an engine group: numbered events that are sent in each answer until the group acknowledges them. Pure.
 
-An answer may be lost on its way, and then nobody may lose the request that was in it: so nothing leaves before the group says
-that it has it. What an engine has not acknowledged it cannot count in its figures; ``unread`` adds it up.
+An answer may be lost, and no request in it may be lost with it. An engine cannot count work that it has not acknowledged in its
+figures; ``unread`` adds that work up.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kvstore.core.errors import InvalidArgument
 
 
 class PendingWork(NamedTuple):
-    """What requests cost an engine.
+    """Work of an engine.
 
     Attributes:
-        sequences: how many.
-        tokens: their length.
-        room: KV tokens that they need on a decode engine.
+        sequences: number of requests.
+        tokens: their total length.
+        hbm_tokens: KV memory that they need on a decode engine, in tokens.
     """
 
     sequences: int = 0
     tokens: int = 0
-    room: int = 0
+    hbm_tokens: int = 0
 
 
 NO_WORK = PendingWork()
@@ -36,60 +36,60 @@ NO_WORK = PendingWork()
 class _Message:
     event: pb.SchedulerEvent
     engine: str
-    load: PendingWork
+    work: PendingWork
 
 
 class Outbox:
-    """Events for one stay of one group."""
+    """Events for one membership of one group."""
 
     def __init__(self) -> None:
-        self._letters: deque[_Message] = deque()
-        self._written = 0
+        self._messages: deque[_Message] = deque()
+        self._last_number = 0
         self._unread: dict[str, PendingWork] = {}
 
     def __len__(self) -> int:
-        """Events not acknowledged."""
-        return len(self._letters)
+        """Number of unacknowledged events."""
+        return len(self._messages)
 
-    def put(self, event: pb.SchedulerEvent, engine: str = "", load: PendingWork = NO_WORK) -> None:
-        """One more event.
+    def put(self, event: pb.SchedulerEvent, engine: str = "", work: PendingWork = NO_WORK) -> None:
+        """Append an event.
 
         Args:
-            event: without a number.
-            engine: whose work grows by it.
-            load: by how much.
+            event: the event, without a number.
+            engine: an engine that gets new work by it.
+            work: the new work.
         """
-        self._written += 1
-        event.number = self._written
-        self._letters.append(_Message(event, engine, load))
-        self._count(engine, load, 1)
+        self._last_number += 1
+        event.number = self._last_number
+        self._messages.append(_Message(event, engine, work))
+        self._count(engine, work, 1)
 
     def acknowledge(self, number: int) -> None:
-        """The group has all events up to this one; an older acknowledgement changes nothing.
+        """Remove all events up to a number. An old acknowledgement has no effect.
 
         Raises:
-            InvalidArgument: no such event was ever told.
+            InvalidArgument: no event had this number.
         """
-        if number > self._written:
-            raise InvalidArgument("an event is acknowledged that was never told", acknowledged=number, told=self._written)
-        while self._letters and self._letters[0].event.number <= number:
-            letter = self._letters.popleft()
-            self._count(letter.engine, letter.load, -1)
+        if number > self._last_number:
+            raise InvalidArgument("acknowledged event was never sent", acknowledged=number, last_sent=self._last_number)
+        while self._messages and self._messages[0].event.number <= number:
+            message = self._messages.popleft()
+            self._count(message.engine, message.work, -1)
 
     def first(self, most: int) -> list[pb.SchedulerEvent]:
-        """The oldest events that are not acknowledged."""
-        return [letter.event for letter in islice(self._letters, most)]
+        """The oldest unacknowledged events."""
+        return [message.event for message in islice(self._messages, most)]
 
     def unread(self, engine: str) -> PendingWork:
         """Work of an engine that its group has not acknowledged."""
         return self._unread.get(engine, NO_WORK)
 
-    def _count(self, engine: str, load: PendingWork, sign: int) -> None:
-        if load is NO_WORK:
+    def _count(self, engine: str, work: PendingWork, sign: int) -> None:
+        if work is NO_WORK:
             return
-        had = self._unread.get(engine, NO_WORK)
-        now = PendingWork(*(before + sign * change for before, change in zip(had, load, strict=True)))
-        if now.sequences:
-            self._unread[engine] = now
+        before = self._unread.get(engine, NO_WORK)
+        after = PendingWork(*(old + sign * change for old, change in zip(before, work, strict=True)))
+        if after.sequences:
+            self._unread[engine] = after
         else:
             self._unread.pop(engine, None)

@@ -225,7 +225,7 @@ class PlannerService:
         """Makes joins, restarts and deaths known to the planner; for it, a node that drains is gone."""
         records = self._nodes.view().nodes
         for node_id, record in records.items():
-            alive = self._nodes.is_alive(node_id) and not self._nodes.drains(node_id)
+            alive = self._nodes.is_alive(node_id) and not self._nodes.is_draining(node_id)
             if not alive and node_id in self._known:
                 del self._known[node_id]
                 self.planner.remove_node(node_id)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from kvstore.core.cancel_scope import current
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey
-from kvstore.node.base.cancellation import over
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
 from kvstore.node.state.block_states import VolumeReplica
 from kvstore.node.state.model import Block, NodeVolume
@@ -50,7 +50,7 @@ def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_byt
     volume = table.dram if node_volume is None else node_volume.volume
     batch = BATCH if node_volume is None or len(table.node_volumes) == 1 else BATCHES_AMONG_SEVERAL * BATCH
     evicted = 0
-    while (excess := volume.usage().used_bytes - down_to_bytes) > 0 and not over():  # others may store as fast as this evicts
+    while (excess := volume.usage().used_bytes - down_to_bytes) > 0 and not current().cancelled:  # stores may be as fast
         with table.residency.lock:
             victims = []
             for key, slot in islice(

@@ -1,16 +1,16 @@
-"""Loads in layer groups: the first layers of all blocks come first, so that the engine may compute while storage is still read.
+"""Loads in layer groups: the first layers of all blocks are read first, so that the engine computes while later ones are read.
 
-A staged load takes room for all its blocks at once, in the prefill buffer, and fills them group by group. While they arrive,
-blocks are not in the table: nobody finds half a block by its key. Two may use what is there already: the engine on this host,
-which is told offsets and layers as they come, and, through the data plane, the engine of another host on whose behalf this
-node reads (the decode path, and relays). A block whose layers have all arrived is adopted by the table like any fetched block.
+Theory of operation.
 
-A slot lives by its pins: the load itself holds one until it ends, each part handed out holds another. So bytes that arrive late,
-after the caller has gone, land in memory that is still theirs; and what was told can be read for as long as its lease lasts,
-also where the block never becomes whole here.
-
-Reads may end in any order and fail one by one. A layer counts only when all wanted layers below it are there: so a block with a
-hole is never told, never read by others, never adopted.
+1. A load is admitted to the prefill buffer with all its blocks, and takes all their slots at once. Then it reads group by group.
+2. While a block is *filling* it is not in the table: no lookup by key finds an incomplete block. Two readers may use the layers
+   that are ready: the engine on this host, which receives offsets and layers in runs; and, through the data plane, the engine of
+   another host for which this node reads (decode path, relay). The table inserts a block when its last layer is ready.
+3. Pins keep a slot alive. The load holds one until it ends, and each run that it returned holds another. So bytes that arrive
+   after the caller has gone are written to slots that are still reserved, and a returned run is valid as long as its lease, even
+   if the block never becomes complete.
+4. Reads end in any order, and each may fail. A layer is ready only if all requested layers below it are. So a block with a hole
+   is never returned, never served to others and never inserted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.buffers import ScatteredBlocks
+from kvstore.core.cancel_scope import current
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
-from kvstore.node.base.cancellation import ending, over, result
-from kvstore.node.loads.loader import Loader, Part, Source
+from kvstore.node.base.staging_budget import StagingBudget
+from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.peers import Peers
-from kvstore.node.loads.staging_budget import StagingBudget
+from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs, SourceRange
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
@@ -46,73 +48,93 @@ from kvstore.transport.contract import Checksums, ReadControl, ReadRequest
 log = logging.getLogger(__name__)
 
 READS_IN_FLIGHT = 2
-"""Of one load: the next read is asked for while this one still comes."""
-TRIES_AT_OTHERS = 3
-"""How often a block that another load was to bring, and did not, is asked for again."""
+"""Reads of one load at once: the next one is requested while the current one arrives."""
+MAX_ATTEMPTS = 3
+"""How often a block that another load was to bring, and did not, is requested again."""
 
 
-class _Arrival:
-    """One block on its way. Guarded by the stager's lock.
+class _Fill:
+    """One block that is being filled. Guarded by the loader's lock.
 
     Args:
         block: the block, pinned in its slot.
-        first: layers below were not asked for: they are not there.
-        sources: who is said to have it, best first.
+        first: the first requested layer.
+        sources: peers that hold the block, best first.
     """
 
-    __slots__ = ("_have", "_sources", "block", "first", "ready", "sums")
+    __slots__ = ("_sources", "_written", "block", "checksums", "first", "ready")
 
-    def __init__(self, block: Block, first: int, sources: Sequence[Source]) -> None:
+    def __init__(self, block: Block, first: int, sources: Sequence[SourceRange]) -> None:
         layers = block.namespace.shape.layers
         self.block = block
         self.first = first
         self.ready = first
-        """Layers from ``first`` up to here are in the slot, without a hole."""
-        self.sums: npt.NDArray[np.uint64] = np.zeros(layers, np.uint64)
-        self._have = np.zeros(layers, bool)
+        """Layers ``[first, ready)`` are in the slot."""
+        self.checksums: npt.NDArray[np.uint64] = np.zeros(layers, np.uint64)
+        self._written = np.zeros(layers, bool)
         self._sources = deque(sources)
 
-    def have(self, layers: slice, sums: npt.NDArray[np.uint64]) -> None:
-        """Some layers are in the slot."""
-        self.sums[layers] = sums
-        self._have[layers] = True
-        left = np.flatnonzero(~self._have[self.ready :])
-        self.ready = self.ready + int(left[0]) if len(left) else len(self._have)
+    def written(self, layers: slice, checksums: npt.NDArray[np.uint64]) -> None:
+        """Note that some layers are in the slot."""
+        self.checksums[layers] = checksums
+        self._written[layers] = True
+        missing = np.flatnonzero(~self._written[self.ready :])
+        self.ready = self.ready + int(missing[0]) if len(missing) else len(self._written)
 
     @property
-    def source(self) -> Source | None:
-        """Whom to ask; None: nobody is left."""
+    def source(self) -> SourceRange | None:
+        """The source to read from; None: all have failed."""
         return self._sources[0] if self._sources else None
 
-    def failed(self, source: Source) -> None:
-        """A source did not deliver: the next is asked for whatever is missing."""
+    def failed(self, source: SourceRange) -> None:
+        """Note that a source did not deliver: the next one serves the layers that are missing."""
         if self._sources and self._sources[0] == source:
             self._sources.popleft()
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One read: layers ``[first_layer, first_layer + layer_count)`` of some positions, from one source."""
+    """One read: layers ``[first_layer, first_layer + layer_count)`` of some blocks, from one source."""
 
-    positions: Sequence[int]
+    indices: Sequence[int]
     first_layer: int
     layer_count: int
-    source: Source
+    source: SourceRange
 
 
-class Stager:
-    """Serves loads in layer groups. Thread-safe; ``load`` may be driven from any thread.
+@dataclass(slots=True)
+class _LayeredLoad:
+    """One load in layer groups."""
+
+    request: BlockRequest
+    fills: dict[int, _Fill]
+    """Blocks that this load fills, by their index in the request."""
+    lost: set[int] = field(default_factory=set)
+    """Blocks that have a final outcome because a layer of them could not be read."""
+
+    def by_source(self, indices: Sequence[int]) -> list[tuple[SourceRange, list[int]]]:
+        """Group blocks by the source to read them from. Blocks without a source are left out."""
+        found: dict[SourceRange, list[int]] = {}
+        for index in indices:
+            source = self.fills[index].source
+            if source is not None:
+                found.setdefault(source, []).append(index)
+        return list(found.items())
+
+
+class LayeredLoader:
+    """Serves loads in layer groups. Thread-safe; any thread may iterate a load.
 
     Args:
         node_id: this node.
         table: its blocks.
         peers: other nodes.
-        loader: for whatever has no layers to wait for (DRAM, own NVMe, blocks that others bring in).
-        buffer: admission.
-        counters: events.
+        loader: loads whole blocks: from DRAM and own volumes, and those that another load brings.
+        budget: admission.
+        counters: metrics.
         clock: time.
-        window_bytes: the most that one read asks for: progress is told in such steps.
-        threads: reads under way at once, over all loads.
+        window_bytes: maximum size of one read.
+        threads: reads at once, of all loads.
     """
 
     def __init__(
@@ -121,7 +143,7 @@ class Stager:
         table: BlockTable,
         peers: Peers,
         loader: Loader,
-        buffer: StagingBudget,
+        budget: StagingBudget,
         counters: Counters,
         clock: Clock,
         *,
@@ -132,345 +154,280 @@ class Stager:
         self._table = table
         self._peers = peers
         self._loader = loader
-        self._buffer = buffer
+        self._budget = budget
         self._counters = counters
         self._clock = clock
         self._window_bytes = window_bytes
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-stage")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-layered")
         self._lock = threading.Lock()
-        self._arriving: dict[BlockKey, _Arrival] = {}
-        self._left_over: dict[BlockKey, _Arrival] = {}  # their loads have ended, leases of theirs perhaps have not
+        self._filling: dict[BlockKey, _Fill] = {}
+        self._leased: dict[BlockKey, _Fill] = {}
+        """Incomplete blocks whose loads have ended. Leases may still pin them."""
 
     def close(self) -> None:
-        """Waits for reads under way (bounded by their deadlines)."""
+        """Wait for reads in flight. Their deadlines bound them."""
         self._pool.shutdown(cancel_futures=True)
 
     # ---------------------------------------------------------------- for the data plane
-    def ready(
+    def read_ready(
         self, namespace: NodeNamespace, keys: Sequence[BlockKey], first_layer: int, layer_count: int
     ) -> tuple[list[Block], Checksums] | None:
-        """Blocks on their way that have all of layers ``[first_layer, first_layer + layer_count)``, pinned; and their checksums.
+        """Pin filling blocks if layers ``[first_layer, first_layer + layer_count)`` of all are ready.
 
-        None where that is not so of every key: then the blocks are in the table, or nowhere.
+        Returns:
+            The blocks and their checksums; None if the layers of some block are not ready: it is in the table, or not here.
         """
         with self._lock:
-            found: list[_Arrival] = []
+            fills: list[_Fill] = []
             for key in keys:
-                one = self._arriving.get(key) or self._left_over.get(key)
+                fill = self._filling.get(key) or self._leased.get(key)
                 if (
-                    one is None
-                    or one.block.namespace is not namespace
-                    or first_layer < one.first
-                    or first_layer + layer_count > one.ready
+                    fill is None
+                    or fill.block.namespace is not namespace
+                    or first_layer < fill.first
+                    or first_layer + layer_count > fill.ready
                 ):
                     return None
-                found.append(one)
-            if not found:
+                fills.append(fill)
+            if not fills:
                 return None
-            blocks = [one.block for one in found]
+            blocks = [fill.block for fill in fills]
             if not self._table.pin_if_pinned(blocks):
                 return None
-            return blocks, np.stack([one.sums for one in found])
+            return blocks, np.stack([fill.checksums for fill in fills])
 
     # ---------------------------------------------------------------- loads
-    def load(
-        self,
-        namespace: NodeNamespace,
-        keys: Sequence[BlockKey],
-        deadline_s: float,
-        *,
-        parent: BlockKey | None,
-        depth: int,
-        sources: Sequence[Source],
-        layer_group: int,
-        first_layer: int,
-    ) -> Iterator[Part]:
-        """Yields parts until every wanted layer of every key is answered. Pins in a yielded part are the caller's to give back.
-
-        Args:
-            namespace: whose blocks.
-            keys: consecutive keys of a chain.
-            deadline_s: when to stop.
-            parent: key before the first.
-            depth: position of the first.
-            sources: who is said to hold what.
-            layer_group: layers a group, at least 1.
-            first_layer: layers below are not wanted.
-        """
-        staged, rest = self._split(namespace, keys, sources)
-        if len(staged) * namespace.shape.block_bytes > self._buffer.limit_bytes(tenant()):
+    def load(self, request: BlockRequest) -> Runs:
+        """Load blocks layer group by layer group, as the request says."""
+        layered, stretches = self._split(request)
+        if len(layered) * request.namespace.shape.block_bytes > self._budget.limit_bytes(tenant()):
             self._counters.add("staged_loads_too_large_total")
-            log.info(
-                "a load of %d blocks is larger than the prefill buffer, or its tenant's share of it: block by block instead of"
-                " layer by layer",
-                len(staged),
-            )
-            staged, rest = [], [(0, len(keys))]
-        for start, count in rest:
-            moved = [replace(one, start=one.start - start) for one in sources]
-            place = (keys[start - 1] if start else parent, depth + start)
-            for part in self._loader.load(
-                namespace, keys[start : start + count], deadline_s, parent=place[0], depth=place[1], sources=moved
-            ):
-                part.first += start
-                yield part
-        if staged:
-            yield from self._stage(_Chain(namespace, keys, parent, depth, deadline_s), staged, sources, layer_group, first_layer)
+            log.info("load in whole blocks: larger than the prefill buffer or the tenant's part of it (blocks=%d)", len(layered))
+            layered, stretches = [], [(0, len(request.chain))]
+        for start, stop in stretches:
+            with closing(self._loader.load(request.part(start, stop))) as runs:
+                for run in runs:
+                    run.first += start
+                    yield run
+        if layered:
+            yield from self._load_layered(request, layered)
 
-    def _split(
-        self, namespace: NodeNamespace, keys: Sequence[BlockKey], sources: Sequence[Source]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Positions to stage, and the rest as (start, count): what is here already, or is said to be nowhere else."""
-        here = self._table.held(namespace, keys)
-        offered = np.zeros(len(keys), bool)
-        for source in sources:
-            if self._loader.reads_directly(source):
-                continue  # whole slots, without a peer: not layer by layer
-            offered[max(0, source.start) : max(0, source.start + source.count)] = True
-        stage = offered & ~np.array(here, bool)
-        rest: list[tuple[int, int]] = []
-        for position in np.flatnonzero(~stage).tolist():
-            if rest and sum(rest[-1]) == position:
-                rest[-1] = (rest[-1][0], rest[-1][1] + 1)
+    def _split(self, request: BlockRequest) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the blocks to load in layer groups, and the rest as (start, stop): held here, or without a source."""
+        held = np.array(self._table.held(request.namespace, request.chain.keys), bool)
+        offered = np.zeros(len(request.chain), bool)
+        for source in request.sources:
+            if not self._loader.is_mounted(source):  # a mounted volume is read in whole slots
+                offered[max(0, source.start) : max(0, source.start + source.count)] = True
+        layered = offered & ~held
+        stretches: list[tuple[int, int]] = []
+        for index in np.flatnonzero(~layered).tolist():
+            if stretches and stretches[-1][1] == index:
+                stretches[-1] = (stretches[-1][0], index + 1)
             else:
-                rest.append((position, 1))
-        return np.flatnonzero(stage).tolist(), rest
+                stretches.append((index, index + 1))
+        return np.flatnonzero(layered).tolist(), stretches
 
-    def _stage(
-        self, chain: _Chain, positions: Sequence[int], sources: Sequence[Source], layer_group: int, first_layer: int
-    ) -> Iterator[Part]:
-        table, shape = self._table, chain.namespace.shape
-        size = len(positions) * shape.block_bytes
-        others: list[int] = []
-        with self._buffer.admission(size, chain.deadline_s, tenant()) as admitted:
-            slots = table.reserve(shape, len(positions), chain.deadline_s, chain.namespace) if admitted else None
+    def _load_layered(self, request: BlockRequest, indices: Sequence[int]) -> Runs:
+        table, shape = self._table, request.namespace.shape
+        size = len(indices) * shape.block_bytes
+        with self._budget.admission(size, request.deadline_s, tenant()) as admitted:
+            slots = table.reserve(shape, len(indices), request.deadline_s, request.namespace) if admitted else None
             if slots is None:
-                yield from self._answers(positions, Outcome.NO_ROOM)
+                yield from self._failed_runs(indices, Outcome.NO_ROOM)
                 return
-            claim = table.claim(chain.namespace, [chain.keys[position] for position in positions])
-            mine = [positions[index] for index in claim.claimed_absent]
-            others = sorted(set(positions) - set(mine))  # they came while we waited, or somebody else brings them in now
+            claim = table.claim(request.namespace, [request.chain.key(index) for index in indices])
+            mine = [indices[number] for number in claim.claimed_absent]
+            others = sorted(set(indices) - set(mine))  # loaded while this load waited, or another load brings them now
             table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
             table.unpin(claim.resident.values())
             table.unreserve(slots[len(mine) :])
-            arrivals = self._begin(chain, mine, slots[: len(mine)], sources, first_layer)
+            load = self._begin_fills(request, mine, slots[: len(mine)])
             try:
-                yield from self._fill(chain, arrivals, layer_group, first_layer)
+                yield from self._fill(load)
             finally:
-                self._end(arrivals)
-        for position in others:
-            yield self._from_others(chain, position, sources)
+                self._end_fills(load)
+        for index in others:
+            yield self._load_whole(request, index)
 
-    def _from_others(self, chain: _Chain, position: int, sources: Sequence[Source]) -> Part:
-        """A block that somebody else brings in; where they give it up, it is fetched here."""
-        parent = chain.keys[position - 1] if position else chain.parent
-        holding = [replace(one, start=0, count=1) for one in sources if one.start <= position < one.start + one.count]
-        for left in reversed(range(TRIES_AT_OTHERS)):
-            place = {"parent": parent, "depth": chain.depth + position, "sources": holding}
-            parts = self._loader.load(chain.namespace, [chain.keys[position]], chain.deadline_s, **place)  # type: ignore[arg-type]
-            part = next(parts, Part(0, [Outcome.UNAVAILABLE], [None], Tier.NVME, self._node_id))  # none: nobody wants it any more
-            if part.outcomes[0] is not Outcome.TIMEOUT or self._clock.now_s() >= chain.deadline_s or not left:
+    def _load_whole(self, request: BlockRequest, index: int) -> LoadedRun:
+        """Wait for a block that another load brings. If that load gives up, load the block here."""
+        sources = [replace(source, start=0, count=1) for source in request.sources if source.covers(index)]
+        single = replace(request, chain=request.chain.part(index, index + 1), sources=sources)
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
+            cancelled = LoadedRun(0, [Outcome.UNAVAILABLE], [None], Tier.NVME, self._node_id)
+            run = next(self._loader.load(single), cancelled)
+            if run.outcomes[0] is not Outcome.TIMEOUT or self._clock.now_s() >= request.deadline_s or not attempts_left:
                 break
-        part.first += position
-        return part
+        run.first += index
+        return run
 
-    def _begin(
-        self, chain: _Chain, mine: Sequence[int], slots: Sequence[Slot], sources: Sequence[Source], first_layer: int
-    ) -> dict[int, _Arrival]:
-        arrivals: dict[int, _Arrival] = {}
-        holding: dict[int, list[Source]] = {position: [] for position in mine}
-        for source in sources:
-            for position in range(max(0, source.start), min(len(chain.keys), source.start + source.count)):
-                if position in holding:
-                    holding[position].append(source)
+    def _begin_fills(self, request: BlockRequest, indices: Sequence[int], slots: Sequence[Slot]) -> _LayeredLoad:
+        load = _LayeredLoad(request, {})
+        sources = request.sources_by_block()
         with self._lock:
-            for position, slot in zip(mine, slots, strict=True):
-                key = chain.keys[position]
-                parent = chain.keys[position - 1] if position else chain.parent
-                block = self._table.begin_fill(Block(chain.namespace, key, parent, chain.depth + position, b""), slot)
-                arrival = _Arrival(block, first_layer, holding[position])
-                arrivals[position] = self._arriving[key] = arrival
-        return arrivals
+            for index, slot in zip(indices, slots, strict=True):
+                block = self._table.begin_fill(request.new_block(index), slot)
+                fill = _Fill(block, request.first_layer, sources[index])
+                load.fills[index] = self._filling[block.key] = fill
+        return load
 
-    def _end(self, arrivals: dict[int, _Arrival]) -> None:
-        """What came whole stays; of the rest the claims are given up and, with the last pin, the slots."""
+    def _end_fills(self, load: _LayeredLoad) -> None:
+        """Give up the claims on incomplete blocks. Their slots are freed with their last pins."""
         with self._lock:
-            for one in arrivals.values():
-                if self._arriving.get(one.block.key) is one:
-                    del self._arriving[one.block.key]
-                if one.block.filling and one.ready > one.first:
-                    self._left_over[one.block.key] = one
-        self._table.unclaim([one.block.key for one in arrivals.values() if one.block.filling], ())
-        self._table.unpin([one.block for one in arrivals.values()])
+            for fill in load.fills.values():
+                if self._filling.get(fill.block.key) is fill:
+                    del self._filling[fill.block.key]
+                if fill.block.filling and fill.ready > fill.first:
+                    self._leased[fill.block.key] = fill
+        self._table.unclaim([fill.block.key for fill in load.fills.values() if fill.block.filling], ())
+        self._table.unpin([fill.block for fill in load.fills.values()])
         with self._lock:
-            for key in [key for key, one in self._left_over.items() if one.block.dram is None]:
-                del self._left_over[key]
+            for key in [key for key, fill in self._leased.items() if fill.block.dram is None]:
+                del self._leased[key]
 
-    def _fill(self, chain: _Chain, arrivals: dict[int, _Arrival], layer_group: int, first_layer: int) -> Iterator[Part]:
-        """Reads group after group, a few reads ahead, and answers them in order."""
-        steps = deque(self._steps(chain, arrivals, layer_group, first_layer))
-        in_flight: deque[tuple[_Step, Future[Part]]] = deque()
-        lost: set[int] = set()
+    # ---------------------------------------------------------------- reads
+    def _fill(self, load: _LayeredLoad) -> Runs:
+        """Read group after group, a few reads ahead, and return the runs in order."""
+        steps = deque(self._steps(load))
+        in_flight: deque[tuple[_Step, Future[LoadedRun]]] = deque()
         try:
             while steps or in_flight:
                 while steps and len(in_flight) < READS_IN_FLIGHT:
-                    step = steps.popleft()
-                    for source, left in _by_source(arrivals, [at for at in step.positions if at not in lost]):
-                        step = _Step(left, step.first_layer, step.layer_count, source)
-                        in_flight.append((step, self._submit(chain, arrivals, step)))
+                    planned = steps.popleft()
+                    for source, indices in load.by_source([index for index in planned.indices if index not in load.lost]):
+                        step = replace(planned, indices=indices, source=source)
+                        in_flight.append((step, self._submit(load, step)))
                 if not in_flight:
                     break
                 step, future = in_flight[0]
-                first = result(future)
+                read = current().result(future)
                 in_flight.popleft()
-                for settled, read in self._settled(chain, arrivals, step, first):
-                    for part in self._answer(settled, read, arrivals, chain.namespace.shape.layers, lost):
-                        lost.update(part.first + at for at, outcome in enumerate(part.outcomes) if outcome is not Outcome.HIT)
-                        yield part
+                for final_step, final_read in self._retried(load, step, read):
+                    for run in self._runs_of(load, final_step, final_read):
+                        load.lost.update(run.first + at for at, outcome in enumerate(run.outcomes) if outcome is not Outcome.HIT)
+                        yield run
         except CancelledError:
-            return  # a read that had not begun, and nobody waits for it any more
+            return  # the load was cancelled before a read began
         finally:
-            for _, future in in_flight:  # the caller stopped early, but these still write into our slots
+            for _, future in in_flight:  # the caller stopped early, but these reads still write to the slots
                 if not future.cancel():
                     wait((future,))
 
-    def _steps(self, chain: _Chain, arrivals: dict[int, _Arrival], layer_group: int, first_layer: int) -> Iterator[_Step]:
-        """All reads of a load, in order: by layer group, then by source, then in windows."""
-        shape = chain.namespace.shape
-        by_source = _by_source(arrivals, sorted(arrivals))
-        for layer in range(first_layer, shape.layers, layer_group):
+    def _steps(self, load: _LayeredLoad) -> Iterator[_Step]:
+        """Return all reads of a load: by layer group, then by source, then in windows."""
+        request, shape = load.request, load.request.namespace.shape
+        by_source = load.by_source(sorted(load.fills))
+        layer_group = min(request.layer_group, shape.layers)
+        for layer in range(request.first_layer, shape.layers, layer_group):
             layers = min(layer_group, shape.layers - layer)
-            most = max(1, self._window_bytes // (layers * shape.layer_block_bytes))
-            for source, chosen in by_source:
-                windows = -(-len(chosen) // most)
-                size = -(-len(chosen) // windows)  # alike: a small rest would take the place of a read that fills the link
-                for at in range(0, len(chosen), size):
-                    yield _Step(chosen[at : at + size], layer, layers, source)
+            max_blocks = max(1, self._window_bytes // (layers * shape.layer_block_bytes))
+            for source, indices in by_source:
+                windows = -(-len(indices) // max_blocks)
+                size = -(-len(indices) // windows)  # equal sizes: a small last read would not fill the link
+                for at in range(0, len(indices), size):
+                    yield _Step(indices[at : at + size], layer, layers, source)
 
-    def _settled(self, chain: _Chain, arrivals: dict[int, _Arrival], step: _Step, read: Part) -> Iterator[tuple[_Step, Part]]:
-        """A read, and those of other sources for what its own did not bring: before it is answered, for layers come in order."""
-        failed = [at for at, outcome in zip(step.positions, read.outcomes, strict=True) if outcome is not Outcome.HIT]
+    def _retried(self, load: _LayeredLoad, step: _Step, read: LoadedRun) -> Iterator[tuple[_Step, LoadedRun]]:
+        """Read from further sources what a read did not deliver. Layers are returned in order, so this comes before its runs."""
+        failed = [index for index, outcome in zip(step.indices, read.outcomes, strict=True) if outcome is not Outcome.HIT]
         with self._lock:
-            for position in failed:
-                arrivals[position].failed(step.source)
-        again = _by_source(arrivals, failed) if self._clock.now_s() < chain.deadline_s and not over() else []
-        if not again:
+            for index in failed:
+                load.fills[index].failed(step.source)
+        in_time = self._clock.now_s() < load.request.deadline_s and not current().cancelled
+        retries = load.by_source(failed) if in_time else []
+        if not retries:
             yield step, read
             return
-        elsewhere = {position for _, positions in again for position in positions}
-        kept = [index for index, position in enumerate(step.positions) if position not in elsewhere]
+        retried = {index for _, indices in retries for index in indices}
+        kept = [number for number, index in enumerate(step.indices) if index not in retried]
         if kept:
-            yield replace(step, positions=[step.positions[index] for index in kept]), _picked(read, kept)
-        for source, positions in again:
-            self._counters.add("staged_blocks_from_second_source_total", len(positions))
-            retry = _Step(positions, step.first_layer, step.layer_count, source)
-            yield from self._settled(chain, arrivals, retry, result(self._submit(chain, arrivals, retry)))
+            yield replace(step, indices=[step.indices[number] for number in kept]), _selected(read, kept)
+        for source, indices in retries:
+            self._counters.add("staged_blocks_from_second_source_total", len(indices))
+            retry = replace(step, indices=indices, source=source)
+            yield from self._retried(load, retry, current().result(self._submit(load, retry)))
 
-    def _submit(self, chain: _Chain, arrivals: dict[int, _Arrival], step: _Step) -> Future[Part]:
-        return self._pool.submit(copy_context().run, self._read, chain, arrivals, step)
+    def _submit(self, load: _LayeredLoad, step: _Step) -> Future[LoadedRun]:
+        return self._pool.submit(copy_context().run, self._read, load, step)
 
-    def _read(self, chain: _Chain, arrivals: dict[int, _Arrival], step: _Step) -> Part:
-        """One read, in a pool thread. The part has one outcome a position of the step (``first`` has no meaning yet)."""
-        shape = chain.namespace.shape
-        blocks = [arrivals[position].block for position in step.positions]
+    def _read(self, load: _LayeredLoad, step: _Step) -> LoadedRun:
+        """Do one read, in a pool thread. The run has one outcome per block of the step; its ``first`` is not set."""
+        request, shape = load.request, load.request.namespace.shape
+        fills = [load.fills[index] for index in step.indices]
+        blocks = [fill.block for fill in fills]
         view = self._table.dram.view
         destination = ScatteredBlocks([view(block.dram, shape.block_bytes) for block in blocks if block.dram is not None], shape)
-        request = ReadRequest(
-            chain.namespace.namespace_id,
-            [block.key for block in blocks],
-            step.first_layer,
-            step.layer_count,
-            0,
-            chain.deadline_s,
-        )
+        keys = [block.key for block in blocks]
+        read = ReadRequest(request.namespace.namespace_id, keys, step.first_layer, step.layer_count, 0, request.deadline_s)
         control = ReadControl()
-        part = Part(0, [Outcome.UNAVAILABLE] * len(blocks), list(blocks), Tier.NVME, step.source.peer.node_id)
+        run = LoadedRun(0, [Outcome.UNAVAILABLE] * len(blocks), list(blocks), Tier.NVME, step.source.peer.node_id)
         try:
-            with ending(control.cancel), waiting_for(step.source.peer.node_id) as answered:
-                answer = self._peers.peer(step.source.peer, chain.namespace).read(request, destination, control=control)
+            with current().on_cancel(control.cancel), waiting_for(step.source.peer.node_id) as answered:
+                answer = self._peers.peer(step.source.peer, request.namespace).read(read, destination, control=control)
                 answered(answer.outcomes)
         except KVStoreError as error:
             self._counters.add("staged_reads_failed_total")
-            log.warning("cannot stage %d blocks from %s: %s", len(blocks), step.source.peer.node_id, error)
-            return part
-        part.outcomes = answer.outcomes
-        part.tier = answer.tiers[0]
-        part.sums = answer.checksums
+            log.warning("layered read failed: %d blocks from node %s: %s", len(blocks), step.source.peer.node_id, error)
+            return run
+        run.outcomes = answer.outcomes
+        run.tier = answer.tiers[0]
+        run.checksums = answer.checksums
         layers = slice(step.first_layer, step.first_layer + step.layer_count)
         with self._lock:
-            for index, position in enumerate(step.positions):
-                if answer.checksums is None or answer.outcomes[index] is not Outcome.HIT:
-                    continue
-                arrivals[position].have(layers, answer.checksums[index])
+            for number, fill in enumerate(fills):
+                if answer.checksums is not None and answer.outcomes[number] is Outcome.HIT:
+                    fill.written(layers, answer.checksums[number])
         self._counters.add("staged_bytes_total", answer.bytes_received)
-        return part
+        return run
 
-    def _answer(self, step: _Step, read: Part, arrivals: dict[int, _Arrival], layers: int, lost: set[int]) -> Iterator[Part]:
-        """Adopts what is whole, and cuts a step's answer into parts of consecutive positions, each with pins of its own.
+    def _runs_of(self, load: _LayeredLoad, step: _Step, read: LoadedRun) -> Iterator[LoadedRun]:
+        """Insert complete blocks into the table, and cut a read into runs of consecutive blocks, each with its own pins.
 
-        Blocks of which an earlier layer was lost were answered then; a later one that was on its way by then does not count.
+        Blocks that lost an earlier layer have their outcome already: later layers of theirs are dropped.
         """
-        kept = [index for index, position in enumerate(step.positions) if position not in lost]
-        step, read = replace(step, positions=[step.positions[index] for index in kept]), _picked(read, kept)
-        whole = step.first_layer + step.layer_count == layers
-        for index, position in enumerate(step.positions):
-            one = arrivals[position]
-            if read.outcomes[index] is Outcome.HIT:
-                assert one.ready >= step.first_layer + step.layer_count, "layers are answered in order"
-            if whole and read.outcomes[index] is Outcome.HIT and one.first == 0:
-                one.block.checksums = one.sums.astype("<u8", copy=False).tobytes()
-                self._table.finish_fill(one.block)
-        start = 0
-        for at in range(1, len(step.positions) + 1 if step.positions else 0):
-            if at < len(step.positions) and step.positions[at] == step.positions[at - 1] + 1:
-                continue
-            outcomes = list(read.outcomes[start:at])
-            blocks = [
-                block if outcome is Outcome.HIT else None for block, outcome in zip(read.blocks[start:at], outcomes, strict=True)
-            ]
-            sums = None if read.sums is None else read.sums[start:at][[outcome is Outcome.HIT for outcome in outcomes]]
-            part = Part(step.positions[start], outcomes, blocks, read.tier, read.node, step.first_layer, step.layer_count, sums)
-            self._table.pin_again(part.pinned())
-            yield part
+        kept = [number for number, index in enumerate(step.indices) if index not in load.lost]
+        indices, read = [step.indices[number] for number in kept], _selected(read, kept)
+        ready = step.first_layer + step.layer_count
+        is_last = ready == load.request.namespace.shape.layers
+        for number, index in enumerate(indices):
+            fill = load.fills[index]
+            if read.outcomes[number] is Outcome.HIT:
+                assert fill.ready >= ready, "layers are returned in order"
+            if is_last and read.outcomes[number] is Outcome.HIT and fill.first == 0:
+                fill.block.checksums = fill.checksums.astype("<u8", copy=False).tobytes()
+                self._table.finish_fill(fill.block)
+        for start, stop in _consecutive(indices):
+            outcomes = list(read.outcomes[start:stop])
+            is_hit = [outcome is Outcome.HIT for outcome in outcomes]
+            blocks = [block if hit else None for block, hit in zip(read.blocks[start:stop], is_hit, strict=True)]
+            checksums = None if read.checksums is None else read.checksums[start:stop][is_hit]
+            run = LoadedRun(indices[start], outcomes, blocks, read.tier, read.node, step.first_layer, step.layer_count, checksums)
+            self._table.pin_again(run.pinned())
+            yield run
+
+    def _failed_runs(self, indices: Sequence[int], outcome: Outcome) -> Iterator[LoadedRun]:
+        for start, stop in _consecutive(indices):
+            count = stop - start
+            yield LoadedRun(indices[start], [outcome] * count, [None] * count, Tier.NVME, self._node_id)
+
+
+def _consecutive(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Return (start, stop) of each stretch of consecutive numbers."""
+    start = 0
+    for at in range(1, len(indices) + 1):
+        if at == len(indices) or indices[at] != indices[at - 1] + 1:
+            yield start, at
             start = at
 
-    def _answers(self, positions: Sequence[int], outcome: Outcome) -> Iterator[Part]:
-        start = 0
-        for at in range(1, len(positions) + 1):
-            if at == len(positions) or positions[at] != positions[at - 1] + 1:
-                count = at - start
-                yield Part(positions[start], [outcome] * count, [None] * count, Tier.NVME, self._node_id)
-                start = at
 
-
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """The keys of one load and their place in their chain."""
-
-    namespace: NodeNamespace
-    keys: Sequence[BlockKey]
-    parent: BlockKey | None
-    depth: int
-    deadline_s: float
-
-
-def _by_source(arrivals: dict[int, _Arrival], positions: Sequence[int]) -> list[tuple[Source, list[int]]]:
-    """Positions by whom to ask for them; those that nobody is left for are left out."""
-    found: dict[Source, list[int]] = {}
-    for position in positions:
-        source = arrivals[position].source
-        if source is not None:
-            found.setdefault(source, []).append(position)
-    return list(found.items())
-
-
-def _picked(read: Part, indices: Sequence[int]) -> Part:
-    """Some of a read's blocks; its checksums are one row a block, hit or not."""
-    return Part(
+def _selected(read: LoadedRun, numbers: Sequence[int]) -> LoadedRun:
+    """Return some blocks of a read. Its checksums have one row per block, hit or not."""
+    return LoadedRun(
         read.first,
-        [read.outcomes[index] for index in indices],
-        [read.blocks[index] for index in indices],
+        [read.outcomes[number] for number in numbers],
+        [read.blocks[number] for number in numbers],
         read.tier,
         read.node,
-        sums=None if read.sums is None else read.sums[list(indices)],
+        checksums=None if read.checksums is None else read.checksums[list(numbers)],
     )

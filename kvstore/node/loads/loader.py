@@ -1,14 +1,18 @@
-"""Brings blocks into the arena, from wherever they lie, and hands them over pinned, part by part.
+"""Loads of whole blocks into the arena, from any tier and node. Runs of blocks are returned pinned.
 
-One load is a stream of *parts*: consecutive keys with one fate each. What lies in DRAM is pinned at once and comes first; then
-this node's NVMe, volumes that it mounts, and other nodes, in windows, as many in flight as the read-ahead allows, so that the
-disk or the wire works on while the caller copies what came before. Windows that a disk reads are small: it starts at once, and
-never runs dry because a window must be complete; those that have come by the time the caller asks go out as one part. A window
-takes its slots all or none, and takes none while it waits for them; one that has come is not kept for one before it that takes
-its time, perhaps for room; a caller gives back each part by itself, also the last: what is to come may wait for its room, for
-the ancestors of what is held stay too. So loads larger than the arena flow through it, and at once. What others bring in
-at the time is waited for by half of the threads at most, and else by the caller's own, at the end of its load: whoever writes a
-block and never ends it, and asks for it again and again, stops no other load.
+Theory of operation.
+
+1. Blocks in DRAM are pinned at once and returned first.
+2. The other blocks are cut into *windows*: consecutive blocks with the same sources. Several windows are in flight, up to the
+   read-ahead, so that the disk or the network works while the caller copies earlier runs.
+3. A window claims its blocks, so that two loads do not read the same block twice. It takes its slots all or none, and holds none
+   while it waits for them. Then it reads from this node's volumes, mounted volumes and peers.
+4. Windows of disks are small, so that the first read starts at once and the disk never idles until a window is complete.
+   Neighbouring windows that are complete are returned as one run.
+5. A window that is complete does not wait for an earlier one that is slow, e.g. one that waits for slots. The caller unpins each
+   run separately, because later windows may need the space. So a load larger than the arena passes through it.
+6. A block that another load or store brings is awaited by at most half of the loader's threads. If those are busy, the caller's
+   thread waits at the end of its load. So a writer that never completes its block delays no other load.
 """
 
 from __future__ import annotations
@@ -19,152 +23,80 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import closing
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
-
-import numpy as np
 
 from kvstore.core.buffers import ScatteredBlocks
+from kvstore.core.cancel_scope import current
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
-from kvstore.node.base.cancellation import ending, over
 from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.eviction.on_demand import quarantine
-from kvstore.node.loads.mount_reader import MountLoads
+from kvstore.node.loads.mount_reader import MountReader
 from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.peer_waits import waiting_for
-from kvstore.node.loads.peers import PeerAddress, Peers
-from kvstore.node.state.grants import LoadClaim
+from kvstore.node.loads.peers import Peers
+from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs, SourceRange, equal_stretches
 from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.state.grants import LoadClaim
 from kvstore.node.table import BlockTable
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
-from kvstore.transport.contract import Checksums, ReadControl, ReadRequest
+from kvstore.transport.contract import ReadControl, ReadRequest
 
 log = logging.getLogger(__name__)
 
 ARENA_SHARE = 4
-"""What one load reads ahead takes at most this fraction (1/n) of the arena."""
+"""The read-ahead of one load is at most this fraction (1/n) of the arena."""
 DISK_WINDOWS = 16
-"""A window that a disk reads is this fraction (1/n) of the read-ahead."""
+"""A window of a disk is this fraction (1/n) of the read-ahead."""
 PEER_WINDOWS = 2
-"""A window that a peer sends is this fraction of it: each is a request over all connections to that peer."""
+"""A window of a peer is this fraction (1/n): each is one request over all connections to that peer."""
 PATIENCE_S = 0.01
-"""So long what has come waits for what lies before it, so that parts come in order and are few."""
+"""A complete window waits this long for earlier ones, so that runs are in order and few."""
 STALL_POLL_S = 0.1
-"""A load that waits for windows looks so often whether their volumes are stalled."""
+"""A load that waits for windows checks this often whether their volumes are stalled."""
 AWAIT_POLL_S = 0.25
-"""A load that waits for a block of another load looks so often whether its volume is stalled."""
-TRIES = 3
-"""A block that others were to bring, and that is not there when they are done, is claimed so often in all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Keys ``[start, start + count)`` are said to lie at a peer."""
-
-    start: int
-    count: int
-    peer: PeerAddress
-    volume_id: str = ""
-    """Which of its volumes; empty: not known."""
-
-
-@dataclass(slots=True)
-class Part:
-    """Consecutive keys from ``first`` on. ``blocks[i]`` is pinned where the outcome is HIT, else None."""
-
-    first: int
-    outcomes: list[Outcome]
-    blocks: list[Block | None]
-    tier: Tier
-    """Where the bytes lay before this load."""
-    node: NodeId
-    """Whose they were."""
-    first_layer: int = 0
-    layer_count: int = 0
-    """Which layers are ready; 0: all."""
-    sums: Checksums | None = None
-    """Where only some layers are ready: their checksums, ``[hits, layer_count]``."""
-    awaited: Sequence[int] = ()
-    """Of a window: indices of blocks that others bring, and that are not answered yet."""
-
-    def pinned(self) -> list[Block]:
-        """The blocks to give back."""
-        return [block for block in self.blocks if block is not None]
-
-    def extend(self, following: Part) -> bool:
-        """Takes over the keys of another part where they follow and came from the same place. False: it is left as it was."""
-        if following.first != self.first + len(self.blocks) or (following.tier, following.node) != (self.tier, self.node):
-            return False
-        if self.awaited or following.awaited:
-            return False
-        self.outcomes += following.outcomes
-        self.blocks += following.blocks
-        return True
-
-    def cut(self) -> tuple[list[Part], list[Part]]:
-        """Its stretches as parts, with its pins: those that are answered, and those that are awaited as a whole."""
-        answered: list[Part] = []
-        left: list[Part] = []
-        awaited = set(self.awaited)
-        start = 0
-        for others, stretch in groupby(range(len(self.blocks)), key=awaited.__contains__):
-            end = start + len(list(stretch))
-            part = Part(self.first + start, self.outcomes[start:end], self.blocks[start:end], self.tier, self.node)
-            part.awaited = range(end - start) if others else ()
-            (left if others else answered).append(part)
-            start = end
-        return answered, left
+"""A load that waits for a block of another load checks this often whether its volume is stalled."""
+MAX_ATTEMPTS = 3
+"""How often a load waits for a block that others bring. If they give up, the load claims the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Consecutive keys of a load, fetched together."""
+    """Consecutive blocks of a load that are fetched together."""
 
     first: int
     count: int
     nbytes: int
-    run: Callable[[NodeVolume | None], Part]
-    """Fetches them, in a reader thread of the volume given, or in a thread of the loader (None)."""
-    sources: tuple[Source, ...]
+    fetch: Callable[[NodeVolume | None], LoadedRun]
+    """Fetches the blocks: in a reader thread of the given volume, or in a thread of the loader (None)."""
+    sources: tuple[SourceRange, ...]
     node_volume: NodeVolume | None
-    """The volume of its first block, as far as is known."""
+    """The volume of the first block, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A window on its way."""
+    """A window that is being fetched."""
 
     window: _Window
-    future: Future[Part]
+    future: Future[LoadedRun]
     node_volume: NodeVolume | None
-    """The volume whose thread brings it."""
+    """The volume whose reader thread fetches it."""
 
     @property
     def stalled(self) -> bool:
-        """Whether its volume is stalled and it has not ended."""
+        """Whether the volume is stalled and the window has not ended."""
         return self.node_volume is not None and not self.future.done() and self.node_volume.guard.stalled
 
 
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """The keys of one load and their place in their chain."""
-
-    namespace: NodeNamespace
-    keys: Sequence[BlockKey]
-    parent: BlockKey | None
-    depth: int
-    deadline_s: float
-
-
 class Loader:
-    """Serves all loads of a node. Thread-safe; ``load`` may be driven from any thread."""
+    """Serves all loads of a node. Thread-safe; any thread may iterate a load."""
 
     def __init__(
         self,
@@ -178,11 +110,11 @@ class Loader:
         window_bytes: int,
         threads: int,
     ) -> None:
-        self._node_id = node_id
+        self.node_id = node_id
         self._table = table
         self._peers = peers
         self._mounts = mounts
-        self._mount_loads = MountLoads(table, counters, clock)
+        self._mount_reader = MountReader(table, counters, clock)
         self._counters = counters
         self._clock = clock
         self._ahead_bytes = min(window_bytes, table.dram.usage().capacity_bytes // ARENA_SHARE)
@@ -190,404 +122,401 @@ class Loader:
         self._waiters = threading.Semaphore(threads // 2)
 
     def close(self) -> None:
-        """Waits for windows under way, except those of a stalled volume (other waits are bounded by their deadlines)."""
+        """Wait for windows in flight, except those of a stalled volume. Other waits end at their deadlines."""
         self._pool.shutdown(cancel_futures=True)
         for node_volume in self._table.node_volumes:
             node_volume.guard.close()
 
-    def reads_directly(self, source: Source) -> bool:
-        """Whether the volume that a source names is mounted here."""
+    def is_mounted(self, source: SourceRange) -> bool:
+        """Return whether the volume of a source is mounted on this node."""
         return self._mounts.get(source.volume_id) is not None
 
-    def resident(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> Part | None:
-        """All keys as one pinned part where all lie in DRAM, else None. Never waits."""
-        blocks = self._table.pin_resident(namespace, keys)
-        part = Part(0, [Outcome.HIT] * len(keys), blocks, Tier.DRAM, self._node_id)
+    def load_resident(self, request: BlockRequest) -> LoadedRun | None:
+        """Return all blocks as one run if all are in DRAM, else None. Never waits."""
+        keys = request.chain.keys
+        blocks = self._table.pin_resident(request.namespace, keys)
+        run = LoadedRun(0, [Outcome.HIT] * len(keys), blocks, Tier.DRAM, self.node_id)
         if keys and None not in blocks:
-            return part
-        self._table.unpin(part.pinned())
+            return run
+        self._table.unpin(run.pinned())
         return None
 
-    def load(
-        self,
-        namespace: NodeNamespace,
-        keys: Sequence[BlockKey],
-        deadline_s: float,
-        *,
-        parent: BlockKey | None = None,
-        depth: int = 0,
-        sources: Sequence[Source] = (),
-    ) -> Iterator[Part]:
-        """Yields parts until every key is answered once, or nobody wants them any more.
+    def load_local(self, request: BlockRequest) -> Runs:
+        """Load blocks that this node holds or mounts. Others that a source holds are UNAVAILABLE: the client reads them there."""
+        with closing(self.load(replace(request, sources=()))) as runs:
+            for run in runs:
+                for offset, outcome in enumerate(run.outcomes):
+                    index = run.first + offset
+                    if outcome is Outcome.MISS and any(source.covers(index) for source in request.sources):
+                        run.outcomes[offset] = Outcome.UNAVAILABLE
+                        self._counters.add("load_deferred_to_peers_blocks_total")
+                yield run
 
-        Pins in a yielded part are the caller's to give back.
-        """
+    def load(self, request: BlockRequest) -> Runs:
+        """Load whole blocks from any tier and source."""
         table = self._table
-        chain = _Chain(namespace, keys, parent, depth, deadline_s)
-        resident = table.pin_resident(namespace, keys)
-        held = deque(self._resident_parts(resident))
+        resident = table.pin_resident(request.namespace, request.chain.keys)
+        ready = deque(self._resident_runs(resident))
         try:
-            if len(held) == 1 and len(held[0].blocks) == len(keys):  # the common case: all in DRAM
-                yield held.popleft()
+            if len(ready) == 1 and len(ready[0].blocks) == len(resident):  # the common case: all in DRAM
+                yield ready.popleft()
                 return
-            windows = deque(self._windows(chain, [block is not None for block in resident], sources))
+            windows = deque(self._windows(request, [block is not None for block in resident]))
             in_flight: deque[_InFlight] = deque()
-            awaited: deque[tuple[Part, tuple[Source, ...]]] = deque()
-            ahead = 0
+            awaited: deque[tuple[LoadedRun, tuple[SourceRange, ...]]] = deque()
+            ahead_bytes = 0
+            scope = current()
             try:
-                while (held or windows or in_flight or awaited) and not over():
-                    while windows and (not in_flight or ahead + windows[0].nbytes <= self._ahead_bytes):
+                while (ready or windows or in_flight or awaited) and not scope.cancelled:
+                    while windows and (not in_flight or ahead_bytes + windows[0].nbytes <= self._ahead_bytes):
                         in_flight.append(self._submit(windows.popleft()))
-                        ahead += in_flight[-1].window.nbytes
-                    if held:
-                        yield held.popleft()
+                        ahead_bytes += in_flight[-1].window.nbytes
+                    if ready:
+                        yield ready.popleft()
                         continue
-                    if not in_flight:  # all else is handed over: nothing of it is held while the caller's own thread waits
-                        held.append(awaited[0][0])
-                        self._await(chain, *awaited.popleft())
+                    if not in_flight:  # all other runs are returned: the load pins nothing while the caller's thread waits
+                        ready.append(awaited[0][0])
+                        self._await(request, *awaited.popleft())
                         continue
-                    at = _come(in_flight)
+                    at = _next_completed(in_flight)
                     try:
-                        part = self._part_of(in_flight[at])
-                    except CancelledError:  # nobody waits for it any more, and it had not begun
+                        run = self._run_of(in_flight[at])
+                    except CancelledError:  # the scope was cancelled before the window began
                         return
                     window = in_flight[at].window
-                    ahead -= window.nbytes
+                    ahead_bytes -= window.nbytes
                     del in_flight[at]
-                    if part.awaited:
-                        answered, left = part.cut()
-                        held.extend(answered)
-                        awaited.extend((one, window.sources) for one in left)
+                    if run.awaited:
+                        complete, waiting = run.split_awaited()
+                        ready.extend(complete)
+                        awaited.extend((one, window.sources) for one in waiting)
                         continue
-                    while at < len(in_flight) and _is_there(in_flight[at].future) and part.extend(in_flight[at].future.result()):
-                        ahead -= in_flight[at].window.nbytes
+                    while at < len(in_flight) and _is_ready(in_flight[at].future) and run.extend(in_flight[at].future.result()):
+                        ahead_bytes -= in_flight[at].window.nbytes
                         del in_flight[at]
-                    yield part
+                    yield run
             finally:
-                for one in in_flight:  # the caller stopped early, or a window failed: what still comes is given back
+                for one in in_flight:  # the caller stopped early, or a window failed: release what still arrives
                     if not one.future.cancel():
-                        _come([one])
-                        one.future.add_done_callback(self._give_back)
+                        _next_completed([one])
+                        one.future.add_done_callback(self._release)
         finally:
-            for part in held:
-                table.unpin(part.pinned())
+            for run in ready:
+                table.unpin(run.pinned())
 
-    def _submit(self, window: _Window) -> _InFlight:
-        """Begin to fetch a window: in a reader thread of its volume if that answers, else in a thread of the loader."""
-        node_volume = None if window.node_volume is None or window.node_volume.guard.stalled else window.node_volume
-        submit = self._pool.submit if node_volume is None else node_volume.guard.submit
-        return _InFlight(window, submit(partial(copy_context().run, window.run, node_volume)), node_volume)
+    # ---- windows
+    def _resident_runs(self, resident: Sequence[Block | None]) -> Iterator[LoadedRun]:
+        for start, end in equal_stretches([block is not None for block in resident]):
+            if resident[start] is not None:
+                yield LoadedRun(start, [Outcome.HIT] * (end - start), list(resident[start:end]), Tier.DRAM, self.node_id)
 
-    def _part_of(self, one: _InFlight) -> Part:
-        """The answer of a window.
-
-        A window that has not ended, because its volume is stalled, is left: its thread gives back pins and slots when it ends.
-
-        Raises:
-            CancelledError: the window had not begun, and the load has been cancelled.
-        """
-        if one.future.done():
-            return one.future.result()
-        if not one.future.cancel():
-            one.future.add_done_callback(self._give_back)
-        count = one.window.count
-        part = Part(one.window.first, [Outcome.MISS] * count, [None] * count, Tier.NVME, self._node_id)
-        self._not_read(part, range(count))
-        return part
-
-    def _give_back(self, future: Future[Part]) -> None:
-        """Release the blocks of a window that its load has left."""
-        if (bug := future.exception()) is None:
-            self._table.unpin(future.result().pinned())
-        else:
-            self._counters.add("load_window_bugs_total")
-            log.error("a window of a load failed", exc_info=bug)
-
-    def _resident_parts(self, resident: Sequence[Block | None]) -> Iterator[Part]:
-        start = 0
-        while start < len(resident):
-            if resident[start] is None:
-                start += 1
-                continue
-            end = start
-            while end < len(resident) and resident[end] is not None:
-                end += 1
-            yield Part(start, [Outcome.HIT] * (end - start), list(resident[start:end]), Tier.DRAM, self._node_id)
-            start = end
-
-    def _windows(self, chain: _Chain, done: Sequence[bool], sources: Sequence[Source]) -> Iterator[_Window]:
-        """The rest of the load, cut by where it lies and by window size."""
-        node_volumes = self._table.volumes_of(chain.namespace, chain.keys)
+    def _windows(self, request: BlockRequest, done: Sequence[bool]) -> Iterator[_Window]:
+        """Cut the blocks that are not ``done`` by their sources and by window size."""
+        node_volumes = self._table.volumes_of(request.namespace, request.chain.keys)
         durable = [node_volume is not None for node_volume in node_volumes]
-        count = len(chain.keys)
-        candidates: list[tuple[Source, ...]] = [()] * count
-        for source in sources:
-            for position in range(max(0, source.start), min(count, source.start + source.count)):
-                if not done[position] and not durable[position]:
-                    candidates[position] = (*candidates[position], source)
-        block_bytes = chain.namespace.shape.block_bytes
+        sources = [() if done[index] or durable[index] else of_block for index, of_block in enumerate(request.sources_by_block())]
+        count = len(done)
+        block_bytes = request.namespace.shape.block_bytes
         start = 0
         while start < count:
             if done[start]:
                 start += 1
                 continue
-            most = self._blocks_of_window(block_bytes, durable=durable[start])
+            max_blocks = self._blocks_per_window(block_bytes, durable=durable[start])
             end = start + 1
             while (
                 end < count
-                and end - start < most
+                and end - start < max_blocks
                 and not done[end]
-                and (durable[end], candidates[end]) == (durable[start], candidates[start])
+                and (durable[end], sources[end]) == (durable[start], sources[start])
             ):
                 end += 1
-            run = partial(self._run, chain, start, end, candidates[start])
-            yield _Window(start, end - start, (end - start) * block_bytes, run, candidates[start], node_volumes[start])
+            fetch = partial(self._fetch_window, request, start, end, sources[start])
+            yield _Window(start, end - start, (end - start) * block_bytes, fetch, sources[start], node_volumes[start])
             start = end
 
-    def _blocks_of_window(self, block_bytes: int, *, durable: bool) -> int:
+    def _blocks_per_window(self, block_bytes: int, *, durable: bool) -> int:
         if not durable:
             return max(1, self._ahead_bytes // PEER_WINDOWS // block_bytes)
         blocks = self._ahead_bytes // DISK_WINDOWS // block_bytes
-        if blocks < 2:  # two of them, where there is room: one is checked while the other is read
+        if blocks < 2:  # two blocks if they fit: one is verified while the other is read
             blocks = min(2, self._ahead_bytes // (DISK_WINDOWS // 2) // block_bytes)
         return max(1, blocks)
 
-    def _claim(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], own: NodeVolume | None = None) -> Part:
-        """Some keys, in whichever thread: claim, take room, read or fetch. What others bring is left awaited.
+    def _submit(self, window: _Window) -> _InFlight:
+        """Begin to fetch a window: in a reader thread of its volume if that answers, else in a thread of the loader."""
+        node_volume = None if window.node_volume is None or window.node_volume.guard.stalled else window.node_volume
+        submit = self._pool.submit if node_volume is None else node_volume.guard.submit
+        return _InFlight(window, submit(partial(copy_context().run, window.fetch, node_volume)), node_volume)
 
-        ``own``: the calling thread is a reader thread of this volume.
+    def _run_of(self, one: _InFlight) -> LoadedRun:
+        """Return the run of a window that has ended, or whose volume is stalled.
+
+        A window of a stalled volume is abandoned: its thread releases pins and slots when it ends.
+
+        Raises:
+            CancelledError: the load was cancelled before the window began.
         """
-        keys = chain.keys[start:end]
-        part = Part(start, [Outcome.MISS] * len(keys), [None] * len(keys), Tier.NVME, self._node_id)
-        claim = self._table.claim(chain.namespace, keys)
-        for position, block in claim.resident.items():
-            part.blocks[position] = block
-            part.outcomes[position] = Outcome.HIT
-        try:
-            if claim.durable:
-                self._read_nvme(chain, claim, part, own)
-            if claim.claimed_absent:
-                self._fetch(chain, start, claim, part, sources)
-        except BaseException:
-            self._table.unpin(part.pinned())
-            raise
-        finally:  # what did not come is no longer claimed
-            lost = {position: block for position, block in claim.durable.items() if part.blocks[position] is None}
-            absent = [position for position in claim.claimed_absent if part.blocks[position] is None]
-            self._table.unclaim((keys[position] for position in (*lost, *absent)), lost.values())
-        part.awaited = claim.busy
-        return part
+        if one.future.done():
+            return one.future.result()
+        if not one.future.cancel():
+            one.future.add_done_callback(self._release)
+        count = one.window.count
+        run = LoadedRun(one.window.first, [Outcome.MISS] * count, [None] * count, Tier.NVME, self.node_id)
+        self._mark_unavailable(run, range(count))
+        return run
 
-    def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], own: NodeVolume | None) -> Part:
-        """One window, in a reader thread of the volume ``own``, or in a thread of the loader (None).
+    def _release(self, future: Future[LoadedRun]) -> None:
+        """Unpin the blocks of a window that its load has abandoned."""
+        if (error := future.exception()) is None:
+            self._table.unpin(future.result().pinned())
+        else:
+            self._counters.add("load_window_bugs_total")
+            log.error("load window failed: unexpected error", exc_info=error)
 
-        What others bring is awaited as well, if enough threads are left to work meanwhile.
+    def _fetch_window(
+        self, request: BlockRequest, start: int, end: int, sources: tuple[SourceRange, ...], thread_of: NodeVolume | None
+    ) -> LoadedRun:
+        """Fetch one window, in a reader thread of the volume ``thread_of``, or in a thread of the loader (None).
+
+        Blocks that others bring are awaited too, if enough threads remain for other windows.
         """
-        part = self._claim(chain, start, end, sources, own)
-        if part.awaited and self._waiters.acquire(blocking=False):
+        run = self._claim_and_fetch(request, start, end, sources, thread_of)
+        if run.awaited and self._waiters.acquire(blocking=False):
             try:
-                self._await(chain, part, sources)
+                self._await(request, run, sources)
             except BaseException:
-                self._table.unpin(part.pinned())
+                self._table.unpin(run.pinned())
                 raise
             finally:
                 self._waiters.release()
-        return part
+        return run
 
-    def _await(self, chain: _Chain, part: Part, sources: tuple[Source, ...]) -> None:
-        """Waits for what others bring of a part. They may take their time, or be a writer that never ends."""
-        awaited, part.awaited = part.awaited, ()
-        for index in awaited:
-            at = part.first + index
-            part.outcomes[index] = Outcome.TIMEOUT
-            for left in reversed(range(TRIES)):
-                part.blocks[index], stalled = self._await_one(chain, chain.keys[at])
-                if part.blocks[index] is not None:
-                    part.outcomes[index] = Outcome.HIT
+    def _claim_and_fetch(
+        self,
+        request: BlockRequest,
+        start: int,
+        end: int,
+        sources: tuple[SourceRange, ...],
+        thread_of: NodeVolume | None = None,
+    ) -> LoadedRun:
+        """Claim some blocks, and read or fetch what was claimed. Blocks that others bring are in ``awaited`` of the run."""
+        keys = request.chain.keys[start:end]
+        run = LoadedRun(start, [Outcome.MISS] * len(keys), [None] * len(keys), Tier.NVME, self.node_id)
+        claim = self._table.claim(request.namespace, keys)
+        for offset, block in claim.resident.items():
+            run.blocks[offset] = block
+            run.outcomes[offset] = Outcome.HIT
+        try:
+            if claim.durable:
+                self._read_volumes(request, claim, run, thread_of)
+            if claim.claimed_absent:
+                self._fetch_absent(request, claim, run, sources)
+        except BaseException:
+            self._table.unpin(run.pinned())
+            raise
+        finally:  # release the claims on blocks that were not loaded
+            not_read = {offset: block for offset, block in claim.durable.items() if run.blocks[offset] is None}
+            absent = [offset for offset in claim.claimed_absent if run.blocks[offset] is None]
+            self._table.unclaim((keys[offset] for offset in (*not_read, *absent)), not_read.values())
+        run.awaited = claim.busy
+        return run
+
+    # ---- blocks of other loads and stores
+    def _await(self, request: BlockRequest, run: LoadedRun, sources: tuple[SourceRange, ...]) -> None:
+        """Wait for the blocks of a run that others bring. They may be slow, or a writer that never completes."""
+        awaited, run.awaited = run.awaited, ()
+        for offset in awaited:
+            index = run.first + offset
+            run.outcomes[offset] = Outcome.TIMEOUT
+            for attempts_left in reversed(range(MAX_ATTEMPTS)):
+                run.blocks[offset], stalled = self._await_one(request, request.chain.key(index))
+                if run.blocks[offset] is not None:
+                    run.outcomes[offset] = Outcome.HIT
                     break
                 if stalled:
-                    self._not_read(part, (index,))
+                    self._mark_unavailable(run, (offset,))
                     break
-                if not left or self._clock.now_s() >= chain.deadline_s or over():
+                if not attempts_left or self._clock.now_s() >= request.deadline_s or current().cancelled:
                     break
-                # whoever brought it failed, or it was only passing through: now it is ours to bring
-                again = self._claim(chain, at, at + 1, sources)
+                # the other load failed, or its block was transient: fetch it here
+                again = self._claim_and_fetch(request, index, index + 1, sources)
                 if not again.awaited:
-                    part.blocks[index], part.outcomes[index] = again.blocks[0], again.outcomes[0]
+                    run.blocks[offset], run.outcomes[offset] = again.blocks[0], again.outcomes[0]
                     break
 
-    def _await_one(self, chain: _Chain, key: BlockKey) -> tuple[Block | None, bool]:
+    def _await_one(self, request: BlockRequest, key: BlockKey) -> tuple[Block | None, bool]:
         """Wait for a block that another load or store brings. Returns it, and whether its volume is stalled."""
-        until_s = self._clock.now_s()  # the first look is at once: a window has many blocks
-        while (block := self._table.await_resident(chain.namespace, key, until_s)) is None:
-            (node_volume,) = self._table.volumes_of(chain.namespace, (key,))
+        until_s = self._clock.now_s()  # the first attempt does not wait: a window has many blocks
+        while (block := self._table.await_resident(request.namespace, key, until_s)) is None:
+            (node_volume,) = self._table.volumes_of(request.namespace, (key,))
             if node_volume is not None and node_volume.guard.stalled:
                 return None, True
             now_s = self._clock.now_s()
-            if now_s < until_s or now_s >= chain.deadline_s or over():
+            if now_s < until_s or now_s >= request.deadline_s or current().cancelled:
                 return None, False
-            until_s = min(chain.deadline_s, now_s + AWAIT_POLL_S)
+            until_s = min(request.deadline_s, now_s + AWAIT_POLL_S)
         return block, False
 
-    def _reserve(self, chain: _Chain, count: int) -> list[Slot] | None:
-        if self._clock.now_s() >= chain.deadline_s or over():
+    # ---- sources
+    def _reserve(self, request: BlockRequest, count: int) -> list[Slot] | None:
+        if self._clock.now_s() >= request.deadline_s or current().cancelled:
             return None
-        return self._table.reserve(chain.namespace.shape, count, chain.deadline_s, chain.namespace)
+        return self._table.reserve(request.namespace.shape, count, request.deadline_s, request.namespace)
 
-    def _read_nvme(self, chain: _Chain, claim: LoadClaim, part: Part, own: NodeVolume | None) -> None:
-        """Reads claimed durable blocks into fresh slots, verified; those on the volume ``own`` in this thread."""
-        table, shape = self._table, chain.namespace.shape
+    def _read_volumes(self, request: BlockRequest, claim: LoadClaim, run: LoadedRun, thread_of: NodeVolume | None) -> None:
+        """Read claimed durable blocks into new slots and verify them; those on the volume ``thread_of`` in this thread."""
+        table, shape = self._table, request.namespace.shape
         todo = list(claim.durable.items())
-        if stalled := [
-            node_volume for node_volume in table.node_volumes if node_volume.guard.stalled
-        ]:  # no room is made for what does not come
-            self._not_read(part, [position for position, block in todo if block.nvme_volume in stalled])
-            todo = [(position, block) for position, block in todo if block.nvme_volume not in stalled]
+        stalled = [node_volume for node_volume in table.node_volumes if node_volume.guard.stalled]
+        if stalled:  # their blocks get no slots
+            self._mark_unavailable(run, [offset for offset, block in todo if block.nvme_volume in stalled])
+            todo = [(offset, block) for offset, block in todo if block.nvme_volume not in stalled]
             if not todo:
                 return
-        slots = self._reserve(chain, len(todo))
+        slots = self._reserve(request, len(todo))
         if slots is None:
-            for position, _ in todo:
-                part.outcomes[position] = Outcome.NO_ROOM
+            for offset, _ in todo:
+                run.outcomes[offset] = Outcome.NO_ROOM
             return
-        by_home: dict[int, list[int]] = {}
-        for index, (_, block) in enumerate(todo):
-            by_home.setdefault(id(block.nvme_volume), []).append(index)
-        for indices in by_home.values():
-            node_volume = todo[indices[0]][1].nvme_volume
+        by_volume: dict[int, list[int]] = {}
+        for number, (_, block) in enumerate(todo):
+            by_volume.setdefault(id(block.nvme_volume), []).append(number)
+        for numbers in by_volume.values():
+            node_volume = todo[numbers[0]][1].nvme_volume
             assert node_volume is not None
             items = []
-            for index in indices:
-                block = todo[index][1]
+            for number in numbers:
+                block = todo[number][1]
                 assert block.nvme is not None  # pinned: it cannot leave
-                items.append((block.nvme, block.record(), table.dram.view(slots[index], shape.block_bytes)))
-            held = [slots[index] for index in indices]
+                items.append((block.nvme, block.record(), table.dram.view(slots[number], shape.block_bytes)))
+            of_volume = [slots[number] for number in numbers]
             read = partial(node_volume.volume.read_with_checksums, items)
             try:
                 with tracing.span(
                     "volume.read", {"volume": node_volume.volume_id, "blocks": len(items)} if tracing.on() else None
                 ):
-                    if node_volume is own:
+                    if node_volume is thread_of:
                         answers = node_volume.guard.timed(read)
                     else:
-                        answers = node_volume.guard.read(read, partial(self._read_late, held), chain.deadline_s)
+                        answers = node_volume.guard.read(read, partial(self._free_late, of_volume), request.deadline_s)
             except VolumeStalled:
-                self._not_read(part, [todo[index][0] for index in indices])
+                self._mark_unavailable(run, [todo[number][0] for number in numbers])
                 continue
-            for index, (outcome, checksums), (slot, _, _) in zip(indices, answers, items, strict=True):
-                position, block = todo[index]
-                part.outcomes[position] = outcome
+            for number, (outcome, checksums), (slot, _, _) in zip(numbers, answers, items, strict=True):
+                offset, block = todo[number]
+                run.outcomes[offset] = outcome
                 if outcome is Outcome.HIT:
-                    table.finish_promotion(block, slots[index], checksums)
-                    part.blocks[position] = block
+                    table.finish_promotion(block, slots[number], checksums)
+                    run.blocks[offset] = block
                     continue
                 self._counters.add(f"nvme_read_{outcome.name.lower()}_blocks_total")
-                log.warning("block %s on %s: %s", block.key.hex(), node_volume.volume_id, outcome.name)
-                table.unreserve((slots[index],))
+                log.warning(
+                    "block not read: %s (volume=%s, outcome=%s)", block.key.hex(), node_volume.volume_id, outcome.name.lower()
+                )
+                table.unreserve((slots[number],))
                 if outcome is Outcome.CORRUPT:
                     quarantine(table, node_volume, block, slot, self._counters)
 
-    def _not_read(self, part: Part, positions: Sequence[int]) -> None:
+    def _mark_unavailable(self, run: LoadedRun, offsets: Sequence[int]) -> None:
         """Answer UNAVAILABLE for blocks of a stalled volume: the client reads them from another node, or misses them."""
-        self._counters.add("volume_stall_refused_blocks_total", len(positions))
-        for position in positions:
-            part.outcomes[position] = Outcome.UNAVAILABLE
+        self._counters.add("volume_stall_refused_blocks_total", len(offsets))
+        for offset in offsets:
+            run.outcomes[offset] = Outcome.UNAVAILABLE
 
-    def _read_late(self, slots: Sequence[Slot], _: BaseException | None) -> None:
-        """Free the slots of a read that its load had left. The read has ended, so the kernel writes to them no more."""
+    def _free_late(self, slots: Sequence[Slot], _: BaseException | None) -> None:
+        """Free the slots of a read that its load abandoned. The read has ended, so the kernel no longer writes to them."""
         self._table.unreserve(slots)
 
-    def _from_mount(self, chain: _Chain, start: int, wanted: list[int], part: Part, mount: Mount, *, read_on: bool) -> list[int]:
-        """Brings what a mounted volume has of some claimed absent blocks; answers which of them it did not bring."""
-        if not wanted:
-            return wanted
-        blocks = [
-            Block(chain.namespace, chain.keys[at], chain.keys[at - 1] if at else chain.parent, chain.depth + at, b"")
-            for at in (start + position for position in wanted)
-        ]
-        left: list[int] = []
-        brought = self._mount_loads.bring(mount, blocks, chain.deadline_s, read_on=read_on)
-        for position, block in zip(wanted, brought, strict=True):
-            if block is None:
-                left.append(position)
-                continue
-            part.blocks[position], part.outcomes[position] = block, Outcome.HIT
-            part.tier, part.node = Tier.NVME, self._node_id
-        return left
+    def _fetch_absent(self, request: BlockRequest, claim: LoadClaim, run: LoadedRun, sources: tuple[SourceRange, ...]) -> None:
+        """Fetch claimed blocks that this node does not hold, from the first source that delivers each.
 
-    def _fetch(self, chain: _Chain, start: int, claim: LoadClaim, part: Part, sources: tuple[Source, ...]) -> None:
-        """Fetches claimed absent blocks from the first source that delivers each: directly, where its volume is mounted here."""
-        table, shape = self._table, chain.namespace.shape
-        left = list(claim.claimed_absent)
-        part.tier = Tier.DRAM if sources and not claim.durable else part.tier
+        Mounted volumes of sources come first: they use this node's storage link alone, and no other node works for them.
+        """
+        missing = list(claim.claimed_absent)
+        run.tier = Tier.DRAM if sources and not claim.durable else run.tier
         named = {source.volume_id for source in sources}
-        for mount in self._mounts:  # before any peer: the storage link is ours alone, and no other node works for it
-            left = self._from_mount(chain, start, left, part, mount, read_on=mount.volume_id in named)
+        for mount in self._mounts:
+            missing = self._read_mount(request, missing, run, mount, refresh=mount.volume_id in named)
         for source in sources:
-            if not left:
+            if not missing:
                 break
-            slots = self._reserve(chain, len(left))
+            slots = self._reserve(request, len(missing))
             if slots is None:
-                for position in left:
-                    part.outcomes[position] = Outcome.NO_ROOM
+                for offset in missing:
+                    run.outcomes[offset] = Outcome.NO_ROOM
                 break
-            destination = ScatteredBlocks([table.dram.view(slot, shape.block_bytes) for slot in slots], shape)
-            keys = [chain.keys[start + position] for position in left]
-            request = ReadRequest(chain.namespace.namespace_id, keys, 0, shape.layers, 0, chain.deadline_s)
-            control = ReadControl()
-            try:
-                with (
-                    tracing.span("peer.read", {"peer": source.peer.node_id, "blocks": len(keys)} if tracing.on() else None),
-                    ending(control.cancel),
-                    waiting_for(source.peer.node_id) as answered,
-                ):
-                    answer = self._peers.peer(source.peer, chain.namespace).read(request, destination, control=control)
-                    answered(answer.outcomes)
-            except KVStoreError as error:
-                self._counters.add("peer_fetch_failed_total")
-                log.warning("cannot fetch %d blocks from %s: %s", len(left), source.peer.node_id, error)
-                table.unreserve(slots)
-                for position in left:
-                    part.outcomes[position] = Outcome.UNAVAILABLE
-                continue
-            missing: list[int] = []
-            checksums = answer.checksums
-            for index, position in enumerate(left):
-                outcome = answer.outcomes[index]
-                part.outcomes[position] = outcome
-                if outcome is not Outcome.HIT or checksums is None:
-                    table.unreserve((slots[index],))
-                    missing.append(position)
-                    continue
-                at = start + position
-                block = Block(
-                    chain.namespace,
-                    chain.keys[at],
-                    chain.keys[at - 1] if at else chain.parent,
-                    chain.depth + at,
-                    checksums[index].astype("<u8", copy=False).tobytes(),
-                )
-                part.blocks[position] = table.insert_fetched(block, slots[index])
-                part.tier, part.node = answer.tiers[index], source.peer.node_id
-            self._counters.add("peer_fetched_blocks_total", len(left) - len(missing))
-            left = missing
+            missing = self._read_peer(request, missing, slots, run, source)
         for mount in self._mounts:
             if mount.volume_id not in named:
-                left = self._from_mount(chain, start, left, part, mount, read_on=True)
+                missing = self._read_mount(request, missing, run, mount, refresh=True)
+
+    def _read_mount(self, request: BlockRequest, missing: list[int], run: LoadedRun, mount: Mount, *, refresh: bool) -> list[int]:
+        """Read missing blocks from a mounted volume. Returns the blocks that it does not hold."""
+        if not missing:
+            return missing
+        blocks = [request.new_block(run.first + offset) for offset in missing]
+        loaded = self._mount_reader.read(mount, blocks, request.deadline_s, refresh=refresh)
+        still_missing: list[int] = []
+        for offset, block in zip(missing, loaded, strict=True):
+            if block is None:
+                still_missing.append(offset)
+                continue
+            run.blocks[offset], run.outcomes[offset] = block, Outcome.HIT
+            run.tier, run.node = Tier.NVME, self.node_id
+        return still_missing
+
+    def _read_peer(
+        self, request: BlockRequest, missing: list[int], slots: Sequence[Slot], run: LoadedRun, source: SourceRange
+    ) -> list[int]:
+        """Read missing blocks from a peer into reserved slots. Returns the blocks that it did not deliver."""
+        table, shape = self._table, request.namespace.shape
+        destination = ScatteredBlocks([table.dram.view(slot, shape.block_bytes) for slot in slots], shape)
+        keys = [request.chain.key(run.first + offset) for offset in missing]
+        read = ReadRequest(request.namespace.namespace_id, keys, 0, shape.layers, 0, request.deadline_s)
+        control = ReadControl()
+        try:
+            with (
+                tracing.span("peer.read", {"peer": source.peer.node_id, "blocks": len(keys)} if tracing.on() else None),
+                current().on_cancel(control.cancel),
+                waiting_for(source.peer.node_id) as answered,
+            ):
+                answer = self._peers.peer(source.peer, request.namespace).read(read, destination, control=control)
+                answered(answer.outcomes)
+        except KVStoreError as error:
+            self._counters.add("peer_fetch_failed_total")
+            log.warning("fetch failed: %d blocks from node %s: %s", len(missing), source.peer.node_id, error)
+            table.unreserve(slots)
+            for offset in missing:
+                run.outcomes[offset] = Outcome.UNAVAILABLE
+            return missing
+        still_missing: list[int] = []
+        checksums = answer.checksums
+        for number, offset in enumerate(missing):
+            run.outcomes[offset] = outcome = answer.outcomes[number]
+            if outcome is not Outcome.HIT or checksums is None:
+                table.unreserve((slots[number],))
+                still_missing.append(offset)
+                continue
+            block = request.new_block(run.first + offset, checksums[number].astype("<u8", copy=False).tobytes())
+            run.blocks[offset] = table.insert_fetched(block, slots[number])
+            run.tier, run.node = answer.tiers[number], source.peer.node_id
+        self._counters.add("peer_fetched_blocks_total", len(missing) - len(still_missing))
+        return still_missing
 
 
-def _come(in_flight: Sequence[_InFlight]) -> int:
-    """Waits until one is done, or its volume is stalled, and says which: the first, where that does not take long.
+def _next_completed(in_flight: Sequence[_InFlight]) -> int:
+    """Wait until a window has ended or its volume is stalled, and return its index: the first, if that is not slow.
 
-    Where nobody waits for them any more, those that have not begun are cancelled.
+    A cancellation of the scope cancels windows that have not begun.
     """
     futures = [one.future for one in in_flight]
 
-    def give_up() -> None:
+    def cancel() -> None:
         for future in futures:
             future.cancel()
 
-    with ending(give_up):
+    with current().on_cancel(cancel):
         if not futures[0].done() and not wait_for(futures[:1], PATIENCE_S).done:
             while not wait_for(futures, STALL_POLL_S, FIRST_COMPLETED).done:
                 for at, one in enumerate(in_flight):
@@ -596,13 +525,6 @@ def _come(in_flight: Sequence[_InFlight]) -> int:
     return next(at for at, future in enumerate(futures) if future.done())
 
 
-def _is_there(future: Future[Part]) -> bool:
-    """Whether it is done, and was neither cancelled nor failed: asking a cancelled one for its error raises."""
+def _is_ready(future: Future[LoadedRun]) -> bool:
+    """Return whether a window has ended well. ``exception()`` of a cancelled future would raise."""
     return future.done() and not future.cancelled() and future.exception() is None
-
-
-def offsets_of(blocks: Sequence[Block]) -> bytes:
-    """Where pinned blocks lie in the arena: little-endian uint64 each."""
-    return np.fromiter(
-        (block.dram.offset for block in blocks if block.dram is not None), dtype="<u8", count=len(blocks)
-    ).tobytes()

@@ -1,9 +1,9 @@
-"""Where blocks lie on a node's disks, told to an engine of the same host that reads them itself, into its device's memory.
+"""Disk locations of blocks, for an engine of the same host that reads them directly into its device's memory.
 
-Only what is on NVMe and not in the arena is told: from there a copy is sooner had. It counts as a use, for nobody else tells the
-volume's eviction policy. A block that was told has a pin until its lease ends, so that its slot is not given to another one
-under the reader. Should it be all the same (a reader that outlives its lease), the reader finds out by the slot's header and
-checksums, as whoever mounts a volume does (``kvstore.tiers.nvme.mounted``).
+Only blocks on NVMe that are not in the arena are located: a copy from the arena is faster. Locating a block counts as a use for
+the volume's eviction policy. A located block is pinned until its lease ends, so that its slot is not reused under the reader. A
+reader that outlives its lease detects a reused slot by the slot's header and checksums, as a node that mounts the volume does
+(``kvstore.tiers.nvme.mounted``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Located = tuple[int, Block, int, Slot]
 
 
 def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Located]:
-    """Pins those of the keys that lie on NVMe and nowhere nearer, and marks them used there."""
+    """Pin blocks that are on NVMe and not in DRAM, and mark them used there."""
     found: list[Located] = []
     used: list[BlockKey] = []
     residency = table.residency
@@ -38,7 +38,7 @@ def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[Block
                 or block.evicting
                 or key in residency.loading
             ):
-                continue  # what is being loaded will be in DRAM in a moment
+                continue  # a block that is being loaded will soon be in DRAM
             if block.nvme is None or block.nvme_volume is None or block.nvme_volume.guard.stalled:
                 continue
             node_volume = table.node_volumes.index(block.nvme_volume)
@@ -49,15 +49,15 @@ def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[Block
     return found
 
 
-def runs_of(found: Sequence[Located]) -> list[node_pb2.LocatedRun]:
-    """Places as they travel: a run for each stretch of positions without a gap."""
+def located_runs(found: Sequence[Located]) -> list[node_pb2.LocatedRun]:
+    """Return locations as messages: one run per stretch of consecutive positions."""
     runs = []
     for _, stretch in groupby(enumerate(found), lambda item: item[1][0] - item[0]):
-        places = [place for _, place in stretch]
+        located = [one for _, one in stretch]
         run = node_pb2.LocatedRun(
-            start=places[0][0], count=len(places), volumes=bytes(node_volume for _, _, node_volume, _ in places)
+            start=located[0][0], count=len(located), volumes=bytes(node_volume for _, _, node_volume, _ in located)
         )
-        run.offsets = pack_u64(slot.offset for _, _, _, slot in places)
-        run.generations = pack_u64(slot.generation for _, _, _, slot in places)
+        run.offsets = pack_u64(slot.offset for _, _, _, slot in located)
+        run.generations = pack_u64(slot.generation for _, _, _, slot in located)
         runs.append(run)
     return runs

@@ -1,23 +1,23 @@
-"""The decode side's wait for a whole prompt: its blocks come from a prefill engine, from loads over this node, or from its NVMe.
+"""The decode side's wait for a whole prompt: a prefill engine, loads over this node and its own volumes bring the blocks.
 
-Room for the whole prompt is taken in the decode buffer before anything is pinned, all or none; then every block is pinned as
-soon as it is resident, so that none leaves again while the others are on their way. What lies on this node's own NVMe is brought
-in at once: nobody else will, for a prefill engine sends only what this node lacks. What is not here in time is answered as such:
-the decode engine loads or recomputes it. Who leaves gives room and pins back at once: others wait for them. And who is told by
-the prefill side that the rest will not come does not wait for it, whichever of the two comes first.
+The whole prompt is admitted to the decode buffer before any block is pinned. Then every block is pinned as soon as it is in DRAM,
+so that none is evicted while others arrive. Blocks on this node's volumes are loaded at once: a prefill engine sends only blocks
+that this node lacks. Blocks that are not in DRAM at the deadline are answered as such, and the decode engine loads or recomputes
+them. A caller that disconnects releases admission and pins at once, because other prompts wait for them. The prefill side may
+abandon a transfer, before or after the wait for it begins; then the wait ends with the blocks that have arrived.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
-from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
-from kvstore.node.base.cancellation import Wanted, over
-from kvstore.node.loads.loader import Loader, Part
-from kvstore.node.loads.provider import runs_of_equal
-from kvstore.node.loads.staging_budget import StagingBudget
+from kvstore.core.cancel_scope import CancelScope, current
+from kvstore.core.types import NodeId, Outcome, Tier
+from kvstore.node.base.staging_budget import StagingBudget
+from kvstore.node.loads.loader import Loader
+from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs, equal_stretches
 from kvstore.node.state.model import Block, Recent
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
@@ -25,101 +25,114 @@ from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.interceptor import tenant
 
 
-class Prompts:
-    """Prompts that decode engines of this host wait for. Thread-safe; ``arrive`` may be driven from any thread."""
+class PromptWaits:
+    """Waits of decode engines on this host for their prompts. Thread-safe; any thread may iterate a wait."""
 
-    def __init__(self, node_id: NodeId, table: BlockTable, loader: Loader, buffer: StagingBudget, counters: Counters) -> None:
+    def __init__(self, node_id: NodeId, table: BlockTable, loader: Loader, budget: StagingBudget, counters: Counters) -> None:
         self._node_id = node_id
         self._table = table
         self._loader = loader
-        self._buffer = buffer
+        self._budget = budget
         self._counters = counters
         self._lock = threading.Lock()
-        self._awaiting: dict[str, tuple[tuple[Wanted, str | None], ...]] = {}  # with the tenant whose namespace it is
+        self._scopes: dict[str, tuple[tuple[CancelScope, str | None], ...]] = {}
+        """Waits per transfer, each with the tenant of its namespace."""
         self._abandoned: Recent[tuple[str | None, str]] = Recent()
 
-    def arrive(
-        self, namespace: NodeNamespace, keys: Sequence[BlockKey], deadline_s: float, transfer_id: str = ""
-    ) -> Iterator[Part]:
-        """Yields the prompt's blocks, once all are resident or the deadline has passed. Their pins are the caller's.
+    @property
+    def of_transfers(self) -> int:
+        """Number of waits that belong to a transfer."""
+        with self._lock:
+            return sum(map(len, self._scopes.values()))
 
-        Nothing is yielded before, so that the time in which the caller must have copied begins when it can. The wait also ends
-        where the transfer is abandoned.
+    def wait(self, request: BlockRequest, transfer_id: str = "") -> Runs:
+        """Wait until all blocks are in DRAM, the deadline, or the transfer is abandoned. Then return them in one run.
+
+        No run is returned earlier, because the caller's lease begins with it.
         """
-        size, mine = len(keys) * namespace.shape.block_bytes, tenant()
-        with self._abandonable(namespace, transfer_id) as wanted:
-            waiting = wanted.context()
-            if not waiting.run(self._buffer.admit, size, deadline_s, mine):
-                yield Part(0, [Outcome.NO_ROOM] * len(keys), [None] * len(keys), Tier.DRAM, self._node_id)
+        namespace, count = request.namespace, len(request.chain)
+        size, of_tenant = count * namespace.shape.block_bytes, tenant()
+        with self._transfer_scope(namespace, transfer_id) as scope:
+            context = scope.context()
+            if not context.run(self._budget.admit, size, request.deadline_s, of_tenant):
+                yield LoadedRun(0, [Outcome.NO_ROOM] * count, [None] * count, Tier.DRAM, self._node_id)
                 return
             try:
-                found = waiting.run(self._gather, namespace, keys, deadline_s)
-                if over():
-                    fate, missing = "left", Outcome.TIMEOUT
-                elif wanted.over:
-                    fate, missing = "abandoned", Outcome.UNAVAILABLE
+                blocks = context.run(self._gather, request)
+                if current().cancelled:
+                    result, missing = "left", Outcome.TIMEOUT
+                elif scope.cancelled:
+                    result, missing = "abandoned", Outcome.UNAVAILABLE
                 else:
-                    fate, missing = "incomplete", Outcome.TIMEOUT
-                self._counters.add(f"prompts_{fate if None in found else 'complete'}_total")
-                outcomes = [Outcome.HIT if block is not None else missing for block in found]
-                yield Part(0, outcomes, found, Tier.DRAM, self._node_id)
+                    result, missing = "incomplete", Outcome.TIMEOUT
+                self._counters.add(f"prompts_{result if None in blocks else 'complete'}_total")
+                outcomes = [Outcome.HIT if block is not None else missing for block in blocks]
+                yield LoadedRun(0, outcomes, blocks, Tier.DRAM, self._node_id)
             finally:
-                self._buffer.release(size, mine)
+                self._budget.release(size, of_tenant)
 
-    def abandon(self, transfer_id: str, only: str | None = None) -> int:
-        """What is missing of a prompt will not come: whoever waits for it, now or soon, waits no longer. How many did.
+    def abandon(self, transfer_id: str, only_tenant: str | None = None) -> int:
+        """End the waits for a transfer, now and in the near future, because its missing blocks will not come.
 
         Args:
-            transfer_id: the transfer; others may have one of the same name.
-            only: of this tenant's namespaces alone; None: whosever.
+            transfer_id: the transfer. Transfers of several tenants may have the same name.
+            only_tenant: end waits for namespaces of this tenant only; None: of any tenant.
+
+        Returns:
+            The number of waits that were ended.
         """
         with self._lock:
-            self._abandoned.add((only, transfer_id))
-            awaiting = [one for one, whose in self._awaiting.get(transfer_id, ()) if only is None or whose == only]
-        for wanted in awaiting:
-            wanted.end()
-        return len(awaiting)
+            self._abandoned.add((only_tenant, transfer_id))
+            scopes = [
+                scope for scope, of_tenant in self._scopes.get(transfer_id, ()) if only_tenant is None or of_tenant == only_tenant
+            ]
+        for scope in scopes:
+            scope.cancel()
+        return len(scopes)
 
     @contextmanager
-    def _abandonable(self, namespace: NodeNamespace, transfer_id: str) -> Iterator[Wanted]:
-        """What ends with the call that awaits a prompt, and with its transfer."""
-        wanted = Wanted()
+    def _transfer_scope(self, namespace: NodeNamespace, transfer_id: str) -> Iterator[CancelScope]:
+        """Yield a scope that is cancelled with the call, or if the transfer is abandoned."""
+        scope = CancelScope()
         if not transfer_id:
-            yield wanted
+            yield scope
             return
-        whose = None if namespace.spec is None else namespace.spec.tenant
+        of_tenant = None if namespace.spec is None else namespace.spec.tenant
         with self._lock:
-            self._awaiting[transfer_id] = (*self._awaiting.get(transfer_id, ()), (wanted, whose))
-            if (None, transfer_id) in self._abandoned or (whose, transfer_id) in self._abandoned:
-                wanted.end()
+            self._scopes[transfer_id] = (*self._scopes.get(transfer_id, ()), (scope, of_tenant))
+            if (None, transfer_id) in self._abandoned or (of_tenant, transfer_id) in self._abandoned:
+                scope.cancel()
         try:
-            yield wanted
+            yield scope
         finally:
             with self._lock:
-                others = tuple(entry for entry in self._awaiting.pop(transfer_id) if entry[0] is not wanted)
+                others = tuple(entry for entry in self._scopes.pop(transfer_id) if entry[0] is not scope)
                 if others:
-                    self._awaiting[transfer_id] = others
+                    self._scopes[transfer_id] = others
 
-    def _gather(self, namespace: NodeNamespace, keys: Sequence[BlockKey], deadline_s: float) -> list[Block | None]:
-        """The prompt's blocks, pinned; None for those that did not come."""
-        found: list[Block | None] = [None] * len(keys)
-        left = len(keys)
-        vigil = self._table.subscribe(namespace, keys)
+    def _gather(self, request: BlockRequest) -> list[Block | None]:
+        """Return the prompt's blocks, pinned; None for those that are not in DRAM in time."""
+        blocks: list[Block | None] = [None] * len(request.chain)
+        missing = len(blocks)
+        waiter = self._table.subscribe(request.namespace, request.chain.keys)
         try:
-            self._bring(namespace, keys, deadline_s)
-            while left and (came := self._table.next_arrivals(vigil, deadline_s)):
-                for position, block in came:
-                    found[position] = block
-                left -= len(came)
+            self._load_durable(request)
+            while missing and (arrivals := self._table.next_arrivals(waiter, request.deadline_s)):
+                for index, block in arrivals:
+                    blocks[index] = block
+                missing -= len(arrivals)
         finally:
-            self._table.unsubscribe(vigil)
-        return found
+            self._table.unsubscribe(waiter)
+        return blocks
 
-    def _bring(self, namespace: NodeNamespace, keys: Sequence[BlockKey], deadline_s: float) -> None:
-        """Reads what lies on NVMe here into DRAM, where the vigil pins it."""
-        durable = [node_volume is not None for node_volume in self._table.volumes_of(namespace, keys)]
-        for start, stop in ((start, stop) for start, stop in runs_of_equal(durable) if durable[start]):
-            for part in self._loader.load(namespace, keys[start:stop], deadline_s):
-                if part.tier is not Tier.DRAM:
-                    self._counters.add("prompt_nvme_blocks_total", len(part.pinned()))
-                self._table.unpin(part.pinned())
+    def _load_durable(self, request: BlockRequest) -> None:
+        """Load blocks on this node's volumes into DRAM, where the waiter pins them."""
+        durable = [volume is not None for volume in self._table.volumes_of(request.namespace, request.chain.keys)]
+        for start, stop in equal_stretches(durable):
+            if not durable[start]:
+                continue
+            with closing(self._loader.load(request.part(start, stop))) as runs:
+                for run in runs:
+                    if run.tier is not Tier.DRAM:
+                        self._counters.add("prompt_nvme_blocks_total", len(run.pinned()))
+                    self._table.unpin(run.pinned())

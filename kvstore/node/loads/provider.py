@@ -1,37 +1,40 @@
-"""What this node gives to its data plane: reads through the loader, writes through the table."""
+"""The blocks of this node for its data plane: reads go through the loader, writes through the table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 import numpy as np
 
+from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
 from kvstore.node.base.admission_gate import Gate
-from kvstore.node.loads.layered import Stager
-from kvstore.node.loads.loader import Loader, Part
-from kvstore.node.state.grants import StoreGrant
+from kvstore.node.loads.layered import LayeredLoader
+from kvstore.node.loads.loader import Loader
+from kvstore.node.loads.runs import BlockRequest, LoadedRun
 from kvstore.node.state.model import Block
+from kvstore.node.state.grants import StoreGrant
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 
-WRITE_ROOM_WAIT_S = 2.0
-"""A remote store waits at most so long for room."""
+MAX_WRITE_WAIT_S = 2.0
+"""A remote store waits at most this long for slots."""
 
 
 class NodeProvider(BlockProvider):
-    """One node's blocks. Thread-safe."""
+    """The blocks of one node. Thread-safe."""
 
     def __init__(
-        self, namespaces: NamespaceRegistry, table: BlockTable, gate: Gate, loader: Loader, stager: Stager, clock: Clock
+        self, namespaces: NamespaceRegistry, table: BlockTable, gate: Gate, loader: Loader, layered: LayeredLoader, clock: Clock
     ) -> None:
         self._namespaces = namespaces
         self._table = table
         self._gate = gate
         self._loader = loader
-        self._stager = stager
+        self._layered = layered
         self._clock = clock
 
     def shape(self, namespace_id: NamespaceId) -> BlockShape | None:
@@ -40,24 +43,26 @@ class NodeProvider(BlockProvider):
 
     def read(self, request: ReadRequest) -> Iterator[ReadPart]:
         namespace = self._namespaces.get(request.namespace)
-        staged = self._stager.ready(namespace, request.keys, request.first_layer, request.layer_count)
-        if staged is not None:
-            blocks, checksums = staged
-            views = [self._table.dram.view(block.dram, namespace.shape.block_bytes) for block in blocks if block.dram is not None]
-            yield ReadPart(0, [Outcome.HIT] * len(blocks), views, checksums, Tier.NVME, self._releaser(blocks))
+        filling = self._layered.read_ready(namespace, request.keys, request.first_layer, request.layer_count)
+        if filling is not None:
+            blocks, checksums = filling
+            yield ReadPart(
+                0, [Outcome.HIT] * len(blocks), self._views(blocks, namespace.shape), checksums, Tier.NVME, self._releaser(blocks)
+            )
             return
-        parts = self._loader.load(namespace, request.keys, request.deadline_s)
-        try:
-            for part in parts:
-                yield self._read_part(part, namespace.shape)
-        finally:
-            parts.close()  # type: ignore[attr-defined]  # a generator, by construction
+        chain = ChainSlice(request.namespace, request.keys)
+        with closing(self._loader.load(BlockRequest(namespace, chain, request.deadline_s))) as runs:
+            for run in runs:
+                yield self._read_part(run, namespace.shape)
 
-    def _read_part(self, part: Part, shape: BlockShape) -> ReadPart:
-        pinned = part.pinned()
+    def _read_part(self, run: LoadedRun, shape: BlockShape) -> ReadPart:
+        blocks = run.pinned()
+        checksums = checksums_of(blocks, shape)
+        return ReadPart(run.first, run.outcomes, self._views(blocks, shape), checksums, run.tier, self._releaser(blocks))
+
+    def _views(self, blocks: Sequence[Block], shape: BlockShape) -> list[memoryview]:
         view = self._table.dram.view
-        views = [view(block.dram, shape.block_bytes) for block in pinned if block.dram is not None]
-        return ReadPart(part.first, part.outcomes, views, checksums_of(pinned, shape), part.tier, self._releaser(pinned))
+        return [view(block.dram, shape.block_bytes) for block in blocks if block.dram is not None]
 
     def _releaser(self, pinned: Sequence[Block]) -> Callable[[], None]:
         return lambda: self._table.unpin(pinned)
@@ -67,16 +72,16 @@ class NodeProvider(BlockProvider):
         if self._gate.shut and not self._gate.awaits(request.run.keys):
             prepared = self._gate.refuse(namespace, request.run)
         else:
-            until_s = min(request.deadline_s, self._clock.now_s() + WRITE_ROOM_WAIT_S)
+            until_s = min(request.deadline_s, self._clock.now_s() + MAX_WRITE_WAIT_S)
             prepared = self._table.prepare(namespace, request.run, until_s)
         if request.tail:
             prepared.tail = request.run.keys[-1]
         if request.durable:
-            self._hold_to_durability(namespace, prepared, request)
+            self._await_durability(namespace, prepared, request)
         return _Grant(self._table, prepared, request)
 
-    def _hold_to_durability(self, namespace: NodeNamespace, prepared: StoreGrant, request: WriteRequest) -> None:
-        """A block that is held, but not durable, does not count as existing for a durable write."""
+    def _await_durability(self, namespace: NodeNamespace, prepared: StoreGrant, request: WriteRequest) -> None:
+        """Wait until blocks that the node holds are durable. Those that are not in time are SKIPPED, not EXISTS."""
         held = [at for at, outcome in enumerate(prepared.outcomes) if outcome is StoreOutcome.EXISTS]
         keys = [request.run.keys[at] for at in held]
         if all(self._table.are_durable(keys)):
@@ -98,17 +103,17 @@ class _Grant(WriteGrant):
         self.views = [table.dram.view(slot, request.shape.block_bytes) for slot in prepared.slots.values()]
 
     def commit(self, checksums: Checksums, good: Sequence[bool]) -> Sequence[StoreOutcome]:
-        sound = next((position for position, fine in enumerate(good) if not fine), len(good))
-        keys = self._keys[:sound]
-        rows = [checksums[position].astype("<u8", copy=False).tobytes() for position in range(sound)]
+        leading = next((position for position, is_good in enumerate(good) if not is_good), len(good))
+        keys = self._keys[:leading]
+        rows = [checksums[position].astype("<u8", copy=False).tobytes() for position in range(leading)]
         outcomes = self._table.complete(self._prepared, keys, rows)
         self._table.abandon(self._prepared)
         if self._request.durable and keys:
             self._table.wait_written(self._request.deadline_s)
             durable = self._table.are_durable(keys)
             outcomes = [outcome if kept else StoreOutcome.SKIPPED for outcome, kept in zip(outcomes, durable, strict=True)]
-        # a chain is stored prefix first: what follows a bad block is not stored either
-        rest = [StoreOutcome.SKIPPED if fine else StoreOutcome.CORRUPT for fine in good[sound:]]
+        # a chain is stored prefix first: blocks after a corrupt one are not stored
+        rest = [StoreOutcome.SKIPPED if is_good else StoreOutcome.CORRUPT for is_good in good[leading:]]
         return [*outcomes, *rest]
 
     def abort(self) -> None:
@@ -116,15 +121,6 @@ class _Grant(WriteGrant):
 
 
 def checksums_of(blocks: Sequence[Block], shape: BlockShape) -> Checksums:
-    """Checksums of blocks, ``[blocks, layers]``."""
+    """Return the checksums of blocks, ``[blocks, layers]``."""
     joined = b"".join([block.checksums for block in blocks])
     return np.frombuffer(joined, dtype="<u8").reshape(len(blocks), shape.layers)
-
-
-def runs_of_equal(values: Sequence[object]) -> Iterator[tuple[int, int]]:
-    """(start, end) of stretches of the same value."""
-    start = 0
-    for at in range(1, len(values) + 1):
-        if at == len(values) or values[at] is not values[start]:
-            yield start, at
-            start = at

@@ -8,8 +8,8 @@ from typing import Final
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import NodeId, Outcome, Tier
-from kvstore.node.loads.loader import Part
 from kvstore.node.loads.peer_waits import PeerWaits
+from kvstore.node.loads.runs import LoadedRun
 from kvstore.observe import tracing
 from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
@@ -78,17 +78,17 @@ class LoadTimer:
         self._misses: dict[Outcome, int] = {}
         self._engine_s = 0.0
         self._ready_s: float | None = None
-        """When the part that is being delivered became ready."""
+        """When the run that is being delivered became ready."""
         self.peers = PeerWaits(timings.clock)
 
-    def ready(self, part: Part) -> None:
-        """Count a part that is ready. The time since the last delivery was spent waiting for it."""
+    def ready(self, run: LoadedRun) -> None:
+        """Count a run that is ready. The time since the last delivery was spent waiting for it."""
         reach = "none"
-        counts = not part.layer_count or part.first_layer == self._first_layer  # each layer group lists the block again
-        for outcome in set(part.outcomes):
-            count = part.outcomes.count(outcome)
+        counts = not run.layer_count or run.first_layer == self._first_layer  # each layer group lists the block again
+        for outcome in set(run.outcomes):
+            count = run.outcomes.count(outcome)
             if outcome is Outcome.HIT:
-                reach = "peer" if part.node != self._timings.node_id else "nvme" if part.tier is Tier.NVME else "dram"
+                reach = "peer" if run.node != self._timings.node_id else "nvme" if run.tier is Tier.NVME else "dram"
                 self._hits[reach] += count if counts else 0
             elif counts:
                 self._misses[outcome] = self._misses.get(outcome, 0) + count
@@ -96,7 +96,7 @@ class LoadTimer:
         self._waited_s[reach] += self._ready_s - self._delivered_s
 
     def delivered(self, since_s: float) -> None:
-        """Note that the engine took a part whose delivery began at ``since_s``."""
+        """Note that the engine took a run whose delivery began at ``since_s``."""
         self._delivered_s = self._timings.clock.now_s()
         self._engine_s += self._delivered_s - since_s
         self._ready_s = None
@@ -106,7 +106,7 @@ class LoadTimer:
         timings = self._timings
         now_s = timings.clock.now_s()
         seconds = now_s - self._began_s
-        if self._ready_s is not None:  # the last part: its delivery is not reported
+        if self._ready_s is not None:  # the last run: its delivery is not reported
             self._engine_s += now_s - self._ready_s
         reach = next((reach for reach in reversed(_REACHES) if self._hits[reach]), "none")
         timings.counters.observe(_SECONDS[reach], seconds)
@@ -166,7 +166,7 @@ class LoadTimer:
         rest_s = max(0.0, seconds - sum(waits.values()))
         longest = max(waits, key=lambda name: waits[name])
         longest_s = waits[longest]
-        # the wait for a node that does not answer ends without a part, or in parts of blocks that were not loaded
+        # the wait for a node that does not answer ends without a run, or in runs of blocks that were not loaded
         unexplained_s = rest_s + waits[_MISSING]
         explained_s = max(waited for name, waited in waits.items() if name != _MISSING)
         peer = self.peers.slowest()

@@ -11,14 +11,14 @@ from typing import Any, Final, TypeVar
 import kvstore
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc
+from kvstore.core.cancel_scope import run_in_pool
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
-from kvstore.node.base.cancellation import run_in_pool
+from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.node.control.retention import Retainer
 from kvstore.node.durability.scrub import Check, CheckState, VolumeChecks
 from kvstore.node.eviction.on_demand import Evicted, evict_down_to, evict_namespace, invalidate
-from kvstore.node.loads.staging_budget import StagingBudget
 from kvstore.node.publish.health import Troubles
 from kvstore.node.publish.publisher import Publisher
 from kvstore.node.rpc.gauges import Links
@@ -89,7 +89,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._parts.checks.close()
 
-    async def _apart(self, work: Callable[[], Result]) -> Result:
+    async def _run_in_pool(self, work: Callable[[], Result]) -> Result:
         return await run_in_pool(self._pool, work)
 
     # ---------------------------------------------------------------- looking
@@ -136,7 +136,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         namespace = self._namespace(request.namespace_id) if request.namespace_id else None
         if request.namespace_id and namespace is None:
             return pb.DescribeUsageResponse()
-        return await self._apart(lambda: self._usage(namespace))
+        return await self._run_in_pool(lambda: self._usage(namespace))
 
     def _usage(self, only: NodeNamespace | None) -> pb.DescribeUsageResponse:
         """Counted over a copy of the table: blocks that move meanwhile are counted where they were or where they are."""
@@ -190,13 +190,13 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         node_volume = self._node_volume(request.volume_id) if request.volume_id else None
         in_dram = not request.volume_id or node_volume is None
         if not request.namespace_id:
-            done = await self._apart(lambda: evict_down_to(table, node_volume, request.down_to_bytes))
+            done = await self._run_in_pool(lambda: evict_down_to(table, node_volume, request.down_to_bytes))
         else:
             namespace = self._namespace(request.namespace_id)
             if namespace is None:
                 return pb.EvictBlocksResponse()
             nvme = not request.volume_id or node_volume is not None
-            done = await self._apart(lambda: evict_namespace(table, namespace, node_volume, dram=in_dram, nvme=nvme))
+            done = await self._run_in_pool(lambda: evict_namespace(table, namespace, node_volume, dram=in_dram, nvme=nvme))
         used = 0
         if request.volume_id:
             used = (table.dram if node_volume is None else node_volume.volume).usage().used_bytes
@@ -212,7 +212,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             left_s = context.time_remaining()
             wait_s = min(request.wait_ms / 1000, MAX_WAIT_S, MAX_WAIT_S if left_s is None else left_s)
             deadline_s = self._parts.clock.now_s() + wait_s
-            done = await self._apart(lambda: invalidate(self._parts.table, namespace, deadline_s))
+            done = await self._run_in_pool(lambda: invalidate(self._parts.table, namespace, deadline_s))
         return pb.InvalidateNamespaceResponse(dropped_blocks=done.blocks, kept_blocks=done.kept)
 
     async def CheckVolume(self, request: pb.CheckVolumeRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
@@ -237,7 +237,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         publisher = self._parts.publisher()
         if publisher is None:
             raise Conflict("this node has no metadata server to compare notes with: set node.metadata")
-        return pb.CompareIndexResponse(repaired_ranges=await self._apart(publisher.compare_now))
+        return pb.CompareIndexResponse(repaired_ranges=await self._run_in_pool(publisher.compare_now))
 
     # ---------------------------------------------------------------- inside
     def _namespace(self, namespace_id: bytes) -> NodeNamespace | None:

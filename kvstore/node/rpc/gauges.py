@@ -11,8 +11,8 @@ import kvstore
 from kvproto.v1.common_pb2 import NODE_STATE_DRAIN_BLOCKED
 from kvstore.core.errors import Unsupported
 from kvstore.node.base.process_stall import ProcessStallDetector
+from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.node.control.drain import Drainer
-from kvstore.node.loads.staging_budget import StagingBudget
 from kvstore.node.publish.health import Troubles
 from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.state.change_log import ReplicaChangeLog

@@ -1,35 +1,35 @@
-"""The Node service over gRPC: a thin shell over table, sessions and loader.
+"""The Node service over gRPC: a thin shell over table, sessions and loaders.
 
-What is pure memory work runs on the event loop; what may wait (room, disks, peers, the metadata server) runs in a bounded pool.
+Work in memory runs on the event loop. Work that may wait (for slots, disks, peers, the metadata server) runs in bounded pools.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
+from kvstore.core.cancel_scope import run_in_pool
+from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_REASON, MAX_TRANSFER_ID_BYTES
-from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
+from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, SessionId
 from kvstore.node.base.admission_gate import Gate
-from kvstore.node.base.cancellation import Wanted, run_in_pool
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.pull import Puller
 from kvstore.node.eviction.on_demand import evict_all_nvme
-from kvstore.node.loads.layered import Stager
-from kvstore.node.loads.loader import Loader, Part, Source, offsets_of
-from kvstore.node.loads.locate import pin_stored, runs_of
+from kvstore.node.loads.layered import LayeredLoader
+from kvstore.node.loads.loader import Loader
+from kvstore.node.loads.locate import located_runs, pin_stored
 from kvstore.node.loads.peers import PeerAddress
-from kvstore.node.loads.prompt_wait import Prompts
-from kvstore.node.loads.provider import runs_of_equal
-from kvstore.node.loads.timings import LoadTimer, LoadTimings
+from kvstore.node.loads.prompt_wait import PromptWaits
+from kvstore.node.loads.runs import BlockRequest, Runs, SourceRange
+from kvstore.node.loads.timings import LoadTimings
+from kvstore.node.rpc.load_stream import LoadStreams
 from kvstore.node.rpc.sessions import Session, Sessions
 from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.node.state.change_log import ReplicaChangeLog
@@ -44,27 +44,26 @@ Result = TypeVar("Result")
 Context = Any  # grpc.aio.ServicerContext, generic in request and response
 
 MAX_WAIT_S = 300.0
-"""No call waits longer, whatever its deadline says."""
+"""Upper bound of every call's deadline."""
 TICKET_VALID_S = 60.0
 MAX_SOURCES = 4096
+"""Source ranges per load."""
 MAX_LOADS = 256
-"""Loads block by block under way at once, but those of what lies in DRAM."""
+"""Loads of whole blocks at once, apart from those served from DRAM."""
+MAX_LAYERED_LOADS = 256
+"""Loads in layer groups at once."""
 MAX_WAITS = 256
-"""Calls that wait for room, for disks or for the index at once."""
+"""Calls that wait for slots, disks or the index at once."""
 MAX_PROMPTS = 256
+"""Waits for prompts at once."""
 MAX_PULLED = 4_096
-"""Keys that one call pulls."""
-SHUT_PROMPT_S = 0.5
-"""How long a prompt is awaited that nobody will bring any more: until what lies on NVMe here has been read."""
-MAX_STAGED = 256
-"""Loads in layer groups under way at once."""
-SIGN_OF_LIFE_S = 0.2
-"""How often a load that waits says so, and how many bytes have come in meanwhile."""
-_RECEIVED = "transport_peer_bytes_received_total"
+"""Keys per call of ``PullBlocks``."""
+CLOSED_PROMPT_WAIT_S = 0.5
+"""How long a node that takes no new blocks waits for a prompt: enough to read blocks from its own volumes."""
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
-    """Handlers; errors are mapped by the server's interceptor."""
+    """The handlers. The server's interceptor maps errors to status codes."""
 
     def __init__(
         self,
@@ -73,8 +72,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         table: BlockTable,
         sessions: Sessions,
         loader: Loader,
-        stager: Stager,
-        prompts: Prompts,
+        layered: LayeredLoader,
+        prompts: PromptWaits,
         gate: Gate,
         puller: Puller,
         drainer: Drainer,
@@ -98,7 +97,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._table = table
         self._sessions = sessions
         self._loader = loader
-        self._stager = stager
+        self._layered = layered
         self._prompts = prompts
         self._gate = gate
         self._puller = puller
@@ -117,32 +116,32 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._timings = timings
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
         self._load_threads = WaitThreads(MAX_LOADS, "loads", counters)
-        self._layered_threads = WaitThreads(MAX_STAGED, "staged-loads", counters)
+        self._layered_threads = WaitThreads(MAX_LAYERED_LOADS, "staged-loads", counters)
         self._prompt_threads = WaitThreads(MAX_PROMPTS, "prompts", counters)
         self._wait_threads = WaitThreads(MAX_WAITS, "waits", counters)
-        self._ending: set[asyncio.Task[None]] = set()
+        self._streams = LoadStreams(table, sessions, counters, clock)
 
     def close(self) -> None:
-        """Ends the pool; waits in it are bounded by their deadlines or ended by ``BlockTable.close``."""
+        """Shut the pools down without waiting: deadlines or ``BlockTable.close`` end the calls in them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for threads in (self._load_threads, self._layered_threads, self._prompt_threads, self._wait_threads):
             threads.close()
 
-    async def _apart(self, work: Callable[[], Result]) -> Result:
-        """Work for operators and nodes that may take its time, in the pool: for as long as its call lives."""
+    async def _run_in_pool(self, work: Callable[[], Result]) -> Result:
+        """Run slow work for operators and other nodes, until the call ends."""
         return await run_in_pool(self._pool, work)
 
-    async def _waiting(self, work: Callable[[], Result]) -> Result:
-        """What an engine waits for, in a thread of its own: it is in no other's way, however long it waits.
+    async def _wait_in_thread(self, work: Callable[[], Result]) -> Result:
+        """Run work that an engine waits for in a thread of its own, so that it delays no other call.
 
         Raises:
-            CapacityExceeded: too many wait, of all or of the caller's tenant.
+            CapacityExceeded: too many calls wait, or the caller's tenant is at its limit.
         """
-        leave = self._wait_threads.acquire()
+        release = self._wait_threads.acquire()
         try:
             return await run_in_pool(self._wait_threads.pool, work)
         finally:
-            leave()
+            release()
 
     def _deadline_s(self, context: Context) -> float:
         left_s = context.time_remaining()
@@ -155,7 +154,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         require_tenant(spec.tenant)
         return session
 
-    # ---------------------------------------------------------------- who
+    # ---------------------------------------------------------------- sessions
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> common_pb2.NodeInfo:  # noqa: N802, ARG002
         return self._info
 
@@ -190,7 +189,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             node=self._info,
             prefaulted=self._prefaulted,
             arena_exposed=self._arena_exposed,
-            stored_volumes=self._stored_volumes if _reads_here(session) else (),
+            stored_volumes=self._stored_volumes if _may_read_volumes(session) else (),
         )
 
     # ---------------------------------------------------------------- store
@@ -199,13 +198,13 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         operation = OperationId(check_id(request.operation_id, "operation_id"))
         run: BlockRun = run_from_proto(request.blocks)
         if run.namespace != session.namespace.namespace_id:
-            raise InvalidArgument("the run is of another namespace than the session")
+            raise InvalidArgument("the run must have the namespace of the session")
         if request.heads and run.depth:
-            raise InvalidArgument("heads of chains have no place behind others", depth=run.depth)
+            raise InvalidArgument("`heads` requires depth 0", depth=run.depth)
         wait_s = min(request.wait_ms / 1000, MAX_WAIT_S)
         deadline_s = min(self._deadline_s(context), self._clock.now_s() + wait_s)
         prepare = partial(self._sessions.prepare, session, operation, run, deadline_s, heads=request.heads)
-        outcomes, offsets = await self._waiting(prepare) if wait_s else prepare()
+        outcomes, offsets = await self._wait_in_thread(prepare) if wait_s else prepare()
         return node_pb2.PrepareResponse(outcomes=outcomes, offsets=offsets, draining=self._gate.shut)
 
     async def Complete(self, request: node_pb2.CompleteRequest, context: Context) -> node_pb2.CompleteResponse:  # noqa: N802
@@ -214,14 +213,16 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         keys = keys_from_packed(request.keys)
         row = session.namespace.shape.layers * 8
         if len(request.checksums) != len(keys) * row:
-            raise InvalidArgument("one checksum a layer and key", keys=len(keys), bytes=len(request.checksums))
+            raise InvalidArgument(
+                "checksums must have 8 bytes per layer and key", keys=len(keys), layers=row // 8, bytes=len(request.checksums)
+            )
         checksums = [request.checksums[at : at + row] for at in range(0, len(request.checksums), row)]
         outcomes = self._sessions.complete(session, operation, keys, checksums)
         if request.wait_visible_ms:
             deadline_s = min(self._deadline_s(context), self._clock.now_s() + request.wait_visible_ms / 1000)
             visible = False
-            with suppress(CapacityExceeded):  # it is stored, and not waited for
-                visible = await self._waiting(lambda: self._log.wait_published([self._table.dram.volume_id], deadline_s))
+            with suppress(CapacityExceeded):  # the blocks are stored; the caller does not wait
+                visible = await self._wait_in_thread(lambda: self._log.wait_published([self._table.dram.volume_id], deadline_s))
             if not visible:
                 self._counters.add("store_not_yet_visible_total")
         return node_pb2.CompleteResponse(outcomes=bytes(outcomes))
@@ -234,78 +235,93 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     # ---------------------------------------------------------------- load
     async def Load(self, request: node_pb2.LoadRequest, context: Context) -> AsyncIterator[node_pb2.LoadProgress]:  # noqa: N802
         session = self._session(request.session_id)
-        keys = keys_from_packed(request.keys)
-        block_bytes, draining = session.namespace.shape.block_bytes, self._gate.shut
-        timer = self._timings.begin(len(keys), block_bytes, first_layer=request.first_layer, draining=draining)
-        part = self._loader.resident(session.namespace, keys)
-        if part is not None:  # all in DRAM: no thread, no window
-            timer.ready(part)
-            yield self._progress(session, part, want_checksums=request.want_checksums)
-            timer.close()
-            return
-        parent = BlockKey(check_id(request.parent, "parent")) if request.parent else None
-        if request.depth + len(keys) > MAX_DEPTH:
-            raise InvalidArgument("chain too long", limit=MAX_DEPTH)
-        place = {"parent": parent, "depth": request.depth, "sources": self._sources(request.sources)}
-        deadline_s = self._deadline_s(context)
-        if draining:  # what lies here is served; of the rest the caller asks those who have it
-            named = place.pop("sources")
-            parts = self._left_to_others(self._loader.load(session.namespace, keys, deadline_s, **place), named)  # type: ignore[arg-type]
-            threads = self._load_threads
-        elif request.layer_group:
-            layers = session.namespace.shape.layers
-            if request.first_layer >= layers:
-                raise InvalidArgument("no such layer", first_layer=request.first_layer, layers=layers)
-            groups = {"layer_group": min(request.layer_group, layers), "first_layer": request.first_layer}
-            parts = self._stager.load(session.namespace, keys, deadline_s, **place, **groups)  # type: ignore[arg-type]
-            threads = self._layered_threads
-        else:
-            parts = self._loader.load(session.namespace, keys, deadline_s, **place)  # type: ignore[arg-type]
-            threads = self._load_threads
+        blocks = self._block_request(session, request, self._deadline_s(context))
+        timer = self._timings.begin(
+            len(blocks.chain),
+            session.namespace.shape.block_bytes,
+            first_layer=request.first_layer,
+            draining=self._gate.shut,
+        )
         try:
-            async for progress in self._stream(session, parts, threads, timer, want_checksums=request.want_checksums):
-                yield progress
+            resident = self._loader.load_resident(blocks)
+            if resident is not None:  # all in DRAM: the load needs no thread
+                timer.ready(resident)
+                yield self._streams.message(session, resident, want_checksums=request.want_checksums)
+                return
+            runs, threads = self._begin_load(blocks)
+            async for message in self._streams.stream(session, runs, threads, timer, want_checksums=request.want_checksums):
+                yield message
         finally:
             timer.close()
 
-    def _left_to_others(self, parts: Iterator[Part], sources: Sequence[Source]) -> Iterator[Part]:
-        """The parts of a load that brings nothing here: what is missing and named elsewhere is UNAVAILABLE here, no miss."""
-        try:
-            for part in parts:
-                for at, outcome in enumerate(part.outcomes):
-                    position = part.first + at
-                    if outcome is Outcome.MISS and any(one.start <= position < one.start + one.count for one in sources):
-                        part.outcomes[at] = Outcome.UNAVAILABLE
-                        self._counters.add("load_left_to_others_blocks_total")
-                yield part
-        finally:
-            parts.close()  # type: ignore[attr-defined]  # a generator, by construction
+    def _begin_load(self, blocks: BlockRequest) -> tuple[Runs, WaitThreads]:
+        """Return the runs of a load, and the threads that wait for them."""
+        if self._gate.shut:  # the client reads blocks of other nodes there
+            return self._loader.load_local(blocks), self._load_threads
+        if blocks.layer_group:
+            return self._layered.load(blocks), self._layered_threads
+        return self._loader.load(blocks), self._load_threads
+
+    def _block_request(self, session: Session, request: node_pb2.LoadRequest, deadline_s: float) -> BlockRequest:
+        parent = BlockKey(check_id(request.parent, "parent")) if request.parent else None
+        chain = ChainSlice(session.namespace.namespace_id, request.keys, parent, request.depth)
+        if request.depth + len(chain) > MAX_DEPTH:
+            raise InvalidArgument("the chain is too deep", depth=request.depth, keys=len(chain), limit=MAX_DEPTH)
+        layers = session.namespace.shape.layers
+        if request.layer_group and request.first_layer >= layers:
+            raise InvalidArgument(
+                "first_layer must be below the number of layers", first_layer=request.first_layer, layers=layers
+            )
+        return BlockRequest(
+            session.namespace,
+            chain,
+            deadline_s,
+            self._sources(request.sources),
+            layer_group=request.layer_group,
+            first_layer=request.first_layer,
+        )
+
+    def _sources(self, sources: Sequence[node_pb2.LoadSource]) -> list[SourceRange]:
+        if len(sources) > MAX_SOURCES:
+            raise InvalidArgument("too many sources", sources=len(sources), limit=MAX_SOURCES)
+        return [
+            SourceRange(
+                source.start,
+                source.count,
+                PeerAddress(NodeId(source.node_id), source.control_address, source.data_address),
+                source.volume_id,
+            )
+            for source in sources
+            if source.node_id != self._info.node_id
+        ]
 
     async def Locate(self, request: node_pb2.LocateRequest, context: Context) -> node_pb2.LocateResponse:  # noqa: N802, ARG002
         session = self._session(request.session_id)
-        if not _reads_here(session):
-            raise InvalidArgument("volumes are read by engines of this host, whose session is over the unix socket")
+        if not _may_read_volumes(session):
+            raise InvalidArgument("only an engine of this host with a session over the unix socket may read its volumes")
         found = pin_stored(self._table, session.namespace, keys_from_packed(request.keys))
         lease_id = self._sessions.lease(session, [block for _, block, _, _ in found]) if found else 0
         self._counters.add("located_blocks_total", len(found))
-        return node_pb2.LocateResponse(runs=runs_of(found), lease_id=lease_id)
+        return node_pb2.LocateResponse(runs=located_runs(found), lease_id=lease_id)
 
     async def AwaitPrompt(  # noqa: N802
         self, request: node_pb2.AwaitPromptRequest, context: Context
     ) -> AsyncIterator[node_pb2.LoadProgress]:
         session = self._session(request.session_id)
         check_id(request.operation_id, "operation_id")
-        keys = keys_from_packed(request.keys)
+        chain = ChainSlice(session.namespace.namespace_id, request.keys)
         if request.transfer_id:
             _check_transfer_id(request.transfer_id)
         deadline_s = self._deadline_s(context)
         if request.wait_ms:
             deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
-        if self._gate.shut:  # what is here is told at once; nothing more is to come here
-            deadline_s = min(deadline_s, self._clock.now_s() + SHUT_PROMPT_S)
-        parts = self._prompts.arrive(session.namespace, keys, deadline_s, request.transfer_id)
-        async for progress in self._stream(session, parts, self._prompt_threads, None, want_checksums=request.want_checksums):
-            yield progress
+        if self._gate.shut:  # no further blocks will arrive
+            deadline_s = min(deadline_s, self._clock.now_s() + CLOSED_PROMPT_WAIT_S)
+        runs = self._prompts.wait(BlockRequest(session.namespace, chain, deadline_s), request.transfer_id)
+        async for message in self._streams.stream(
+            session, runs, self._prompt_threads, None, want_checksums=request.want_checksums
+        ):
+            yield message
 
     async def AbandonPrompt(  # noqa: N802
         self,
@@ -315,138 +331,25 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         _check_transfer_id(request.transfer_id)
         return node_pb2.AbandonPromptResponse(awaited=self._prompts.abandon(request.transfer_id, tenant()))
 
-    async def _stream(
-        self, session: Session, parts: Iterator[Part], threads: WaitThreads, timer: LoadTimer | None, *, want_checksums: bool
-    ) -> AsyncIterator[node_pb2.LoadProgress]:
-        """The parts of a load as they travel, each under a lease; what was waited for goes into the timer.
-
-        The waiting for them is done in a thread of ``threads``, which are left when no thread works for the load any more. While
-        the next part takes its time, a message without runs shows from time to time that a load waits, or that bytes still come
-        in.
-
-        Raises:
-            CapacityExceeded: no lane is free, or the caller's tenant has its share of them.
-        """
-        leave = threads.acquire()
-        began_s = self._clock.now_s()
-        taken: Part | None = None
-        turn = threading.Lock()  # `stop` comes after a `following` that still runs: not for long, for nobody wants it any more
-
-        def following() -> Part | None:
-            nonlocal taken
-            with turn:
-                taken = next(parts, None)
-                return taken
-
-        def stop() -> None:
-            with turn:
-                if taken is not None:
-                    self._table.unpin(taken.pinned())
-                parts.close()  # type: ignore[attr-defined]  # a generator, by construction
-
-        loop = asyncio.get_running_loop()
-        coming: asyncio.Future[Part | None] | None = None
-        told = 0
-        wanted = Wanted()
-        request = wanted.context()  # `following` runs in other threads, for the same request
-        if timer is not None:
-            request.run(timer.peers.record_in_context)
-        try:
-            while True:
-                coming = loop.run_in_executor(threads.pool, request.run, following)
-                while not (await asyncio.wait((coming,), timeout=SIGN_OF_LIFE_S))[0]:
-                    session.used_s = self._clock.now_s()
-                    received = self._counters.get(_RECEIVED)
-                    if received != told or timer is not None:  # an engine gives back what it holds when it hears of waiting
-                        told = received
-                        yield node_pb2.LoadProgress(bytes_received=received)
-                part = coming.result()
-                if part is None:
-                    return
-                granted_ms = int((self._clock.now_s() - began_s) * 1000)  # before the lease is: never too late
-                taken = None  # from here on its pins are the lease's
-                if timer is not None:
-                    timer.ready(part)
-                progress = self._progress(session, part, want_checksums=want_checksums)
-                progress.granted_ms = granted_ms
-                handed_s = self._clock.now_s()
-                yield progress
-                if timer is not None:
-                    timer.delivered(handed_s)
-        finally:
-            wanted.end()  # the caller may have gone
-            ending = loop.create_task(self._end_stream(coming, threads.pool, stop, leave))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-
-    async def _end_stream(
-        self,
-        coming: asyncio.Future[Part | None] | None,
-        pool: ThreadPoolExecutor,
-        stop: Callable[[], None],
-        leave: Callable[[], None],
-    ) -> None:
-        """Gives back what a load still holds, once no thread drives it any more; until then none waits for that."""
-        try:
-            if coming is not None and not (await asyncio.wait((coming,)))[0].pop().cancelled():
-                coming.exception()  # told where it was waited for, or of no interest to anybody
-            with suppress(RuntimeError):  # the pool is closed: so is the table
-                await asyncio.get_running_loop().run_in_executor(pool, stop)
-        finally:
-            leave()
-
-    def _sources(self, sources: Sequence[node_pb2.LoadSource]) -> list[Source]:
-        if len(sources) > MAX_SOURCES:
-            raise InvalidArgument("too many sources", limit=MAX_SOURCES)
-        mine = self._info.node_id
-        return [
-            Source(one.start, one.count, PeerAddress(NodeId(one.node_id), one.control_address, one.data_address), one.volume_id)
-            for one in sources
-            if one.node_id != mine
-        ]
-
-    def _progress(self, session: Session, part: Part, *, want_checksums: bool) -> node_pb2.LoadProgress:
-        """A part as it travels. Its pins are the lease's, or, where this raises, given back."""
-        pinned = part.pinned()
-        lease_id = self._sessions.lease(session, pinned) if pinned else 0
-        runs = []
-        for start, end in runs_of_equal(part.outcomes):
-            outcome = part.outcomes[start]
-            run = node_pb2.LoadedRun(
-                start=part.first + start, count=end - start, outcome=cast("common_pb2.Outcome", int(outcome))
-            )
-            if outcome is Outcome.HIT:
-                blocks = [block for block in part.blocks[start:end] if block is not None]
-                run.tier = cast("common_pb2.Tier", int(part.tier))
-                run.source_node, run.offsets = part.node, offsets_of(blocks)
-                run.first_layer, run.layer_count = part.first_layer, part.layer_count
-                if want_checksums and part.sums is None:
-                    run.checksums = b"".join([block.checksums for block in blocks])
-                elif want_checksums and part.sums is not None:
-                    hits = sum(one is Outcome.HIT for one in part.outcomes[:start])
-                    run.checksums = part.sums[hits : hits + len(blocks)].astype("<u8", copy=False).tobytes()
-            runs.append(run)
-        return node_pb2.LoadProgress(runs=runs, lease_id=lease_id, bytes_received=self._counters.get(_RECEIVED))
-
     async def Release(self, request: node_pb2.ReleaseRequest, context: Context) -> node_pb2.ReleaseResponse:  # noqa: N802, ARG002
         self._sessions.release(self._session(request.session_id), request.lease_ids)
         return node_pb2.ReleaseResponse()
 
-    # ---------------------------------------------------------------- care
+    # ---------------------------------------------------------------- durability, eviction, drain
     async def Flush(self, request: node_pb2.FlushRequest, context: Context) -> node_pb2.FlushResponse:  # noqa: N802
         deadline_s = min(self._deadline_s(context), self._clock.now_s() + request.timeout_ms / 1000)
         keys = keys_from_packed(request.keys)
         session = self._session(request.session_id) if keys else None
-        mine = tenant()
+        of_tenant = tenant()
 
         def flush() -> tuple[bool, int]:
             if session is None:
-                return self._table.wait_written(deadline_s), self._table.not_durable(mine)
+                return self._table.wait_written(deadline_s), self._table.not_durable(of_tenant)
             self._table.requeue_writeback(session.namespace, keys)
             return self._table.wait_written(deadline_s), self._table.are_durable(keys).count(False)
 
-        in_time, missing = await self._waiting(flush)
-        counters = self._counters.snapshot() if mine is None else {}  # what others did is not a tenant's to know
+        in_time, missing = await self._wait_in_thread(flush)
+        counters = self._counters.snapshot() if of_tenant is None else {}  # totals include other tenants
         return node_pb2.FlushResponse(
             durable_blocks=counters.get("write_behind_blocks_total", 0),
             dropped_blocks=counters.get("write_behind_dropped_blocks_total", 0),
@@ -458,28 +361,28 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         )
 
     async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictResponse:  # noqa: N802, ARG002
-        check_id(request.operation_id, "operation_id")  # evicting twice is harmless
+        check_id(request.operation_id, "operation_id")  # a retry evicts again, which does no harm
         if request.tier == common_pb2.TIER_DRAM:
-            return node_pb2.EvictResponse(evicted_blocks=await self._apart(self._table.evict_dram))
+            return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(self._table.evict_dram))
         if request.tier == common_pb2.TIER_NVME:
-            return node_pb2.EvictResponse(evicted_blocks=await self._apart(lambda: evict_all_nvme(self._table)))
-        raise Unsupported("DRAM and NVMe can be evicted", tier=request.tier)
+            return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(lambda: evict_all_nvme(self._table)))
+        raise Unsupported("only DRAM and NVMe can be evicted", tier=request.tier)
 
     async def PullBlocks(self, request: node_pb2.PullBlocksRequest, context: Context) -> node_pb2.PullBlocksResponse:  # noqa: N802
-        check_id(request.operation_id, "operation_id")  # pulling twice is harmless: what is there is told so
+        check_id(request.operation_id, "operation_id")  # a retry finds the blocks: EXISTS
         spec = spec_from_proto(request.spec)
         runs = runs_from_proto(request.runs, MAX_PULLED)
         if any(run.namespace != spec.namespace for run in runs):
-            raise InvalidArgument("a run is of another namespace than the spec")
+            raise InvalidArgument("every run must have the namespace of the spec")
         address = PeerAddress(
             NodeId(check_name(request.node_id, "node_id")),
             check_name(request.control_address, "control_address"),
             check_name(request.data_address, "data_address"),
         )
         if address.node_id == self._info.node_id:
-            raise InvalidArgument("a node has nothing to pull from itself", node_id=address.node_id)
+            raise InvalidArgument("a node cannot pull from itself", node_id=address.node_id)
         namespace, deadline_s = self._namespaces.of_spec(spec), self._deadline_s(context)
-        outcomes, why = await self._apart(lambda: self._puller.pull(namespace, runs, address, deadline_s))
+        outcomes, why = await self._run_in_pool(lambda: self._puller.pull(namespace, runs, address, deadline_s))
         return node_pb2.PullBlocksResponse(outcomes=bytes(outcomes), why=why[:MAX_REASON])
 
     async def GetNodeStats(  # noqa: N802
@@ -507,11 +410,12 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         )
 
 
-def _reads_here(session: Session) -> bool:
-    """Whether its engine may be told where on this host's disks blocks lie."""
+def _may_read_volumes(session: Session) -> bool:
+    """Return whether the session's engine may read this host's volumes directly."""
     return not session.remote and not session.over_tcp
 
 
 def _check_transfer_id(transfer_id: str) -> None:
-    if not 0 < len(transfer_id.encode()) <= MAX_TRANSFER_ID_BYTES:
-        raise InvalidArgument("a transfer_id takes 1 to 64 bytes", bytes=len(transfer_id.encode()))
+    size = len(transfer_id.encode())
+    if not 0 < size <= MAX_TRANSFER_ID_BYTES:
+        raise InvalidArgument("transfer_id must have 1 to 64 bytes", bytes=size)

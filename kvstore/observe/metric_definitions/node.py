@@ -123,8 +123,8 @@ STAGING_TIMEOUTS: Final = group.counter_family(
     {"buffer": BUFFERS},
     "{buffer}_timeouts_total",
 )
-WAITS_LEFT: Final = group.counter(
-    "node_waits_left_total", "waits for memory or blocks that ended because the caller disconnected"
+WAITS_CANCELLED: Final = group.counter(
+    "node_waits_cancelled_total", "waits for memory or blocks that ended because the caller disconnected"
 )
 STORE_CONFLICTS: Final = group.counter(
     "store_conflicts_total", "stores rejected because a key is held with another parent, depth or namespace"
@@ -173,8 +173,8 @@ RETENTION_FAILED: Final = group.counter(
 STORE_SKIPPED_SHUT_BLOCKS: Final = group.counter(
     "store_skipped_shut_blocks_total", "blocks not stored because the node was draining or stopping"
 )
-LOAD_LEFT_TO_OTHERS_BLOCKS: Final = group.counter(
-    "load_left_to_others_blocks_total",
+LOAD_DEFERRED_TO_PEERS_BLOCKS: Final = group.counter(
+    "load_deferred_to_peers_blocks_total",
     "blocks not fetched because the node was draining or stopping; the client reads them elsewhere",
 )
 DRAINS_BEGUN: Final = group.counter("drains_begun_total", "started drains")

@@ -12,9 +12,10 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvstore.core.cancel_scope import current
 from kvstore.core.clock import Clock
 from kvstore.core.limits import TENANT_SHARE
-from kvstore.node.base.cancellation import over, wait
+from kvstore.node.base.cancellation import wait
 from kvstore.observe.counters import Counters
 
 
@@ -108,7 +109,7 @@ class StagingBudget:
         left_s = deadline_s - self._clock.now_s()
         if left_s > 0 and wait(self._changed, left_s, self._counters):
             return True
-        if not over():
+        if not current().cancelled:
             self._counters.add(f"{self._name}_timeouts_total")
         return False
 

@@ -1,0 +1,106 @@
+"""Registrations and open volume epochs of all nodes, as of one revision of the index."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from kvproto.v1.common_pb2 import DrainOrder, NodeInfo
+from kvproto.v1.metadata_pb2 import LookupResponse
+from kvstore.core.types import BootId, NodeId, Tier, VolumeId
+from kvstore.index.contract import PrefixIndex, VolumeEpoch
+from kvstore.metadata.membership.records import DRAIN_PREFIX, LEFT_PREFIX, NODE_PREFIX
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeLocation:
+    """A node that serves a volume epoch, and the position of the volume in its list of volumes and mounts."""
+
+    node_id: NodeId
+    volume: int
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipView:
+    """All registrations and open volume epochs.
+
+    Attributes:
+        revision: revision of the index.
+        nodes: registrations.
+        encoded_nodes: each registration as an encoded ``LookupResponse`` that contains only this node. Encoded messages of one
+            type can be concatenated.
+        locations: owner of each volume epoch.
+        volume_epochs: volume epoch of each registered volume and boot.
+        owners: nodes that have an open volume epoch of a volume.
+        mounted: nodes that mount the volume of a durable volume epoch, and can read it without the owner.
+        drain_orders: orders of nodes that are to drain.
+        left: nodes whose registered boot has unregistered.
+    """
+
+    revision: int = -1
+    nodes: Mapping[NodeId, NodeInfo] = field(default_factory=dict)
+    encoded_nodes: Mapping[NodeId, bytes] = field(default_factory=dict)
+    locations: Mapping[VolumeEpoch, VolumeLocation] = field(default_factory=dict)
+    volume_epochs: Mapping[tuple[VolumeId, BootId], VolumeEpoch] = field(default_factory=dict)
+    owners: Mapping[VolumeId, frozenset[NodeId]] = field(default_factory=dict)
+    mounted: Mapping[VolumeEpoch, tuple[VolumeLocation, ...]] = field(default_factory=dict)
+    drain_orders: Mapping[NodeId, DrainOrder] = field(default_factory=dict)
+    left: frozenset[NodeId] = frozenset()
+
+
+def read_view(index: PrefixIndex) -> MembershipView:
+    """Read registrations and volume epochs. The revision is read first, so a concurrent change only causes another read."""
+    revision = index.revision
+    nodes: dict[NodeId, NodeInfo] = {}
+    orders: dict[NodeId, DrainOrder] = {}
+    boots_left: dict[NodeId, bytes] = {}
+    for name, value in index.notes().items():
+        try:
+            if name.startswith(NODE_PREFIX):
+                info = NodeInfo.FromString(value)
+                nodes[NodeId(info.node_id)] = info
+            elif name.startswith(DRAIN_PREFIX):
+                orders[NodeId(name.removeprefix(DRAIN_PREFIX))] = DrainOrder.FromString(value)
+            elif name.startswith(LEFT_PREFIX):
+                boots_left[NodeId(name.removeprefix(LEFT_PREFIX))] = value
+        except DecodeError:
+            logger.exception("unreadable note ignored: %s (a node will be asked to register again)", name)
+    left = frozenset(node_id for node_id, boot in boots_left.items() if node_id in nodes and nodes[node_id].boot_id == boot)
+    positions = {
+        (node_id, VolumeId(volume.volume_id)): position
+        for node_id, record in nodes.items()
+        for position, volume in enumerate(record.volumes)
+    }
+    mounts: dict[VolumeId, list[VolumeLocation]] = {}
+    for node_id, record in nodes.items():
+        for number, mount in enumerate(record.mounts):
+            mounts.setdefault(VolumeId(mount), []).append(VolumeLocation(node_id, len(record.volumes) + number))
+    locations: dict[VolumeEpoch, VolumeLocation] = {}
+    volume_epochs: dict[tuple[VolumeId, BootId], VolumeEpoch] = {}
+    owners: dict[VolumeId, set[NodeId]] = {}
+    mounted: dict[VolumeEpoch, tuple[VolumeLocation, ...]] = {}
+    for epoch in index.volume_epochs():
+        position = positions.get((epoch.node_id, epoch.volume_id))
+        if position is None:
+            continue  # between the writes of a registration; its last write changes the revision again
+        locations[epoch.volume_epoch] = VolumeLocation(epoch.node_id, position)
+        volume_epochs[epoch.volume_id, epoch.boot_id] = epoch.volume_epoch
+        owners.setdefault(epoch.volume_id, set()).add(epoch.node_id)
+        if epoch.tier is Tier.NVME and epoch.volume_id in mounts:
+            mounted[epoch.volume_epoch] = tuple(mounts[epoch.volume_id])
+    return MembershipView(
+        revision=revision,
+        nodes=nodes,
+        encoded_nodes={node_id: LookupResponse(nodes=[info]).SerializeToString() for node_id, info in nodes.items()},
+        locations=locations,
+        volume_epochs=volume_epochs,
+        owners={volume_id: frozenset(ids) for volume_id, ids in owners.items()},
+        mounted=mounted,
+        drain_orders=orders,
+        left=left,
+    )
