@@ -36,7 +36,6 @@ from kvstore.node.durability.scrub import VolumeChecks
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown
 from kvstore.node.durability.volume_watch import VolumeWatch
 from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBehind
-from kvstore.node.state.namespaces import Accounts
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import make_mounts
@@ -55,7 +54,7 @@ from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
+from kvstore.node.state.namespaces import Accounts, NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector

@@ -12,8 +12,8 @@ from kvstore.core.types import BlockKey, BlockRun, Outcome
 from kvstore.node.base.cancellation import wait
 from kvstore.node.loads.runs import LoadedRun
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.model import Block
 from kvstore.node.state.grants import LoadClaim
+from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import ProviderGate

@@ -13,8 +13,8 @@ import pytest
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, Outcome, StoreOutcome
 from kvstore.node.base.volume_guard import VolumeStalled
-from kvstore.node.durability.scrub import CheckState, VolumeChecks
 from kvstore.node.durability.requeue import requeue_dram_only
+from kvstore.node.durability.scrub import CheckState, VolumeChecks
 from kvstore.node.durability.writeback import WriteBehind
 from kvstore.node.eviction.on_demand import evict_all_nvme
 from kvstore.node.loads.locate import pin_stored

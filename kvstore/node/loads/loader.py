@@ -40,8 +40,8 @@ from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.peers import Peers
 from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs, SourceRange, equal_stretches
-from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.grants import LoadClaim
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters

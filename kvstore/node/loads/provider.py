@@ -14,8 +14,8 @@ from kvstore.node.base.admission_gate import Gate
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.runs import BlockRequest, LoadedRun
-from kvstore.node.state.model import Block
 from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
