@@ -19,7 +19,7 @@ from kvstore.observe.counters import Counters
 from kvstore.tiers.nvme.slab import NvmeSlab
 from support.session_harness import SessionHarness, key_of
 
-POLICIES = ("gap", "s3-fifo", "lru")
+POLICIES = ("reuse-distance", "s3-fifo", "lru")
 DEADLINE_S = 60.0
 SMALL, LARGE = 1 << 19, 1 << 21
 """Sizes of a volume: for about 50 blocks, and for more than an arena."""
