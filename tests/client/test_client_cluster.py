@@ -133,8 +133,8 @@ def test_store_other_parent_than_held_is_refused(cluster: LocalCluster, node: st
         assert np.array_equal(out[:10], data[:10])
 
 
-def test_a_key_of_another_namespace_is_refused_by_name(cluster: LocalCluster) -> None:
-    """Keys of ``client.keys`` cannot collide; whoever makes keys otherwise is told."""
+def test_store_key_of_other_namespace_is_refused(cluster: LocalCluster) -> None:
+    """Keys from ``client.keys`` cannot collide; a store of keys made in another way is refused."""
     other = replace(SPEC, model="another")
     data = content(4, 70)
     for node in ("prefill", None):

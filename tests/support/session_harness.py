@@ -26,7 +26,7 @@ BATCH = 8
 
 
 class FailingSlab(NvmeSlab):
-    """A volume on a disk that takes no changes for a while."""
+    """A volume whose commits fail while ``fails`` is set."""
 
     fails = False
 
@@ -37,7 +37,7 @@ class FailingSlab(NvmeSlab):
 
 
 class SessionHarness:
-    """A table over a real arena and real slabs, whose write-back runs when told."""
+    """A block table with a real arena and real volumes. ``turn`` writes back, and ``close`` checks the invariants."""
 
     def __init__(
         self, folder: Path, policy: str = "reuse-distance", sizes: Sequence[int] = (1 << 20,) * 3, shape: BlockShape = SHAPE
@@ -75,11 +75,11 @@ class SessionHarness:
         self.arena.close()
 
     def turn(self, chain: int, more: int) -> None:
-        """A session goes on: what is no longer held of it is stored again with some blocks more, and written back."""
+        """Continue a session: store its evicted blocks again and new ones, and write them back."""
         self.store_only(chain, more, write_back=True)
 
     def store_only(self, chain: int, more: int, *, write_back: bool = False) -> None:
-        """As ``turn``, without the write-back unless told."""
+        """Continue a session, by default without write-back."""
         shape = self.namespace.shape
         length = self.lengths[chain] = self.lengths.get(chain, 0) + more
         keys = tuple(key_of(chain, depth) for depth in range(length))
@@ -103,7 +103,7 @@ class SessionHarness:
         return {block.key: block for block in self.table.snapshot() if block.nvme is not None}
 
     def unreachable(self) -> float:
-        """Share of the durable blocks that no lookup finds, for an ancestor of theirs is nowhere."""
+        """Return the fraction of durable blocks that no lookup finds because an ancestor was evicted."""
         durable, reached = self.durable(), set[BlockKey]()
         for block in sorted(self.table.snapshot(), key=lambda block: block.depth):
             if block.parent is None or block.parent in reached:
