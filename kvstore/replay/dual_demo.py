@@ -107,7 +107,7 @@ def run_dual_demo(plan: DualDemoPlan, tell: Tell, report: Callable[[int], None])
         stack.callback(scratch.close)
         metadata = lab.host(METADATA_HOST)
         cluster = stack.enter_context(
-            LocalCluster(_nodes(plan, lab), scratch.path, metadata_place=DaemonHost(metadata.compute_ip, metadata.popen))
+            LocalCluster(_nodes(plan, lab), scratch.path, metadata_host=DaemonHost(metadata.compute_ip, metadata.popen))
         )
         tell("storing prompts on the storage host …")
         with _worker(plan, lab.host(STORAGE), cluster) as ask:
