@@ -68,7 +68,7 @@ class _Debt:
 
 
 class Charge:
-    """Blocks of one part that count in the queues: ``blocks`` still to be read at its node (and forwarded to the prefill node)."""
+    """Blocks of one part that count in the queues: ``blocks`` still to be read at its node and forwarded to the prefill node."""
 
     __slots__ = ("_debt", "blocks")
 
