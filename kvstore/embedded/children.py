@@ -113,7 +113,7 @@ def _become(parent: str, netns: str, program: str, *argv: str) -> None:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         os.close(int(netns))
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python as it starts, and by what it becomes unless told otherwise
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python and the executed program may have changed it
         signal.signal(ignored, signal.SIG_DFL)
     os.execv(program, argv)  # noqa: S606  # without a shell is what is meant
 
@@ -145,7 +145,7 @@ class Children:
 
     Attributes:
         launcher: starts daemons; tests replace it by a faster one.
-        engines: starts engines; likewise replaceable.
+        engines: starts served engines; also replaceable.
     """
 
     launcher: ClassVar[DaemonLauncher] = start
@@ -154,7 +154,7 @@ class Children:
 
 if __name__ == "__main__":
     _told = int(sys.argv.pop(3))
-    os.set_inheritable(_told, False)  # whoever waits sees it closed when the program begins
+    os.set_inheritable(_told, False)  # closed by exec, which ends the caller's wait
     try:
         _become(*sys.argv[1:])
     except OSError as failed:

@@ -115,7 +115,7 @@ class Daemon:
         return "\n".join([reason.removeprefix(_ERROR_MARK), *rest[-_SHOWN_LINES:]])
 
     def _log_lines(self) -> list[str]:
-        """Lines of this run's log, without gRPC's own lines unless there are no others."""
+        """Log lines of this run. gRPC's own lines are dropped if there are others."""
         with self.log_path.open("rb") as log:
             log.seek(self.log_start)
             lines = log.read().decode(errors="replace").splitlines()

@@ -1,8 +1,8 @@
 """Temporary folders of clusters. Each run removes the folders of killed runs.
 
 A run that is killed with SIGKILL cannot clean up, and its volumes use gigabytes. So each folder contains a file that its owner
-keeps locked (flock) until it ends. A folder is removed only if its name has one of our prefixes, this user owns it, and it
-contains the file and nobody holds the lock.
+keeps locked (flock) until it ends. A folder is removed only if its name has one of our prefixes, this user owns it, it contains
+the file, and no process holds the lock.
 """
 
 from __future__ import annotations

@@ -4,7 +4,10 @@ Their properties make tests meaningful:
 
 * weights are large (``initializer_range``), or the output would hardly depend on the KV cache, and wrong bytes would not show;
 * the tokenizer is byte by byte, and only printable ASCII is ever the greedy choice: the text of an answer converts to the same
-  tokens.
+  tokens, so a session's next turn has the blocks of this one, and no answer ends before its ``max_tokens``;
+* the same family, sizes and seed give the same bytes in every process.
+
+Requires transformers and torch; both are loaded when a model is created.
 """
 
 from __future__ import annotations

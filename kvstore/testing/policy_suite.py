@@ -74,7 +74,7 @@ class PolicySuite(ABC):
         policy.insert(policy_key(101), policy_key(100))
         assert set(policy.coldest(lambda key: key != policy_key(100))) == {*trunk[5:], policy_key(101)}
 
-    def test_what_may_stay_for_long_keeps_its_ancestors_until_it_is_restored(self) -> None:
+    def test_policy_skipped_blocks_keep_their_ancestors(self) -> None:
         policy = self.make_policy()
         trunk = _chain(policy, range(10))
         twig = policy_key(100)

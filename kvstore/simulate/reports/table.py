@@ -17,9 +17,7 @@ from kvstore.simulate.result import SimResult
 
 
 def bound_sentence(config: SimConfig) -> str:
-    """Describe the bound of equation 9 for a cluster of equal nodes (it assumes that storage is as fast as their links), and the
-    limit of storage.
-    """
+    """Describe the bound of equation 9 for a cluster of equal nodes, and the limit of its storage."""
     verdict = judge(bed_of(config))
     hosts = config.of(EngineKind.PREFILL)
     prefill, every = (sum(host.snic for host in some) for some in (hosts, config.hosts))

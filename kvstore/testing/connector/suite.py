@@ -98,9 +98,7 @@ class ConnectorSuite(ABC):
             processes.pop().kill()
 
     # ---- the same tokens ----
-    def test_stored_by_another_process_loaded_by_this_one_and_cached_by_the_engine(
-        self, kit: Kit, store: FaultyStore, other: EngineProcess
-    ) -> None:
+    def test_load_of_other_processes_blocks_is_cached_by_engine(self, kit: Kit, store: FaultyStore, other: EngineProcess) -> None:
         kit.talk.ask(other, kit.talk.prompts)
         assert other.flush(FLUSH_S)
         other.leave()
