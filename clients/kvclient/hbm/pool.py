@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvclient.call.operation import check_seconds
+from kvclient.call.arguments import check_seconds
 from kvclient.hbm import memory
 from kvclient.hbm.demotion import Demoter
 from kvclient.hbm.gds_reader import GdsMode, GdsReader
@@ -83,7 +83,7 @@ class HbmPool:
         advertise_host: str | None = None,
         allow_insecure_remote: bool = False,
         tls: TlsConfig | None = None,
-        policy: str = "gap",
+        policy: str = "reuse-distance",
         demote: bool = True,
         room_wait_s: float = 0.02,
         anti_entropy_interval_s: float = 60.0,
