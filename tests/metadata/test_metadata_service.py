@@ -88,7 +88,7 @@ async def test_a_volume_of_a_living_node_is_not_given_away_but_a_dead_ones_is(ru
     await one.register()
     await one.publish(one.nvme, run_of(keys))
     thief = Peer(running.channel, "host-2", {one.nvme: Tier.TIER_NVME})
-    with pytest.raises(Conflict, match="living"):
+    with pytest.raises(Conflict, match="live node"):
         await thief.register()
     running.clock.advance(1.0)
     await wait_until_async(lambda: is_alive(one, alive=False))
