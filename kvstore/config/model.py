@@ -170,8 +170,8 @@ class NodeSection(Section):
     write_behind_to: Annotated[str, AfterValidator(check_node_id)] | None = Field(
         default=None, description="node id of a storage node that completed blocks are written to"
     )
-    policy: Literal["gap", "s3-fifo", "lru"] = Field(
-        default="gap", description="eviction: gap (expected time of next use), s3-fifo or lru"
+    policy: Literal["reuse-distance", "s3-fifo", "lru"] = Field(
+        default="reuse-distance", description="eviction: reuse-distance (expected time of next use), s3-fifo or lru"
     )
     lease: Annotated[DurationMs, AfterValidator(_check_lease)] = Field(
         default=10_000, description="how long loaded blocks stay put"

@@ -66,7 +66,7 @@ class NodeSpec:
     nvme_bytes: int = 0
     """0: no NVMe volume."""
     write_behind_to: str | None = None
-    policy: str = "gap"
+    policy: str = "reuse-distance"
     settings: tuple[tuple[str, str], ...] = ()
     """Further ``--set node.<name>=<value>``."""
     place: DaemonHost = DaemonHost()

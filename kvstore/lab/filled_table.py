@@ -77,7 +77,9 @@ class FilledTable:
         policy: name of the eviction policy of both tiers.
     """
 
-    def __init__(self, *, layers: int = 32, chain_blocks: int = 32, capacity_blocks: int = 1 << 20, policy: str = "gap") -> None:
+    def __init__(
+        self, *, layers: int = 32, chain_blocks: int = 32, capacity_blocks: int = 1 << 20, policy: str = "reuse-distance"
+    ) -> None:
         self.clock = MonotonicClock()
         self.counters = Counters()
         self.shape = BlockShape(layers, 16)

@@ -68,7 +68,7 @@ class NodeConfig:
     """Volumes of other nodes that are read directly."""
     write_behind_to: str | None = None
     """Node id of a storage node that completed blocks are written to; None: own NVMe volumes, if any."""
-    policy: str = "gap"
+    policy: str = "reuse-distance"
     lease_ms: int = 10_000
     """How long blocks answered by Load stay put for the engine to copy."""
     prepare_ttl_ms: int = 30_000

@@ -273,15 +273,15 @@ class FaultyVolume(_Faulty, DurableVolume):
         return self._inner.read_only
 
     @property
-    def lasting(self) -> bool:
-        return self._inner.lasting
+    def files_present(self) -> bool:
+        return self._inner.files_present
 
     @property
     def answered_s(self) -> float:
         return self._inner.answered_s
 
-    def in_place(self) -> bool:
-        return self._inner.in_place()
+    def check_files(self) -> bool:
+        return self._inner.check_files()
 
     def resume(self) -> bool:
         return self._inner.resume()

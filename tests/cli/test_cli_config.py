@@ -142,7 +142,7 @@ def test_variables_that_others_make_are_left_alone() -> None:
         ("node.dram=0", "greater than 0"),
         ("nonsense", "looks like node.dram=4GiB"),
         ("node.lease=249ms", "250ms or more"),
-        ("node.policy=foo", "'gap', 's3-fifo' or 'lru'"),
+        ("node.policy=foo", "'reuse-distance', 's3-fifo' or 'lru'"),
         ("node.nvme=/a,b:1GiB", "no comma in the path"),
         ("node.mounts=/a", "a mount looks like"),
         ("node.mounts==/a", "a mount looks like"),

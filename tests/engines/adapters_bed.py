@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of tiny models with random weights, and what a model says with one."""
+"""LoRA adapters with random weights for tiny models, and the merge of an adapter into a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests with real engines share. They run in their own environment (``make test-engines``) and are skipped elsewhere."""
+"""Fixtures of tests with real engines. They run in their own environment (``make test-engines``) and are skipped elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_S = 300
 """Of any one test: engines that are started in it, or before it, take half a minute, and several times that on a machine whose
 processors others have."""
 
-# Before any engine is imported: no hub, no telemetry, one thread each, engines in this process where a test asks for no other.
+# Set before any engine is imported: no hub, no telemetry, one thread per engine, and engines in this process by default.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -70,7 +70,7 @@ def llama(models: Callable[[str], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """A store that nobody breaks."""
+    """A healthy store, shared by the tests of a module."""
     from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
     with LocalCluster([NodeSpec("n", dram_bytes=128 * _MIB)], tmp_path_factory.mktemp("store")) as cluster:
@@ -88,7 +88,7 @@ def fragile(tmp_path: Path) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Connects models, each by itself unless told otherwise: namespaces differ by the salt."""
+    """Connect models to the store, by default with one salt per test, so that namespaces differ."""
     from generate_bed import BLOCK
 
     from kvclient.engines.transformers import PrefixStore

@@ -1,4 +1,4 @@
-"""What tests of the transformers hook share: models, prompts, greedy answers; as a script, the process that stored before."""
+"""Models, prompts and greedy answers for tests of the transformers hook. As a script: another process that stores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prompt(seed: int = 0, tokens: int = PROMPT, rows: int = 1) -> torch.Tensor:
 
 
 def greedy(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **how: Any) -> list[list[int]]:
-    """What a model says by itself, or with ``past_key_values``."""
+    """Return a model's greedy answer, alone or with ``past_key_values``."""
     mask = torch.ones_like(ids) if mask is None else mask
     how = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": PAD, **how}
     answer: torch.Tensor = model.generate(input_ids=ids, attention_mask=mask, **how)
@@ -49,7 +49,7 @@ def greedy(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **ho
 
 
 def with_local_prefix(model: Any, ids: torch.Tensor, tokens: int) -> list[list[int]]:
-    """The answer of a model that kept the KV of a whole prompt, and goes on from its first tokens."""
+    """Return the answer of a model that continues from the first tokens of a KV cache of its own."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)

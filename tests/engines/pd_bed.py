@@ -1,4 +1,4 @@
-"""A prefill engine and a decode engine, each a served vLLM beside a node of its own, and a storage node: what P/D tests share."""
+"""A prefill engine and a decode engine (served vLLMs, each with its own node) and a storage node, for prefill/decode tests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class PdBed:
         return node_pb2_grpc.NodeStub(grpc.insecure_channel(self.cluster.node(name).address))
 
     def only_in_storage(self) -> None:
-        """Everything stored so far is durable, and in no host's or engine's memory."""
+        """Make all blocks durable, and remove them from the memory of hosts and engines."""
         for engine in self.engines:
             engine.reset_prefix_cache()
         for name in (PREFILL, DECODE, STORAGE):
@@ -134,7 +134,7 @@ def pd_bed(
 
 
 class Oracle:
-    """What the model itself says, by transformers: no engine, no cache of ours.
+    """Return the answer of transformers, without engine and store.
 
     Args:
         model: its folder.

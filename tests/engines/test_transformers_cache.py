@@ -1,4 +1,4 @@
-"""Models of transformers answer with the store as they do without it, whoever stored, whatever fails, however they are used."""
+"""Models of transformers answer with the store as without it, also after failures and with all ways of ``generate``."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_where_generate_itself_feeds_the_whole_prompt_the_prefix_is_left(
     for unused in (0, 1):
         tokens, loaded = answer(store, ids, **how)
         assert tokens == fresh
-        assert not loaded or "prefill_chunk_size" in how  # which later versions feed behind what a cache holds
+        assert not loaded or "prefill_chunk_size" in how  # later versions feed only the tokens after the cache
         assert store.stats().get("hook_prefix_unused_total", 0) == (0 if loaded else unused)
     assert answer(store, torch.cat([ids, torch.tensor(fresh)], 1))[1] >= ids.shape[1] + STEPS - 2 * BLOCK
 
@@ -270,7 +270,7 @@ def test_what_depends_on_more_than_tokens_is_not_stored(llama: Any, shared: Loca
     odd = {
         "embeddings": {"inputs_embeds": embedded},
         "a hole in the mask": {"input_ids": ids, "attention_mask": (torch.arange(64) != 5).long()[None]},
-        "a mask of its own": {"input_ids": ids, "attention_mask": torch.ones(1, 1, 64, 64).tril().log()},
+        "a 4-d mask": {"input_ids": ids, "attention_mask": torch.ones(1, 1, 64, 64).tril().log()},
         "other positions": {"input_ids": ids, "position_ids": torch.arange(64)[None] + 1},
     }
     for what, given in odd.items():
@@ -477,7 +477,7 @@ def test_without_a_store_models_answer_as_ever(llama: Any, connect: Connect) -> 
         store, ids = connect(cluster, llama, store_deadline_s=2.0), prompt(40)
         fresh, _ = answer(store, ids)
         assert answer(store, ids) == (fresh, HIT)
-    assert answer(store, ids, shown=False) == (fresh, 0)  # the whole store is gone
+    assert answer(store, ids, shown=False) == (fresh, 0)  # the store is down
     assert store.stats()["client_lookups_failed_total"]
     nowhere = PrefixStore.connect(llama, metadata="127.0.0.1:1", node="none", block_tokens=BLOCK, store_deadline_s=0.5)
     with nowhere:
@@ -517,7 +517,7 @@ def test_a_flipped_bit_is_a_miss_and_the_answer_stays(llama: Any, fragile: Local
     until_shown(again, again._client.keys(ids[0, :HIT].numpy()))
     assert answer(again, ids) == (fresh, bad * BLOCK)
     assert again.stats()["client_missed_corrupt_blocks_total"] == 1
-    assert answer(again, ids) == (fresh, HIT), "what was bad was computed and stored anew"
+    assert answer(again, ids) == (fresh, HIT), "the corrupt blocks were computed and stored again"
 
 
 @pytest.mark.parametrize("when", ["before the answer", "in the middle of it"])

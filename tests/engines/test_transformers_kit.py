@@ -21,7 +21,7 @@ class TestTransformers(ConnectorSuite):
 
 
 class SlidingWindows(ConnectorSuite):
-    """For soaks (``kvstore.testing.connector.soak``); what is particular about windows is in ``test_transformers_cache``."""
+    """For soaks (``kvstore.testing.connector.soak``); ``test_transformers_cache`` covers sliding windows."""
 
     @classmethod
     def make_driver(cls, folder: Path) -> TransformersDriver:

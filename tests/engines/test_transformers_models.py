@@ -1,4 +1,4 @@
-"""Models that are not as they were, or not called as they might be, answer as they do without the store, which is left alone."""
+"""Changed models and unusual calls bypass the store and answer as without it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_without_a_cache_the_store_is_left_alone(
 def test_a_cache_that_generate_is_not_to_use_does_no_harm(
     family: str, models: Callable[[str], Any], shared: LocalCluster, connect: Connect
 ) -> None:
-    """With ``use_cache=False`` each pass but the first is fed the whole text, whatever the cache holds."""
+    """With ``use_cache=False`` each pass but the first is fed the whole text, without regard to the cache."""
     store = connect(shared, models(family))
     ids, mask = padded(PROMPT, 150, seed=65)
     fresh = greedy(store.model, ids, mask, use_cache=False)
@@ -137,7 +137,7 @@ def test_hooks_that_come_after_the_cache_are_found_in_the_pass_itself(
         pytest.raises(InvalidArgument, match="hook"),
     ):
         greedy(model, ids, past_key_values=cache)
-    with store.cache(ids) as cache:  # a second turn that is steered: what a cache does without the store as well
+    with store.cache(ids) as cache:  # a second, steered turn: plain caches allow it too
         turn = torch.cat([ids, torch.tensor(greedy(model, ids, past_key_values=cache)), prompt(69, 40)], 1)
         cache.commit()
         stored = store.stats()["hook_stored_blocks_total"]

@@ -1,6 +1,6 @@
 """vLLM whose pages are copied as a GPU's are (``late_connector``): the same tokens and blocks as with pages in host memory.
 
-What runs here is vLLM on a CPU: it computes at once, so that only what copies must wait for, and what waits for copies, is late.
+vLLM runs on a CPU here and computes at once, so only the copies, and the steps that wait for them, are late.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whatever happens to the store, vLLM says what it says alone, and goes on; its pages are never free while they are read."""
+"""After every failure of the store vLLM answers as without it; its pages are never freed while they are read."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_with_policy_fail_the_request_fails_and_the_engine_goes_on(family: str, 
     wait_until(lambda: engine.scheduler_side.finder is not None)
     assert engine.flush()
     bed.cluster.start_node("n")
-    wait_until(lambda: all(one.outputs[0].finish_reason == "length" for one in engine.run(PROMPTS, 12)), "it goes on")
+    wait_until(lambda: all(one.outputs[0].finish_reason == "length" for one in engine.run(PROMPTS, 12)), "the engine answers")
     assert engine.tokens(PROMPTS) == right
 
 
@@ -202,14 +202,14 @@ def test_corrupt_blocks_are_computed(make_bed: Callable[..., Bed]) -> None:
     counts = engine.counters()
     assert counts["loads_failed"] == 1
     assert counts["load_missing_blocks"] >= 1
-    assert counts["load_blocks"] >= 1, "what is before the first bad block counts"
+    assert counts["load_blocks"] >= 1, "blocks before the first bad one count"
 
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_what_a_step_that_raises_has_not_computed_is_not_stored(
     raises: bool, make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM tells of its end as of any other. A step that somebody asks for who is handling an error has not raised."""
+    """vLLM ends a step that raised like any other. A step inside an exception handler has not raised."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     engine = make_bed().open()
@@ -221,7 +221,7 @@ def test_what_a_step_that_raises_has_not_computed_is_not_stored(
             raise RuntimeError("out of memory")
 
     try:
-        int("somebody else's error")
+        int("another error")
     except ValueError:
         if raises:
             monkeypatch.setattr(GPUModelRunner, "_model_forward", no_room)
@@ -330,7 +330,7 @@ def test_a_request_that_is_aborted_while_it_loads(make_bed: Callable[..., Bed]) 
 
 @pytest.mark.parametrize("server", ["n", "metadata"])
 def test_vllm_hung_server_delays_no_later_request(server: str, make_bed: Callable[..., Bed]) -> None:
-    """One request waits for about a second; those after it are answered as if there were no store."""
+    """One request waits for about a second; later ones are answered as without a store."""
     bed = make_bed()
     engine = bed.open()
     right = engine.tokens(PROMPTS)
@@ -379,7 +379,7 @@ def test_a_reset_does_not_wait_for_a_node_that_hangs(connector_too: bool, make_b
         assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=connector_too)
         assert not engine.scheduler_side.has_pins
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert engine.tokens(PROMPTS) == right, "the engine goes on"
+        assert engine.tokens(PROMPTS) == right, "the engine answers"
         assert engine.llm.reset_prefix_cache()
     finally:
         process.send_signal(signal.SIGCONT)
@@ -444,7 +444,7 @@ def test_events_salts_and_metrics(make_bed: Callable[..., Bed]) -> None:
     engine.tokens(PROMPTS[:1])
     assert engine.flush()
     stored = [event for event in seen if type(event).__name__ == "BlockStored"]
-    assert sum(len(event.block_hashes) for event in stored) == (500 + 12 - 1) // BLOCK, "the last token has no KV"
+    assert sum(len(event.block_hashes) for event in stored) == (500 + 12 - 1) // BLOCK, "the last token lacks KV"
     assert [token for event in stored for token in event.token_ids][: len(PROMPTS[0])] == PROMPTS[0][: 500 // BLOCK * BLOCK]
     assert {event.medium for event in stored} == {"KVSTORE"}
     engine.forget()
@@ -454,7 +454,7 @@ def test_events_salts_and_metrics(make_bed: Callable[..., Bed]) -> None:
     for _ in range(2):
         for prompt in asked:
             answer = engine.llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0]
-            assert answer.num_cached_tokens == 0, "whoever salts shares nothing"
+            assert answer.num_cached_tokens == 0, "other salts share nothing"
         asked = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("c", "d")]
     metrics = {metric.name: metric for metric in engine.llm.get_metrics()}
     assert metrics["vllm:kvstore_store_bytes"].value > 0

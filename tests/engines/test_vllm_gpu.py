@@ -1,4 +1,4 @@
-"""vLLM on a GPU: what it says with the store is what it says from its own prefix cache. ``make test-gpu`` runs it.
+"""vLLM on a GPU answers with the store as from its own prefix cache. ``make test-gpu`` runs it.
 
 Needs vLLM's own wheel, for CUDA. Written before it could be run on a GPU.
 """
@@ -35,7 +35,7 @@ def test_the_same_tokens_as_from_its_own_cache(
     family: str, copies: str, mode: str, eager: bool, store: StoreAddress, tmp_path: Path
 ) -> None:
     if mode == "layerwise" and family == "gemma3":
-        pytest.skip("vLLM has no way to be told that a layer-wise load of several groups failed")
+        pytest.skip("vLLM cannot learn that a layer-wise load of several groups failed")
     driver = VllmDriver(tiny(family, tmp_path), family, load_mode=mode)
     how = {"dtype": "bfloat16", "enforce_eager": eager, "async_scheduling": mode == "async", "kv_cache_memory_bytes": 256 << 20}
     options = {"salt": f"{copies}{mode}{eager}", "device_copies": copies}

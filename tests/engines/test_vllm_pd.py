@@ -1,4 +1,4 @@
-"""Two served vLLM engines, one prefills and one decodes: the tokens are the model's own, whatever becomes of the other side.
+"""Two served vLLM engines, one prefills and one decodes: the tokens are the model's own, also if the other side fails.
 
 Prefixes are loaded layer by layer here; ``test_vllm_pd_windows`` loads outside of the batch.
 """
@@ -74,7 +74,7 @@ def test_a_session_is_loaded_over_both_paths_and_what_was_generated_too(bed: PdB
         answer = bed.ask(history, 48)
         assert answer == oracle.says(history, 48)
         assert bed.counts(bed.prefill).get("load_tokens", 0) - before.get("load_tokens", 0) == stored
-        stored = (len(history) + 47) // BLOCK * BLOCK  # the last token has no KV yet
+        stored = (len(history) + 47) // BLOCK * BLOCK  # the last token lacks KV
         history = history + answer + text(("turn", turn), 60)
         bed.only_in_storage()
     last = bed.counts(bed.prefill)
@@ -99,7 +99,7 @@ def test_many_at_once_with_common_beginnings(bed: PdBed, oracle: Oracle) -> None
 
 
 def test_the_same_prompt_twice_at_once(bed: PdBed, oracle: Oracle) -> None:
-    """Each transfer has a partial block of its own: one does not take away what the other waits for."""
+    """Each transfer has its own partial block: one transfer does not consume that of the other."""
     prompt = text("twice", 170)
     before = bed.counts(bed.decode).get("prompts", 0)
     asked = [bed.begin(prompt, 8, transfer_id()) for _ in range(4)]
@@ -109,7 +109,7 @@ def test_the_same_prompt_twice_at_once(bed: PdBed, oracle: Oracle) -> None:
 
 
 def test_a_prompt_that_nobody_prefills_is_computed(bed: PdBed, oracle: Oracle) -> None:
-    prompt = text("nobody", 300)
+    prompt = text("absent", 300)
     before = bed.counts(bed.decode).get("prompts_incomplete", 0)
     began_s = time.monotonic()
     answer = bed.decode.complete(prompt, 8, kv_transfer_params=for_decode(transfer_id()))
@@ -119,7 +119,7 @@ def test_a_prompt_that_nobody_prefills_is_computed(bed: PdBed, oracle: Oracle) -
 
 
 def test_a_hand_over_that_fails_for_good_is_waited_for_by_nobody(bed: PdBed, oracle: Oracle) -> None:
-    """The decode host's node is stopped until the prefill engine has given up, and is told when it goes on."""
+    """The decode host's node is stopped until the prefill engine has given up, and learns of it afterwards."""
     prompt = text("stopped", 300)
     before = bed.counts(bed.prefill).get("handoffs_failed", 0)
     node = bed.cluster.node(DECODE).process
@@ -173,7 +173,7 @@ def test_at_the_end_each_part_is_closed_whatever_becomes_of_the_others() -> None
 def test_a_decode_node_that_is_not_there(bed: PdBed, oracle: Oracle) -> None:
     prompt = text("lost", 300)
     before = bed.counts(bed.prefill).get("handoffs_failed", 0)
-    answer = bed.prefill.complete(prompt, 1, kv_transfer_params=for_prefill(transfer_id(), "nobody"))
+    answer = bed.prefill.complete(prompt, 1, kv_transfer_params=for_prefill(transfer_id(), "absent"))
     assert token_ids_of(answer) == oracle.says(prompt, 8)[:1]
     wait_until(lambda: ended(bed, bed.prefill, "handoffs_failed", before), "the failed hand-over is counted")
 
@@ -205,7 +205,7 @@ def test_who_stops_waiting_leaves_nothing_behind(bed: PdBed, oracle: Oracle) -> 
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     wait_until(lambda: bed.decode.metrics()["vllm:num_requests_waiting"] > 0, "the request waits")
     connection.close()
-    wait_until(lambda: bed.decode.metrics()["vllm:num_requests_waiting"] == 0, "it is gone")
+    wait_until(lambda: bed.decode.metrics()["vllm:num_requests_waiting"] == 0, "the request has ended")
     assert token_ids_of(bed.prefill.complete(prompt, 1, kv_transfer_params=for_prefill(transfer))) == oracle.says(prompt, 4)[:1]
     assert bed.ask(prompt, 8) == oracle.says(prompt, 8)
 

@@ -55,7 +55,7 @@ def test_a_session_is_loaded_over_both_paths(bed: PdBed, oracle: Oracle) -> None
         answer = bed.ask(history, 48)
         assert answer == oracle.says(history, 48)
         assert bed.counts(bed.prefill).get("load_tokens", 0) - before.get("load_tokens", 0) == stored
-        stored = (len(history) + 47) // BLOCK * BLOCK  # the last token has no KV yet
+        stored = (len(history) + 47) // BLOCK * BLOCK  # the last token lacks KV
         history = history + answer + text(("turn", turn), 60)
         bed.only_in_storage()
     last = bed.counts(bed.prefill)

@@ -25,13 +25,13 @@ RANKS = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function of the bed is run in the ranks
 }
-"""What the engine of two ranks is started with; other engines run in the tests' own process and must not see it."""
+"""Environment of the engine with two ranks. Engines in the tests' own process must not see it."""
 TIMEOUT_S = 200.0
 """Ranks spin while they wait for each other: on busy cores that takes its time."""
 
 
 def answers(cluster: LocalCluster, folder: Path, family: str) -> dict[str, Any]:
-    """What an engine of two ranks in processes of its own says."""
+    """Run an engine with two ranks in separate processes and return its output."""
     script = Path(__file__).with_name("vllm_ranks_bed.py")
     argv = [sys.executable, str(script), cluster.metadata_address, cluster.node("n").local_socket, str(folder), family]
     process = subprocess.Popen(
@@ -55,12 +55,12 @@ def answers(cluster: LocalCluster, folder: Path, family: str) -> dict[str, Any]:
 def test_two_ranks_load_what_they_stored(family: str, tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path / "store") as cluster:
         engine = answers(cluster, tmp_path, family)
-    assert engine["processors"][0] == [1, len(os.sched_getaffinity(0))], "what is stored is not copied where the rank computes"
+    assert engine["processors"][0] == [1, len(os.sched_getaffinity(0))], "the store's copies run on another core than the rank"
     if engine["whole_prompts_only"]:
         assert engine["cached"] == [0, 0, 0]
         assert engine["said"][0] == engine["said"][1] == engine["said"][2]
         pytest.skip("vLLM computes prompts of latents only as a whole on this CPU, which has no AMX: nothing is loaded")
-    block = engine["block_tokens"]  # vLLM's choice: where a CPU has no AMX, latents lie in pages of 16 tokens
+    block = engine["block_tokens"]  # vLLM's choice: without AMX, pages of latents have 16 tokens
     hit_blocks, stored_blocks = TOKENS // block, (TOKENS + 12 - 1) // block
     assert engine["cached"] == [0, hit_blocks * block, hit_blocks * block], json.dumps(engine["counts"])
     assert engine["said"][1] == engine["said"][2]

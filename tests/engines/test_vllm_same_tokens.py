@@ -1,4 +1,4 @@
-"""vLLM says with the store what it says without: whoever stored, however it is used; and its output would show a wrong byte."""
+"""vLLM answers with the store as without it, and its output would show a wrong byte."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def opened(folder: Path) -> Iterator[Open]:
 
 @pytest.fixture(scope="module")
 def elsewhere(folder: Path, store: StoreAddress, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What another process said, fresh and from its own prefix cache, and stored."""
+    """Answers of another process, computed and from its own prefix cache; it stored the KV."""
     prompts = tmp_path_factory.mktemp("said") / "prompts.json"
     prompts.write_text(json.dumps(PROMPTS))
     script = Path(__file__).with_name("vllm_bed.py")
@@ -77,7 +77,7 @@ def elsewhere(folder: Path, store: StoreAddress, tmp_path_factory: pytest.TempPa
 
 
 def spoil(engine: VllmEngine) -> None:
-    """From now on pages of one layer are rotated behind the connector's back once they are loaded."""
+    """Rotate the pages of one layer after each load, unseen by the connector."""
     side = engine.worker_side
     begin = side._begin
 
@@ -162,7 +162,7 @@ def watch_pages(engine: VllmEngine) -> list[bool]:
 
 @pytest.mark.parametrize("mode", ["async", "layerwise"])
 def test_latents_of_several_requests_at_once(mode: str, store: StoreAddress, opened: Open) -> None:
-    """In bfloat16 an answer depends on who else is in the batch, so that pages are compared."""
+    """Compare pages: in bfloat16 an answer depends on the other requests of its batch."""
     prompts = [text(70, 300) + text(71 + at, 90 * at + 40) for at in range(5)]
     engine = opened(store, "deepseek", mode=mode, options={"salt": f"latents {mode}"})
     if engine.whole_prompts_only:
@@ -180,7 +180,7 @@ def test_latents_of_several_requests_at_once(mode: str, store: StoreAddress, ope
 
 
 def test_nothing_is_loaded_where_vllm_computes_prompts_only_as_a_whole(store: StoreAddress, opened: Open) -> None:
-    """The backend that vLLM takes for latents on a CPU without AMX does not look at what lies before a prompt's new tokens."""
+    """vLLM's backend for latents on a CPU without AMX ignores the KV before a prompt's new tokens."""
     how = {"dtype": "float32", "attention_config": {"backend": "CPU_MLA"}}
     alone = [one.tokens for one in opened(None, "deepseek", **how).one_by_one(PROMPTS)]
     engine = opened(store, "deepseek", options={"salt": "whole"}, **how)
@@ -220,7 +220,7 @@ MANY = [text(20, 300) + text(21 + at, 40 + 37 * at) for at in range(10)]
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[tuple[int, ...]]:
-    """What an engine with room and no store says to many at once."""
+    """Answers of an engine with enough pages and no store."""
     engine = VllmDriver(tiny("llama", folder)).open(None)
     try:
         return engine.tokens(MANY, 40)

@@ -52,7 +52,7 @@ def test_vllm_prefills_and_transformers_goes_on(tmp_path: Path) -> None:
 
 
 def said_by_vllm(folder: Path, ids: list[int], options: dict[str, Any]) -> list[int]:
-    """Greedy tokens of vLLM, which stores the KV of what it computes."""
+    """Greedy tokens of vLLM, which stores the KV."""
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 

@@ -1,9 +1,9 @@
-"""KV is of the weights that made it: engines whose weights did not come from the same files share none."""
+"""KV belongs to the weights that computed it: engines that hold other weights share none."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ pytest.importorskip("vllm")
 from adapters_bed import make_adapter
 from vllm_bed import VllmDriver, VllmEngine, text, tiny
 
-from kvclient.engines.stamps import engine_starts
-from kvclient.engines.weights import WeightsSource
+from kvclient.engines.file_stamps import mark_engine_start
+from kvclient.engines.model_files import ModelFiles
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.tiny_models import Family, TinyModel, make_model
 from kvstore.testing.connector.driver import StoreAddress
 
 MIB = 1 << 20
+WEIGHTS = "model.safetensors"
 PROMPTS = [text(seed, 400) for seed in range(2)]
 LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
 
@@ -32,7 +33,7 @@ def driver(model_folder: Path) -> VllmDriver:
 
 @pytest.fixture(scope="module")
 def right(driver: VllmDriver) -> list[tuple[int, ...]]:
-    """What the model says without a store."""
+    """Answers of the model without a store."""
     alone = driver.open(None)
     try:
         return alone.tokens(PROMPTS)
@@ -67,34 +68,110 @@ def test_weights_that_were_made_up_are_nobody_elses(
     assert ([one.tokens for one in answers], loaded(answers)) == (right, [0, 0])
 
 
-@pytest.mark.parametrize("how", ["written", "renamed", "folders swapped"])
-def test_weights_that_were_replaced_once_they_were_read_are_nobody_elses(
-    how: str, driver: VllmDriver, store: StoreAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_weights_files_replaced_after_load_keep_their_kv(
+    driver: VllmDriver, store: StoreAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine with the old weights looks at the new ones: its KV must not be taken for theirs."""
-    from replacing_connector import FOLDER, HOW, OTHERS
+    """The files of an engine are overwritten when it has loaded them: its KV is that of the weights that it holds."""
+    from kvclient.engines.vllm.connector import KVStoreConnector
 
-    others = VllmDriver(
-        make_model(tmp_path / "others", TinyModel(Family.LLAMA, hidden=128, head_dim=32, max_tokens=4096, seed=7))
-    )
+    others = make_model(tmp_path / "others", TinyModel(Family.LLAMA, hidden=128, head_dim=32, max_tokens=4096, seed=7))
     folder = shutil.copytree(driver.model, tmp_path / "model")
-    alone = others.open(None)
+    alone = VllmDriver(others).open(None)
     right = alone.tokens(PROMPTS)
     alone.close()
-    replacing = VllmDriver(folder, connector="ReplacingConnector", module="replacing_connector")
-    for name, value in ((FOLDER, folder), (OTHERS, others.model), (HOW, how)):
-        monkeypatch.setenv(name, str(value))
-    torn = replacing.open(store)
-    assert torn.tokens(PROMPTS) != right, "it has the old ones"
-    assert torn.flush()
-    torn.close()
-    engine = VllmDriver(folder).open(store)
-    answers = engine.generate(PROMPTS, 12)
-    engine.forget()
-    again = engine.generate(PROMPTS, 12)
+    register = KVStoreConnector.register_kv_caches
+
+    def overwrite_and_register(*args: Any) -> None:
+        with (folder / WEIGHTS).open("r+b") as file, (others / WEIGHTS).open("rb") as other:
+            shutil.copyfileobj(other, file)
+        register(*args)
+
+    monkeypatch.setattr(KVStoreConnector, "register_kv_caches", overwrite_and_register)
+    engine = VllmDriver(folder).open(store, {"model": "m"})
+    old = engine.tokens(PROMPTS)
+    assert old != right, "it holds the old weights"
+    assert engine.flush()
     engine.close()
-    assert ([one.tokens for one in answers], loaded(answers)) == (right, [0, 0])
-    assert all(loaded(again)), "from the next start on they are shared"
+    monkeypatch.undo()
+    for model, tokens, hits in ((folder, right, [0, 0]), (driver.model, old, [384, 384])):
+        engine = VllmDriver(model).open(store, {"model": "m"})
+        answers = engine.generate(PROMPTS, 12)
+        engine.close()
+        assert ([one.tokens for one in answers], loaded(answers)) == (tokens, hits), "equal weights share, from any folder"
+
+
+def scale_layer(factor: float) -> Callable[[Any], None]:
+    """Change the weights of one norm in place."""
+
+    def scale(model: Any) -> None:
+        model.model.layers[1].input_layernorm.weight.data.mul_(factor)
+
+    return scale
+
+
+@pytest.mark.parametrize("options", [{}, {"weights_epoch": "named"}], ids=["unnamed", "named"])
+def test_weights_changed_in_place_begin_an_epoch(
+    options: dict[str, str], right: list[tuple[int, ...]], driver: VllmDriver, store: StoreAddress
+) -> None:
+    """As after ``collective_rpc("reload_weights")`` or a weight transfer, with no more than vLLM's own reset of its cache."""
+    engine = driver.open(store, options)
+    assert engine.tokens(PROMPTS) == right
+    engine.forget()
+    assert loaded(engine.generate(PROMPTS, 12)) == [384, 384], "a reset alone changes nothing"
+    assert engine.flush()
+    engine.llm.apply_model(scale_layer(2))
+    assert engine.llm.reset_prefix_cache()
+    answers = engine.generate(PROMPTS, 12)
+    assert loaded(answers) == [0, 0]
+    other = [one.tokens for one in answers]
+    assert other != right
+    engine.forget()
+    assert loaded(engine.generate(PROMPTS, 12)) == [384, 384], "its new KV is found"
+    assert engine.flush()
+    engine.close()
+    engine = driver.open(store, options)
+    new = [text(seed, 400) for seed in range(7, 9)]
+    assert engine.tokens(PROMPTS) == right
+    engine.llm.apply_model(scale_layer(2))
+    assert engine.llm.reset_prefix_cache()
+    answers = engine.generate([*PROMPTS, *new], 12)
+    assert loaded(answers)[:2] == ([0, 0] if options else [384, 384]), "engines that were updated equally share"
+    assert [one.tokens for one in answers[:2]] == other
+    assert engine.flush()
+    engine.llm.apply_model(scale_layer(0.5))
+    assert engine.llm.reset_prefix_cache()
+    answers = engine.generate([*PROMPTS, *new], 12)
+    assert loaded(answers) == ([0] * 4 if options else [384, 384, 0, 0]), "back to the first weights"
+    assert [one.tokens for one in answers[:2]] == right
+    engine.close()
+
+
+def test_weights_digest_sees_one_element_of_any_tensor(driver: VllmDriver, store: StoreAddress) -> None:
+    """Of linear layers, whose kernels keep the weights, it sees columns."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    engine = driver.open(store)
+    digest = engine.worker_side.digest_weights
+    (model,) = engine.llm.apply_model(lambda model: model)
+    before = digest()
+    assert digest() == before
+    tensors = [one for one in (*model.parameters(), *model.buffers()) if one.numel()]
+    linear = [one for one in model.modules() if isinstance(one, LinearBase)]
+    assert len(tensors) > 10
+    assert len(linear) >= 8
+    seen = {before}
+    for tensor in tensors:
+        element = tensor.data.reshape(-1)[tensor.numel() // 3 :][:1]
+        element += 1
+        seen.add(digest())
+        element -= 1
+    for layer in linear:
+        compute = layer.quant_method.apply
+        layer.quant_method.apply = lambda of, x, layer=layer, compute=compute: compute(of, x) * (1 + (of is layer))
+        seen.add(digest())
+        layer.quant_method.apply = compute
+    assert len(seen) == 1 + len(tensors) + len(linear)
+    engine.close()
 
 
 def ask(engine: VllmEngine, adapter: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -110,7 +187,7 @@ def ask(engine: VllmEngine, adapter: Any, prompts: Sequence[Sequence[int]] = PRO
 
 
 def test_an_adapter_that_was_read_anew_is_another(driver: VllmDriver, store: StoreAddress, tmp_path: Path) -> None:
-    """Its files change while it is evicted among others: vLLM reads the new ones, and what they compute is not the old ones'."""
+    """An adapter's files change while it is evicted: vLLM reads the new ones, whose KV is not that of the old ones."""
     from vllm.lora.request import LoRARequest
 
     folders = [tmp_path / name for name in ("a", "b", "c")]
@@ -179,14 +256,14 @@ def test_an_adapter_that_changes_between_a_plan_and_its_step_is_not_stored(
 OLD, NEW = "1" * 40, "2" * 40
 
 
-def test_a_model_of_a_hub_is_its_commit(tmp_path: Path) -> None:
+def test_model_files_of_a_hub_are_identified_by_commit(tmp_path: Path) -> None:
     """Also where it was fetched by this very engine: transformers does not say which commit it read."""
-    hub = tmp_path / "models--somebody--model"
+    hub = tmp_path / "models--user--model"
     drawn = iter(range(9))
 
     def text(asked: str = "") -> str:
-        source = WeightsSource("somebody/model", asked=asked, cache=str(tmp_path))
-        return source.digest(lambda: f"own {next(drawn)}")
+        files = ModelFiles("user/model", requested_revision=asked, cache=str(tmp_path))
+        return files.weights_digest(lambda: f"own {next(drawn)}")
 
     def fetch(commit: str) -> None:
         (hub / "snapshots" / commit).mkdir(parents=True)
@@ -196,11 +273,11 @@ def test_a_model_of_a_hub_is_its_commit(tmp_path: Path) -> None:
         (hub / "refs" / "main").write_text(commit)
 
     assert text() == "own 0:", "nothing is there"
-    engine_starts()
+    mark_engine_start()
     fetch(OLD)
-    assert text() == f"{OLD}:", "what was fetched by this engine, or beside it, is all there is"
+    assert text() == f"{OLD}:", "the only commit there is, also if this engine fetched it"
     fetch(NEW)
     assert text() == "own 1:", "it may have read the one before"
     assert text(OLD) == f"{OLD}:"
-    engine_starts()
+    mark_engine_start()
     assert text() == f"{NEW}:"

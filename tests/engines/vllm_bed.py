@@ -1,4 +1,4 @@
-"""A vLLM engine in this process, with the connector or without: what tests of the connector and the conformance kit drive.
+"""A vLLM engine in this process, with or without the connector, for tests of the connector and the conformance kit.
 
 One at a time: vLLM keeps a connector and distributed groups in globals. As a script: the process that stored before.
 """
@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvclient.engines.stamps import engine_starts
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
 from kvstore.lab.tiny_models import Family, TinyModel, make_model
@@ -51,9 +50,9 @@ class VllmDriver:
         model: its folder.
         family: of the model.
         load_mode: of the connector.
-        policy: what vLLM does where a load fails.
+        policy: vLLM's policy for failed loads.
         connector: the connector's class.
-        module: where it is.
+        module: its module.
     """
 
     model: Path
@@ -92,7 +91,6 @@ class VllmDriver:
                 kv_load_failure_policy=self.policy,
                 kv_connector_extra_config=extra,
             )
-        engine_starts()  # tests make their models in the process that serves them
         return LLM(model=str(self.model), **{**given, **engine})
 
 
@@ -111,7 +109,7 @@ class VllmEngine:
 
     @property
     def block_tokens(self) -> int:
-        """Of a page, as vLLM chose it: where a CPU has no AMX, latents lie in pages of 16 tokens whatever was asked for."""
+        """Tokens per page, as vLLM chose them: without AMX, pages of latents have 16 tokens despite the option."""
         chosen: int = self.core.vllm_config.cache_config.block_size
         return chosen
 
@@ -237,7 +235,7 @@ class VllmEngine:
 
 @cache
 def _spare_later_engines() -> None:
-    """What vLLM does anew for every engine, and this process has done by now, is left out from here on.
+    """Skip work that vLLM repeats for every engine, although this process has done it.
 
     It collects garbage seven times an engine, each time through all that its hundreds of modules hold, and it looks through all
     modules for kernels that are to be replaced: six seconds an engine. What is imported by now stays frozen; engines are still

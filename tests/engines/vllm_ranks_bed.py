@@ -20,7 +20,7 @@ from kvstore.testing.connector.driver import StoreAddress
 TOKENS = 500
 SHOWN_S = 60.0
 PATIENT = {"connect_deadline_s": 30.0, "lookup_deadline_s": 30.0, "load_deadline_s": 60.0, "store_deadline_s": 60.0}
-"""Two ranks leave a store on two cores little time; what came too late would be computed."""
+"""Long deadlines: two ranks leave a store on two cores little time."""
 
 
 def is_shown(worker: Any) -> bool:
@@ -58,7 +58,7 @@ def fork_children() -> None:
 
 
 def bind() -> None:
-    """What vLLM asks of OpenMP for each worker, which heeds it when it is loaded: in a forked process it is loaded already."""
+    """Apply vLLM's settings of OpenMP for each worker: a forked process has loaded OpenMP before they are set."""
     asked = re.findall(r"\d+", os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES") or "")
     if asked:
         torch.set_num_threads(len(asked))

@@ -55,7 +55,7 @@ def stored(cluster: LocalCluster, client: KVClient, pool: HbmPool, seed: int) ->
         time.sleep(0.05)
 
 
-def test_a_planned_load_takes_from_the_pool_what_it_has_and_leaves_the_rest_there(cluster: LocalCluster) -> None:
+def test_planned_load_combines_pool_and_nodes(cluster: LocalCluster) -> None:
     options = ClientOptions(default_deadline_s=20.0, verify="always")
     with HbmPool("cpu", capacity_bytes=32 * MIB, metadata=cluster.metadata_address) as pool:
         address = cluster.node("p").local_socket

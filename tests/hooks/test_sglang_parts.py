@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
+from kvclient.engines.file_stamps import mark_engine_start
 from kvclient.engines.options import HookOptions
 from kvclient.engines.sglang.host_pages import HostPages
 from kvclient.engines.sglang.model_facts import model_text
@@ -21,7 +22,6 @@ from kvclient.engines.sglang.namespaces import page_spec
 from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import PageKeys, Prefix
 from kvclient.engines.sglang.pool_hits import LeadingPages, TrailingPages, restorable
-from kvclient.engines.stamps import engine_starts
 
 SHA = st.binary(min_size=32, max_size=32).map(bytes.hex)
 
@@ -211,7 +211,7 @@ def test_restorable_prefixes(kv_pages: int, pools: list[Any]) -> None:
 
 def server_of(folder: Path, **arguments: Any) -> Any:
     """As SGLang describes a server of the model in a folder, which begins now."""
-    engine_starts()
+    mark_engine_start()
     return SimpleNamespace(**{"model_path": str(folder), "load_format": "auto", "model_loader_extra_config": "{}", **arguments})
 
 

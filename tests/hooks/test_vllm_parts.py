@@ -16,18 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import BlockBuffer, CacheSpec, InvalidArgument, KeyChain, encode_extra
+from kvclient.engines.file_stamps import mark_engine_start
+from kvclient.engines.model_files import sampled_digest
 from kvclient.engines.options import HookOptions
-from kvclient.engines.stamps import engine_starts
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
-from kvclient.engines.vllm.identity.engine_facts import check_steps, model_digest, weights_text
+from kvclient.engines.vllm.identity.engine_facts import check_steps, files_text, model_digest
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys, is_hashable, request_extras
 from kvclient.engines.vllm.identity.namespaces import GroupFacts, chain_spec, group_spec
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.memory.pages import GroupPages, page_order
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import StepAnswer
-from kvclient.engines.weights import sampled_digest
 
 SPEC = CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64)
 FACTS = GroupFacts("m", "d", "float32", 4, ("a", "b"), 64, (2, 4, 2), "full", "CPU_ATTN", "vec", "0.32")
@@ -299,25 +299,46 @@ def test_layerwise_loads_are_refused_where_steps_build_on_what_may_not_have_come
         check_steps(engine(**way))
 
 
-def test_an_epoch_of_a_file_and_an_epoch_of_nobody_else(tmp_path: Path) -> None:
-    alone = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch": "7"}))
-    assert (alone.name, alone.number) == ("7", 0)
-    alone.advance()
-    first = alone.name
-    alone.advance()
-    assert len({"7", first, alone.name}) == 3
+def test_weights_epoch_without_file_becomes_unique(tmp_path: Path) -> None:
+    named = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch": "7"}))
+    assert (named.name, named.number, named.named) == ("7", 0, True)
+    names = {"7", "changed"}
+    for changed in ("", "changed", ""):
+        named.begin(changed)
+        names.add(named.name)
+    assert len(names) == 5
+    assert named.number == 3
+
+
+def test_weights_epoch_unnamed_takes_digest_of_changed_weights() -> None:
+    epoch = WeightsEpoch(ConnectorOptions.from_mapping({}))
+    assert (epoch.name, epoch.named) == ("", False)
+    epoch.begin("xxh3:new")
+    assert epoch.name == "xxh3:new"
+    epoch.begin()
+    assert epoch.name not in {"", "xxh3:new"}, "the weights may be others"
+
+
+def test_weights_epoch_file_names_each_epoch(tmp_path: Path) -> None:
     path = tmp_path / "epoch"
     with pytest.raises(InvalidArgument):
         WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
     path.write_text(" 8\n")
-    named = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
-    assert named.name == "8"
+    epoch = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
+    assert epoch.name == "8"
     path.write_text("9")
-    named.advance()
-    assert (named.name, named.number) == ("9", 1)
+    epoch.begin()
+    assert (epoch.name, epoch.number) == ("9", 1)
+    epoch.begin()
+    assert epoch.name == "9", "the same weights once more"
+    epoch.begin("changed")
+    assert epoch.name not in {"9", "changed"}, "the file names the weights before"
+    path.write_text("10")
+    epoch.begin("changed")
+    assert epoch.name == "10"
     path.unlink()
-    named.advance()
-    assert named.name not in {"8", "9", ""}, "rather nothing than stale KV"
+    epoch.begin()
+    assert epoch.name not in {"8", "9", "10", ""}, "rather nothing than stale KV"
 
 
 def test_other_weights_have_another_digest(tmp_path: Path) -> None:
@@ -379,42 +400,51 @@ def test_contexts_of_other_lengths_are_other_models_where_positions_depend_on_it
 
 
 def engine_of(folder: Path, load_format: str = "auto", **fields: Any) -> Any:
-    """As vLLM describes an engine with the weights in a folder, which begins now."""
-    engine_starts()
-    model = {"model": str(folder), "model_weights": "", "revision": None, "hf_config": SimpleNamespace()}
+    """vLLM's description of an engine with the model in a folder, which starts now."""
+    mark_engine_start()
+    model = {
+        "model": str(folder),
+        "model_weights": "",
+        "revision": None,
+        "hf_config": SimpleNamespace(),
+        "trust_remote_code": False,
+        "is_multimodal_model": False,
+    }
     load = {"load_format": load_format, "model_loader_extra_config": {}, "download_dir": None}
     for name, value in fields.items():
         (model if name in model else load)[name] = value
     return SimpleNamespace(model_config=SimpleNamespace(**model), load_config=SimpleNamespace(**load))
 
 
-def test_weights_that_did_not_come_from_the_models_files_are_nobody_elses(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    plain = weights_text(engine_of(tmp_path), sample=True)
-    assert plain == weights_text(engine_of(tmp_path, "safetensors"), sample=True)
-    elsewhere = [
-        engine_of(tmp_path, "dummy"),
-        engine_of(tmp_path, "tensorizer"),
-        engine_of(tmp_path, "somebody's own"),
-        engine_of(tmp_path, model_weights="s3://bucket/model"),
-        engine_of(tmp_path / "nothing"),
-    ]
-    found = [weights_text(engine, sample=True) for engine in elsewhere for _ in range(2)]
-    assert len({plain, *found}) == 1 + len(found), "not even those of an engine started the same way"
-
-
-def test_a_name_does_not_make_weights_that_were_read_in_other_ways_equal(tmp_path: Path) -> None:
+def test_files_text_named_weights_differs_by_load_options(tmp_path: Path) -> None:
     """One engine with ``--load-format dummy`` among those that give the same ``weights_epoch``."""
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    ways = [
+    engines = [
         engine_of(tmp_path),
         engine_of(tmp_path, "dummy"),
         engine_of(tmp_path, "sharded_state"),
         engine_of(tmp_path, "sharded_state", model_loader_extra_config={"pattern": "x"}),
+        engine_of(tmp_path, revision="other"),
     ]
-    for sample in (False, True):
-        assert len({weights_text(way, sample=sample) for way in ways}) == len(ways)
-    assert weights_text(ways[1], sample=False) == weights_text(ways[1], sample=False), "those that have a name share"
+    assert len({files_text(engine, named=True) for engine in engines}) == len(engines)
+    assert files_text(engines[1], named=True) == files_text(engines[1], named=True)
+    assert {files_text(engine, named=False) for engine in engines} == {""}, "the weights in memory tell"
+
+
+@pytest.mark.parametrize("kind", ["trust_remote_code", "is_multimodal_model"])
+def test_files_text_own_code_or_images_depends_on_lists(tmp_path: Path, kind: str) -> None:
+    def text() -> str:
+        return files_text(engine_of(tmp_path, **{kind: True}), named=False)
+
+    (tmp_path / "modeling_own.py").write_text("old")
+    old = text()
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert text() == old
+    (tmp_path / "modeling_own.py").write_text("new")
+    engine = engine_of(tmp_path, **{kind: True})
+    new = files_text(engine, named=False)
+    assert new == files_text(engine, named=False) != old
+    (tmp_path / "modeling_own.py").write_text("old")  # after the engine read it, perhaps
+    assert files_text(engine, named=False) not in {old, new}
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 5), st.booleans()), max_size=5))

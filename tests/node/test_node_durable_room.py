@@ -42,7 +42,7 @@ class Failing(NvmeSlab):
 
 class Node:
     def __init__(
-        self, folder: Path, policy: str = "gap", sizes: Sequence[int] = (1 << 20,) * 3, shape: BlockShape = SHAPE
+        self, folder: Path, policy: str = "reuse-distance", sizes: Sequence[int] = (1 << 20,) * 3, shape: BlockShape = SHAPE
     ) -> None:
         names = [VolumeId(f"n/nvme{number}") for number in range(len(sizes))]
         self.clock = ManualClock()

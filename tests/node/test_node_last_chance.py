@@ -24,7 +24,7 @@ from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.nvme.slab import NvmeSlab
 
-POLICIES = ("gap", "s3-fifo", "lru")
+POLICIES = ("reuse-distance", "s3-fifo", "lru")
 DEADLINE_S = 60.0
 
 

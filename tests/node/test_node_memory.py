@@ -48,7 +48,7 @@ def test_durable_block_takes_few_bytes() -> None:
 
 @pytest.mark.usefixtures("tracing")
 def test_ghost_takes_few_bytes() -> None:
-    """A gap policy remembers four evicted keys per block that is here."""
+    """The reuse-distance policy remembers four evicted keys per block that is here."""
     ghosts = GhostList()
     before = traced_bytes()
     for number in range(20_000):

@@ -108,8 +108,8 @@ class Full:
         log = ReplicaChangeLog([VolumeId("n/dram"), *names], self.counters, self.clock, keep=False)
         node_volumes = [NodeVolume(slab) for slab in self.slabs]
         self.table = BlockTable(
-            *(self.arena, make_policy("gap"), node_volumes, log, self.counters, self.clock),
-            writes_behind=True, make_durable_policy=partial(make_policy, "gap"),
+            *(self.arena, make_policy("reuse-distance"), node_volumes, log, self.counters, self.clock),
+            writes_behind=True, make_durable_policy=partial(make_policy, "reuse-distance"),
         )  # fmt: skip
         self.target = LocalTarget(self.table, self.counters, self.clock)
         namespaces = NamespaceRegistry()

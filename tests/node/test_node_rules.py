@@ -23,7 +23,7 @@ from kvstore.node.eviction.on_demand import evict_down_to, evict_namespace, inva
 HALF_DRAM, HALF_NVME = ARENA_BYTES // BLOCK // 2, SLAB_BYTES // (2 * BLOCK) // 2  # a slot has a header
 
 
-@pytest.fixture(params=["gap", "lru", "s3-fifo"])
+@pytest.fixture(params=["reuse-distance", "lru", "s3-fifo"])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path / "slab", request.param)
     yield made

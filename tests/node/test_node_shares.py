@@ -21,7 +21,7 @@ from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.state.eviction_reason import Leaving
 
 
-@pytest.fixture(params=["gap", "lru", "s3-fifo"])
+@pytest.fixture(params=["reuse-distance", "lru", "s3-fifo"])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path / "slab", request.param)
     yield made

@@ -43,7 +43,7 @@ def spec_of(tenant: str) -> CacheSpec:
 class Node(Harness):
     """A namespace of each tenant; ``namespace`` is a tenant's position."""
 
-    def __init__(self, folder: Path, policy: str = "gap") -> None:
+    def __init__(self, folder: Path, policy: str = "reuse-distance") -> None:
         counters, clock = Counters(), ManualClock()
         log = ReplicaChangeLog([DRAM, NVME], counters, clock)
         arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
@@ -103,7 +103,7 @@ class Node(Harness):
         return [block is not None for block in found]
 
 
-@pytest.fixture(params=["gap", "lru", "s3-fifo"])
+@pytest.fixture(params=["reuse-distance", "lru", "s3-fifo"])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path / "slab", request.param)
     yield made

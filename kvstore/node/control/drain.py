@@ -210,7 +210,7 @@ class Drainer:
     def _volatile(self, order: DrainOrder) -> list[Block]:
         """Blocks stored here that would be lost with this process."""
         for node_volume in self._table.node_volumes:
-            node_volume.volume.in_place()
+            node_volume.volume.check_files()
         moved: Callable[[BlockKey], bool] = self.mover.is_safe if order.move and self.mover is not None else lambda _key: False
         return [block for block in self._table.snapshot() if block.ours and not block.durable and not moved(block.key)]
 

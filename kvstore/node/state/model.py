@@ -100,7 +100,7 @@ class Block:
     @property
     def durable(self) -> bool:
         """Outlives this process."""
-        return self.elsewhere or (self.nvme_volume is not None and self.nvme_volume.volume.lasting)
+        return self.elsewhere or (self.nvme_volume is not None and self.nvme_volume.volume.files_present)
 
     @property
     def depth(self) -> int:
@@ -270,7 +270,7 @@ class NodeVolume:
     def look_in_place(self) -> bool:
         """Have the volume look whether its files are where they were opened. A stalled volume is not asked."""
         try:
-            return self.guard.look_up(self.volume.in_place)
+            return self.guard.look_up(self.volume.check_files)
         except VolumeStalled:
             return True
 

@@ -509,7 +509,7 @@ class ReuseDistancePolicy(_TreePolicy):
 _POLICIES: dict[str, Callable[[Rows | None], EvictionPolicy]] = {
     "lru": LruPolicy,
     "s3-fifo": S3FifoPolicy,
-    "gap": ReuseDistancePolicy,
+    "reuse-distance": ReuseDistancePolicy,
 }
 
 POLICY_NAMES = tuple(_POLICIES)

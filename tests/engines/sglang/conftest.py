@@ -1,4 +1,4 @@
-"""What tests with SGLang share. They run where this folder, or a file in it, is named: in processes of their own."""
+"""Fixtures of tests with SGLang. They run only if this folder or a file in it is named, in separate processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's trees say what their server was started with, to all tests behind them."""
+    """Restore the server arguments, which SGLang's trees set for the whole process."""
     from sglang.srt import runtime_context
 
     monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", None)
@@ -37,7 +37,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """A store that tests share, each with a model name of its own."""
+    """A store shared by all tests; each uses another model name."""
     with LocalCluster([NodeSpec("n", dram_bytes=256 * MIB)], tmp_path_factory.mktemp("store")) as made:
         yield made
 

@@ -24,7 +24,7 @@ def backend_extra(cluster: LocalCluster, model: str, node: str = "n", **changes:
         "metadata": cluster.metadata_address,
         "node": cluster.node(node).local_socket,
         "model": model,
-        "weights_epoch": "1",  # these pools have no weights whose files could be looked at
+        "weights_epoch": "1",  # these pools have no weights
     }
     return {**given, **changes}
 

@@ -1,6 +1,6 @@
 """SGLang's tree as an engine for the connector kit: its "model" makes the KV of a page from all tokens up to it.
 
-An answer is computed from every byte of a prompt's KV, as it lies in device memory after whatever was loaded, so that a wrong
+An answer is computed from every byte of a prompt's KV, as device memory holds it after loads, so that a wrong
 byte gives another answer.
 """
 
@@ -40,7 +40,7 @@ def page_kv(page_hash: str) -> torch.Tensor:
 
 
 def answer(kv: torch.Tensor, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-    """The tokens of an answer: from all KV of a prompt, ``[buffers, tokens, …]``, and what is behind it."""
+    """Derive the tokens of an answer from all KV of a prompt, ``[buffers, tokens, …]``, and from the answer so far."""
     tail = prompt[kv.shape[1] :]
     digest = hashlib.sha256(kv.contiguous().numpy().tobytes() + str(list(tail)).encode()).digest()
     return tuple(digest[at % len(digest)] for at in range(count))

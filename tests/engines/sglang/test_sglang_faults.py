@@ -18,7 +18,7 @@ from support.wait import wait_until
 PAGES = 16
 QUICK = {"lookup_deadline_s": 0.5, "load_deadline_s": 2.0, "store_deadline_s": 2.0}
 BOUND_S = 50.0
-"""Many times the deadlines of two seconds, however slow the machine; a hang is what it is about."""
+"""Many times the deadline of two seconds, for slow machines: longer is a hang."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def assert_true_or_missing(pool: Any, came: list[bool], want: torch.Tensor, firs
 
 
 def corrupt(volume: Path) -> None:
-    """Turns bits of every block on a volume, its headers left alone: a byte in each half KiB behind the first MiB."""
+    """Flip bits of every block on a volume but not of its headers: a byte per half KiB after the first MiB."""
     for slab in volume.rglob("*"):
         if slab.is_file() and slab.stat().st_size > 4 * MIB:
             with slab.open("r+b") as file:
@@ -94,7 +94,7 @@ def test_node_killed_and_restarted(frail: LocalCluster) -> None:
     assert backend.batch_exists(names) in {0, PAGES}, "the index notices after some heartbeats"
     assert time.monotonic() - began_s < BOUND_S
     frail.start_node("n")
-    # its socket has another place or its boot is another: the backend finds it by itself
+    # its socket or its boot id changed: the backend must find it again
     wait_until(
         lambda: all(backend.batch_get_v1(names, positions(range(20, 20 + PAGES)), prefixed([]))), "durable pages are served"
     )
@@ -103,7 +103,7 @@ def test_node_killed_and_restarted(frail: LocalCluster) -> None:
 
 
 def test_metadata_server_killed(frail: LocalCluster) -> None:
-    """Pages of this host's node still come; nothing hangs; it goes on by itself afterwards."""
+    """Pages of this host's node are still loaded, nothing hangs, and the backend recovers afterwards."""
     backend, pool, names, want = filled(frail)
     frail.kill("metadata")
     began_s = time.monotonic()
@@ -118,7 +118,7 @@ def test_metadata_server_killed(frail: LocalCluster) -> None:
 
 @pytest.mark.slow
 def test_store_absent_at_the_start(frail: LocalCluster) -> None:
-    """The engine comes up without the store, and uses it once it is there; where it is required, attaching fails."""
+    """The engine starts without the store and uses it later; with ``require_store`` the start fails."""
     pool, names = host_pool("page_first", tokens=1024, page=PAGE), hashes("f", 4)
     extra = backend_extra(frail, "faults", **QUICK)
     frail.kill("n")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from sglang_cases import PAGE, contents, hashes, positions, prefixed, randomise
 
-from kvclient.engines.stamps import engine_starts
+from kvclient.engines.file_stamps import mark_engine_start
 from kvstore.lab.sglang_bed import host_pool
 from support.wait import wait_until
 
@@ -47,12 +47,12 @@ def test_in_place(open_backend: OpenBackend, layout: str) -> None:
     assert reader.batch_exists(names) == 8
     assert reader.batch_get_v1(names, positions(elsewhere), prefixed([])) == [True] * 8
     assert torch.equal(contents(other, elsewhere), want)
-    assert torch.equal(contents(other, [1, 2, 3, 7, 29, 32]), untouched), "memory of nobody's pages was written to"
+    assert torch.equal(contents(other, [1, 2, 3, 7, 29, 32]), untouched), "memory outside of the pages was written"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_a_row(open_backend: OpenBackend, layout: str) -> None:
-    """Pages one behind the other move as one array; into a row or scattered, they are the same pages."""
+    """Adjacent pages move as one array; adjacent or scattered, their bytes are the same."""
     pool, names = pool_of(layout), hashes("a", 8)
     backend = open_backend(pool)
     randomise(pool, 2)
@@ -81,7 +81,7 @@ def test_flat(open_backend: OpenBackend, layout: str) -> None:
 
 @pytest.mark.parametrize("in_place", [1, 0])
 def test_every_page_that_is_said_to_have_come_is_there(open_backend: OpenBackend, in_place: int) -> None:
-    """Also behind one that has not: SGLang asks for no more of them, but somebody else may."""
+    """Also after a failed one: SGLang does not ask for those, but other engines may."""
     pool, names = pool_of(), hashes("a", 4)
     backend = open_backend(pool, interface_v1=in_place, chained=False)
     randomise(pool, 6)
@@ -95,7 +95,7 @@ def test_every_page_that_is_said_to_have_come_is_there(open_backend: OpenBackend
 
 @pytest.mark.parametrize("in_place", [1, 0])
 def test_positions_that_the_pool_does_not_have_are_misses(open_backend: OpenBackend, in_place: int) -> None:
-    """Memory of nobody, else: reading it ends the process."""
+    """Without the guard the memory is unmapped: reading it ends the process."""
     pool, names = pool_of(), hashes("a", 1)
     backend = open_backend(pool, interface_v1=in_place, chained=False)
     for wrong in (torch.arange(-PAGE, 0), torch.arange(10**9, 10**9 + PAGE), torch.arange(pool.size, pool.size + PAGE)):
@@ -106,7 +106,7 @@ def test_positions_that_the_pool_does_not_have_are_misses(open_backend: OpenBack
 
 
 def test_a_batch_in_the_middle_of_a_chain(open_backend: OpenBackend) -> None:
-    """Told what comes before, pages are found behind it; what begins in the middle is found by nobody who lacks the beginning."""
+    """With the hashes before them, pages in the middle of a prompt are found; without the beginning, they are not."""
     pool, names = pool_of(), hashes("a", 6)
     backend = open_backend(pool)
     randomise(pool, 3)
@@ -153,7 +153,7 @@ def test_pages_set_twice_and_by_many_threads(open_backend: OpenBackend) -> None:
 
 
 def test_what_differs_is_not_shared(open_backend: OpenBackend) -> None:
-    """Another layout, size, rank, epoch, tenant or way to cut the model: nothing is found, and each keeps pages of its own."""
+    """Another layout, size, rank, epoch, tenant or way to cut the model: nothing is found, and the pages stay separate."""
     names = hashes("a", 2)
     rank = {"tp_rank": 1, "tp_size": 2}
     first = pool_of()
@@ -215,13 +215,13 @@ def test_clear_hides_what_was_stored(open_backend: OpenBackend) -> None:
     randomise(pool, 7)
     want = contents(pool, [0, 1])
     assert all(backend.batch_set_v1(names, positions([0, 1]), prefixed([])))
-    wait_until(lambda: backend.batch_exists(names) == 2, "what is stored after it is found")
+    wait_until(lambda: backend.batch_exists(names) == 2, "pages stored afterwards are found")
     assert all(backend.batch_get_v1(names, positions([4, 5]), prefixed([])))
     assert torch.equal(contents(pool, [4, 5]), want)
 
 
 def test_nonsense_is_a_miss(open_backend: OpenBackend) -> None:
-    """SGLang's threads see no exception, whatever is asked."""
+    """No call raises into SGLang's threads."""
     pool = pool_of()
     backend, good = open_backend(pool), hashes("a", 2)
     for names in (["nonsense", "x"], ["0" * 63, "0" * 65], ["g" * 64, "0" * 64], [f" {'0' * 62} ", "0" * 64]):
@@ -266,7 +266,7 @@ def test_metrics(open_backend: OpenBackend) -> None:
 def test_weights_under_the_same_name_are_not_the_same(
     open_backend: OpenBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What the server was started with tells them apart, where nobody has named them."""
+    """Without ``weights_epoch``, the server's arguments and the model's files identify the weights."""
     from sglang.srt import runtime_context
 
     names = hashes("weights", 2)
@@ -274,7 +274,7 @@ def test_weights_under_the_same_name_are_not_the_same(
     def opened(load_format: str = "auto", quantization: str | None = None) -> Any:
         server = SimpleNamespace(model_path=str(tmp_path), load_format=load_format, quantization=quantization)
         monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", server)
-        engine_starts()
+        mark_engine_start()
         return open_backend(pool_of(), weights_epoch="")
 
     def held(backend: Any) -> int:
@@ -316,7 +316,7 @@ def test_from_another_process(open_backend: OpenBackend, extra: Callable[..., di
     )
     subprocess.run([sys.executable, str(script), json.dumps(extra())], check=True, timeout=120)
     backend = open_backend(pool)
-    wait_until(lambda: backend.batch_exists(names) == 4, "what the other process stored")
+    wait_until(lambda: backend.batch_exists(names) == 4, "pages of the other process")
     assert all(backend.batch_get_v1(names, positions([9, 8, 7, 6]), prefixed([])))
     twin = pool_of()
     randomise(twin, 9)

@@ -1,4 +1,4 @@
-"""SGLang's radix tree and controllers over the store: what one tree backed up, a new one brings back, bit for bit."""
+"""SGLang's radix tree and controllers over the store: a new tree restores the backup of another one, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def given(extra: Extra, **changes: object) -> dict[str, object]:
 
 
 def produce(extra: dict[str, object], tokens: list[int], **how: Any) -> list[torch.Tensor]:
-    """Stores a prompt from one tree, in two turns; what a tree must hold to go on from it."""
+    """Store a prompt from one tree in two turns, and return the KV that another tree must restore."""
     with Tree(extra, **how) as tree:
         half = len(tokens) // 2
         tree.back_up(tree.insert(tokens[:half], 1))
@@ -117,13 +117,13 @@ def test_a_prompt_that_branches(extra: Extra) -> None:
     want = produce(config, TOKENS)
     branch = TOKENS[: 5 * PAGE] + list(range(9000, 9000 + 3 * PAGE))
     with Tree(config) as tree:
-        wait_until(lambda: tree.prefetch(branch) == 5 * PAGE, "what both share is prefetched")
+        wait_until(lambda: tree.prefetch(branch) == 5 * PAGE, "the shared prefix is prefetched")
         assert equal(tree.snapshot(tree.load_back(branch[: 5 * PAGE])), [tensor[: 5 * PAGE] for tensor in want])
 
 
 @pytest.mark.parametrize("in_place", [1, 0])
 def test_several_requests_at_once(extra: Extra, in_place: int) -> None:
-    """Prompts of which some begin alike, and one that nobody stored: each gets its own."""
+    """Prompts with common prefixes, and one that was never stored: each gets its own KV."""
     config = given(extra, interface_v1=in_place)
     prompts = [TOKENS, TOKENS[: 3 * PAGE] + list(range(7000, 7000 + 4 * PAGE)), list(range(8000, 8000 + 6 * PAGE))]
     want = [produce(config, tokens) for tokens in prompts]
@@ -155,7 +155,7 @@ def test_weights_epochs_are_kept_apart(extra: Extra) -> None:
 
 
 def test_sglangs_own_failure_injection(extra: Extra, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a third of all calls failing and delays, whatever arrives is right."""
+    """A third of all calls fail, others are delayed: all loaded pages are right."""
     config = given(extra)
     want = produce(config, TOKENS)
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")

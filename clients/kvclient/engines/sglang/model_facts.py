@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvclient.engines.weights import WeightsSource, replaced, sampled_digest
+from kvclient.engines.model_files import ModelFiles, replaced_path, sampled_digest
 
 _log = logging.getLogger(__name__)
 _ARGUMENTS = (
@@ -77,11 +77,11 @@ def _of_files(arguments: Any, whose: str, *, sample: bool, nobody_elses: Callabl
         return getattr(arguments, name, None) if given is None and name == "load_format" else given
 
     loader = str(getattr(arguments, "model_loader_extra_config", None) or "")
-    source = WeightsSource(
+    source = ModelFiles(
         str(own("model_path")),
         str(getattr(own("load_format"), "value", own("load_format")) or "auto"),
         "" if loader == "{}" else loader,
-        asked=str(own("revision" if not whose else "model_revision") or ""),
+        requested_revision=str(own("revision" if not whose else "model_revision") or ""),
         cache=str(getattr(arguments, "download_dir", None) or ""),
     )
     try:
@@ -91,7 +91,7 @@ def _of_files(arguments: Any, whose: str, *, sample: bool, nobody_elses: Callabl
         config = None
     if isinstance(config, dict):
         config = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
-    return [config, source.digest(nobody_elses) if sample else source.way]
+    return [config, source.weights_digest(nobody_elses) if sample else source.load_options]
 
 
 def _adapter_paths(given: Any) -> Iterator[str]:  # noqa: ANN401  # as it was typed, or as SGLang understood it
@@ -107,7 +107,7 @@ def _of_adapter(path: str, nobody_elses: Callable[[], str]) -> str:
     if not config.is_file() or not (weights := sampled_digest(Path(path))):
         return f"{path}:{nobody_elses()}"  # of a hub, say
     told = f"{path}:{weights}:{hashlib.sha256(config.read_bytes()[:_MOST_CONFIG_BYTES]).hexdigest()}"
-    if (newer := replaced(Path(path))) is None:
+    if (newer := replaced_path(Path(path))) is None:
         return told
     _log.warning("adapter %s: %s was put there after this process began to read: no KV is shared", path, newer)
     return f"{path}:{nobody_elses()}"

@@ -35,6 +35,7 @@ from kvclient.engines.vllm.identity.engine_facts import (
     read_groups,
     whole_prompts_only,
 )
+from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
 from kvclient.engines.vllm.identity.namespaces import group_spec
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.memory.device_pages import make_pages
@@ -106,6 +107,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._options.load_mode == "layerwise":
             check_steps(vllm_config)
         self._epochs = WeightsEpoch(self._options)
+        self._begun_by_reset = False
+        """An epoch has begun since the last check of the weights."""
         self._pages: Sequence[Pages] = ()
         self._specs: list[CacheSpec] = []
         self._shards: list[list[CacheSpec]] = []
@@ -133,8 +136,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """The worker's pages exist: their namespaces are known, and clients are made."""
         config = self._kv_cache_config
         pages = self._pages = self._make_pages([[kv_caches[name] for name in group.layers] for group in self._groups])
-        epoch = self._epochs.name
-        facts = group_facts(self._vllm_config, config, self._groups, pages, kv_caches, sample_weights=not epoch)
+        weights = ModelWeights.of_caller(self._vllm_config.model_config.dtype)
+        digest = weights.digest()
+        epoch = self._epochs.name or combined_digest(gather_digests(digest, self._vllm_config.parallel_config))
+        facts = group_facts(self._vllm_config, config, self._groups, pages, kv_caches, named=self._epochs.named)
         self._specs = [group_spec(self._options.hook.with_epoch(epoch), one) for one in facts]
         for spec in self._specs:
             _log.info("namespace %s: model %s, %s", spec.namespace.hex(), spec.model, spec.layout)
@@ -142,7 +147,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         layers = [group.layers for group in self._groups]
         stores = self._options.hook.store and not has_replica_of_lower_rank(config)
         with unbound():
-            self._worker = WorkerConnector(self._options, self._connect_worker, epoch, pages, layers, stores=stores)
+            self._worker = WorkerConnector(
+                self._options,
+                self._connect_worker,
+                epoch,
+                pages,
+                layers,
+                stores=stores,
+                weights=weights.digest,
+                digest=digest,
+                rank=self._vllm_config.parallel_config.rank,
+            )
             self._worker.wait_pinned()  # vLLM captures graphs next, and what is asked of the driver meanwhile may be refused
 
     def _make_pages(self, groups: Sequence[Sequence[Any]]) -> Sequence[Pages]:
@@ -202,7 +217,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             used = gpu_block_pool.num_gpu_blocks - gpu_block_pool.get_num_free_blocks()
             if used == len(self._side.pinned_pages) + _NULL_PAGES:  # nothing else is in the way
                 self._side.wants_pages(self._hand_back())
-            return bool(reset())
+            done = bool(reset())
+            if done:
+                self._side.check_weights()  # a reset often follows a change of the weights
+            return done
 
         gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM asks nobody before it resets, and fails over our pins
 
@@ -254,6 +272,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if meta is not None:
             self._side.answered(meta.answer)
+            self._end_weights_check()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ANN401
         """The end of a request; its pages may go, but for those that are pinned."""
@@ -278,11 +297,25 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """The engine forgets its cache, mostly because its weights have changed: what was stored before is not found any more."""
-        self._epochs.advance()
         self._side.tally.add("resets")
-        self._connect_scheduler()
-        _log.info("the cache was reset: weights epoch %r from now on", self._epochs.name)
+        self._begin_epoch()
+        self._begun_by_reset = True
         return True
+
+    def _begin_epoch(self, changed: str = "") -> None:
+        """KV of the epoch before is not found any more; see ``WeightsEpoch.begin``."""
+        self._epochs.begin(changed)
+        self._connect_scheduler()
+        _log.info("weights epoch began: %r", self._epochs.name)
+
+    def _end_weights_check(self) -> None:
+        """If the workers have found that the weights changed, begin the epoch of the new ones."""
+        if (result := self._side.take_weights_check()) is None:
+            return
+        changed, digests = result
+        begun, self._begun_by_reset = self._begun_by_reset, False
+        if changed and not (begun and self._epochs.named):
+            self._begin_epoch(combined_digest(digests))
 
     @property
     def _side(self) -> SchedulerConnector:

@@ -130,7 +130,7 @@ class KVStorePDConnector(KVStoreConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """How many tokens of it can be loaded."""
         stage = self._plans.stage(request.request_id)
-        if stage is Stage.AWAITED:
+        if stage is Stage.AWAITED or self._side.is_checking_weights:
             return None, False
         if stage is Stage.HERE:
             tokens = self._plans.matched(request, num_computed_tokens)
@@ -193,10 +193,10 @@ class KVStorePDConnector(KVStoreConnector):
         """Whether steps go on without requests."""
         return super().has_pending_push_work() or self._plans.has_pins or self._plans.has_news
 
-    def reset_cache(self) -> bool | None:
-        """Other weights: prompts on their way are of the old ones."""
+    def _begin_epoch(self, changed: str = "") -> None:
+        """Prompts on their way are of the old weights."""
         self._plans.forget()
-        return super().reset_cache()
+        super()._begin_epoch(changed)
 
     @property
     def _plans(self) -> PdScheduler:

@@ -80,6 +80,7 @@ class StepPlan:
         saves: blocks that are complete when the step's forward pass has ended.
         has_tokens: whether the step computes anything.
         give_up_saves: the pages of what is not stored yet are wanted back.
+        weights_check: number of a check of the weights that each worker makes before this step; 0: none.
     """
 
     epoch: int = 0
@@ -89,6 +90,7 @@ class StepPlan:
     saves: list[SaveJob] = field(default_factory=list)
     has_tokens: bool = False
     give_up_saves: bool = False
+    weights_check: int = 0
 
 
 @dataclass(slots=True)
@@ -98,13 +100,22 @@ class StepAnswer:
     Attributes:
         saved: by job: how many workers are done with it.
         not_saved: jobs of which at least one worker could not store everything.
+        weights: digest of the weights by number of the check and rank.
+        weights_changed: a check found other weights than the one before.
     """
 
     saved: dict[int, int] = field(default_factory=dict)
     not_saved: set[int] = field(default_factory=set)
+    weights: dict[tuple[int, int], str] = field(default_factory=dict)
+    weights_changed: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.saved or self.weights)
 
     def merge(self, other: StepAnswer) -> None:
         """Adds another worker's answer."""
         for job_id, count in other.saved.items():
             self.saved[job_id] = self.saved.get(job_id, 0) + count
         self.not_saved |= other.not_saved
+        self.weights |= other.weights
+        self.weights_changed |= other.weights_changed

@@ -19,8 +19,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvclient.engines.model_files import sampled_digest
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.weights import sampled_digest
 
 _log = logging.getLogger(__name__)
 _CONFIG = "adapter_config.json"

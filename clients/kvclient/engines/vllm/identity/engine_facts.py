@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvclient import InvalidArgument
+from kvclient.engines.model_files import ModelFiles
 from kvclient.engines.vllm.identity.namespaces import GroupFacts, digest
 from kvclient.engines.vllm.memory.pages import Pages, page_order
-from kvclient.engines.weights import WeightsSource
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"}
@@ -116,7 +116,7 @@ def group_facts(
     pages: Sequence[Pages],
     kv_caches: Mapping[str, Any],
     *,
-    sample_weights: bool,
+    named: bool,
 ) -> list[GroupFacts]:
     """What distinguishes the pages of this worker, a group each. In the worker, once its KV cache is there.
 
@@ -126,10 +126,10 @@ def group_facts(
         groups: from ``read_groups``.
         pages: by group: its memory.
         kv_caches: by layer: its tensor.
-        sample_weights: look at the files of the weights; not where the user has named them.
+        named: the user names the weights (``weights_epoch``).
 
     Raises:
-        OSError: they cannot be read.
+        OSError: files of the model cannot be read.
     """
     from vllm import __version__
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -139,7 +139,7 @@ def group_facts(
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     common = {
         "model": str(model.served_model_name if isinstance(model.served_model_name, str) else model.model),
-        "model_digest": model_digest(model, vllm_config.cache_config, weights_text(vllm_config, sample=sample_weights)),
+        "model_digest": model_digest(model, vllm_config.cache_config, files_text(vllm_config, named=named)),
         "engine": ".".join(__version__.split(".")[:2]),
         "shard_rank": rank // replicas,
         "shard_count": max(1, ranks // replicas),
@@ -165,28 +165,30 @@ def group_facts(
     return facts
 
 
-def weights_text(vllm_config: Any, *, sample: bool) -> str:  # noqa: ANN401
-    """What tells an engine's weights from others of the same name; where they have a name of their own, only how they were read.
+def files_text(vllm_config: Any, *, named: bool) -> str:  # noqa: ANN401
+    """What the KV depends on besides the configuration and the weights that the engine holds.
+
+    Weights that the user names are loaded in the same way, from the same revision. Code that comes with a model computes in place
+    of vLLM's, and lists beside the weights say how images are prepared: both are identified by the model's files.
 
     Raises:
-        OSError: their files cannot be read.
+        OSError: the files cannot be read.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
-    source = WeightsSource(
+    files = ModelFiles(
         str(model.model),
         str(load.load_format),
         str(load.model_loader_extra_config or ""),
         revision="" if Path(model.model).exists() else getattr(model.hf_config, "_commit_hash", None) or "",
-        asked=model.revision or "",
+        requested_revision=model.revision or "",
         elsewhere=str(getattr(model, "model_weights", "") or ""),
         cache=str(load.download_dir or ""),
     )
-    return source.digest(lambda: secrets.token_hex(8)) if sample else source.way
-
-
-def _revision(model: Any) -> str | None:  # noqa: ANN401
-    revision: str | None = getattr(model.hf_config, "_commit_hash", None) or model.revision
-    return revision
+    if named:
+        return f"{files.load_options}:{getattr(model.hf_config, '_commit_hash', None) or model.revision}"
+    if model.trust_remote_code or model.is_multimodal_model:
+        return files.lists_digest(lambda: secrets.token_hex(8))
+    return ""
 
 
 def _rope_kinds(config: Any) -> set[str]:  # noqa: ANN401
@@ -199,20 +201,19 @@ def _rope_kinds(config: Any) -> set[str]:  # noqa: ANN401
     return set()
 
 
-def model_digest(model: Any, cache: Any, weights: str) -> str:  # noqa: ANN401
+def model_digest(model: Any, cache: Any, files: str) -> str:  # noqa: ANN401
     """A digest of what computes the KV.
 
     Args:
         model: vLLM's configuration of the model: as it is in force, with overrides, quantization and revision.
         cache: vLLM's configuration of the cache.
-        weights: what tells the weights apart, beyond the model's name.
+        files: see ``files_text``.
     """
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
     return digest(
         {
             "config": config,
-            "revision": _revision(model),
-            "weights": weights,
+            "files": files,
             "quantization": model.quantization,
             "dtype": str(model.dtype),
             "cache": cache.cache_dtype,

@@ -1,7 +1,10 @@
-"""Which weights the engine's KV is of. Every reset of the engine's cache begins a new epoch: KV of other weights is never found.
+"""The name of the weights that the engine's KV belongs to.
 
-A fixed name (``weights_epoch``) holds until the first reset; from then on it gets a suffix that no other engine has: nothing is
-shared until the engine is started anew, or is told a name through ``weights_epoch_file``, which is read again at each reset.
+A new epoch begins with every reset of the connector's cache, and with every other reset of the engine's cache after which the
+weights are found changed.
+
+The first epoch has the name that the user gives (``weights_epoch``, or the content of ``weights_epoch_file``), or a digest of the
+weights. A later one has the name in the file, or the digest of the changed weights, or a name that no other engine has.
 """
 
 from __future__ import annotations
@@ -14,41 +17,52 @@ from kvclient import InvalidArgument
 from kvclient.engines.vllm.options import ConnectorOptions
 
 _log = logging.getLogger(__name__)
-_MOST_BYTES = 256
+_MAX_BYTES = 256
 
 
 class WeightsEpoch:
-    """The epochs of one engine.
+    """The current epoch of one engine.
 
     Args:
-        options: the name to begin with.
+        options: the name to begin with, if any.
 
     Raises:
-        InvalidArgument: the file is missing, or holds no name.
+        InvalidArgument: the file is missing, or contains no name.
     """
 
     def __init__(self, options: ConnectorOptions) -> None:
         self._options = options
         self.number = 0
+        self.named = bool(options.weights_epoch_file or options.hook.weights_epoch)
+        """Whether the user names the epochs."""
         self.name = self._read() if options.weights_epoch_file else options.hook.weights_epoch
 
-    def advance(self) -> None:
-        """The weights may have changed. Where the file cannot tell, it is as if there were none: rather nothing than stale KV."""
+    def begin(self, changed: str = "") -> None:
+        """Begin a new epoch.
+
+        Args:
+            changed: digest of the weights, if they are known to have changed; empty: they may have.
+        """
         self.number += 1
-        self.name = f"{self._options.hook.weights_epoch}~{uuid.uuid4().hex}"
-        if self._options.weights_epoch_file:
+        before, self.name = self.name, f"{self._options.hook.weights_epoch}~{uuid.uuid4().hex}"
+        if changed and not self.named:
+            self.name = changed
+        elif self._options.weights_epoch_file:
             try:
-                self.name = self._read()
+                name = self._read()
             except InvalidArgument as error:
-                _log.error("%s: an epoch of this engine's own until the next reset", error)
+                _log.error("weights epoch not readable: nothing is shared until the next reset (error=%s)", error)
+                return
+            if not changed or name != before:  # the old name is not that of changed weights
+                self.name = name
 
     def _read(self) -> str:
         path = Path(self._options.weights_epoch_file)
         try:
             with path.open("rb") as file:
-                name = file.read(_MOST_BYTES + 1).decode().strip()
+                name = file.read(_MAX_BYTES + 1).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgument("the weights epoch cannot be read", file=str(path), error=error) from error
-        if not name or len(name) > _MOST_BYTES:
-            raise InvalidArgument("the file holds no weights epoch", file=str(path), bytes=len(name))
+            raise InvalidArgument("weights_epoch_file is not readable", file=str(path), error=error) from error
+        if not name or len(name) > _MAX_BYTES:
+            raise InvalidArgument("weights_epoch_file contains no name of at most 256 bytes", file=str(path), bytes=len(name))
         return name

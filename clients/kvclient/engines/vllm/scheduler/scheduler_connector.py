@@ -145,6 +145,12 @@ class SchedulerConnector:
         self._epoch = 0
         self._weights_epoch = ""
         self._give_up_saves = False
+        self._weights_check = 0
+        """Number of the latest check of the weights."""
+        self._check_planned = True
+        self._checking = False
+        self._rank_digests: dict[int, str] = {}
+        self._weights_changed = False
 
     def connect(self, finder: BackgroundLookup, epoch: int, weights_epoch: str) -> None:
         """Which namespaces there are is known, or they have changed with the weights.
@@ -170,6 +176,24 @@ class SchedulerConnector:
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's block pool; without it nothing is stored."""
         self._pool = pool
+
+    # ---- weights ----
+    def check_weights(self) -> None:
+        """Have all workers digest their weights in the next step. Until they have answered, nothing is loaded."""
+        self._weights_check += 1
+        self._check_planned, self._checking, self._rank_digests = False, True, {}
+
+    @property
+    def is_checking_weights(self) -> bool:
+        """Whether a check of the weights is under way."""
+        return self._checking
+
+    def take_weights_check(self) -> tuple[bool, list[str]] | None:
+        """The result of a check that all workers have answered, once: whether weights changed, and the digests by rank."""
+        if not self._checking or len(self._rank_digests) < self._workers:
+            return None
+        changed, self._weights_changed, self._checking = self._weights_changed, False, False
+        return changed, [digest for _, digest in sorted(self._rank_digests.items())]
 
     # ---- arrival and match ----
     def arrived(self, request: VllmRequest, *, look_up: bool = True) -> None:
@@ -210,6 +234,8 @@ class SchedulerConnector:
         state = self._requests.get(request.request_id)
         if state is None or not self._options.hook.load:
             return 0, False
+        if self._checking:
+            return None, False
         if self._layerwise and self._shares_a_load(state, computed_tokens):
             self.tally.add("waits_for_shared_loads")
             return None, False
@@ -308,6 +334,8 @@ class SchedulerConnector:
         plan = StepPlan(self._epoch, self._weights_epoch, chain, self._loads, held, bool(scheduled))
         saves = self._held if self.holds(plan) else plan.saves
         plan.give_up_saves, self._give_up_saves = self._give_up_saves, False
+        if not self._check_planned:
+            plan.weights_check, self._check_planned = self._weights_check, True
         self._in_step = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
         self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s
@@ -377,6 +405,8 @@ class SchedulerConnector:
     # ---- answers ----
     def answered(self, answer: StepAnswer) -> None:
         """Workers have stored blocks, or given them up: nobody reads their pages any more."""
+        self._weights_changed |= answer.weights_changed
+        self._rank_digests |= {rank: digest for (check, rank), digest in answer.weights.items() if check == self._weights_check}
         for job_id in answer.not_saved:
             self._store_failed(self._pins[job_id])
         for job_id, workers in answer.saved.items():

@@ -143,6 +143,9 @@ class WorkerConnector:
         pages: by group: its memory.
         layers: by group: names of its layers, in order.
         stores: whether this worker stores; another rank with the same bytes may do it.
+        weights: digests the weights that the engine holds now.
+        digest: what ``weights`` returned at the start.
+        rank: of this worker.
     """
 
     def __init__(
@@ -154,10 +157,18 @@ class WorkerConnector:
         layers: Sequence[Sequence[str]],
         *,
         stores: bool = True,
+        weights: Callable[[], str] = str,
+        digest: str = "",
+        rank: int = 0,
     ) -> None:
         self.tally = ConnectorCounters()
         self._options = options
         self._connect = connect
+        self.digest_weights = weights
+        self._digest = digest
+        self._rank = rank
+        self._outdated = False
+        """The weights changed, and the scheduler has not named their epoch yet: nothing is loaded or stored."""
         self._epoch = 0
         self.pages = pages
         self.clients = connect(weights_epoch)
@@ -205,8 +216,11 @@ class WorkerConnector:
         """Where the weights are others since the last step, what is on its way here is of the old ones."""
         if plan.give_up_saves and self._saver is not None and not self._saver.drain(RESET_GRACE_S):
             self._saver.give_up()
+        if plan.weights_check:
+            self._check_weights(plan.weights_check)
         if plan.epoch == self._epoch:
             return
+        self._outdated = False
         for flight in self._flights:
             flight.cancel_soon()
         old, self.clients = self.clients, self._connect(plan.weights_epoch)
@@ -217,11 +231,22 @@ class WorkerConnector:
             for client in old:
                 client.close()
 
+    def _check_weights(self, check: int) -> None:
+        """Digest the weights anew: a reset of the engine's cache often follows a change."""
+        digest = self.digest_weights()
+        if digest != self._digest:
+            _log.info("weights changed: digest %s (check=%d)", digest, check)
+            self._digest, self._outdated, self._answer.weights_changed = digest, True, True
+        self._answer.weights[check, self._rank] = digest
+
     def _begin(self, job: LoadJob, after: Mark) -> InflightLoad:
         parts = []
         for part in job.groups:
             client, pages = self.clients[part.group], self.pages[part.group]
             handle = None
+            if self._outdated:
+                parts.append(InflightGroupLoad(part, None, pages))
+                continue
             try:
                 handle = client.start_load(
                     part.lookups[client.spec.namespace],
@@ -250,7 +275,7 @@ class WorkerConnector:
 
     def end_forward(self, plan: StepPlan, *, computed: bool = True) -> None:
         """The forward pass of a step, if it had one, is over: its blocks are complete, if it has ``computed`` them."""
-        self.step_failed = not computed
+        self.step_failed = not computed or self._outdated
         for flight in self._in_step:
             missing = [page for part in flight.parts for page in part.end_in_step(self.tally)]
             self._arrivals.missing.update(missing)
@@ -307,7 +332,7 @@ class WorkerConnector:
         """What has been stored since the last call; None: nothing."""
         if self._saver is not None:
             self._answer.merge(self._saver.take())
-        if not self._answer.saved:
+        if not self._answer:
             return None
         answer, self._answer = self._answer, StepAnswer()
         return answer

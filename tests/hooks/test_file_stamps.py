@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvclient.engines.stamps import engine_starts, put_there_since, reading_since_s
-from kvclient.engines.weights import WeightsSource, replaced
+from kvclient.engines.file_stamps import mark_engine_start, process_start_s, replaced_since
+from kvclient.engines.model_files import ModelFiles, replaced_path
 
 MOVES: dict[str, Callable[[Path], object]] = {
     "written": lambda top: (top / "real" / "v1" / "model.safetensors").write_bytes(b"other"),
@@ -63,23 +63,23 @@ def top(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("how", MOVES)
 def test_what_was_put_there_since_is_seen(top: Path, how: str) -> None:
-    engine_starts()
-    assert replaced(top / "link") is None
+    mark_engine_start()
+    assert replaced_path(top / "link") is None
     time.sleep(0.05)
     MOVES[how](top)
-    assert replaced(top / "link") is not None
-    engine_starts()
-    assert replaced(top / "link") is None, "the next engine reads what is there"
+    assert replaced_path(top / "link") is not None
+    mark_engine_start()
+    assert replaced_path(top / "link") is None, "the next engine reads what is there"
 
 
 def test_what_comes_and_goes_beside_a_model_says_nothing(top: Path) -> None:
-    engine_starts()
+    mark_engine_start()
     (top / "real" / "another model").mkdir()
     (top / "real" / "v3.tmp").write_bytes(b"x")
     (top / "real" / "v3.tmp").unlink()
     (top / "real").chmod(0o755)
-    assert replaced(top / "link") is None
-    assert replaced(top / "spare.safetensors") is None, "a model of one file"
+    assert replaced_path(top / "link") is None
+    assert replaced_path(top / "spare.safetensors") is None, "a model of one file"
 
 
 def test_a_folder_that_was_moved_and_written_to_is_seen_however_far_above(top: Path) -> None:
@@ -88,52 +88,54 @@ def test_a_folder_that_was_moved_and_written_to_is_seen_however_far_above(top: P
         (top / "deep" / folder / "model.safetensors").write_bytes(folder.encode())
     model = top / "deep" / "a" / "b" / "c"
     (top / "by").symlink_to("deep/a/b")
-    engine_starts()
-    assert (replaced(model), replaced(top / "by" / "c")) == (None, None)
+    mark_engine_start()
+    assert (replaced_path(model), replaced_path(top / "by" / "c")) == (None, None)
     time.sleep(0.05)
     (top / "deep" / "a").rename(top / "deep" / "old")
     (top / "deep" / "a2").rename(top / "deep" / "a")
     (top / "deep" / "a" / ".ready").touch()
-    assert (replaced(model), replaced(top / "by" / "c")) == (top / "deep" / "a",) * 2
+    assert (replaced_path(model), replaced_path(top / "by" / "c")) == (top / "deep" / "a",) * 2
 
 
 def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
     """To less than what a later file's stamp differs by."""
-    script = "import time; time.sleep(0.2); from kvclient.engines.stamps import reading_since_s; print(reading_since_s())"
+    script = "import time; time.sleep(0.2); from kvclient.engines.file_stamps import process_start_s; print(process_start_s())"
     before_s = time.time()
     told_s = float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
     assert before_s - 0.05 < told_s < time.time() - 0.2
     path = tmp_path / "now"
     path.write_bytes(b"x")
-    assert put_there_since([path], told_s) is not None
-    assert put_there_since([path], time.time() + 1) is None
+    assert replaced_since([path], told_s) is not None
+    assert replaced_since([path], time.time() + 1) is None
 
 
 def test_a_system_that_does_not_tell_is_one_where_everything_may_be_new(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvclient.engines.stamps._STATUS", top / "none")
-    monkeypatch.setattr("kvclient.engines.stamps._said_s", 0.0)
-    assert reading_since_s() == 0.0
-    assert replaced(top / "link") is not None
+    monkeypatch.setattr("kvclient.engines.file_stamps._STATUS", top / "none")
+    monkeypatch.setattr("kvclient.engines.file_stamps._marked_s", 0.0)
+    assert process_start_s() == 0.0
+    assert replaced_path(top / "link") is not None
 
 
 def test_links_that_go_round_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(OSError, match="links"):
-        put_there_since([tmp_path / "a"], time.time() + 1)
+        replaced_since([tmp_path / "a"], time.time() + 1)
 
 
 def test_weights_put_there_since_are_nobody_elses(top: Path, caplog: pytest.LogCaptureFixture) -> None:
     drawn = iter("abc")
-    source = WeightsSource(str(top / "link"))
-    engine_starts()
-    named = source.digest(lambda: next(drawn))
-    assert named == source.digest(lambda: next(drawn)) != "a:"
+    source = ModelFiles(str(top / "link"))
+    mark_engine_start()
+    named = source.weights_digest(lambda: next(drawn))
+    assert named == source.weights_digest(lambda: next(drawn)) != "a:"
     MOVES["renamed"](top)
-    assert [source.digest(lambda: next(drawn)) for _ in range(2)] == ["a:", "b:"]
-    assert "v1 was put there" in caplog.text
+    assert [source.weights_digest(lambda: next(drawn)) for _ in range(2)] == ["a:", "b:"]
+    assert "until the next start: " in caplog.text
     assert "weights_epoch" in caplog.text
-    assert WeightsSource(str(top / "link"), revision="commit").digest(lambda: "x") == "commit:", "a hub's folders never change"
+    assert ModelFiles(str(top / "link"), revision="commit").weights_digest(lambda: "x") == "commit:", (
+        "a hub's folders never change"
+    )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "preprocessor_config.json", "modeling_own.py"])
@@ -144,26 +146,26 @@ def test_what_says_what_is_read_and_computed_is_part_of_the_weights(top: Path, n
     for content in ("old", "new", "old"):
         (folder / name).write_text(content)
         (folder / "tokenizer.json").write_text(content)
-        engine_starts()
-        told.setdefault(content, set()).add(WeightsSource(str(folder)).digest(lambda: "x"))
+        mark_engine_start()
+        told.setdefault(content, set()).add(ModelFiles(str(folder)).weights_digest(lambda: "x"))
     assert len(told["old"]) == len(told["new"]) == 1
     assert told["old"] != told["new"]
     (folder / "tokenizer.json").write_text("of another kind")
-    engine_starts()
-    assert WeightsSource(str(folder)).digest(lambda: "x") in told["old"], "it says nothing of the weights"
+    mark_engine_start()
+    assert ModelFiles(str(folder)).weights_digest(lambda: "x") in told["old"], "it says nothing of the weights"
 
 
 def test_weights_that_an_engine_reads_from_copies_of_its_own_are_nobody_elses(top: Path) -> None:
     """``npcache`` reads what it once made of the files, whatever they are by now."""
-    engine_starts()
+    mark_engine_start()
     drawn = iter("ab")
-    source = WeightsSource(str(top / "link"), load_format="npcache")
-    assert [source.digest(lambda: next(drawn)) for _ in range(2)] == ["a:npcache:", "b:npcache:"]
+    source = ModelFiles(str(top / "link"), load_format="npcache")
+    assert [source.weights_digest(lambda: next(drawn)) for _ in range(2)] == ["a:npcache:", "b:npcache:"]
 
 
 def test_where_two_formats_lie_side_by_side_the_way_of_reading_chooses(top: Path) -> None:
-    ways = [WeightsSource(str(top / "link"), load_format=how).way for how in ("auto", "safetensors")]
+    ways = [ModelFiles(str(top / "link"), load_format=how).load_options for how in ("auto", "safetensors")]
     assert ways == ["", ""]
     (top / "real" / "v1" / "consolidated.safetensors").write_bytes(b"Mistral's")
-    ways = [WeightsSource(str(top / "link"), load_format=how).way for how in ("auto", "safetensors")]
+    ways = [ModelFiles(str(top / "link"), load_format=how).load_options for how in ("auto", "safetensors")]
     assert ways == ["", "safetensors:"]

@@ -1,0 +1,144 @@
+"""The weights that a vLLM worker holds in memory, as a digest that names them.
+
+vLLM gives a connector no reference to the model. At ``register_kv_caches`` the model runner is the caller, so it is found on the
+call stack; afterwards it is held weakly and asked for its model each time.
+
+On CPUs most linear layers move their weights into a kernel's private memory (oneDNN) and keep an empty parameter. Such a layer is
+read through its kernel: multiplied with unit vectors it returns columns of its weights, bit for bit, whatever the number of
+threads. Every linear layer of a CPU is sampled in this way, at least four columns of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import secrets
+import weakref
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+
+from kvclient import InvalidArgument
+from kvclient.engines.held_weights import held_digest
+
+_log = logging.getLogger(__name__)
+_SAMPLE_BYTES = 4096
+_LEAST_COLUMNS = 4
+_PACKED_LATENTS = ("_w_uk_packed", "_w_uv_packed")
+"""Where the AMX implementation of latent attention keeps what was ``kv_b_proj``."""
+_DIGEST_CHARS = 32
+
+
+class ModelWeights:
+    """The weights of one worker's model, and of its draft model.
+
+    Args:
+        runner: vLLM's model runner; None: it was not found.
+        dtype: of the model's activations.
+    """
+
+    def __init__(self, runner: Any, dtype: Any) -> None:  # noqa: ANN401  # vLLM's types
+        self._runner = None if runner is None else weakref.ref(runner)
+        self._dtype = dtype
+        self._unique = f"unique:{secrets.token_hex(16)}"
+
+    @classmethod
+    def of_caller(cls, dtype: Any) -> ModelWeights:  # noqa: ANN401
+        """Find the model runner among the callers."""
+        frame: FrameType | None = inspect.currentframe()
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if callable(getattr(type(owner), "get_model", None)) and hasattr(owner, "model"):
+                return cls(owner, dtype)
+            frame = frame.f_back
+        return cls(None, dtype)
+
+    def digest(self) -> str:
+        """Digest all weights. If they cannot be read, return a text that no other worker has."""
+        try:
+            with torch.inference_mode():
+                return held_digest(self._tensors())
+        except (InvalidArgument, RuntimeError, AttributeError, TypeError) as error:
+            _log.warning("weights not readable: no KV is shared unless weights_epoch names them (error=%s)", error)
+            return self._unique
+
+    def _tensors(self) -> Iterator[tuple[str, object]]:
+        runner = None if self._runner is None else self._runner()
+        if runner is None:
+            raise InvalidArgument("this version of vLLM does not show its model to a connector")
+        draft = getattr(runner, "get_draft_model", lambda: getattr(getattr(runner, "drafter", None), "model", None))()
+        for prefix, model in (("", runner.get_model()), ("draft ", draft)):
+            if isinstance(model, torch.nn.Module):
+                for name, value in _named_tensors(model, self._dtype):
+                    yield f"{prefix}{name.replace('base_layer.', '')}", value  # as without adapters
+
+
+def _named_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, object]]:
+    """Yield all parameters and buffers, and columns of the linear layers whose kernel holds the weights.
+
+    Raises:
+        InvalidArgument: the weights of a layer cannot be read.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+
+    packed = _packed_latents(model)
+    for name, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for key, one in own:
+            yield f"{name}.{key}", one
+        empty = [key for key, one in own if key.endswith("weight") and not one.numel()]
+        on_cpu = all(one.device.type == "cpu" for _, one in own)
+        if id(module) in packed:
+            yield f"{name} packed", packed[id(module)]
+        elif isinstance(module, LinearBase):
+            if empty or on_cpu or not any(one.numel() for _, one in own):
+                yield f"{name} columns", _columns(module, dtype)
+        elif empty:
+            raise InvalidArgument("a layer keeps its weights where they cannot be read", layer=name, kind=type(module).__name__)
+
+
+def _packed_latents(model: torch.nn.Module) -> dict[int, list[torch.Tensor]]:
+    """The tensors that stand for an emptied ``kv_b_proj``, by the id of that layer."""
+    found = {}
+    for module in model.modules():
+        implementation = getattr(module, "impl", None)
+        tensors = [getattr(implementation, name, None) for name in _PACKED_LATENTS]
+        if all(isinstance(one, torch.Tensor) for one in tensors) and hasattr(module, "kv_b_proj"):
+            found[id(module.kv_b_proj)] = tensors
+    return found  # type: ignore[return-value]
+
+
+def _columns(layer: Any, dtype: torch.dtype) -> torch.Tensor:  # noqa: ANN401
+    """Some columns of a linear layer's weights, read through its kernel."""
+    width = int(getattr(layer, "input_size_per_partition", 0) or layer.input_size)
+    outputs = int(getattr(layer, "output_size_per_partition", 0) or layer.output_size)
+    count = min(width, max(_LEAST_COLUMNS, _SAMPLE_BYTES // max(1, outputs * dtype.itemsize)))
+    unit = torch.zeros(count, width, dtype=dtype, device=next(iter(layer.parameters())).device)
+    unit[torch.arange(count), torch.arange(count) * width // count] = 1
+    columns: torch.Tensor = layer.quant_method.apply(layer, unit)
+    return columns
+
+
+def combined_digest(digests: Iterable[str]) -> str:
+    """One digest for the weights of all ranks, in the order of ranks."""
+    return f"xxh3:{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:_DIGEST_CHARS]}"
+
+
+def gather_digests(own: str, parallel_config: Any) -> list[str]:  # noqa: ANN401
+    """Gather the digests of all workers that compute together, by rank. Every worker calls this at the start.
+
+    These include the other data-parallel ranks, over which the experts of a model may be spread.
+    """
+    from vllm.distributed.parallel_state import get_inner_dp_world_group, get_world_group
+
+    world = get_world_group()
+    if getattr(parallel_config, "enable_elastic_ep", False):  # the experts of other ranks come and go: a name of this engine's
+        world, own = get_inner_dp_world_group(), f"{own}:{secrets.token_hex(16)}"
+    if world.world_size == 1:
+        return [own]
+    digests: list[str] = [""] * world.world_size
+    torch.distributed.all_gather_object(digests, own, group=world.cpu_group)
+    return digests
