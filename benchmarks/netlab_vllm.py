@@ -111,7 +111,7 @@ class Bed:
             "storage_bandwidth": str(int(links.snic_mbit * 125_000)),
             "compute_bandwidth": str(int(links.cnic_mbit * 125_000)),
         }
-        passing = {"keep_loaded": "false", "prefill_buffer": str(prompt), "decode_buffer": str(prompt), **rates}
+        passing = {"cache_loads": "false", "prefill_buffer": str(prompt), "decode_buffer": str(prompt), **rates}
         contexts = int(6 * prompt) + 64 * MIB
         return [
             self._node(STORAGE, "storage", 2 * prompt, contexts, {}),

@@ -221,7 +221,7 @@ class LoadBed:
         shared = {"load_window": str(options.window_bytes), "prefault": "false"}
         engines = {
             **shared,
-            "keep_loaded": "false",
+            "cache_loads": "false",
             "prefill_buffer": str(options.arena_bytes * 3 // 4),
             "storage_bandwidth": str(int(self.bed.snic_mbit * 125_000)),
             "compute_bandwidth": str(int(self.bed.cnic_mbit * 125_000)),

@@ -278,7 +278,7 @@ class EngineBed:
     def _nodes(self) -> list[NodeSpec]:
         slot = self.spec.block_bytes + 8192
         blocks = sum(context // self.spec.block_tokens for context in self.contexts) + self._growth_blocks
-        shared = {"keep_loaded": "false", "load_window": str(4 * MIB), "prefault": "false"}
+        shared = {"cache_loads": "false", "load_window": str(4 * MIB), "prefault": "false"}
         links = {
             "storage_bandwidth": str(int(self.bed.snic_mbit * BYTES_PER_MBIT)),
             "compute_bandwidth": str(int(self.bed.cnic_mbit * BYTES_PER_MBIT)),

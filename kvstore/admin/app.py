@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 import kvstore
-from kvstore.admin.config import AdminConfig
 from kvstore.admin.middleware import PUBLIC, Gate
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.page import WebPage
@@ -24,6 +23,7 @@ from kvstore.admin.routes.read import Reads
 from kvstore.admin.routes.retention_rules import Rules
 from kvstore.admin.routes.tenants import Tenants
 from kvstore.admin.routes.write import Changes
+from kvstore.config.admin import AdminConfig
 from kvstore.control_api.schemas import store as models
 from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.core.errors import (

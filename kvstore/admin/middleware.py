@@ -23,10 +23,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstore.admin.config import AdminConfig
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.problems import TOO_LONG, problem
 from kvstore.admin.reuse import Answers
+from kvstore.config.admin import AdminConfig
 from kvstore.core.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -164,7 +164,7 @@ class Gate:
         if scope["path"] not in PUBLIC:
             async with asyncio.timeout(BODY_S):
                 body = await self._body(receive, headers)
-        async with asyncio.timeout(self._config.timeout_s + self._config.change_timeout_s + _SPARE_S):
+        async with asyncio.timeout((self._config.timeout_ms + self._config.change_timeout_ms) / 1000 + _SPARE_S):
             try:
                 await self._app(scope, _replayed(body, receive), send)
             finally:

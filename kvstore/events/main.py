@@ -15,14 +15,15 @@ from typing import Final
 import kvstore
 from kvclient.events import BlockWatcher
 from kvclient.nodes.namespaces import list_namespaces
+from kvstore.config.events import EventsConfig
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import NamespaceId
-from kvstore.events.config import EventsConfig
 from kvstore.events.publisher import Publisher
 from kvstore.events.translation import Translator, last_eight_bytes, whole_key
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector
 from kvstore.observe.http import serve
+from kvstore.rpc.auth.tokens import TokenSource
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class BlockTokens:
 
     def __init__(self, config: EventsConfig) -> None:
         self._config = config
+        self._token = TokenSource.of(file=config.client.token_file)
         self._known: dict[NamespaceId, int] = {}
         self._asked_s = -_ASK_AGAIN_S
 
@@ -45,7 +47,7 @@ class BlockTokens:
             self._asked_s = time.monotonic()
             try:
                 specs = list_namespaces(
-                    self._config.metadata, timeout_s=_ASK_TIMEOUT_S, tls=self._config.tls, token=self._config.token
+                    self._config.metadata, timeout_s=_ASK_TIMEOUT_S, tls=self._config.client.tls.resolve(), token=self._token
                 )
             except KVStoreError as error:
                 logger.warning("the namespaces are not known, so that events say a block size of 0: %s", error)
@@ -75,11 +77,11 @@ def run(config: EventsConfig) -> None:
     publisher = Publisher(config, translator, counters)
     watcher = BlockWatcher(
         config.metadata,
-        namespaces=config.namespaces,
-        nodes=config.nodes,
-        tiers=config.tiers,
-        tls=config.tls,
-        token=config.token,
+        namespaces=config.namespace_ids,
+        nodes=config.node_ids,
+        tiers=config.tier_kinds,
+        tls=config.client.tls.resolve(),
+        token=TokenSource.of(file=config.client.token_file),
         on_change=publisher.take,
     )
 

@@ -18,9 +18,9 @@ from typing import Final
 import zmq
 
 from kvclient.events import BlockMirror, Change
+from kvstore.config.events import EventsConfig
 from kvstore.core import limits
 from kvstore.core.errors import Unavailable
-from kvstore.events.config import EventsConfig
 from kvstore.events.translation import Translator
 from kvstore.events.wire import END_OF_REPLAY, SEQUENCE_BYTES, AllBlocksCleared, BlockStored, Event, KVEventBatch, encode, number
 from kvstore.observe.counters import Counters
@@ -66,7 +66,7 @@ class Publisher:
             self._pub = self._context.socket(zmq.PUB)
             self._pub.set_hwm(config.high_water)
             self._pub.set(zmq.MAXMSGSIZE, limits.MAX_NAME_BYTES + 1)  # all that comes is subscriptions to topics
-            self.endpoint = self._open(self._pub, config.endpoint, connect=config.connect)
+            self.endpoint = self._open(self._pub, config.zmq, connect=config.connect)
             """Of the PUB socket, with its real port."""
             self.replay_endpoint = ""
             """Of the ROUTER socket, likewise; empty: there is none."""
@@ -104,7 +104,7 @@ class Publisher:
     def beat(self) -> None:
         """Publishes an empty batch where nothing was for a while; to be called now and then."""
         with self._lock:
-            if self.published.is_set() and time.monotonic() - self._published_s >= self._config.heartbeat_s:
+            if self.published.is_set() and time.monotonic() - self._published_s >= self._config.heartbeat_ms / 1000:
                 self._publish([])
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Publisher:
         self._kept_bytes += len(payload)
         self._next += 1
         self._published_s = time.monotonic()
-        while len(self._kept) > self._config.replay_batches or self._kept_bytes > self._config.replay_bytes:
+        while len(self._kept) > self._config.replay_batches or self._kept_bytes > self._config.replay_memory_bytes:
             self._kept_bytes -= len(self._kept.popleft()[1])
         stored = removed = 0
         for event in events:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvproto.v1.admin_pb2_grpc import add_MetadataAdminServicer_to_server
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.scheduler import SchedulerLimits
@@ -15,7 +16,6 @@ from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.admin_service import SERVICE_NAME as METADATA_ADMIN
 from kvstore.metadata.admin_service import MetadataAdminParts, MetadataAdminServicer
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.events.subscription import report_served
 from kvstore.metadata.gauges import MetadataGauges
@@ -91,7 +91,7 @@ class MetadataServer:
         try:
             index = self._index = LmdbIndex.open(
                 config.index_path,
-                map_bytes=config.map_bytes,
+                map_bytes=config.index_size_bytes,
                 count=self.counters.add,
                 on_damage=functools.partial(_set_soon, loop, self.damaged),
             )
@@ -141,7 +141,7 @@ class MetadataServer:
                 self._clock,
                 config.workers,
                 config.path_policy,
-                config.in_force,
+                config.settings,
                 self._rebuild,
                 retention,
                 settings,
@@ -154,7 +154,7 @@ class MetadataServer:
                 addresses=[config.listen],
                 services=[SERVICE_NAME, METADATA_ADMIN],
                 counters=self.counters,
-                tls=config.tls,
+                tls=config.tls.resolve(),
                 tokens=None if config.tokens_file is None else tokens_file(config.tokens_file),
                 on_refused_node=nodes.record_refusal,
                 reuse_port=config.workers > 1,
@@ -195,7 +195,7 @@ class MetadataServer:
         self._index.request_rebuild()
 
     def _make_event_log(self, loop: asyncio.AbstractEventLoop, index: PrefixIndex) -> BlockEventLog:
-        event_log = BlockEventLog(loop, self._config.events_bytes, self._config.max_subscribers, self._clock)
+        event_log = BlockEventLog(loop, self._config.events_memory_bytes, self._config.max_subscribers, self._clock)
         index.listen(event_log)
         return event_log
 

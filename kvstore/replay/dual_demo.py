@@ -149,7 +149,7 @@ def _add(paths: dict[str, int], answer: dict[str, Any]) -> int:
 def _nodes(plan: DualDemoPlan, lab: NetLab) -> list[NodeSpec]:
     stored = plan.in_flight * plan.blocks * (plan.block_bytes + 8192)
     staging = (
-        ("keep_loaded", "false"),
+        ("cache_loads", "false"),
         ("load_window", "4MiB"),
         ("prefault", "false"),
         ("storage_bandwidth", str(int(plan.bed.snic_mbit * 125_000))),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import httpx
 
-from kvstore.admin.config import AdminConfig
 from kvstore.admin.middleware import Gate
 from kvstore.admin.reuse import BURST, FRESH_S, MOST_ANSWERS, MOST_BYTES, Answers
+from kvstore.config.admin import AdminConfig
 from kvstore.observe.counters import Counters
 
 

@@ -16,9 +16,9 @@ from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import metadata_pb2
 from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
 from kvproto.v1.common_pb2 import CacheSpec
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.retention.quota_shares import HEADROOM, REST_TIMES, divide_quota
 from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting, SettingsStore
 from kvstore.metadata.server import MetadataServer
@@ -352,7 +352,7 @@ async def test_a_node_of_before_and_hostile_usages(running: Running) -> None:
 
 
 async def test_quotas_outlive_the_index(tmp_path: Path) -> None:
-    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", map_bytes=64 << 20)
+    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=64 << 20)
     for lived in (False, True):
         server = MetadataServer(config)
         address = await server.start()

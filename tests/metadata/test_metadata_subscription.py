@@ -14,8 +14,8 @@ from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvproto.v1.common_pb2 import BlockRun, Tier
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable, Unsupported
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import connect_aio
 from kvstore.rpc.errors import from_rpc_error
@@ -220,7 +220,9 @@ async def test_filters(running: Running) -> None:
 
 
 async def test_a_subscriber_that_never_reads_holds_nothing_and_begins_anew(tmp_path: Path) -> None:
-    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", map_bytes=256 << 20, events_bytes=1 << 20)
+    config = MetadataConfig(
+        index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=256 << 20, events_memory_bytes=1 << 20
+    )
     server = MetadataServer(config)
     address = await server.start()
     try:
