@@ -33,10 +33,9 @@ from kvstore.node.control.retention import Retainer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
 from kvstore.node.durability.read_rate import ReadRate
 from kvstore.node.durability.scrub import VolumeChecks
-from kvstore.node.durability.shutdown_flush import make_durable
+from kvstore.node.durability.shutdown_flush import flush_on_shutdown
 from kvstore.node.durability.volume_watch import VolumeWatch
 from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBehind
-from kvstore.node.eviction.quotas import Accounts
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import make_mounts
@@ -55,7 +54,7 @@ from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
+from kvstore.node.state.namespaces import Accounts, NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -556,7 +555,7 @@ class NodeDaemon:
         """Waits until what was stored is durable, or cannot be made so in time. Whether nothing waits any more."""
         if not self._writes_behind:
             return self.table.wait_written(deadline_s)
-        flushed, saved = make_durable(self.table, self._clock, deadline_s)
+        flushed, saved = flush_on_shutdown(self.table, self._clock, deadline_s)
         if saved:
             self.counters.add("node_stopped_saved_blocks_total", saved)
             log.info("%d blocks that lay in DRAM alone are durable now", saved)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from kvstore.admin.app import make_app
 from kvstore.admin.etags import check_match
 from kvstore.admin.main import store_endpoint
-from kvstore.admin.middleware import Gate
+from kvstore.admin.middleware import AdminMiddleware
 from kvstore.admin.pagination import after, cursor_for, page_of
 from kvstore.admin.problems import Refused
 from kvstore.config.admin import AdminConfig
@@ -357,8 +357,8 @@ async def test_what_is_not_there_and_what_nobody_meant(caplog: pytest.LogCapture
         monkeypatch.setattr(StoreRpc, "nodes", broken)
         problem(await client.get("/v1/nodes"), 500, "internal")
         assert counters.snapshot()["admin_errors_internal_total"] == 1
-    gate = Gate(broken, NOBODY, None, Counters())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://127.0.0.1") as client:
+    middleware = AdminMiddleware(broken, NOBODY, None, Counters())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://127.0.0.1") as client:
         body = problem(await client.get("/v1/nodes"), 500, "internal")
     assert "secret" not in str(body)
     assert "a secret of ours" in caplog.text, "the log has it"
