@@ -97,7 +97,7 @@ class Bed:
         # whoever asks sits beside the metadata server, whose links are free
         self._asking = self._stack.enter_context(ThreadPoolExecutor(4, initializer=netns.enter, initargs=(fd,)))
         place = DaemonHost(metadata.compute_ip, metadata.popen)
-        self.cluster = self._stack.enter_context(LocalCluster(self._nodes(), self.folder / "store", metadata_place=place))
+        self.cluster = self._stack.enter_context(LocalCluster(self._nodes(), self.folder / "store", metadata_host=place))
         self.engines = self._stack.enter_context(EngineBed(self.folder / "engines"))
         model = make_model(self.folder / "model", MODEL)
         started = [self.engines.begin(self._engine(name, model, core)) for core, name in enumerate((PREFILL, DECODE))]

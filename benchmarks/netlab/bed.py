@@ -189,7 +189,7 @@ class LoadBed:
         self._stack.enter_context(self.lab)
         metadata = self.lab.host(METADATA_HOST)
         self.cluster = self._stack.enter_context(
-            LocalCluster(self._nodes(), self.folder, metadata_place=DaemonHost(metadata.compute_ip, metadata.popen))
+            LocalCluster(self._nodes(), self.folder, metadata_host=DaemonHost(metadata.compute_ip, metadata.popen))
         )
         path = self.folder / "workload.npz"
         self.workload.save(path)

@@ -200,7 +200,7 @@ class EngineBed:
         place = DaemonHost(metadata.compute_ip, metadata.popen)
         limits = {"alpha_tokens": str(self.limits.alpha_tokens), "beta_tokens": str(self.limits.beta_tokens)}
         self.cluster = self._stack.enter_context(
-            LocalCluster(self._nodes(), self.folder, metadata_settings=tuple(limits.items()), metadata_place=place)
+            LocalCluster(self._nodes(), self.folder, metadata_settings=tuple(limits.items()), metadata_host=place)
         )
         self._settings_path = self.folder / "engines.json"
         self._settings_path.write_text(json.dumps(self._engine_settings()), encoding="utf-8")

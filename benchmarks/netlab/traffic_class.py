@@ -126,7 +126,7 @@ class TrafficBed:
             for host, role, dram in ((self._prefill, "prefill", 128 * MIB), (self._decode, "decode", 128 * MIB))
         ]
         place = DaemonHost(metadata.compute_ip, metadata.popen)
-        cluster = self._stack.enter_context(LocalCluster(nodes, folder, metadata_place=place))
+        cluster = self._stack.enter_context(LocalCluster(nodes, folder, metadata_host=place))
         stores = self._talker(self._decode, "engine", cluster.metadata_address, cluster.node("decode-0").local_socket)
         stores.ask("store")
         stores.answer()

@@ -33,14 +33,13 @@ from kvstore.node.control.retention import Retainer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
 from kvstore.node.durability.read_rate import ReadRate
 from kvstore.node.durability.scrub import VolumeChecks
-from kvstore.node.durability.shutdown_flush import make_durable
+from kvstore.node.durability.shutdown_flush import flush_on_shutdown
 from kvstore.node.durability.volume_watch import VolumeWatch
 from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBehind
-from kvstore.node.eviction.quotas import Accounts
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import make_mounts
-from kvstore.node.loads.nixl import NixlPorts
+from kvstore.node.loads.nixl import NixlAgents
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.prompt_wait import PromptWaits
 from kvstore.node.loads.provider import NodeProvider
@@ -55,7 +54,7 @@ from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
+from kvstore.node.state.namespaces import Accounts, NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -194,7 +193,8 @@ class NodeDaemon:
         self._recover(node_volumes)
         self._retainer.recall()
         self._traffic = _compute_traffic(config, counters)
-        self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
+        self._nixl = NixlAgents(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
+        self._nixl.open()
         known = None if self._token is None else TrustedNodes(config.metadata, config.tls.resolve(), self._token)
         probe = HealthProbe(partial(connect, tls=config.tls.resolve()))
         self._liveness = LivenessMonitor(probe, counters, on_close=probe.close)
@@ -556,7 +556,7 @@ class NodeDaemon:
         """Waits until what was stored is durable, or cannot be made so in time. Whether nothing waits any more."""
         if not self._writes_behind:
             return self.table.wait_written(deadline_s)
-        flushed, saved = make_durable(self.table, self._clock, deadline_s)
+        flushed, saved = flush_on_shutdown(self.table, self._clock, deadline_s)
         if saved:
             self.counters.add("node_stopped_saved_blocks_total", saved)
             log.info("%d blocks that lay in DRAM alone are durable now", saved)
@@ -630,7 +630,7 @@ class NodeDaemon:
     def _io_engines(self) -> list[str]:
         engines = [f"{self._arena.volume_id}: {self._arena.backing}"]
         engines += [f"{slab.volume_id}: {slab.io_engine}" for slab in self._slabs]
-        return engines + self._gds + [f"NIXL: {self._nixl.says}"] + [mount.describe() for mount in self._mounts]
+        return engines + self._gds + [f"NIXL: {self._nixl.description}"] + [mount.describe() for mount in self._mounts]
 
     def _sweep_for_ever(self) -> None:
         while not self._stopping.wait(SWEEP_INTERVAL_S):

@@ -96,7 +96,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     with LocalCluster(
-        [node], folder, metadata_settings=metadata_settings, arguments=arguments, run_place=short_run_dirs()
+        [node], folder, metadata_settings=metadata_settings, arguments=arguments, socket_dir=short_run_dirs()
     ) as cluster:
         daemons = [cluster.node("metadata"), cluster.node(node_id)]
         page, admin = _start_admin(cluster, config)
