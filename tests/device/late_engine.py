@@ -114,7 +114,7 @@ class Engine:
         for layer in range(LAYERS):
             self.compute(pages, numbers, layer)
         jobs = [StoreJob(next(self._job), "r", 0, None, self.keys(numbers), [list(pages)])] if save else []
-        self.side.end_forward(StepPlan(chain=self.chain, saves=jobs, has_tokens=True))
+        self.side.end_forward(StepPlan(chain=self.chain, stores=jobs, has_tokens=True))
 
     def stored(self, jobs: int = 1) -> set[int]:
         """Waits for the answers of so many stores; those that failed."""

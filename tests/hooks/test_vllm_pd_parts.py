@@ -112,9 +112,9 @@ def test_a_prompt_is_awaited_then_here_then_taken() -> None:
     full = CHAIN.keys(one.all_token_ids)
     assert job.keys == [*full, HERE.tail_key(CHAIN.tail(one.all_token_ids[8:], full[-1]))]
     assert made.state("r") is TransferState.AWAITED
-    made.on_worker_output(PdWorkerOutput(came={"r": 1}))
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))
     assert made.state("r") is TransferState.AWAITED, "the other worker does not know yet"
-    made.on_worker_output(PdWorkerOutput(came={"r": 1}))
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))
     assert made.state("r") is TransferState.ARRIVED
     assert made.get_num_new_matched_tokens(one, 4) == 6
     made.update_state_after_alloc(one, [[7, 8, 9]], 6)
@@ -129,7 +129,7 @@ def test_a_prompt_that_some_worker_lacks_is_given_up_by_all() -> None:
     made, one = decisions(workers=2), prompt(9)
     made.on_new_request(one, HERE, CHAIN)
     step(made)
-    made.on_worker_output(PdWorkerOutput(came={"r": 2}, incomplete={"r"}))
+    made.on_worker_output(PdWorkerOutput(known={"r": 2}, incomplete={"r"}))
     assert made.state("r") is TransferState.ENDED
     assert step(made).drops == ["r"]
     assert made.pop_given_up("r")
@@ -139,7 +139,7 @@ def test_a_prompt_that_some_worker_lacks_is_given_up_by_all() -> None:
 def test_pages_that_could_not_be_filled_are_told() -> None:
     made, one = decisions(), prompt(9)
     made.on_new_request(one, HERE, CHAIN)
-    made.on_worker_output(PdWorkerOutput(came={"r": 1}))
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))
     made.update_state_after_alloc(one, [[3, 4, 5]], 9)
     made.on_copies_failed({4}, set())
     assert made.on_copies_finished({"r"}) == [(one, 0)]
@@ -151,10 +151,10 @@ def test_who_leaves_while_waiting_is_dropped(stage: str) -> None:
     made.on_new_request(prompt(9), HERE, CHAIN)
     step(made)
     if stage == "here":
-        made.on_worker_output(PdWorkerOutput(came={"r": 1}))
+        made.on_worker_output(PdWorkerOutput(known={"r": 1}))
     assert made.request_finished("r") is None
     assert step(made).drops == ["r"]
-    made.on_worker_output(PdWorkerOutput(came={"r": 1}))  # too late: nobody minds
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))  # too late: nobody minds
 
 
 def test_of_a_sliding_window_only_what_it_still_sees_is_awaited() -> None:

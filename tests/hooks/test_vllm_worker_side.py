@@ -91,7 +91,7 @@ class Rank:
         chain = keys.upto(TOKENS, first + len(ids[0]))
         parent = chain[first - 1] if first else None
         job = StoreJob(job_id, "r", first, parent, chain[first:], [list(one) for one in ids])
-        plan = StepPlan(chain=self.chain, saves=[job])
+        plan = StepPlan(chain=self.chain, stores=[job])
         self.side.end_forward(plan)
         end_s = time.monotonic() + WAIT_S
         while (answer := self.side.take_output()) is None:
@@ -210,7 +210,7 @@ def test_what_does_not_arrive_is_named_and_nothing_of_the_step_is_stored(
     plan = StepPlan(
         chain=writer.chain,
         loads=[LoadJob("r", parts, layerwise)],
-        saves=[StoreJob(7, "r", 3, chain[2], chain[3:], [[13]])],
+        stores=[StoreJob(7, "r", 3, chain[2], chain[3:], [[13]])],
     )
     reader.side.begin_loads(plan)
     for name in NAMES:
@@ -255,7 +255,7 @@ def test_pages_that_are_wanted_back_do_not_wait_for_the_node(cluster: LocalClust
     process = cluster.node("n").process
     process.send_signal(signal.SIGSTOP)
     try:
-        rank.side.end_forward(StepPlan(chain=rank.chain, saves=jobs))
+        rank.side.end_forward(StepPlan(chain=rank.chain, stores=jobs))
         total = WorkerOutput()
         if elsewhere:
             rank.side.begin_step(StepPlan(cancel_stores=True))
@@ -291,7 +291,7 @@ def test_pages_that_are_wanted_back_are_stored_where_that_takes_a_moment(
     process.send_signal(signal.SIGSTOP)
     goes_on = threading.Timer(0.2, process.send_signal, (signal.SIGCONT,))
     goes_on.start()
-    rank.side.end_forward(StepPlan(chain=rank.chain, saves=[job]))
+    rank.side.end_forward(StepPlan(chain=rank.chain, stores=[job]))
     rank.side.begin_step(StepPlan(cancel_stores=True))
     goes_on.join()
     assert rank.side.take_output() == WorkerOutput({1: 1}, set())

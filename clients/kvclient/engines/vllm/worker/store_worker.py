@@ -146,19 +146,21 @@ class StoreWorker:
             self._counters.add("stores_late")
             return False
         masked = NamespaceKeyMask(save.chain, client.spec.namespace)
+        if save.number <= self._cancelled_up_to:
+            self._counters.add("stores_dropped")
+            return False
+        handle = client.start_store(
+            masked.keys(job.keys),
+            pages.buffer(ids, save.after),
+            parent=BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
+            depth=job.first_block,
+            deadline_s=left_s,
+        )
         with self._changed:
-            if save.number <= self._cancelled_up_to:
-                self._counters.add("stores_dropped")
-                return False
-            self._handle = handle = client.start_store(
-                masked.keys(job.keys),
-                pages.buffer(ids, save.after),
-                parent=BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
-                depth=job.first_block,
-                deadline_s=left_s,
-            )
+            self._handle = handle
+            cancelled = save.number <= self._cancelled_up_to
         try:
-            result = handle.result()
+            result = handle.cancel() if cancelled else handle.result()
         finally:
             with self._changed:
                 self._handle = None
