@@ -1,23 +1,22 @@
-"""Room of one volume, shared among blocks of different sizes. Pure: memory work only, no locks, no I/O.
+"""Slot allocator: the space of one volume, shared by blocks of different sizes. No locks, no I/O.
 
-The volume is cut into equal *chunks* (about 1/128 of it, at most 64 MiB). Blocks of one size (rounded up to 4 KiB: a *size
-class*) live in *spans*: runs of adjacent chunks, cut into slots of that size. A span is opened when its class has no slot
-left, and its chunks return to the common pool when its last slot is freed: room moves between namespaces of different block
-sizes with no copying and no limits to configure. A slot larger than a chunk simply takes a longer span. A span is as
-long as it must be to lose little at its end (a sixteenth), or shorter where no such run of chunks is free any more.
+The volume is divided into equal *chunks* (about 1/128 of it, at most 64 MiB). Blocks of one size (rounded up to 4 KiB: a *size
+class*) are in *spans*: runs of adjacent chunks, divided into slots of that size. A span is created when its class has no free
+slot, and its chunks return to the pool when its last slot is freed. So space moves between namespaces with different block sizes
+without copies and without limits to configure. A slot larger than a chunk has a longer span. A span is long enough to waste at
+most a sixteenth at its end, or shorter if the pool has no such run of chunks.
 
-Contiguity: a batch takes one run of adjacent slots where a span has one, because adjacent slots merge into single I/Os.
+Contiguity: a batch gets one run of adjacent slots if a span has one, because adjacent slots merge into single I/Os.
 
-Generations: one counter a volume, which only grows, numbers every slot given out. A slot's (offset, generation) thus never
-comes back. Volumes that outlive the process start the counter above everything that earlier processes can have used
-(``first_generation``).
+Generations: one counter per volume numbers every allocated slot, so a slot's (offset, generation) is never used again. A volume
+that outlives the process starts the counter above every number of earlier processes (``first_generation``).
 
-A starved class (one that finds the volume full of other classes' blocks) gets room by ``plan_eviction``: the owner evicts the
-coldest blocks, of whatever class, until a long enough run of chunks would be empty. Plans are prefixes of the order in which
-the policy yields blocks, children first: any prefix leaves no child without its parent, and needs no knowledge of the tree.
+A starved class (the volume is full of other classes' blocks) gets space by ``plan_eviction``: the owner evicts the coldest
+blocks of all classes until a run of chunks is empty. A plan is a prefix of the policy's order, which has children before their
+parents, so no evicted block leaves a child.
 
-Where blocks of many chains lie mixed, such a prefix is most of the volume. ``reclaimable_spans`` therefore says which spans
-could be emptied by themselves, and ``slots_in`` by freeing what; the owner, who knows the tree, adds what must leave with it.
+If blocks of many chains are mixed, such a prefix is most of the volume. Then ``reclaimable_spans`` has the spans to empty and
+``slots_in`` their slots. The owner, who knows the chains, evicts the descendants as well.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ ALIGNMENT = 4096
 """Offsets and sizes of slots and chunks are multiples of it: the unit of direct I/O and of a page."""
 MAX_CHUNK_BYTES = 64 << 20
 TARGET_CHUNKS = 128
-"""Chunks that a small volume is cut into. Larger volumes have more, of ``MAX_CHUNK_BYTES``."""
+"""Number of chunks of a small volume. Larger volumes have more, of ``MAX_CHUNK_BYTES``."""
 MAX_SPAN_CHUNKS = 16
-"""Longest span for the sake of small losses; only slots larger than that take longer ones."""
+"""Maximum length of a span, except for slots that need a longer one."""
 _TOLERATED_LOSS = 16
 _FREE = b"\x01"
 _CANDIDATE_SPANS = 8
 MAX_CANDIDATES = 1024
-"""Places looked at for one to be emptied, besides those where something cold lies."""
+"""Maximum number of spans to examine, besides those with cold slots."""
 
 
 def round_up(size: int) -> int:
@@ -50,13 +49,13 @@ def round_up(size: int) -> int:
 
 
 def chunk_bytes_for(capacity_bytes: int) -> int:
-    """Chunk size for a new volume of a capacity: fixed for its life, because where slots may begin depends on it."""
+    """Chunk size for a new volume. It never changes, because the positions of slots depend on it."""
     chunks = max(TARGET_CHUNKS, -(-capacity_bytes // MAX_CHUNK_BYTES))
     return max(ALIGNMENT, capacity_bytes // chunks // ALIGNMENT * ALIGNMENT)
 
 
 class _Span:
-    """Adjacent chunks cut into slots of one size. ``generations[i]`` is 0 while slot ``i`` is free."""
+    """Adjacent chunks divided into slots of one size. ``generations[i]`` is 0 while slot ``i`` is free."""
 
     __slots__ = ("chunks", "first", "flags", "free", "generations", "offset", "size", "slots")
 
@@ -72,13 +71,13 @@ class _Span:
 
 
 def _youth(span: _Span) -> int:
-    """About how late the slots of a span were given out: the mean generation of a few."""
+    """Approximate age of a span's slots: the mean generation of a sample."""
     sample = [number for number in span.generations[:: max(1, span.slots // 4)] if number]
     return sum(sample) // max(1, len(sample))
 
 
 class _SizeClass:
-    """All spans of one slot size. ``partial``: those with free slots, in the order in which they came to have some."""
+    """All spans of one slot size. ``partial``: spans with free slots, in the order in which they got their first."""
 
     __slots__ = ("free", "least_chunks", "partial", "size", "span_chunks")
 
@@ -94,24 +93,24 @@ _Run = tuple[_Span, int, int]  # span, first slot, count
 
 
 class SlotAllocator:
-    """Slots of one volume. Not thread-safe: its owner holds a lock.
+    """Slots of one volume. Not thread-safe; see ``SlotPool``.
 
     Args:
-        capacity_bytes: room to share.
-        chunk_bytes: as it was when the volume was made; None for a new one.
-        first_generation: the first number to give out; above all that were ever given out before.
+        capacity_bytes: space to divide.
+        chunk_bytes: chunk size of an existing volume; None for a new one.
+        first_generation: first generation to allocate; above all generations allocated before.
     """
 
     def __init__(self, capacity_bytes: int, *, chunk_bytes: int | None = None, first_generation: int = 1) -> None:
         if capacity_bytes < ALIGNMENT:
-            raise InvalidArgument("a volume takes at least one page of 4096 bytes", capacity_bytes=capacity_bytes)
+            raise InvalidArgument("a volume must have at least one page of 4096 bytes", capacity_bytes=capacity_bytes)
         chunk = chunk_bytes_for(capacity_bytes) if chunk_bytes is None else chunk_bytes
         if chunk < ALIGNMENT or chunk % ALIGNMENT or chunk > capacity_bytes:
-            raise InvalidArgument("chunks take a multiple of 4096 bytes and fit the volume", chunk_bytes=chunk)
+            raise InvalidArgument("chunk_bytes must be a multiple of 4096 and at most the capacity", chunk_bytes=chunk)
         self.capacity_bytes = capacity_bytes
         self.chunk_bytes = chunk
         self.chunk_count = capacity_bytes // chunk
-        self._pool = bytearray(_FREE * self.chunk_count)  # 1: the chunk belongs to no span
+        self._pool = bytearray(_FREE * self.chunk_count)  # 1: the chunk is free
         self._pool_free = self.chunk_count
         self._span_of_chunk: list[_Span | None] = [None] * self.chunk_count
         self._classes: dict[int, _SizeClass] = {}
@@ -119,16 +118,16 @@ class SlotAllocator:
         self.used_bytes = 0
         self.slots_used = 0
 
-    # ---- giving out ----
+    # ---- allocation ----
     def allocate(self, size: int, count: int) -> list[Slot] | None:
-        """Takes ``count`` slots for ``size`` bytes each, or None where there is no room for all; then nothing has changed.
+        """Allocate ``count`` slots of ``size`` bytes; None: not enough space, and nothing has changed.
 
         Raises:
-            InvalidArgument: sizes or counts that no volume of this capacity could ever serve.
+            InvalidArgument: the size does not fit the empty volume, or the count is negative.
         """
         size_class = self._class_of(size)
         if count < 0:
-            raise InvalidArgument("a count is not negative", count=count)
+            raise InvalidArgument("count must not be negative", count=count)
         size = size_class.size
         if count > size_class.free + self._pool_free * self.chunk_bytes // size:
             return None
@@ -149,7 +148,7 @@ class SlotAllocator:
         return slots
 
     def _gather(self, size_class: _SizeClass, count: int) -> list[_Run] | None:
-        """Marks runs of free slots, the longest pieces first where that is cheap to know; undoes all of it on failure."""
+        """Mark runs of free slots, preferably long ones. Undo everything on failure."""
         runs: list[_Run] = []
         missing = count
         if count:
@@ -159,7 +158,7 @@ class SlotAllocator:
                 if at >= 0:
                     self._mark(size_class, span, at, count)
                     return [(span, at, count)]
-        # fresh spans before scattered holes: whole runs, while the pool has room that nobody needs yet
+        # new spans before scattered holes: long runs, while the pool has free chunks
         while missing:
             fresh = self._open_span(size_class)
             if fresh is None:
@@ -202,16 +201,16 @@ class SlotAllocator:
         if span.free == span.slots:
             self._close_span(size_class, span)
 
-    # ---- taking back ----
+    # ---- freeing ----
     def skip_to(self, generation: int) -> None:
-        """Numbers below ``generation`` are not given out any more."""
+        """Do not allocate generations below ``generation``."""
         self.next_generation = max(self.next_generation, generation)
 
     def free(self, slots: Sequence[Slot]) -> None:
-        """Gives slots back, all or none.
+        """Free slots, all or none.
 
         Raises:
-            Internal: a slot is not held, or is of another generation or size: a bug of the caller.
+            Internal: a slot is not allocated, or has another generation or size.
         """
         found: list[tuple[_Span, int]] = []
         for slot in slots:
@@ -219,9 +218,9 @@ class SlotAllocator:
             if place is None:
                 for (span, index), earlier in zip(found, slots, strict=False):
                     span.generations[index] = earlier.generation
-                raise Internal("a slot was freed that is not held: freed twice, or of an old generation", slot=slot)
+                raise Internal("freed slot is not allocated: freed twice, or of an old generation", slot=slot)
             span, index = place
-            span.generations[index] = 0  # so that the same slot twice in one batch is found as well
+            span.generations[index] = 0  # detects the same slot twice in one batch
             found.append(place)
         for span, index in found:
             self._unmark(span, index, 1)
@@ -229,7 +228,7 @@ class SlotAllocator:
         self.slots_used -= len(found)
 
     def holds(self, slot: Slot) -> bool:
-        """Whether exactly this slot, in this generation, is given out."""
+        """Whether exactly this slot, in this generation, is allocated."""
         return self._find(slot) is not None
 
     def _find(self, slot: Slot) -> tuple[_Span, int] | None:
@@ -246,17 +245,17 @@ class SlotAllocator:
 
     # ---- recovery ----
     def span_at(self, offset: int) -> tuple[int, int]:
-        """First chunk and number of chunks of the span that a held slot lies in: what ``take`` needs to place it again."""
+        """First chunk and number of chunks of the span of an allocated slot, as ``take`` needs them."""
         span = self._span_of_chunk[offset // self.chunk_bytes]
         if span is None:
             raise Internal("no span at this offset", offset=offset)
         return span.first, span.chunks
 
     def take(self, slot: Slot, first_chunk: int, chunks: int) -> bool:
-        """Takes one given slot, as a catalog remembers it.
+        """Allocate a given slot, as recorded in a catalog.
 
         Returns:
-            False, and nothing has changed, where it cannot be: it overlaps another, lies outside or is misplaced.
+            False, and nothing has changed, if the slot overlaps another, is outside of the volume or misplaced.
         """
         offset, size, generation = slot
         if size < ALIGNMENT or size % ALIGNMENT or generation <= 0 or generation >= 1 << 64:
@@ -280,19 +279,19 @@ class SlotAllocator:
         self.slots_used += 1
         return True
 
-    # ---- room ----
+    # ---- eviction plans ----
     def plan_eviction(self, size: int, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int) -> list[BlockKey] | None:
-        """The shortest prefix of ``coldest``, at most ``limit`` long, whose eviction makes room for ``count`` slots, or None.
+        """The shortest prefix of ``coldest`` whose eviction makes space for ``count`` slots; None: longer than ``limit``.
 
-        Slots of the same class count at once; those of others only when their whole span would be empty, and its chunks
-        then make a run that is long enough together with chunks that are free already. Changes nothing.
+        A slot of the same class counts by itself. Slots of other classes count after their whole span is empty, if its chunks
+        and the free ones make a run that is long enough.
         """
         size_class = self._class_of(size)
         free = size_class.free
         pool = bytearray(self._pool)
         from_pool = self._slots_in_pool(size_class, pool, count - free)
         plan: list[BlockKey] = []
-        left: dict[int, int] = {}  # first chunk of a span -> slots it would still hold
+        left: dict[int, int] = {}  # first chunk of a span -> slots left in it
         while free + from_pool < count:
             entry = next(coldest, None) if len(plan) < limit else None
             if entry is None:
@@ -300,7 +299,7 @@ class SlotAllocator:
             key, slot = entry
             place = self._find(slot)
             if place is None:
-                raise Internal("a block to be evicted lies in a slot that is not held", slot=slot)
+                raise Internal("the slot of a block to evict is not allocated", slot=slot)
             plan.append(key)
             span = place[0]
             ours = span.size == size_class.size
@@ -308,7 +307,7 @@ class SlotAllocator:
             remaining = left.get(span.first, span.slots - span.free) - 1
             left[span.first] = remaining
             if not remaining:
-                if ours:  # its slots go back to the pool, where a longer span may be cut
+                if ours:  # its chunks return to the pool, which may then have space for a longer span
                     free -= span.slots
                 pool[span.first : span.first + span.chunks] = _FREE * span.chunks
                 from_pool = self._slots_in_pool(size_class, pool, count - free)
@@ -322,9 +321,9 @@ class SlotAllocator:
         for slot in cold:
             span = self._span_of_chunk[slot.offset // self.chunk_bytes]
             if span is None or span.size != slot.size:
-                raise Internal("a cold block lies in a slot that is not held", slot=slot)
+                raise Internal("the slot of a cold block is not allocated", slot=slot)
             cold_bytes[span.first] = cold_bytes.get(span.first, 0) + span.size
-        spare = bytearray(self._pool)  # free chunks that are too few where they lie to give a slot without others
+        spare = bytearray(self._pool)  # free chunks whose runs are too short for a slot
         while (run := self._free_run(spare, least, size_class.span_chunks)) is not None:
             spare[run[0] : run[0] + run[1]] = bytes(run[1])
         last = self.chunk_count - least
@@ -359,7 +358,7 @@ class SlotAllocator:
         return held
 
     def _spans_in(self, first: int, end: int) -> list[_Span]:
-        """Spans that have one of these chunks."""
+        """Spans with at least one of these chunks."""
         found: list[_Span] = []
         while first < end:
             span = self._span_of_chunk[first]
@@ -369,7 +368,7 @@ class SlotAllocator:
         return found
 
     def _slots_in_pool(self, size_class: _SizeClass, pool: bytearray, wanted: int) -> int:
-        """Slots that ``allocate`` would cut out of the free chunks, counted the way it does, up to ``wanted``."""
+        """Number of slots, up to ``wanted``, that ``allocate`` would create from the free chunks."""
         taken = bytearray(pool) if wanted > 0 else pool
         found = 0
         hint = size_class.span_chunks
@@ -383,7 +382,7 @@ class SlotAllocator:
         return found
 
     def fits(self, size: int) -> bool:
-        """Whether a slot of this size has room in an empty volume."""
+        """Whether a slot of this size fits the empty volume."""
         return 0 < -(-round_up(size) // self.chunk_bytes) <= self.chunk_count
 
     # ---- spans ----
@@ -398,7 +397,7 @@ class SlotAllocator:
             raise InvalidArgument(
                 "a slot of this size does not fit the volume", slot_bytes=rounded, capacity_bytes=self.capacity_bytes
             )
-        # the shortest span that loses no more than a sixteenth of itself; where none does, the one that loses least
+        # the shortest span that wastes at most a sixteenth; if there is none, the one that wastes least
         longest = max(least, min(MAX_SPAN_CHUNKS, self.chunk_count // 8))
         best, best_share = least, 0.0
         for chunks in range(least, longest + 1):

@@ -1,11 +1,11 @@
-"""DRAM arena: one shared memory mapping that holds blocks, and that engines on the host map too.
+"""DRAM arena: a shared memory mapping with blocks, which engines on the host map too.
 
-The memory is a memfd: it has no name in any file system, so a killed process leaves nothing behind, and its descriptor can be
-passed to other processes (``SCM_RIGHTS``), who then read blocks without a copy. Huge pages are used where they were asked for
-and are there; ``backing`` says what is really in use.
+The memory is a memfd. It has no name in a file system, so a killed process leaves nothing behind, and other processes can
+receive its descriptor (``SCM_RIGHTS``) and read blocks without a copy. Huge pages are used if requested and available;
+``backing`` names the memory in use.
 
-Memory is handed out zeroed by the kernel at the first touch, which costs more than a copy into it: ``prefault`` touches it in the
-background, in pieces, so that a large arena is usable at once and fast soon.
+The kernel zeroes a page at its first use, which costs more than a copy into it. So background threads touch the memory in
+advance (``prefault``), while the arena is already in use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _PREFAULT_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23
 _COPY_WITHOUT_GIL_BYTES = 16 << 10
-"""From here on a copy through numpy, which lets go of the GIL, costs less than it gains."""
+"""From this size on, a copy by numpy, which releases the GIL, is worth its overhead."""
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -44,15 +44,15 @@ class DramArena(PooledVolume, MappedVolume):
 
     Args:
         volume_id: name of the volume.
-        capacity_bytes: room; rounded up to whole pages of the backing.
-        huge_pages: ask for huge pages (reserved ones, else transparent ones, where the host allows them).
-        prefault_threads: threads that touch the memory in the background; 0: each page at its first use.
-        counters: where fallbacks are counted.
+        capacity_bytes: size; rounded up to whole pages of the backing.
+        huge_pages: use huge pages: reserved ones, else transparent ones, if the host allows either.
+        prefault_threads: number of background threads that touch the memory; 0: each page at its first use.
+        counters: counts fallbacks and corrupt blocks.
 
     Raises:
         InvalidArgument: the capacity is less than a page.
-        CapacityExceeded: it is more than the memory that this process may have, by its host or its control group.
-        OSError: the host has no such memory.
+        CapacityExceeded: the capacity exceeds the memory of the host or of the control group.
+        OSError: the host cannot allocate the memory.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class DramArena(PooledVolume, MappedVolume):
         ]
         for thread in self._prefaulters:
             thread.start()
-        _log.info("arena %s: %d MiB, %s", volume_id, capacity_bytes >> 20, self._backing)
+        _log.info("arena mapped: %s (mib=%d, memory=%s)", volume_id, capacity_bytes >> 20, self._backing)
 
     # ---- memory ----
     def _make_memory(self, capacity_bytes: int, huge_pages: bool) -> tuple[int, mmap.mmap, str]:
         name = f"kvstore-{self.volume_id}"[:200]
         most = memory_total()
-        if most is not None and capacity_bytes > most:  # the kernel gives it all the same, and kills whoever fills it
+        if most is not None and capacity_bytes > most:  # the kernel would map it, and kill the process that fills it
             raise CapacityExceeded(
-                "a DRAM arena is larger than the memory that this process may have: take less (node.dram)",
+                "the DRAM arena exceeds the memory of this host or control group; lower node.dram",
                 bytes=capacity_bytes, memory_bytes=most,
             )  # fmt: skip
         if huge_pages:
@@ -103,7 +103,7 @@ class DramArena(PooledVolume, MappedVolume):
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
             raise CapacityExceeded(
-                "this machine does not give so much memory to a DRAM arena: take less (node.dram)",
+                "the memory of the DRAM arena cannot be allocated; lower node.dram",
                 bytes=capacity_bytes, reason=error,
             ) from error  # fmt: skip
         if not huge_pages:
@@ -118,12 +118,12 @@ class DramArena(PooledVolume, MappedVolume):
             return fd, memory, "memfd, transparent huge pages"
         self._counters.add(volumes_metrics.ARENA_HUGE_PAGES_REFUSED)
         _log.warning(
-            "arena %s: no huge pages (%s); pages of 4 KiB cost more at first touch and in the TLB", self.volume_id, refused
+            "huge pages refused: %s (reason=%s); pages of 4 KiB cost more at first use and in the TLB", self.volume_id, refused
         )
         return fd, memory, f"memfd (huge pages refused: {refused})"
 
     def _try_reserved_huge_pages(self, name: str, capacity_bytes: int) -> tuple[int, mmap.mmap, str] | None:
-        """Reserved huge pages (``vm.nr_hugepages``); mapping reserves all of them, or fails at once."""
+        """Map reserved huge pages (``vm.nr_hugepages``). The mapping reserves all of them, or fails immediately."""
         size = -(-capacity_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_HUGETLB)
@@ -137,8 +137,8 @@ class DramArena(PooledVolume, MappedVolume):
             return None
 
     def _prefault(self, first: int, threads: int) -> None:
-        """Touches every ``threads``-th piece. Content is never changed: the kernel fills in what is missing."""
-        libc = ctypes.CDLL(None, use_errno=True)  # ctypes lets go of the GIL, mmap.madvise does not
+        """Touch every ``threads``-th piece. The kernel adds missing pages; the content does not change."""
+        libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the GIL, mmap.madvise does not
         base = self._array.ctypes.data
         try:
             for start in range(first * _PREFAULT_BYTES, len(self._array), threads * _PREFAULT_BYTES):
@@ -146,15 +146,17 @@ class DramArena(PooledVolume, MappedVolume):
                     return
                 length = min(_PREFAULT_BYTES, len(self._array) - start)
                 if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
-                    # older kernels (EINVAL), or memory is short: pages then come at their first use
+                    # an older kernel (EINVAL), or not enough memory: pages are added at their first use
                     self._counters.add(volumes_metrics.ARENA_PREFAULT_STOPPED)
-                    _log.warning("arena %s: prefault stopped: %s", self.volume_id, errno.errorcode.get(ctypes.get_errno(), "?"))
+                    _log.warning(
+                        "arena prefault stopped: %s (error=%s)", self.volume_id, errno.errorcode.get(ctypes.get_errno(), "?")
+                    )
                     return
         finally:
             self._prefault_left.release()
 
     def wait_prefault(self, timeout_s: float) -> bool:
-        """Waits until the background threads have touched everything (or gave up). False: not within the time."""
+        """Wait until the background threads have finished or failed. False: timeout."""
         done = 0
         for _ in self._prefaulters:
             if not self._prefault_left.acquire(timeout=timeout_s):
@@ -165,12 +167,12 @@ class DramArena(PooledVolume, MappedVolume):
 
     @property
     def backing(self) -> str:
-        """What the memory really is, e.g. ``memfd`` or ``memfd, reserved huge pages of 2 MiB``."""
+        """The memory in use, e.g. ``memfd`` or ``memfd, reserved huge pages of 2 MiB``."""
         return self._backing
 
     @property
     def address(self) -> int:
-        """Where the mapping begins in this process."""
+        """Address of the mapping in this process."""
         return int(self._array.__array_interface__["data"][0])
 
     def fileno(self) -> int:
@@ -178,12 +180,12 @@ class DramArena(PooledVolume, MappedVolume):
 
     @property
     def mapped_bytes(self) -> int:
-        """Length of the mapping behind ``fileno``."""
+        """Size of the mapping of ``fileno``."""
         return len(self._array)
 
     def view(self, slot: Slot, size: int) -> memoryview:
         if not 0 <= size <= slot.size:
-            raise InvalidArgument("a view is no larger than its slot", size=size, slot=slot)
+            raise InvalidArgument("a view must not exceed its slot", size=size, slot=slot)
         return self._memory[slot.offset : slot.offset + size]
 
     @staticmethod
@@ -197,22 +199,22 @@ class DramArena(PooledVolume, MappedVolume):
             size = record.shape.block_bytes
             if payload.nbytes != size or size > slot.size:
                 results.append(
-                    InvalidArgument("a payload is one Full Block and fits its slot", bytes=payload.nbytes, expected=size)
+                    InvalidArgument("a payload must be one Full Block and fit its slot", bytes=payload.nbytes, expected=size)
                 )
             elif not self.slot_pool.holds(slot):
-                results.append(Internal("a write into a slot that is not held", slot=slot))
+                results.append(Internal("the slot of a write is not allocated", slot=slot))
             else:
                 self._copy(self._memory[slot.offset : slot.offset + size], payload)
                 results.append(None)
         return results
 
     def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
-        """See the contract. The slot is looked at again after the copy: what was reused meanwhile is not a hit."""
+        """See the contract. The slot is checked again after the copy: a slot that was allocated again is not a hit."""
         outcomes: list[Outcome] = []
         for slot, record, destination in items:
             size = record.shape.block_bytes
             if destination.nbytes != size or size > slot.size:
-                raise InvalidArgument("a destination is one Full Block", bytes=destination.nbytes, expected=size)
+                raise InvalidArgument("a destination must be one Full Block", bytes=destination.nbytes, expected=size)
             outcome = Outcome.CORRUPT
             if self.slot_pool.holds(slot):
                 self._copy(destination, self._memory[slot.offset : slot.offset + size])
@@ -231,7 +233,7 @@ class DramArena(PooledVolume, MappedVolume):
             np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
 
     def close(self) -> None:
-        """Lets go of the memory. Views that are still held keep their pages until they are dropped: they never dangle."""
+        """Release the memory. Existing views keep their pages until they are dropped."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -244,11 +246,11 @@ class DramArena(PooledVolume, MappedVolume):
             self._map.close()
         except BufferError:
             self._counters.add(volumes_metrics.ARENA_CLOSED_WITH_VIEWS)
-            _log.warning("arena %s: closed while views of it are held; their memory goes with them", self.volume_id)
+            _log.warning("arena closed with open views: %s; their memory is freed with them", self.volume_id)
 
 
 def _transparent_huge_pages_refused() -> str | None:
-    """Why the kernel would ignore ``MADV_HUGEPAGE`` on shared memory, or None where it would not."""
+    """Why the kernel would ignore ``MADV_HUGEPAGE`` on shared memory; None: it would not."""
     path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
     try:
         with open(path, encoding="ascii") as file:

@@ -1,7 +1,7 @@
-"""What a volume is: one place that holds blocks in slots. Two kinds here: the DRAM arena and the NVMe slab.
+"""Contracts of volumes and eviction policies. A volume holds blocks in slots: the DRAM arena, the NVMe slab, device memory.
 
-A volume is mechanism only. *Which* block goes or stays is decided by its owner (``kvstore.node``), with the pure parts
-``allocator`` (room) and ``policy`` (eviction). A volume's methods may be called from any thread; I/O methods block.
+A volume has no policy. Its owner (``kvstore.node``) decides which blocks to evict, by an ``EvictionPolicy``. Methods of a volume
+are thread-safe; methods that do I/O block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, Tier,
 
 
 class Slot(NamedTuple):
-    """Room for one block in a volume. ``generation`` grows each time the room is given to another block."""
+    """Space for one block in a volume. ``generation`` is unique per volume: it grows with each allocation."""
 
     offset: int
     size: int
@@ -28,7 +28,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """Everything a slot header and a catalog say of one block (all but where it lies)."""
+    """Description of one block, as in its slot header and in the catalog, without the slot."""
 
     namespace: NamespaceId
     key: BlockKey
@@ -36,14 +36,14 @@ class BlockRecord:
     depth: int
     shape: BlockShape
     checksums: bytes
-    """Little-endian uint64 a layer: xxh3-64 of each Layer Block. Empty: not at hand, and ``seal`` stands for them."""
+    """One little-endian uint64 per layer: xxh3-64 of each Layer Block. Empty: not in memory; then ``seal`` is set."""
     seal: int | None = None
-    """Xxh3-64 of the checksums that are not at hand. A durable volume finds those in the slot's header."""
+    """Xxh3-64 of the checksums, if they are not in memory. A durable volume reads them from the slot's header."""
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeUsage:
-    """How full a volume is. Bytes count whole slots."""
+    """Space in use. Bytes count whole slots."""
 
     capacity_bytes: int
     used_bytes: int
@@ -51,69 +51,79 @@ class VolumeUsage:
 
 
 class ReclaimableSpan(NamedTuple):
-    """Adjacent room that slots of another size could have, were those free that lie in it."""
+    """Adjacent space that slots of another size can use after all slots in it are freed."""
 
     offset: int
     size: int
     """Bytes, of whole spans."""
     used_bytes: int
-    """Of the slots given out there now."""
+    """Bytes of allocated slots in it."""
     cold_bytes: int
-    """How much of that is cold, as far as the asker knew."""
+    """Bytes of the caller's cold slots in it."""
 
 
 class Volume(ABC):
-    """Room for blocks. The conformance suite is ``kvstore.testing.volume_suite``."""
+    """Space for blocks. The conformance suite is ``kvstore.testing.volume_suite``."""
 
     volume_id: VolumeId
     tier: Tier
 
     @abstractmethod
     def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
-        """Takes ``count`` slots, as contiguous as room allows, or None and nothing changed (atomic). Pure memory work."""
+        """Allocate ``count`` slots, as contiguous as possible; None: not enough space, and nothing has changed. No I/O."""
 
     @abstractmethod
     def free(self, slots: Sequence[Slot]) -> None:
-        """Gives slots back. A slot freed twice or of an old generation is an ``Internal`` error: never ignored."""
+        """Free slots. A slot that is not allocated, or of an old generation, raises ``Internal``."""
 
     @abstractmethod
     def plan_eviction(
         self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
     ) -> list[BlockKey] | None:
-        """Which blocks would have to leave so that ``allocate(shape, count)`` succeeds.
+        """Blocks to evict so that ``allocate(shape, count)`` succeeds. Changes nothing.
 
-        ``coldest`` yields evictable blocks, coldest first, children before their parents; the plan is a prefix-closed choice
-        among the first ``limit`` of them (whoever evicts the plan leaves no child without its parent). An empty list: there is
-        room already. None: not within ``limit``. Changes nothing.
+        Args:
+            shape: shape of the blocks to allocate.
+            count: number of blocks to allocate.
+            coldest: evictable blocks, coldest first, children before their parents.
+            limit: maximum number of blocks to take from ``coldest``.
+
+        Returns:
+            A prefix of ``coldest``, so that no evicted block leaves a child. Empty: there is enough space. None: ``limit`` is
+            too low.
         """
 
     @abstractmethod
     def reclaimable_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
-        """Where room for at least one more block of a shape could be made by freeing all slots of other sizes that lie there.
+        """Spans whose slots of other sizes, once freed, give space for at least one more block of a shape.
 
-        ``cold`` are held slots whose blocks may well leave. The most promising first: by turns those filled last,
-        whose blocks have the fewest descendants elsewhere, and those where the least is warm. Of very many a bounded choice.
+        The most promising come first, alternating between the most recently filled, whose blocks have the fewest descendants
+        elsewhere, and those with the fewest warm bytes. If there are very many, only some are returned.
+
+        Args:
+            shape: shape of the block to allocate.
+            cold: allocated slots whose blocks may be evicted.
         """
 
     @abstractmethod
     def slots_in(self, span: ReclaimableSpan) -> list[Slot]:
-        """The slots given out there now. Once all are free, ``allocate`` finds room."""
+        """Allocated slots in a span. After all of them are freed, ``allocate`` has space."""
 
     @abstractmethod
     def usage(self) -> VolumeUsage:
-        """Fill, at once."""
+        """Space in use. No I/O."""
 
     @abstractmethod
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
-        """Writes payloads (and headers, where the volume keeps them). One entry an item: None, or why it failed."""
+        """Write payloads, and headers if the volume has them. One entry per item: None, or the error."""
 
     @abstractmethod
     def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
-        """Reads Full Blocks into writable views: HIT, CORRUPT (header or checksums differ), or UNAVAILABLE (I/O error)."""
+        """Read Full Blocks into writable views: HIT, CORRUPT (header or checksums differ), or UNAVAILABLE (I/O error)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stops I/O and lets go of files and memory."""
+        """Stop I/O and release files and memory."""
 
 
 class MappedVolume(Volume):
@@ -121,76 +131,77 @@ class MappedVolume(Volume):
 
     @abstractmethod
     def view(self, slot: Slot, size: int) -> memoryview:
-        """The first ``size`` bytes of a slot: writable, valid while the volume is open. The caller holds the slot."""
+        """The first ``size`` bytes of a slot, writable, valid while the volume is open. The caller must hold the slot."""
 
     @abstractmethod
     def fileno(self) -> int:
-        """File descriptor that maps the whole volume (offset 0 = slot offset 0), for ``SCM_RIGHTS``."""
+        """File descriptor to map the whole volume (offset 0 = slot offset 0), for ``SCM_RIGHTS``."""
 
 
 class DurableVolume(Volume):
-    """A volume that outlives the process."""
+    """A volume whose blocks survive the process."""
 
     @abstractmethod
     def fits(self, shape: BlockShape) -> bool:
-        """Whether a block of this shape has room on it at all, were it empty."""
+        """Whether a block of this shape fits the empty volume."""
 
     @abstractmethod
     def commit(self, stored: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
-        """Group commit: first ``removed`` leave the catalog, then ``stored`` enter it, atomically.
+        """Group commit: atomically remove ``removed`` from the catalog, then add ``stored``.
 
-        When it returns, written data of ``stored`` is on stable storage and the catalog says so; slots of ``removed`` may be
-        freed after it. Raises ``OSError`` or ``KVStoreError``; then nothing of it counts.
+        After it returns, the data of ``stored`` is on stable storage and in the catalog, and slots of ``removed`` may be freed.
+        If it raises ``OSError`` or ``KVStoreError``, the catalog has not changed.
         """
 
     @abstractmethod
     def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
-        """As ``read``, verified. One entry an item: the outcome and, of a HIT, the checksums by which it was verified."""
+        """As ``read``, verified. One entry per item: the outcome, and for a HIT the verified checksums."""
 
     @abstractmethod
     def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
-        """All blocks the catalog holds, their slots taken. Called once and used up, right after opening, before ``allocate``.
+        """Iterate over all blocks in the catalog and allocate their slots.
 
-        Entries that cannot be (overlap, outside the slab, malformed) are dropped from the catalog and counted.
+        Call it once after opening, and exhaust it, before ``allocate``. Invalid entries (overlapping, outside of the slab,
+        malformed) are removed from the catalog and counted.
         """
 
     @property
     @abstractmethod
     def io_engine(self) -> str:
-        """What is really in use, e.g. ``posix O_DIRECT`` or ``posix buffered (O_DIRECT refused: …)``."""
+        """The I/O engine in use, e.g. ``posix O_DIRECT`` or ``posix buffered (O_DIRECT refused: …)``."""
 
     @property
     def read_only(self) -> str | None:
-        """Why nothing can be stored or removed now, in a few words; None: all is well. What the volume holds is served."""
+        """Why blocks can be neither stored nor removed now; None: they can. Blocks in the volume can be read in any case."""
         return None
 
     @property
-    def lasting(self) -> bool:
-        """Whether what it holds outlives the process, as far as is known; ``in_place`` looks anew."""
+    def files_present(self) -> bool:
+        """Whether its files were at their path when last checked. If not, its blocks are lost when the process ends."""
         return True
 
-    def in_place(self) -> bool:
-        """Whether its files are where they were opened. If not, it is read-only: what it holds is served while the process lives.
+    def check_files(self) -> bool:
+        """Check whether its files are at their path. If not, the volume becomes read-only.
 
-        A few microseconds on a local file system; ``commit`` asks by itself.
+        Takes several microseconds on a local file system. ``commit`` does it too.
         """
         return True
 
     @property
     def answered_s(self) -> float:
-        """When its device answered an I/O request last, by ``CLOCK_MONOTONIC``; of a volume that does not know: minus infinity.
+        """Time of the last completed I/O request by ``CLOCK_MONOTONIC``; minus infinity: unknown. No I/O.
 
-        Large reads and writes are many requests: this shows that a slow device is at work on one. Memory only.
+        A large read or write is many requests, so this shows the progress of a slow device.
         """
         return -math.inf
 
     def resume(self) -> bool:
-        """Tries to leave the read-only state; whether the volume can be written to. Blocks for I/O."""
+        """Try to end the read-only state. Returns whether the volume is writable. Blocks for I/O."""
         return self.read_only is None
 
 
 class Rows(Protocol):
-    """Where an eviction policy keeps the row of each key that it knows; rows are 1 or more. A dict is one."""
+    """Map from keys to rows of an eviction policy; rows are at least 1. A dict is one."""
 
     def get(self, key: BlockKey, default: int, /) -> int:
         """The row of a key, or ``default``."""
@@ -201,31 +212,31 @@ class Rows(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """Which blocks are cold, in the arena or on the durable volumes together. Called under its owner's lock; pure.
+    """Order of eviction of the blocks in the arena, or on all durable volumes together. The caller must hold its lock. No I/O.
 
     The conformance suite is ``kvstore.testing.policy_suite``.
     """
 
     def insert(self, key: BlockKey, parent: BlockKey | None) -> None:
-        """A block came in. ``parent`` may be absent from the volume."""
+        """Add a block. ``parent`` may be absent from the volume."""
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks were used, given in chain order; unknown keys are ignored."""
+        """Record a use of blocks, in chain order. Unknown keys are ignored."""
 
     def remove(self, key: BlockKey) -> None:
-        """A block left (evicted or not)."""
+        """Remove a block."""
 
     def coldest(self, evictable: Callable[[BlockKey], bool | None]) -> Iterator[BlockKey]:
         """Evictable blocks, coldest first, a parent only after all its children in the volume were yielded.
 
         Where ``evictable`` says None, the block is not to be asked about again before ``restore``: one that may stay for long.
         A policy may ask again all the same; what it looks at then costs time. May reorder its queues, but removes nothing; the
-        owner calls ``remove`` for those it evicts. The iterator is used at once, with no other call in between, and ends when
-        nothing evictable is left.
+        owner calls ``remove`` for those it evicts. While the iterator is used no other method than ``touch`` is called: a
+        block used meanwhile may come once more, and its parent too early. It ends when nothing evictable is left.
         """
 
     def restore(self, keys: Iterable[BlockKey]) -> None:
-        """Blocks that ``evictable`` said None of may be asked about again; others, and unknown keys, are ignored."""
+        """Ask ``evictable`` about these blocks again after it returned None. Other keys are ignored."""
 
     def with_descendants(self, keys: Iterable[BlockKey], evictable: Callable[[BlockKey], bool]) -> list[BlockKey] | None:
         """Blocks held and all below them, each once, children before parents: what leaves if ``keys`` do.
@@ -233,17 +244,11 @@ class EvictionPolicy(Protocol):
         None where one of them is not ``evictable``, which is asked once for each. Takes time for what it looks at alone.
         """
 
-    def warmth(self, keys: Sequence[BlockKey]) -> list[int]:
-        """How late blocks would leave, by what is known of each alone: a number each, the larger the later; unknown keys: 0.
-
-        Not negative, and below 2**62. Takes time for what it looks at alone, and changes nothing.
-        """
-
     def is_parent(self, key: BlockKey) -> bool:
-        """Whether children of a block are held, be it held itself or not."""
+        """Whether the volume has children of a block. The block itself may be absent."""
 
     def __len__(self) -> int:
-        """Blocks held."""
+        """Number of blocks."""
 
 
 ChecksumArray = npt.NDArray[np.uint64]

@@ -62,7 +62,7 @@ class DeferredStream:
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         if self._device.batches_left is not None:
             if not self._device.batches_left:
-                raise Unsupported("this device has no batched copies")
+                raise Unsupported("this device does not support batched copies")
             self._device.batches_left -= 1
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self._device.check_host(target, size, source, size, size, 1)
@@ -152,7 +152,7 @@ class DeferredDevice:
     def check_work(self) -> None:
         if self.work_after is not None:
             if not self.work_after:
-                raise Internal("the CUDA device takes no work")
+                raise Internal("the CUDA device rejects work")
             self.work_after -= 1
 
     def check_host(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:

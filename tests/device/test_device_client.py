@@ -89,7 +89,7 @@ def fill(connect: Connect, seed: int) -> tuple[list[BlockKey], np.ndarray]:
 
 @pytest.mark.parametrize("strategy", ["staged", "batched"])
 @pytest.mark.parametrize(("node", "path"), [("prefill", PATH_LOCAL), ("decode", PATH_PREFILL), (None, PATH_PREFILL)])
-def test_what_one_device_stored_another_loads(connect: Connect, strategy: str, node: str | None, path: str) -> None:
+def test_load_on_other_device_returns_stored_bytes(connect: Connect, strategy: str, node: str | None, path: str) -> None:
     seed = 10 * ["staged", "batched"].index(strategy) + {"prefill": 1, "decode": 2, None: 3}[node]
     writer = Engine(seed, strategy=strategy)
     client = connect(writer)
@@ -120,7 +120,7 @@ def test_what_one_device_stored_another_loads(connect: Connect, strategy: str, n
     assert not any(stream.work for stream in reader.device.streams), "work of a load that has ended"
 
 
-def test_a_device_may_store_where_there_is_no_node(connect: Connect) -> None:
+def test_store_without_local_node_succeeds(connect: Connect) -> None:
     engine = Engine(31)
     client = connect(engine, None)
     pages = engine.pages(BLOCKS)
@@ -132,7 +132,7 @@ def test_a_device_may_store_where_there_is_no_node(connect: Connect) -> None:
     assert np.array_equal(engine.bytes(target), expected)
 
 
-def test_layers_are_stored_one_by_one(connect: Connect) -> None:
+def test_store_layer_by_layer_is_loadable(connect: Connect) -> None:
     engine = Engine(41)
     client = connect(engine)
     pages = engine.pages(BLOCKS)
@@ -148,22 +148,22 @@ def test_layers_are_stored_one_by_one(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_leases_are_held_until_the_device_is_done(connect: Connect, layerwise: bool) -> None:
+def test_lease_is_held_until_device_copies_end(connect: Connect, layerwise: bool) -> None:
     seed = 50 + layerwise
     keys, _ = fill(connect, seed)
     engine = Engine(seed + 100)
     client = connect(engine)
-    local = client._core.local
+    local = client._context.local
     session = local.session() if local is not None else None
     assert session is not None
     given_back: list[int] = []
-    release = session.returner.release
+    release = session.releaser.release
 
     def watch(lease_ids: list[int], nbytes: int) -> None:
         given_back.append(sum(len(stream.work) for stream in engine.device.streams))
         release(lease_ids, nbytes)
 
-    session.returner.release = watch  # type: ignore[method-assign]
+    session.releaser.release = watch  # type: ignore[method-assign]
     engine.device.paused = True
     handle = client.start_load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise)
     if layerwise:  # the layers are on their way before one of them is there
@@ -177,9 +177,7 @@ def test_leases_are_held_until_the_device_is_done(connect: Connect, layerwise: b
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_a_lease_that_ends_while_the_device_copies_is_no_hit(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, layerwise: bool
-) -> None:
+def test_lease_expired_during_copy_is_a_miss(connect: Connect, monkeypatch: pytest.MonkeyPatch, layerwise: bool) -> None:
     seed = 60 + layerwise
     keys, _ = fill(connect, seed)
     late_s = 0.0
@@ -207,7 +205,7 @@ def test_a_lease_that_ends_while_the_device_copies_is_no_hit(
 
 
 @pytest.mark.parametrize("after", [0, 2, 9])
-def test_a_device_that_fails_is_a_miss_and_gives_everything_back(connect: Connect, after: int) -> None:
+def test_failed_device_is_a_miss_and_returns_leases(connect: Connect, after: int) -> None:
     keys, expected = fill(connect, 70 + after)
     engine = Engine(170 + after, strategy="batched")
     client = connect(engine)
@@ -225,11 +223,11 @@ def test_a_device_that_fails_is_a_miss_and_gives_everything_back(connect: Connec
     assert np.array_equal(engine.bytes(pages), expected)
 
 
-def test_a_bit_that_flipped_in_the_arena_is_found_where_it_is_asked_for(connect: Connect) -> None:
+def test_flipped_bit_in_arena_is_found_if_verified(connect: Connect) -> None:
     keys, _ = fill(connect, 80)
     engine = Engine(180)
     client = connect(engine)
-    local = client._core.local
+    local = client._context.local
     session = local.session() if local is not None else None
     assert session is not None
     copied = session.arena.begin_copy_out
@@ -244,17 +242,15 @@ def test_a_bit_that_flipped_in_the_arena_is_found_where_it_is_asked_for(connect:
     assert result.hit_blocks == 2
 
 
-def test_slots_that_a_device_may_still_write_to_are_not_given_back(
-    cluster: LocalCluster, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_of_hung_copies_are_not_released(cluster: LocalCluster, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
     engine = Engine(90)
     client = connect(engine)
-    local = client._core.local
+    local = client._context.local
     session = local.session() if local is not None else None
     assert session is not None
     aborted: list[bytes] = []
-    session.returner.abort = aborted.append  # type: ignore[method-assign]
+    session.releaser.abort = aborted.append  # type: ignore[method-assign]
     engine.device.paused = True
     stored = client.store(keys_of(client, 90), engine.copier.blocks(engine.pages(BLOCKS)))
     assert stored.held_blocks == 0
@@ -269,7 +265,7 @@ def test_slots_that_a_device_may_still_write_to_are_not_given_back(
     assert not session.arena.alive
 
 
-def test_closing_unpins_before_it_unmaps(connect: Connect) -> None:
+def test_close_unpins_before_unmapping(connect: Connect) -> None:
     pinning = FakePinning()
     engine = Engine(95, device=DeferredDevice(0, pinning))
     client = connect(engine)
@@ -280,7 +276,7 @@ def test_closing_unpins_before_it_unmaps(connect: Connect) -> None:
     assert engine.copier.pin_reports() == []
 
 
-def test_what_the_driver_does_not_pin_is_loaded_all_the_same_and_counted(connect: Connect) -> None:
+def test_load_from_unpinned_arena_succeeds_and_is_counted(connect: Connect) -> None:
     keys, expected = fill(connect, 96)
     engine = Engine(196, device=DeferredDevice(0, FakePinning(refuse_from=0)))
     client = connect(engine)
@@ -293,18 +289,16 @@ def test_what_the_driver_does_not_pin_is_loaded_all_the_same_and_counted(connect
     assert stats["device_pin_refused_total"] == 1
 
 
-def test_a_namespace_of_another_cache_is_refused_at_connect(cluster: LocalCluster) -> None:
+def test_connect_with_namespace_of_other_cache_is_rejected(cluster: LocalCluster) -> None:
     engine, other = Engine(1), Engine(2, fp8=True)
-    with pytest.raises(InvalidArgument, match="not that of this KV cache"):
+    with pytest.raises(InvalidArgument, match="does not match this KV cache"):
         KVClient.connect(cluster.metadata_address, engine.copier.spec("device", 16), device=other.copier)
     with pytest.raises(InvalidArgument, match="another type"):
         KVClient.connect(cluster.metadata_address, engine.copier.spec("device", 16), device=engine.cache)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("with_device", [True, False])
-def test_pages_of_another_meaning_and_the_same_size_are_not_loaded_into_nor_stored(
-    cluster: LocalCluster, connect: Connect, with_device: bool
-) -> None:
+def test_pages_of_other_layout_and_equal_size_are_rejected(cluster: LocalCluster, connect: Connect, with_device: bool) -> None:
     keys, expected = fill(connect, 7701)
     engine = Engine(7702)
     sizes = {"layers": 4, "pages": PAGES, "heads": 2, "dim": 32}
@@ -326,12 +320,12 @@ def test_pages_of_another_meaning_and_the_same_size_are_not_loaded_into_nor_stor
             before = [layer.tensor.clone() for layer in cache.layers]
             pages = range(BLOCKS * cache.pages_per_block)
             for blocks in (other.blocks(pages), other.blocks(pages).pick(range(BLOCKS))):
-                with pytest.raises(InvalidArgument, match="not that of this KV cache"):
+                with pytest.raises(InvalidArgument, match="does not match this KV cache"):
                     client.load(found, blocks)
-                with pytest.raises(InvalidArgument, match="not that of this KV cache"):
+                with pytest.raises(InvalidArgument, match="does not match this KV cache"):
                     client.store(keys_of(client, 7703), blocks)
             handle = client.begin_store(keys_of(client, 7703))
-            with pytest.raises(InvalidArgument, match="not that of this KV cache"):
+            with pytest.raises(InvalidArgument, match="does not match this KV cache"):
                 handle.put_layer(0, other.blocks(pages, layer=0))
             handle.abort()
             for layer, was in zip(cache.layers, before, strict=True):
@@ -342,7 +336,7 @@ def test_pages_of_another_meaning_and_the_same_size_are_not_loaded_into_nor_stor
         assert np.array_equal(engine.bytes(target), expected)
 
 
-def test_a_cache_on_the_cpu_goes_through_the_store_as_floats_of_8_bits(cluster: LocalCluster) -> None:
+def test_cpu_cache_is_stored_as_fp8(cluster: LocalCluster) -> None:
     cache = make_cache("flash_hnd", layers=4, pages=PAGES, tokens=16, heads=2, dim=32, seed=5)
     copier = DeviceCopier(cache, fp8=True)  # its own device, as an engine on a CPU has it
     with KVClient.connect(
@@ -360,7 +354,7 @@ def test_a_cache_on_the_cpu_goes_through_the_store_as_floats_of_8_bits(cluster: 
             assert torch.equal(layer.tensor[:, :BLOCKS], before[:, :BLOCKS])
 
 
-def test_the_engines_own_pool_keeps_what_is_in_the_pages_and_gives_it_back(cluster: LocalCluster) -> None:
+def test_engine_pool_keeps_and_returns_pages(cluster: LocalCluster) -> None:
     keys_seed = 99
     engine = Engine(keys_seed)
     spec = engine.copier.spec("device", 16)

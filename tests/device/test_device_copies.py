@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
-from kvclient.memory.device_buffer import FarBlocks
+from kvclient.memory.device_buffer import DeviceBuffer
 from kvstore.core.errors import Internal
 
 WAYS = ("staged", "batched")
@@ -60,7 +60,7 @@ def same_bits(some: torch.Tensor, other: torch.Tensor) -> bool:
     pinned=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_loads_and_stores_are_what_the_oracle_says(
+def test_loads_and_stores_match_oracle(
     layout: str,
     way: str,
     pages_per_block: int,
@@ -123,7 +123,7 @@ def test_loads_and_stores_are_what_the_oracle_says(
 
 
 @given(seed=st.integers(0, 10**6), pages_per_block=st.sampled_from([1, 2]), layout=st.sampled_from(LAYOUTS))
-def test_bytes_that_land_in_host_memory_reach_the_pages_once_told_of(seed: int, pages_per_block: int, layout: str) -> None:
+def test_host_bytes_reach_pages_after_landed(seed: int, pages_per_block: int, layout: str) -> None:
     rng = random.Random(seed)
     cache = make_cache(layout, pages_per_block=pages_per_block, seed=seed)
     copier = DeviceCopier(cache, strategy=rng.choice(WAYS), device=DeferredDevice(seed))  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def test_bytes_that_land_in_host_memory_reach_the_pages_once_told_of(seed: int, 
     assert np.array_equal(block_bytes(cache, pages), wanted)
 
 
-def test_a_source_shows_the_pages_bytes_in_host_memory() -> None:
+def test_source_segments_return_page_bytes() -> None:
     cache = make_cache("flash_nhd")
     copier = DeviceCopier(cache, device=DeferredDevice())
     blocks = copier.blocks([3, 1, 7]).source()
@@ -166,7 +166,7 @@ def test_a_source_shows_the_pages_bytes_in_host_memory() -> None:
         blocks.read_arena(memoryview(bytearray(10)), np.zeros(1, np.uint64), 0, 0, 1)
 
 
-def test_one_layer_of_blocks_goes_to_its_place_in_the_slots() -> None:
+def test_store_of_one_layer_writes_its_part_of_slots() -> None:
     cache = make_cache("flash_hnd")
     copier = DeviceCopier(cache, device=DeferredDevice(), strategy="staged")
     arena = Arena(copier, 4, 0)
@@ -182,7 +182,7 @@ def test_one_layer_of_blocks_goes_to_its_place_in_the_slots() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_few_copies_whatever_the_order_of_the_slots(way: str) -> None:
+def test_number_of_copies_is_bounded_for_any_slot_order(way: str) -> None:
     cache = make_cache("flash_nhd", layers=8, pages=600, tokens=1, heads=1, dim=1)
     device = DeferredDevice()
     copier = DeviceCopier(cache, strategy=way, device=device)  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ def test_few_copies_whatever_the_order_of_the_slots(way: str) -> None:
         assert sum(stream.launches for stream in device.streams) - launched <= most + 1
 
 
-def test_a_device_that_fails_in_the_middle_is_an_error_and_what_had_begun_is_waited_for() -> None:
+def test_device_failure_waits_for_begun_copies() -> None:
     cache = make_cache("flash_nhd", pages=8)
     device = DeferredDevice()
     copier = DeviceCopier(cache, strategy="staged", staging_bytes=1, device=device)
@@ -212,7 +212,7 @@ def test_a_device_that_fails_in_the_middle_is_an_error_and_what_had_begun_is_wai
     assert copier.stats()["device_errors_total"] == 1
 
 
-def begin(blocks: FarBlocks, arena: Arena, offsets: np.ndarray, *, store: bool) -> None:
+def begin(blocks: DeviceBuffer, arena: Arena, offsets: np.ndarray, *, store: bool) -> None:
     if store:
         blocks.write_arena(arena.view, offsets)
     else:
@@ -220,7 +220,7 @@ def begin(blocks: FarBlocks, arena: Arena, offsets: np.ndarray, *, store: bool) 
 
 
 @pytest.mark.parametrize("store", [False, True])
-def test_a_staging_buffer_of_copies_that_failed_is_not_used_before_they_end(store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_buffer_of_failed_copies_is_not_reused_early(store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvclient.device.copy_plan.MIN_LAUNCHES", 1)  # several layers at once
     for seed, ahead in itertools.product(range(2, 11), (0, -1)):  # one of the streams is always ahead of the other
         rng = random.Random(seed)
@@ -233,7 +233,7 @@ def test_a_staging_buffer_of_copies_that_failed_is_not_used_before_they_end(stor
         offsets = np.array(rng.sample(range(0, 24, 2), 12), np.uint64) * np.uint64(arena.size)  # no two together
         first, second = copier.blocks(range(6)), copier.blocks(range(6, 12))
         device.work_after = seed
-        with pytest.raises(Internal, match="takes no work"):
+        with pytest.raises(Internal, match="rejects work"):
             begin(first, arena, offsets[:6], store=store)
         device.work_after = None
         begin(second, arena, offsets[6:], store=store)
@@ -253,9 +253,7 @@ def test_a_staging_buffer_of_copies_that_failed_is_not_used_before_they_end(stor
 
 
 @pytest.mark.parametrize("taken", [0, 2])
-def test_a_device_that_turns_out_to_have_no_batched_copies_is_served_by_staged_ones(
-    taken: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsupported_batched_copies_fall_back_to_staged(taken: int, caplog: pytest.LogCaptureFixture) -> None:
     cache = make_cache("flash_nhd")
     device = DeferredDevice(taken)
     copier = DeviceCopier(cache, device=device)
@@ -278,10 +276,10 @@ def test_a_device_that_turns_out_to_have_no_batched_copies_is_served_by_staged_o
     assert np.array_equal(np.stack([arena.block(offset) for offset in offsets]), block_bytes(cache, range(12)))
     stats = copier.stats()
     assert (copier.strategy, stats["device_batch_refused_total"], stats.get("device_errors_total", 0)) == ("staged", 1, 0)
-    assert sum("does not take batched copies" in record.message for record in caplog.records) == 1
+    assert sum("rejected batched copies" in record.message for record in caplog.records) == 1
 
 
-def test_copies_that_never_end_lose_the_device_and_keep_the_arena_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_copies_lose_device_and_keep_arena_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
     device = DeferredDevice()
     device.step = lambda: False  # type: ignore[method-assign]
@@ -290,7 +288,7 @@ def test_copies_that_never_end_lose_the_device_and_keep_the_arena_mapped(monkeyp
     guard = copier.mapped(arena.view)
     blocks = copier.blocks([0])
     blocks.read_arena(arena.view, np.zeros(1, np.uint64), 0, 0, 3)
-    with pytest.raises(Internal, match="does not come to an end"):
+    with pytest.raises(Internal, match="did not end in time"):
         blocks.drain()
     assert not guard.close()
     with pytest.raises(Internal, match="lost"):
@@ -298,18 +296,23 @@ def test_copies_that_never_end_lose_the_device_and_keep_the_arena_mapped(monkeyp
     assert copier.stats()["device_lost_total"] == 1
 
 
-def test_nothing_outside_an_arena_or_a_cache_can_be_named() -> None:
+def test_addresses_outside_arena_or_cache_are_rejected() -> None:
     copier = DeviceCopier(make_cache("mla", pages_per_block=2), device=DeferredDevice())
     arena = Arena(copier, 2, 0)
     blocks = copier.blocks([0, 1])
     for offset in (len(arena.view), len(arena.view) - copier.shape.block_bytes + 1, 2**63 + 5):
         with pytest.raises(InvalidArgument, match="outside the arena"):
             blocks.read_arena(arena.view, np.array([offset], np.uint64), 0, 0, 3)
-    with pytest.raises(InvalidArgument, match="no such layers"):
+    with pytest.raises(InvalidArgument, match="layers out of range"):
         blocks.read_arena(arena.view, np.zeros(1, np.uint64), 0, 2, 2)
-    for pages, message in (([0, 12], "no such page"), ([-1, 0], "no such page"), ([3, 3], "twice"), ([1], "whole blocks")):
+    for pages, message in (
+        ([0, 12], "page out of range"),
+        ([-1, 0], "page out of range"),
+        ([3, 3], "twice"),
+        ([1], "multiple of pages_per_block"),
+    ):
         with pytest.raises(InvalidArgument, match=message):
             copier.blocks(pages)
     for layer in (3, -1, 1.5, True, "0"):
-        with pytest.raises(InvalidArgument, match="no such layer"):
+        with pytest.raises(InvalidArgument, match="layer out of range"):
             copier.blocks([0, 1], layer=layer)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Libcuda:
 
 
 @pytest.mark.parametrize("end", ["pin", "unpin"])
-def test_memory_is_pinned_while_somebody_captures_a_graph(library: Libcuda, end: str) -> None:
+def test_pin_during_capture_of_other_thread_succeeds(library: Libcuda, end: str) -> None:
     driver = CudaDriver(0)
     ask = (lambda: driver.pin(4096, 4096)) if end == "pin" else (lambda: driver.unpin(4096))
     ask()
@@ -103,7 +103,7 @@ class Torch:
         self.contexts.add(before)  # it sets that device's stream again
 
 
-def test_copies_to_one_gpu_make_no_context_on_another(library: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_one_gpu_create_no_context_on_another(library: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Torch(monkeypatch)
     stream = _CudaStream(torch.device("cuda", 3), CudaDriver(3))
     seen: list[int] = []
@@ -115,12 +115,12 @@ def test_copies_to_one_gpu_make_no_context_on_another(library: Libcuda, monkeypa
     def fails() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    with pytest.raises(Internal, match="takes no work"):
+    with pytest.raises(Internal, match="rejects work"):
         stream.run(fails)
     assert library.mode == GLOBAL
 
 
-def test_streams_are_the_drivers_and_made_when_they_are_used(library: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_created_by_driver_at_first_use(library: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has 32 and hands them out in rotation: with a few KV cache groups the engine's own would be among the copies'."""
     fake = Torch(monkeypatch)
     driver = CudaDriver(0)

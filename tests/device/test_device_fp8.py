@@ -26,7 +26,7 @@ def codec_of(elements: int, dtype: torch.dtype) -> Fp8Codec:
     exponents=st.lists(st.integers(-30, 30), min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES),
 )
-def test_any_bits_come_back_within_the_bound(bits: list[int], exponents: list[int], dtype: torch.dtype) -> None:
+def test_fp8_decoding_error_is_within_bound(bits: list[int], exponents: list[int], dtype: torch.dtype) -> None:
     anything = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(dtype).view(1, -1)
     usual = torch.randn(len(exponents), anything.shape[1], generator=torch.Generator().manual_seed(bits[0]))
     usual = (usual * torch.tensor(exponents).float().exp2().unsqueeze(1)).to(dtype)
@@ -55,7 +55,7 @@ def test_any_bits_come_back_within_the_bound(bits: list[int], exponents: list[in
     ),
     dtype=st.sampled_from(DTYPES),
 )
-def test_what_is_loaded_and_stored_again_is_the_same_to_the_bit(bits: list[int], extra: list[int], dtype: torch.dtype) -> None:
+def test_fp8_store_after_load_is_bit_exact(bits: list[int], extra: list[int], dtype: torch.dtype) -> None:
     rows = torch.tensor([bits + extra], dtype=torch.int32).to(torch.int16).view(torch.uint8)
     codec = codec_of(len(bits) + len(extra), dtype)
     coded = codec.encode(rows)
@@ -67,7 +67,7 @@ def test_what_is_loaded_and_stored_again_is_the_same_to_the_bit(bits: list[int],
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_largest_element_is_coded_once_and_for_all(dtype: torch.dtype) -> None:
+def test_fp8_scale_is_stable_for_every_largest_element(dtype: torch.dtype) -> None:
     """All 2**16 values, each in a stretch of its own: the scale hangs on nothing else."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(-1, 1)
     codec = codec_of(1, dtype)
@@ -78,7 +78,7 @@ def test_every_largest_element_is_coded_once_and_for_all(dtype: torch.dtype) -> 
     assert bool(((now - was).abs() <= was.abs() / 16).all())
 
 
-def test_zeros_are_coded_as_zeros_and_one() -> None:
+def test_fp8_zeros_have_scale_one() -> None:
     codec = codec_of(32, torch.bfloat16)
     coded = codec.encode(torch.zeros((2, 64), dtype=torch.uint8))
     assert bytes(coded[0, :32].numpy()) == bytes(32)
@@ -87,7 +87,7 @@ def test_zeros_are_coded_as_zeros_and_one() -> None:
     assert torch.equal(codec.decode(coded), torch.zeros((2, 64), dtype=torch.uint8))
 
 
-def test_the_layout_on_the_wire_is_pinned_down() -> None:
+def test_fp8_layout_is_fixed() -> None:
     values = torch.tensor([[1.0, -2.0, 448.0, 0.0, 3.0, 0.1, -500.0, float("inf")]], dtype=torch.bfloat16)
     coded = codec_of(8, torch.bfloat16).encode(values.view(torch.uint8))
     # scale 2, as 500 does not fit: 0.5, -1, 224, 0, 1.5, 0.05, -250 -> -256, NaN
@@ -96,7 +96,7 @@ def test_the_layout_on_the_wire_is_pinned_down() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pages_per_block", [1, 2])
-def test_k_and_v_have_scales_of_their_own_where_the_layout_tells_them_apart(layout: str, pages_per_block: int) -> None:
+def test_fp8_split_layout_has_separate_k_and_v_scales(layout: str, pages_per_block: int) -> None:
     cache = make_cache(layout, pages_per_block=pages_per_block, tokens=6)
     codec = Fp8Codec(cache)
     apart = 2 if layout.startswith(("flash", "block_first")) else 1
@@ -110,7 +110,7 @@ def test_k_and_v_have_scales_of_their_own_where_the_layout_tells_them_apart(layo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_go_through_the_store_at_half_the_bytes(layout: str) -> None:
+def test_fp8_pages_take_half_the_bytes(layout: str) -> None:
     cache = make_cache(layout, tokens=16, dim=32)
     was = [layer.tensor.clone() for layer in cache.layers]
     copier = DeviceCopier(cache, fp8=True, device=DeferredDevice(3), staging_bytes=5000)

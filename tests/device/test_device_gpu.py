@@ -44,7 +44,7 @@ def make(way: str, cache: object, **choices: object) -> DeviceCopier:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("pages_per_block", "chunk"), [(1, 1 << 30), (4, 1 << 20)])
-def test_every_way_is_bit_exact_in_both_directions(
+def test_every_strategy_is_bit_exact_in_both_directions(
     memory: mmap.mmap, way: str, layout: str, pages_per_block: int, chunk: int
 ) -> None:
     rng = random.Random(7)
@@ -86,7 +86,7 @@ def test_every_way_is_bit_exact_in_both_directions(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-def test_the_compiled_kernel_is_the_torch_reference(layout: str, dtype: torch.dtype) -> None:
+def test_compiled_kernel_matches_torch_reference(layout: str, dtype: torch.dtype) -> None:
     from kvclient.device.triton_scatter import TritonScatter
 
     for pages_per_block, dim in ((1, 64), (3, 64), (1, 3)):
@@ -103,7 +103,7 @@ def test_the_compiled_kernel_is_the_torch_reference(layout: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_layers_follow_each_other_by_events_while_the_device_computes(memory: mmap.mmap, way: str) -> None:
+def test_load_layers_during_computation_are_ordered_by_events(memory: mmap.mmap, way: str) -> None:
     """The host waits for nothing; each layer is read on the compute stream right behind ``follow``, amid matrix products."""
     cache = make_cache("flash_nhd", layers=16, pages=512, tokens=16, heads=8, dim=64, device="cuda")
     copier = make(way, cache)
@@ -135,7 +135,7 @@ def test_layers_follow_each_other_by_events_while_the_device_computes(memory: mm
     assert guard.close()
 
 
-def test_pages_that_are_computed_are_stored_behind_the_computation(memory: mmap.mmap) -> None:
+def test_store_of_computed_pages_waits_for_computation(memory: mmap.mmap) -> None:
     cache = make_cache("flash_nhd", layers=4, pages=64, tokens=16, heads=8, dim=64, device="cuda")
     copier = DeviceCopier(cache)
     view = memoryview(memory)
@@ -157,7 +157,7 @@ def test_pages_that_are_computed_are_stored_behind_the_computation(memory: mmap.
     assert guard.close()
 
 
-def test_graphs_are_captured_while_an_arena_is_pinned(memory: mmap.mmap) -> None:
+def test_graph_capture_during_pinning_succeeds(memory: mmap.mmap) -> None:
     """In the mode that forbids other threads the most, which is the one that engines capture in."""
     cache = make_cache("mla", layers=1, pages=8, tokens=16, dim=64, device="cuda")
     copier = DeviceCopier(cache, pin_chunk_bytes=1 << 20)
@@ -182,7 +182,7 @@ def test_graphs_are_captured_while_an_arena_is_pinned(memory: mmap.mmap) -> None
     assert guard.close()
 
 
-def test_no_stream_of_the_engines_is_one_of_the_copies(memory: mmap.mmap) -> None:
+def test_copy_streams_are_never_torch_streams(memory: mmap.mmap) -> None:
     cache = make_cache("mla", layers=1, pages=8, tokens=16, dim=64, device="cuda")
     copiers = [DeviceCopier(cache, pin=False) for _ in range(6)]
     for copier in copiers:
@@ -194,7 +194,7 @@ def test_no_stream_of_the_engines_is_one_of_the_copies(memory: mmap.mmap) -> Non
     assert ours.isdisjoint(torch.cuda.Stream().cuda_stream for _ in range(64))
 
 
-def test_memory_that_is_not_pinned_is_right_and_counted(memory: mmap.mmap) -> None:
+def test_unpinned_copies_are_correct_and_counted(memory: mmap.mmap) -> None:
     cache = make_cache("mla", layers=3, pages=64, tokens=16, dim=576, device="cuda")
     copier = DeviceCopier(cache, pin=False)
     view = memoryview(memory)
@@ -213,7 +213,7 @@ def test_memory_that_is_not_pinned_is_right_and_counted(memory: mmap.mmap) -> No
 
 
 @pytest.mark.parametrize("layout", ["flash_nhd", "mla"])
-def test_fp8_on_the_device_is_fp8_on_the_host(layout: str) -> None:
+def test_fp8_on_device_matches_host(layout: str) -> None:
     here = make_cache(layout, layers=1, pages=32, tokens=16, dim=64, seed=4)
     there = make_cache(layout, layers=1, pages=32, tokens=16, dim=64, seed=4, device="cuda")
     rows = torch.empty((32, here.row_bytes), dtype=torch.uint8)
@@ -231,8 +231,8 @@ def test_fp8_on_the_device_is_fp8_on_the_host(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pages_per_block", [1, 4])
-def test_a_pool_beside_the_pages_gives_and_takes_blocks_on_the_device(layout: str, pages_per_block: int) -> None:
-    from kvclient.call.operation import Operation
+def test_pool_on_same_device_copies_without_host(layout: str, pages_per_block: int) -> None:
+    from kvclient.call.scope import CallScope
     from kvclient.hbm import HbmPool
     from kvstore.core.buffers import DenseBlocks
     from kvstore.core.clock import MonotonicClock
@@ -252,18 +252,18 @@ def test_a_pool_beside_the_pages_gives_and_takes_blocks_on_the_device(layout: st
             slow = (slow @ slow).clamp_(-1, 1)
             near.keep(keys[:end], None, 0, copier.blocks(pages[: end * pages_per_block]).source(), None, checksums=False)
         rows = np.zeros((count, spec.layers, spec.layer_block_bytes), np.uint8)
-        assert near.fetch(keys, DenseBlocks(rows), Operation(MonotonicClock(), 60.0), verify=False) == count
+        assert near.fetch(keys, DenseBlocks(rows), CallScope.after(60.0, MonotonicClock()), verify=False) == count
         assert np.array_equal(rows.reshape(count, -1), expected)
         target = rng.sample(range(256), count * pages_per_block)
         blocks = copier.blocks(target)
-        assert near.fetch(keys, blocks, Operation(MonotonicClock(), 60.0), verify=False) == count
+        assert near.fetch(keys, blocks, CallScope.after(60.0, MonotonicClock()), verify=False) == count
         assert np.array_equal(block_bytes(cache, target), expected)
         assert blocks._host is None
         assert "hbm_by_host_blocks_total" not in pool.stats()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_client_loads_from_a_real_node_into_a_real_device(way: str) -> None:
+def test_client_load_from_real_node_fills_device(way: str) -> None:
     from kvclient import KVClient
 
     cache = make_cache("flash_hnd", layers=8, pages=128, tokens=16, heads=8, dim=64, device="cuda")

@@ -40,7 +40,7 @@ def pin(memory: mmap.mmap, driver: FakePinning, **options: object) -> PinnedRang
     return PinnedRange(address, len(memory), driver, Counters(), chunk_bytes=8 * PAGE, **options)  # type: ignore[arg-type]
 
 
-def test_all_of_it_is_pinned_in_chunks_and_nothing_of_it_changes(memory: mmap.mmap) -> None:
+def test_pinning_covers_all_chunks_and_changes_no_byte(memory: mmap.mmap) -> None:
     memory[:] = content = bytes(range(256)) * (100 * PAGE // 256)
     driver = FakePinning()
     pins = pin(memory, driver)
@@ -59,7 +59,7 @@ def test_all_of_it_is_pinned_in_chunks_and_nothing_of_it_changes(memory: mmap.mm
     assert pins.close()
 
 
-def test_pages_are_there_before_the_driver_is_asked(memory: mmap.mmap) -> None:
+def test_pages_are_populated_before_the_driver_pins(memory: mmap.mmap) -> None:
     resident: list[int] = []
 
     def look(_: int) -> None:
@@ -81,9 +81,7 @@ def test_pages_are_there_before_the_driver_is_asked(memory: mmap.mmap) -> None:
     pins.close()
 
 
-def test_a_refusal_in_the_middle_leaves_the_rest_unpinned_and_says_why(
-    memory: mmap.mmap, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pin_refusal_leaves_rest_unpinned_and_is_logged(memory: mmap.mmap, caplog: pytest.LogCaptureFixture) -> None:
     driver = FakePinning(refuse_from=3)
     with caplog.at_level(logging.WARNING):
         pins = pin(memory, driver)
@@ -100,7 +98,7 @@ def test_a_refusal_in_the_middle_leaves_the_rest_unpinned_and_says_why(
     assert driver.pinned == {}
 
 
-def test_a_graph_that_is_captured_ends_no_pinning(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_during_graph_capture_is_retried(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakePinning()
     driver.captures = 7
     pins = pin(memory, driver)
@@ -118,7 +116,7 @@ def test_a_graph_that_is_captured_ends_no_pinning(memory: mmap.mmap, monkeypatch
     assert pins.close()
 
 
-def test_closing_does_not_wait_for_a_capture(memory: mmap.mmap) -> None:
+def test_close_during_capture_does_not_wait(memory: mmap.mmap) -> None:
     driver = FakePinning()
     driver.captures = 10**6
     pins = pin(memory, driver)
@@ -128,7 +126,7 @@ def test_closing_does_not_wait_for_a_capture(memory: mmap.mmap) -> None:
     assert all(not thread.is_alive() for thread in pins._threads)
 
 
-def test_closing_while_chunks_are_pinned_ends_soon_and_leaves_no_pin(memory: mmap.mmap) -> None:
+def test_close_during_pinning_unpins_all_chunks(memory: mmap.mmap) -> None:
     driver = FakePinning()
     at_second, go_on = threading.Event(), threading.Event()
 
@@ -153,7 +151,7 @@ def test_closing_while_chunks_are_pinned_ends_soon_and_leaves_no_pin(memory: mma
     assert pins.report().done
 
 
-def test_a_pin_that_does_not_end_keeps_the_memory_mapped(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_pin_keeps_memory_mapped(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvclient.device.pinned_range._CLOSE_S", 0.05)
     driver = FakePinning()
     go_on, begun = threading.Event(), threading.Event()
@@ -172,7 +170,7 @@ def test_a_pin_that_does_not_end_keeps_the_memory_mapped(memory: mmap.mmap, monk
     assert driver.pinned == {}
 
 
-def test_a_driver_that_does_not_let_go_keeps_the_memory_mapped(memory: mmap.mmap) -> None:
+def test_failed_unpin_keeps_memory_mapped(memory: mmap.mmap) -> None:
     driver = FakePinning()
     pins = pin(memory, driver)
     assert pins.wait(10)
@@ -182,7 +180,7 @@ def test_a_driver_that_does_not_let_go_keeps_the_memory_mapped(memory: mmap.mmap
     assert pins.close()
 
 
-def test_a_child_of_a_fork_touches_none_of_its_parents_pins(memory: mmap.mmap) -> None:
+def test_forked_child_keeps_parent_pins(memory: mmap.mmap) -> None:
     driver = FakePinning()
     pins = pin(memory, driver)
     assert pins.wait(10)
@@ -200,12 +198,12 @@ def test_a_child_of_a_fork_touches_none_of_its_parents_pins(memory: mmap.mmap) -
     assert pins.close()
 
 
-def test_near_processors_are_those_of_the_device() -> None:
+def test_cpus_near_returns_processors_of_the_device() -> None:
     assert cpus_near("") is None
     assert cpus_near("ffff:ff:1f.7") is None
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a driver")
-def test_a_host_without_a_driver_says_so() -> None:
+def test_missing_driver_is_unavailable() -> None:
     with pytest.raises(Unavailable, match=r"libcuda\.so"):
         CudaDriver(0)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import BlockKey, InvalidArgument, KVClient, Tier
-from kvclient.call.operation import Operation
+from kvclient.call.scope import CallScope
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.layouts import PagedCache
@@ -36,8 +36,8 @@ WAIT_S = 20.0
 BLOCKS = 8
 
 
-def in_time() -> Operation:
-    return Operation(MonotonicClock(), 60.0)
+def in_time() -> CallScope:
+    return CallScope.after(60.0, MonotonicClock())
 
 
 class Bed:
@@ -64,7 +64,7 @@ class Bed:
         assert source._rows is None, "bytes were fetched into host memory"
         return kept
 
-    def fetch(self, keys: Sequence[BlockKey], target: DeviceBlocks, operation: Operation | None = None) -> int:
+    def fetch(self, keys: Sequence[BlockKey], target: DeviceBlocks, operation: CallScope | None = None) -> int:
         found = self.near.fetch(keys, target, operation or in_time(), verify=False)
         assert target._host is None, "bytes went by host memory"
         return found
@@ -119,7 +119,7 @@ def thread() -> Iterator[Callable[..., Future[int]]]:
     scattered=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_what_is_kept_of_pages_comes_back_into_other_pages_bit_by_bit(
+def test_pool_pages_round_trip_is_bit_exact(
     one_pool: HbmPool,
     layout: str,
     pages_per_block: int,
@@ -171,7 +171,7 @@ def test_what_is_kept_of_pages_comes_back_into_other_pages_bit_by_bit(
     assert "hbm_by_host_blocks_total" not in one_pool.stats()
 
 
-def test_picked_blocks_and_a_launch_a_layer(bed: Bed) -> None:
+def test_picked_blocks_use_one_launch_per_layer(bed: Bed) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
     expected = block_bytes(bed.cache, pages)
     assert bed.keep(keys[:3], pages[:3]) == 3
@@ -186,7 +186,7 @@ def test_picked_blocks_and_a_launch_a_layer(bed: Bed) -> None:
     assert lane.launches - launched == 1 + 4  # type: ignore[attr-defined]  # the numbers, and four layers
 
 
-def test_blocks_are_pinned_until_the_device_has_read_them(
+def test_pool_blocks_are_pinned_until_copies_end(
     bed: Bed, pool: HbmPool, thread: Callable[..., Future[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = 20
@@ -211,7 +211,7 @@ def test_blocks_are_pinned_until_the_device_has_read_them(
     assert pool.usage().blocks == 0
 
 
-def test_blocks_are_shown_only_behind_the_copies_into_the_pool(
+def test_pool_blocks_are_visible_only_after_copies(
     bed: Bed, thread: Callable[..., Future[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
@@ -227,7 +227,7 @@ def test_blocks_are_shown_only_behind_the_copies_into_the_pool(
     assert np.array_equal(bed.in_pool(keys), expected)
 
 
-def test_a_drain_by_another_thread_does_not_end_the_pins(
+def test_drain_by_other_thread_keeps_pins(
     bed: Bed, pool: HbmPool, thread: Callable[..., Future[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
@@ -244,7 +244,7 @@ def test_a_drain_by_another_thread_does_not_end_the_pins(
     assert reading.result(WAIT_S) == BLOCKS
 
 
-def test_a_load_that_is_cancelled_begins_nothing_and_ends_what_it_began(
+def test_cancelled_load_ends_its_begun_copies(
     bed: Bed, pool: HbmPool, thread: Callable[..., Future[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
@@ -264,7 +264,7 @@ def test_a_load_that_is_cancelled_begins_nothing_and_ends_what_it_began(
     assert all(torch.equal(now.tensor, was) for now, was in zip(bed.cache.layers, before, strict=True))
 
 
-def test_a_thread_that_is_interrupted_leaves_no_copy_behind(bed: Bed, pool: HbmPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_thread_leaves_no_copy_in_flight(bed: Bed, pool: HbmPool, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
     wait, interrupts = bed.copier.wait, iter([True, False, True, False])
 
@@ -289,7 +289,7 @@ def test_a_thread_that_is_interrupted_leaves_no_copy_behind(bed: Bed, pool: HbmP
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_device_that_refuses_is_a_miss_and_leaves_nothing_under_way(bed: Bed, pool: HbmPool, after: int) -> None:
+def test_device_refusal_is_a_miss_with_no_copy_in_flight(bed: Bed, pool: HbmPool, after: int) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
     expected = block_bytes(bed.cache, pages)
     bed.device.work_after = after
@@ -308,12 +308,10 @@ def test_a_device_that_refuses_is_a_miss_and_leaves_nothing_under_way(bed: Bed, 
 
 
 @pytest.mark.parametrize("direction", ["in", "out"])
-def test_a_device_that_does_not_end_is_the_end_of_the_pool_and_its_memory_is_given_to_nobody(
-    monkeypatch: pytest.MonkeyPatch, direction: str
-) -> None:
+def test_hung_device_ends_pool_and_keeps_its_memory(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
     monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
     monkeypatch.setattr("kvclient.hbm.pool._STOP_S", 0.05)
-    monkeypatch.setattr(memory, "_left", [])
+    monkeypatch.setattr(memory, "kept", [])
     with HbmPool("cpu", capacity_bytes=1 << 20, demote=False) as pool:
         bed = Bed(pool, make_cache("mla", layers=3, tokens=16), 1)
         keys, pages = bed.keys(4, 1), bed.pages(4)
@@ -327,13 +325,13 @@ def test_a_device_that_does_not_end_is_the_end_of_the_pool_and_its_memory_is_giv
         else:
             assert bed.fetch(keys, bed.copier.blocks(bed.pages(4))) == 0
         assert (pool.stats()["hbm_lost"], pool.stats()["hbm_device_errors_total"]) == (1, 1)
-        assert any(held is one for one in memory._left)
+        assert any(held is one for one in memory.kept)
         bed.device.paused = False
         bed.device.run_all()
         assert bed.fetch(keys, bed.copier.blocks(bed.pages(4))) == 0
 
 
-def test_floats_of_8_bits_and_checksums_go_by_host_memory_and_are_counted(pool: HbmPool) -> None:
+def test_fp8_and_checksums_pass_through_host_and_are_counted(pool: HbmPool) -> None:
     bed = Bed(pool, make_cache("flash_hnd", layers=2, tokens=16, dim=32), fp8=True)
     keys = bed.keys(4, 1)
     source = bed.copier.blocks([0, 1, 2, 3]).source()
@@ -360,7 +358,7 @@ def test_floats_of_8_bits_and_checksums_go_by_host_memory_and_are_counted(pool: 
     assert plain.copier.stats().get("device_pool_loaded_bytes_total", 0) == 0
 
 
-def test_memory_that_the_device_does_not_reach_is_refused(bed: Bed) -> None:
+def test_unreachable_pool_memory_is_rejected(bed: Bed) -> None:
     blocks = bed.copier.blocks([0, 1])
     size = bed.spec.block_bytes
     room = torch.zeros(2 * size, dtype=torch.uint8)
@@ -374,12 +372,12 @@ def test_memory_that_the_device_does_not_reach_is_refused(bed: Bed) -> None:
         with pytest.raises(InvalidArgument, match="outside the pool"):
             blocks.write_pool(PoolMemory("cpu", room), np.array(wrong))
     for torn in (room.view(torch.int16), room[1:], room[::2], room.view(2, -1), room.numpy()):
-        with pytest.raises(InvalidArgument, match="no memory of a pool"):
+        with pytest.raises(InvalidArgument, match="cannot copy from this pool memory"):
             blocks.read_pool(PoolMemory("cpu", torn), np.array([0]), 0)
     assert not any(stream.work for stream in bed.device.streams)
 
 
-def test_readers_and_writers_beside_evictions_never_get_another_blocks_bytes(thread: Callable[..., Future[int]]) -> None:
+def test_concurrent_evictions_never_return_wrong_bytes(thread: Callable[..., Future[int]]) -> None:
     """Four chains in a pool with room for half of them; whoever reads must get its own chain's bytes, or a miss."""
     chains, blocks, rounds = 4, 6, 25
     cache = make_cache("block_first_nhd", layers=2, pages=2 * chains * blocks, tokens=16, dim=16, seed=9)
@@ -423,7 +421,7 @@ def test_readers_and_writers_beside_evictions_never_get_another_blocks_bytes(thr
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_a_client_keeps_pages_in_its_pool_and_loads_them_back_without_host_memory(layerwise: bool) -> None:
+def test_client_pool_round_trip_avoids_host_memory(layerwise: bool) -> None:
     cache = make_cache("flash_nhd", layers=4, pages=40, tokens=16, heads=2, dim=32, seed=5)
     device = DeferredDevice(5, FakePinning())
     copier = DeviceCopier(cache, device=device, pin_chunk_bytes=1 << 20)
@@ -461,7 +459,7 @@ def test_a_client_keeps_pages_in_its_pool_and_loads_them_back_without_host_memor
         assert copier.stats()["device_pool_loaded_bytes_total"] == 2 * expected.nbytes
 
 
-def test_what_lies_on_the_nodes_disk_comes_into_pages_by_the_pool_alone() -> None:
+def test_disk_blocks_reach_pages_through_the_pool() -> None:
     """Neither the node's arena nor host memory of the engine is on the way from the pool to the pages."""
     cache = make_cache("flash_nhd", layers=4, pages=40, tokens=16, heads=2, dim=32, seed=6)
     copier = DeviceCopier(cache, device=DeferredDevice(6, FakePinning()), pin_chunk_bytes=1 << 20)
@@ -481,7 +479,7 @@ def test_what_lies_on_the_nodes_disk_comes_into_pages_by_the_pool_alone() -> Non
         pages = rng.sample(range(40), BLOCKS)
         expected = block_bytes(cache, pages)
         assert client.store(keys, copier.blocks(pages), durable=True).durable
-        near, session = client._core.near, client._core.local.session()  # type: ignore[union-attr]
+        near, session = client._context.pool, client._context.local.session()  # type: ignore[union-attr]
         assert near is not None
         assert session is not None
         end = time.monotonic() + WAIT_S

@@ -18,17 +18,17 @@ from kvclient.device.layouts import CacheLayer, PagedCache
 @pytest.mark.parametrize(
     ("layers", "kind", "message"),
     [
-        ([], "pages", "takes layers"),
+        ([], "pages", "requires a list"),
         ([torch.zeros(4, 2)], "rows", "unknown layout"),
         ([torch.zeros(3, 4, 2)], "split", r"\[2, pages"),
         ([torch.zeros(4)], "pages", "dense"),
         ([torch.zeros(4, 6)[:, ::2]], "pages", "not contiguous"),
         ([torch.zeros(1, 6).expand(4, 6)], "pages", "overlap"),
-        ([torch.zeros(4, 2), torch.zeros(5, 2)], "pages", "not like the first"),
-        ([torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.float16)], "pages", "not like the first"),
+        ([torch.zeros(4, 2), torch.zeros(5, 2)], "pages", "differs from the first"),
+        ([torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.float16)], "pages", "differs from the first"),
     ],
 )
-def test_caches_that_cannot_be_copied_are_refused(layers: list[torch.Tensor], kind: str, message: str) -> None:
+def test_cache_of_unsupported_layout_is_rejected(layers: list[torch.Tensor], kind: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         PagedCache(layers, kind)  # type: ignore[arg-type]
 
@@ -43,8 +43,8 @@ HALVES = torch.zeros(8, 4, 4)
     [
         ([np.zeros((4, 2))], "torch tensors"),
         ([None], "torch tensors"),
-        (torch.zeros(4, 2), "takes layers"),
-        (7, "takes layers"),
+        (torch.zeros(4, 2), "requires a list"),
+        (7, "requires a list"),
         ([torch.zeros(4, 2, device="meta")], "on the CPU or on a CUDA device"),
         ([torch.zeros(4, 2, dtype=torch.complex64).conj()], "not its values"),
         ([torch.zeros(4, 2, dtype=torch.complex64).conj().imag], "not its values"),
@@ -54,7 +54,7 @@ HALVES = torch.zeros(8, 4, 4)
         ([HALVES[::2, 0], HALVES[:4, 0]], "share memory"),
     ],
 )
-def test_layers_whose_bytes_cannot_be_told_are_refused(layers: object, message: str) -> None:
+def test_layer_of_unsupported_type_is_rejected(layers: object, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         PagedCache(layers)  # type: ignore[arg-type]
 
@@ -71,7 +71,7 @@ def test_layers_whose_bytes_cannot_be_told_are_refused(layers: object, message: 
         ([HALVES[::2, 0], HALVES[:4, 1]], "pages"),
     ],
 )
-def test_layers_that_take_turns_in_one_piece_of_memory_are_taken(layers: list[torch.Tensor], kind: str) -> None:
+def test_layers_interleaved_in_memory_are_accepted(layers: list[torch.Tensor], kind: str) -> None:
     assert len(PagedCache(layers, kind).layers) == len(layers)  # type: ignore[arg-type]
 
 
@@ -82,7 +82,7 @@ def test_layers_that_take_turns_in_one_piece_of_memory_are_taken(layers: list[to
     away=st.integers(0, 60),
     split=st.booleans(),
 )
-def test_shared_memory_is_what_counting_the_bytes_says(
+def test_shared_memory_check_matches_byte_count(
     strides: tuple[int, int], counts: tuple[int, int], part: int, away: int, split: bool
 ) -> None:
     memory = torch.zeros(400, dtype=torch.uint8)
@@ -108,14 +108,14 @@ def test_shared_memory_is_what_counting_the_bytes_says(
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_quantized_tensor_is_refused() -> None:
+def test_quantized_tensor_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="not its values"):
         PagedCache([torch.quantize_per_tensor(torch.zeros(4, 2), 1.0, 0, torch.qint8)])
 
 
 @pytest.mark.parametrize("pages_per_block", [0, -1, 13, 1.5, True, "2", None])
-def test_impossible_numbers_of_pages_a_block_are_refused(pages_per_block: object) -> None:
-    with pytest.raises(InvalidArgument, match="1 page or more"):
+def test_pages_per_block_out_of_range_is_rejected(pages_per_block: object) -> None:
+    with pytest.raises(InvalidArgument, match="between 1 and"):
         make_cache("mla", pages_per_block=pages_per_block)  # type: ignore[arg-type]
 
 
@@ -145,7 +145,7 @@ def test_impossible_numbers_of_pages_a_block_are_refused(pages_per_block: object
     ],
     ids=repr,
 )
-def test_page_ids_that_are_no_whole_numbers_are_refused(page_ids: object) -> None:
+def test_page_ids_not_integers_are_rejected(page_ids: object) -> None:
     with pytest.raises(InvalidArgument):
         DeviceCopier(make_cache("mla")).blocks(page_ids)  # type: ignore[arg-type]
 
@@ -153,14 +153,14 @@ def test_page_ids_that_are_no_whole_numbers_are_refused(page_ids: object) -> Non
 @pytest.mark.parametrize(
     "page_ids", [[3, 1], (3, 1), np.array([3, 1], np.uint8), torch.tensor([3, 1], dtype=torch.int32), [np.int16(3), 1]], ids=repr
 )
-def test_page_ids_may_be_whole_numbers_of_any_kind(page_ids: object) -> None:
+def test_page_ids_of_any_integer_type_are_accepted(page_ids: object) -> None:
     copier = DeviceCopier(make_cache("mla"))
     expected = block_bytes(copier.cache, [3, 1])
     assert np.array_equal(copier.blocks(page_ids).gather(), expected)  # type: ignore[arg-type]
     assert not copier.blocks([]).count
 
 
-def test_a_namespace_of_another_cache_is_refused() -> None:
+def test_check_of_other_namespace_is_rejected() -> None:
     caches = [make_cache(layout) for layout in ("flash_nhd", "flash_hnd", "vllm_bhnc", "vllm_permuted")]
     caches += [
         make_cache("flash_nhd", pages_per_block=2),
@@ -176,21 +176,21 @@ def test_a_namespace_of_another_cache_is_refused() -> None:
             if other is copier:
                 copier.check(spec)
             else:
-                with pytest.raises(InvalidArgument, match="not that of this KV cache"):
+                with pytest.raises(InvalidArgument, match="does not match this KV cache"):
                     copier.check(spec)
 
 
-def test_choices_that_cannot_be_carried_out_are_refused() -> None:
+def test_copier_unsupported_options_are_rejected() -> None:
     device = DeferredDevice()
     with pytest.raises(InvalidArgument, match="unknown strategy"):
         DeviceCopier(make_cache("mla"), strategy="fastest", device=device)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="only staged copies"):
+    with pytest.raises(InvalidArgument, match="strategy=staged"):
         DeviceCopier(make_cache("mla"), strategy="batched", fp8=True, device=device)
     with pytest.raises(InvalidArgument, match="16-bit"):
         DeviceCopier(make_cache("mla", dtype=torch.float32), fp8=True, device=device)
     for size in (0, -5, 1.5, True, None):
         for name in ("staging_bytes", "pin_chunk_bytes"):
-            with pytest.raises(InvalidArgument, match="above 0"):
+            with pytest.raises(InvalidArgument, match="positive integer"):
                 DeviceCopier(make_cache("mla"), device=device, **{name: size})  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="kernels"):
         DeviceCopier(make_cache("mla"), strategy="direct")  # a CPU has none

@@ -34,7 +34,7 @@ from kvclient.device.triton_scatter import PIECE_WORDS, TritonScatter
     pad=st.integers(0, 9),
     seed=st.integers(0, 10**6),
 )
-def test_it_moves_rows_as_the_reference_does(
+def test_triton_rows_match_torch_reference(
     layout: str, pages_per_block: int, dtype: torch.dtype, dims: tuple[int, int, int], pad: int, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -66,7 +66,7 @@ def test_it_moves_rows_as_the_reference_does(
     pitch=st.sampled_from([4096, 24, 1]),
     seed=st.integers(0, 10**6),
 )
-def test_it_moves_slots_of_a_pool_as_the_reference_does(
+def test_triton_pool_slots_match_torch_reference(
     layout: str, pages_per_block: int, dims: tuple[int, int, int], pitch: int, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -100,7 +100,7 @@ def test_it_moves_slots_of_a_pool_as_the_reference_does(
         assert np.array_equal(both, block_bytes(cache, mine)[0])
 
 
-def test_parts_longer_than_a_piece() -> None:
+def test_triton_part_longer_than_piece_is_copied() -> None:
     cache = make_cache("flash_nhd", layers=1, pages=3, tokens=PIECE_WORDS // 4 + 3, heads=2, dim=12)
     assert cache.page.part_bytes // cache.word > PIECE_WORDS
     rows = torch.from_numpy(bytes_of(2 * cache.row_bytes, 1)).view(2, -1)
@@ -111,7 +111,7 @@ def test_parts_longer_than_a_piece() -> None:
 
 @settings(max_examples=15)
 @given(layout=st.sampled_from(LAYOUTS), pages_per_block=st.sampled_from([1, 2]), seed=st.integers(0, 10**6))
-def test_direct_copies_are_what_the_oracle_says(layout: str, pages_per_block: int, seed: int) -> None:
+def test_direct_copies_match_oracle(layout: str, pages_per_block: int, seed: int) -> None:
     rng = random.Random(seed)
     cache = make_cache(layout, pages_per_block=pages_per_block, layers=2, seed=seed)
     device = DeferredDevice(seed)
@@ -140,7 +140,7 @@ def test_direct_copies_are_what_the_oracle_says(layout: str, pages_per_block: in
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_triton_that_cannot_launch_is_done_without(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_launch_failure_falls_back_to_torch(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is installed, and there is no compiler, or none for this device: that shows with the first launch."""
     launch = TritonScatter._launch
     errors: list[Exception] = (

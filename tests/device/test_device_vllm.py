@@ -68,7 +68,7 @@ def life(engine: Engine) -> tuple[list[str], bool]:
 
 @pytest.mark.parametrize("strategy", ["staged", "batched"])
 @pytest.mark.parametrize("first", ["compute", "copies", ""])
-def test_nothing_is_read_before_it_is_written(engines: Callable[..., Engine], first: str, strategy: str) -> None:
+def test_vllm_pages_are_read_only_after_load(engines: Callable[..., Engine], first: str, strategy: str) -> None:
     for seed in range(3):
         engine = engines(ComputingDevice(seed, first), strategy=strategy, model=f"m{next(numbers)}")
         assert life(engine) == ([], True)
@@ -119,7 +119,7 @@ def no_drain(pages: Any) -> None:
     ("left_out", "first"),
     [(begin_without_mark, "copies"), (store_without_mark, "copies"), (no_follow, "compute"), (no_drain, "compute")],
 )
-def test_each_wait_that_is_left_out_is_seen(
+def test_vllm_missing_wait_is_detected(
     left_out: Callable[[Any], None], first: str, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines(ComputingDevice(1, first))
@@ -129,7 +129,7 @@ def test_each_wait_that_is_left_out_is_seen(
     assert wrong or not right
 
 
-def test_what_a_failed_load_left_is_gone_before_the_pages_are_used_again(engines: Callable[..., Engine]) -> None:
+def test_failed_load_pages_are_cleared_before_reuse(engines: Callable[..., Engine]) -> None:
     """The store lacks the last blocks of a load: their pages are cleared, on the engine's stream, and computed."""
     engine = engines(ComputingDevice(2, "copies"))
     engine.step([3, 4], FIRST[:2], save=True)
@@ -144,7 +144,7 @@ def test_what_a_failed_load_left_is_gone_before_the_pages_are_used_again(engines
         assert not layer[[12, 13, 14]].any()
 
 
-def test_a_load_outside_of_the_batch_does_not_wait_for_the_step_that_it_begins_in(engines: Callable[..., Engine]) -> None:
+def test_async_load_does_not_wait_for_current_step(engines: Callable[..., Engine]) -> None:
     engine = engines(ComputingDevice(5))
     engine.step([3, 4, 5, 6, 7], FIRST, save=True)
     assert engine.stored() == set()
@@ -188,15 +188,13 @@ def hand_over(sender: Engine, receiver: Engine) -> list[str]:
 
 
 @pytest.mark.parametrize("first", ["compute", "copies", ""])
-def test_a_prompt_is_handed_over_from_device_to_device(engines: Callable[..., Engine], first: str) -> None:
+def test_handoff_copies_prompt_from_device_to_device(engines: Callable[..., Engine], first: str) -> None:
     pair = [engines(ComputingDevice(4, first), node=node) for node in ("n", "d")]
     assert hand_over(*pair) == []
 
 
 @pytest.mark.parametrize("method", ["layer_buffer", "buffer"])
-def test_a_wait_that_is_left_out_of_a_hand_over_is_seen(
-    method: str, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handoff_missing_wait_is_detected(method: str, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     pair = [engines(ComputingDevice(4, "copies"), node=node) for node in ("n", "d")]
     given = getattr(DevicePages, method)
     monkeypatch.setattr(DevicePages, method, lambda self, *how: given(self, *how[:-1], reached()))

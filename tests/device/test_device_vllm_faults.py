@@ -71,7 +71,7 @@ def laid_out(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
-def test_blocks_of_a_device_are_those_of_host_memory(layout: str, dtype: torch.dtype) -> None:
+def test_device_blocks_match_host_blocks(layout: str, dtype: torch.dtype) -> None:
     """The same bytes in the same order, or one namespace would hold two kinds."""
     layers = laid_out(layout, dtype)
     (pages,) = device_pages([layers], 6, CpuDevice(), strategy="staged", staging_bytes=1 << 20)
@@ -82,7 +82,7 @@ def test_blocks_of_a_device_are_those_of_host_memory(layout: str, dtype: torch.d
     assert [row.tobytes() for row in pages._copier.blocks([4, 1, 0]).gather()] == wanted
 
 
-def test_pages_of_kernels_that_are_smaller_than_blocks_move_as_one() -> None:
+def test_kernel_pages_smaller_than_blocks_are_copied_whole() -> None:
     layers = laid_out("LBNHC", torch.float32, blocks=12)
     (pages,) = device_pages([layers], 6, CpuDevice(), strategy="batched", staging_bytes=1 << 20)
     host = GroupPages(layers, 6)
@@ -92,7 +92,7 @@ def test_pages_of_kernels_that_are_smaller_than_blocks_move_as_one() -> None:
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
-def test_a_layout_whose_pages_are_in_pieces_is_refused(layout: str) -> None:
+def test_layout_with_divided_pages_is_rejected(layout: str) -> None:
     with pytest.raises(InvalidArgument, match="not supported"):
         device_pages([laid_out(layout, torch.float32)], 6, CpuDevice(), strategy="staged", staging_bytes=1 << 20)
 
@@ -107,12 +107,12 @@ def test_a_layout_whose_pages_are_in_pieces_is_refused(layout: str) -> None:
     ],
     ids=["dtypes", "sizes", "blocks", "keys and values apart"],
 )
-def test_layers_that_are_not_alike_or_not_of_these_blocks_are_refused(layers: list[torch.Tensor]) -> None:
+def test_layers_of_different_shape_are_rejected(layers: list[torch.Tensor]) -> None:
     with pytest.raises(InvalidArgument, match="supported"):
         device_pages([layers], 6, CpuDevice(), strategy="staged", staging_bytes=1 << 20)
 
 
-def test_memory_of_other_devices_is_refused() -> None:
+def test_memory_of_other_device_types_is_rejected() -> None:
     for groups in ([[torch.zeros(6, 4, device="meta")]], [[torch.zeros(6, 4)], [torch.zeros(6, 4, device="meta")]]):
         with pytest.raises(InvalidArgument, match="host memory or on one CUDA device"):
             make_pages(groups, 6, strategy="auto", staging_bytes=1)
@@ -120,7 +120,7 @@ def test_memory_of_other_devices_is_refused() -> None:
 
 
 # ---- what is tried out at start ----
-def test_copies_that_bring_other_bytes_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_copies_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = laid_out("LBNHC", torch.bfloat16)
     before = [layer.clone() for layer in layers]
     for strategy in ("staged", "batched"):
@@ -145,7 +145,7 @@ def test_copies_that_bring_other_bytes_are_found_at_start(monkeypatch: pytest.Mo
     assert all(torch.equal(layer, was) for layer, was in zip(layers, before, strict=True))
 
 
-def test_a_namespace_of_other_blocks_is_refused() -> None:
+def test_namespace_of_other_blocks_is_rejected() -> None:
     (pages,) = device_pages([laid_out("LBNHC", torch.bfloat16)], 6, CpuDevice(), strategy="auto", staging_bytes=64)
     size = pages.shape.layer_block_bytes
     right = CacheSpec(model="m", block_tokens=4, layers=3, layer_block_bytes=size, dtype="bfloat16", layout="vllm=1")
@@ -161,7 +161,7 @@ def test_a_namespace_of_other_blocks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_worker_waits_at_its_start_until_the_arena_is_pinned(late: bool, cluster: LocalCluster) -> None:
+def test_worker_start_waits_for_pinned_arena(late: bool, cluster: LocalCluster) -> None:
     go_on = threading.Event()
     pinning = FakePinning()
 
@@ -184,7 +184,7 @@ def test_a_worker_waits_at_its_start_until_the_arena_is_pinned(late: bool, clust
 
 
 # ---- while it runs ----
-def test_a_device_that_refuses_copies_is_a_miss(make: Callable[..., Engine]) -> None:
+def test_device_rejecting_copies_is_a_miss(make: Callable[..., Engine]) -> None:
     engine = make(ComputingDevice(1))
     engine.device.fail_after = 1
     engine.step(PAGES, OTHER)
@@ -200,7 +200,7 @@ def test_a_device_that_refuses_copies_is_a_miss(make: Callable[..., Engine]) -> 
     assert engine.settled() == []
 
 
-def test_without_room_for_staging_nothing_is_loaded(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_staging_is_a_miss(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(ComputingDevice(1))
 
     def no_room(_: StagedCopy) -> None:
@@ -214,9 +214,7 @@ def test_without_room_for_staging_nothing_is_loaded(make: Callable[..., Engine],
 
 
 @pytest.mark.parametrize("fenced", [True, False])
-def test_copies_that_come_too_late_are_never_seen(
-    fenced: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_copies_are_never_visible(fenced: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """A load's copies do not end in time: its pages are others' then, who compute behind them, whenever that is."""
     engine = make(ComputingDevice(1, "compute"))
     monkeypatch.setattr(copier_module, "COMPUTE_S", 0.2)
@@ -238,9 +236,7 @@ def test_copies_that_come_too_late_are_never_seen(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_step_that_computes_for_long_loses_no_device(
-    ends: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_computation_keeps_the_device(ends: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies have not had their time before what they wait for has ended; and that has another bound."""
     engine = make(ComputingDevice(1))
     monkeypatch.setattr(copier_module, "DRAIN_S", 0.1)
@@ -260,7 +256,7 @@ def test_a_step_that_computes_for_long_loses_no_device(
     assert engine.side.counters.totals().get("device_lost", 0) == (0 if ends else 1)
 
 
-def test_pages_of_a_request_that_is_aborted_are_free_when_its_copies_have_ended(make: Callable[..., Engine]) -> None:
+def test_aborted_request_pages_are_freed_after_copies(make: Callable[..., Engine]) -> None:
     engine = make(ComputingDevice(1, "compute"))
     job = engine.job(PAGES, FIRST, layerwise=False)
     engine.device.paused = True
@@ -278,9 +274,7 @@ def test_pages_of_a_request_that_is_aborted_are_free_when_its_copies_have_ended(
 
 
 @pytest.mark.parametrize("closed", [False, True], ids=["marked", "at the end"])
-def test_a_hand_over_ends_where_the_device_has_failed(
-    closed: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handoff_with_failed_device_ends(closed: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the step to be over: no failure of the device may keep the engine's thread from saying so."""
     engine = make(ComputingDevice(1))
     sends = Sender(engine.pages, engine.side.layer_positions, 600.0, engine.side.counters)
@@ -296,7 +290,7 @@ def test_a_hand_over_ends_where_the_device_has_failed(
     assert sends.take() == WorkerOutput({1: 1}, {1})
 
 
-def test_a_hand_over_whose_step_does_not_end_is_given_up(make: Callable[..., Engine]) -> None:
+def test_handoff_with_hung_step_is_abandoned(make: Callable[..., Engine]) -> None:
     engine = make(ComputingDevice(1))
     sends = Sender(engine.pages, engine.side.layer_positions, 0.2, engine.side.counters)
     sends.begin([SendJob(1, "n", 0, None, engine.keys(FIRST), False, [PAGES])], engine.chain, engine.side.clients)
@@ -309,7 +303,7 @@ def test_a_hand_over_whose_step_does_not_end_is_given_up(make: Callable[..., Eng
     assert sends.take() == WorkerOutput()
 
 
-def test_a_layer_that_nobody_waited_for_fails_the_load(make: Callable[..., Engine]) -> None:
+def test_layer_without_wait_fails_the_load(make: Callable[..., Engine]) -> None:
     """As in a step that a captured graph runs, which calls nobody."""
     engine = make(ComputingDevice(1))
     job = engine.job(PAGES, FIRST, layerwise=True)

@@ -24,7 +24,7 @@ from kvstore.tiers.io_engines.tensor_memory import TensorMemory
 from support.wait import wait_until
 
 
-def test_blocks_come_by_kvikio_where_it_is_forced(tmp_path: Path) -> None:
+def test_gds_forced_mode_uses_kvikio(tmp_path: Path) -> None:
     with disk_of(tmp_path) as disk:
         disk.damage(7, 4096 + 5000)
         assert disk.fetch(out := room(12)) == 7
@@ -34,7 +34,7 @@ def test_blocks_come_by_kvikio_where_it_is_forced(tmp_path: Path) -> None:
         assert any("forced: by kvikio" in line for line in disk.pool.io_engines())
 
 
-def test_a_failing_driver_costs_a_way_through_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gds_driver_failure_reads_through_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(_: TensorMemory) -> Any:
         raise RuntimeError("no device memory")
 
@@ -47,7 +47,7 @@ def test_a_failing_driver_costs_a_way_through_host_memory(tmp_path: Path, monkey
         assert stats["gds_given_up_total"] == 1
 
 
-def test_where_it_is_only_pretended_disks_are_left_to_the_node(tmp_path: Path) -> None:
+def test_gds_compatibility_mode_leaves_reads_to_node(tmp_path: Path) -> None:
     """As a pool on a CUDA device decides."""
     (tmp_path / "slab.kv").write_bytes(bytes(PROBE_BYTES))
     volume = SimpleNamespace(device=torch.device("cuda", 0), volume_id="pool/hbm")

@@ -65,7 +65,7 @@ def tiers_of(lookup: Lookup) -> set[Tier]:
     return {run.tier for run in lookup.runs}
 
 
-def test_a_pool_with_the_name_of_a_living_one_is_refused(
+def test_pool_with_name_in_use_is_rejected(
     cluster: LocalCluster, connect: Connect, pool: HbmPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvclient.hbm.pool_node.REGISTER_WAIT_S", 2.0)
@@ -73,13 +73,13 @@ def test_a_pool_with_the_name_of_a_living_one_is_refused(
     keys = client.keys(tokens(4, 90))
     client.store(keys, content(4, 90), wait_visible=True)
     for name in (pool.node_id, "prefill"):
-        with pytest.raises(Conflict, match="another living node"):
+        with pytest.raises(Conflict, match="another live node"):
             HbmPool("cpu", capacity_bytes=1 << 20, metadata=cluster.metadata_address, node_id=name)
     assert pool.wait_published()
     assert Tier.HBM in tiers_of(connect().lookup(keys))
 
 
-def test_a_store_leaves_a_copy_that_loads_find_and_the_index_shows(connect: Connect, pool: HbmPool) -> None:
+def test_store_copy_in_pool_is_indexed_and_loaded(connect: Connect, pool: HbmPool) -> None:
     data = content(BLOCKS, 1)
     client = connect(pool=pool, verify="always")
     keys = client.keys(tokens(BLOCKS, 1))
@@ -97,7 +97,7 @@ def test_a_store_leaves_a_copy_that_loads_find_and_the_index_shows(connect: Conn
     assert result.bytes_by_node == {pool.node_id: data.nbytes}
 
 
-def test_what_a_load_brings_is_promoted(connect: Connect, pool: HbmPool) -> None:
+def test_load_promotes_blocks_to_the_pool(connect: Connect, pool: HbmPool) -> None:
     data = content(BLOCKS, 2)
     writer = connect()
     keys = writer.keys(tokens(BLOCKS, 2))
@@ -110,7 +110,7 @@ def test_what_a_load_brings_is_promoted(connect: Connect, pool: HbmPool) -> None
         assert np.array_equal(out, data)
 
 
-def test_a_load_takes_the_head_from_the_pool_and_the_rest_from_the_node(connect: Connect, pool: HbmPool) -> None:
+def test_load_combines_pool_head_and_node_rest(connect: Connect, pool: HbmPool) -> None:
     data = content(BLOCKS, 3)
     client, writer = connect(pool=pool), connect()
     keys = client.keys(tokens(BLOCKS, 3))
@@ -128,7 +128,7 @@ def test_a_load_takes_the_head_from_the_pool_and_the_rest_from_the_node(connect:
 
 
 @pytest.mark.parametrize("node", ["prefill", None])
-def test_others_read_what_lies_in_a_pool_alone(cluster: LocalCluster, connect: Connect, pool: HbmPool, node: str | None) -> None:
+def test_peer_reads_block_held_only_by_a_pool(cluster: LocalCluster, connect: Connect, pool: HbmPool, node: str | None) -> None:
     """Over the pool's own data plane: straight, and through the node of their host."""
     seed = 4 if node else 5
     data = content(BLOCKS, seed)
@@ -147,7 +147,7 @@ def test_others_read_what_lies_in_a_pool_alone(cluster: LocalCluster, connect: C
     assert pool.stats()["transport_bytes_sent_total"] >= data.nbytes
 
 
-def test_a_node_is_asked_before_another_engines_pool(connect: Connect, pool: HbmPool) -> None:
+def test_node_is_preferred_to_other_engines_pool(connect: Connect, pool: HbmPool) -> None:
     data = content(BLOCKS, 6)
     client = connect(pool=pool)
     keys = client.keys(tokens(BLOCKS, 6))
@@ -158,7 +158,7 @@ def test_a_node_is_asked_before_another_engines_pool(connect: Connect, pool: Hbm
     assert set(reader.load(reader.lookup(keys), np.zeros_like(data)).bytes_by_node) == {"prefill"}
 
 
-def test_what_is_evicted_is_shown_no_more_and_lies_below(cluster: LocalCluster, connect: Connect) -> None:
+def test_evicted_block_is_unpublished_and_demoted(cluster: LocalCluster, connect: Connect) -> None:
     """Demotion: the node had forgotten what was hot here."""
     capacity = 64 * SPEC.block_bytes
     with HbmPool("cpu", capacity_bytes=capacity, metadata=cluster.metadata_address, room_wait_s=5.0) as pool:
@@ -182,7 +182,7 @@ def test_what_is_evicted_is_shown_no_more_and_lies_below(cluster: LocalCluster, 
     wait_until(lambda: Tier.HBM not in tiers_of(reader.lookup(first)))  # closed: all of it is taken back at once
 
 
-def test_a_stale_index_costs_a_miss_of_the_pool_alone(connect: Connect, pool: HbmPool) -> None:
+def test_stale_index_costs_only_a_pool_miss(connect: Connect, pool: HbmPool) -> None:
     data = content(BLOCKS, 10)
     client = connect(pool=pool)
     keys = client.keys(tokens(BLOCKS, 10))
@@ -214,7 +214,7 @@ sys.stdin.read()
 """
 
 
-def test_a_dead_engines_pool_is_hidden_like_a_dead_node(cluster: LocalCluster, connect: Connect) -> None:
+def test_pool_of_dead_engine_is_hidden(cluster: LocalCluster, connect: Connect) -> None:
     arguments = [sys.executable, "-c", ENGINE, cluster.metadata_address, cluster.node("prefill").local_socket]
     with children.start(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
         try:
@@ -235,7 +235,7 @@ def test_a_dead_engines_pool_is_hidden_like_a_dead_node(cluster: LocalCluster, c
     wait_until(lambda: reader.lookup(keys).hit_blocks == 0)
 
 
-def test_a_pool_is_no_place_for_other_clients_stores(connect: Connect, pool: HbmPool) -> None:
+def test_pool_receives_no_stores_of_other_clients(connect: Connect, pool: HbmPool) -> None:
     """A client without a node of its own picks a node, whatever the pools are called."""
     writer = connect(None)
     keys: list[BlockKey] = writer.keys(tokens(4, 13))
@@ -243,7 +243,7 @@ def test_a_pool_is_no_place_for_other_clients_stores(connect: Connect, pool: Hbm
     assert pool.usage().blocks == 0
 
 
-def test_a_pool_without_a_metadata_server_comes_in_when_it_does(connect: Connect, cluster: LocalCluster) -> None:
+def test_pool_registers_when_metadata_server_starts(connect: Connect, cluster: LocalCluster) -> None:
     """Nobody at that address: the engine starts all the same."""
     with HbmPool("cpu", capacity_bytes=1 << 20, metadata="127.0.0.1:9") as pool:
         assert pool.stats()["hbm_not_registered_at_start_total"] == 1
@@ -253,7 +253,7 @@ def test_a_pool_without_a_metadata_server_comes_in_when_it_does(connect: Connect
         assert client.load(keys, np.zeros((4, SPEC.block_bytes), np.uint8)).bytes_by_path == {PATH_HBM: 4 * SPEC.block_bytes}
 
 
-def test_a_store_layer_by_layer_leaves_a_copy(connect: Connect, pool: HbmPool) -> None:
+def test_layerwise_store_leaves_a_pool_copy(connect: Connect, pool: HbmPool) -> None:
     """With a node the bytes lie in its arena only; without one they gather in the client."""
     for node, seed in (("prefill", 15), (None, 16)):
         data = content(BLOCKS, seed).reshape(BLOCKS, SPEC.layers, -1)
@@ -273,7 +273,7 @@ def test_a_store_layer_by_layer_leaves_a_copy(connect: Connect, pool: HbmPool) -
         assert set(client.load(keys, out).bytes_by_path) == {PATH_HBM}
 
 
-def test_two_engines_with_a_pool_each_read_from_one_another(cluster: LocalCluster, connect: Connect, pool: HbmPool) -> None:
+def test_two_pools_read_from_each_other(cluster: LocalCluster, connect: Connect, pool: HbmPool) -> None:
     with HbmPool("cpu", capacity_bytes=16 << 20, metadata=cluster.metadata_address) as other:
         data = content(BLOCKS, 17)
         one, two = connect(pool=pool), connect(None, pool=other)
@@ -290,7 +290,7 @@ def test_two_engines_with_a_pool_each_read_from_one_another(cluster: LocalCluste
             assert np.array_equal(out, data)
 
 
-def test_what_is_no_pool_is_refused(cluster: LocalCluster) -> None:
+def test_connect_with_invalid_pool_is_rejected(cluster: LocalCluster) -> None:
     with pytest.raises(InvalidArgument, match="argument"):
         KVClient.connect(cluster.metadata_address, SPEC, node=None, hbm="cuda:0")  # type: ignore[arg-type]
     huge = CacheSpec(model="huge", block_tokens=16, layers=4, layer_block_bytes=1 << 20)
@@ -298,7 +298,7 @@ def test_what_is_no_pool_is_refused(cluster: LocalCluster) -> None:
         KVClient.connect(cluster.metadata_address, huge, node=None, hbm=pool)
 
 
-def test_a_metadata_server_that_restarts_learns_what_a_pool_holds() -> None:
+def test_restarted_metadata_server_relearns_pool() -> None:
     with LocalCluster([], metadata_settings=[("node_ttl", "1s")]) as cluster, ExitStack() as stack:
         pool = stack.enter_context(HbmPool("cpu", capacity_bytes=16 << 20, metadata=cluster.metadata_address))
         client = stack.enter_context(KVClient.connect(cluster.metadata_address, SPEC, node=None, options=OPTIONS, hbm=pool))

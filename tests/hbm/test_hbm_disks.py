@@ -22,10 +22,10 @@ from hbm_chains import SPEC as SMALL
 from hbm_chains import Below, chain, in_time, room
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
-from kvclient.call.operation import Operation
+from kvclient.call.scope import CallScope
 from kvclient.hbm import HbmPool
 from kvclient.hbm.gds_reader import GdsReader
-from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
+from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvclient.results import PATH_HBM, PATH_LOCAL
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core import checksum
@@ -83,10 +83,10 @@ class Disk:
         self.near.prepare_disks(self.volumes)
 
     def fetch(
-        self, out: Any, slots: Sequence[Slot] | None = None, operation: Operation | None = None, *, verify: bool = False
+        self, out: Any, slots: Sequence[Slot] | None = None, operation: CallScope | None = None, *, verify: bool = False
     ) -> int:
         slots = self.slots if slots is None else slots
-        places = StoredPlaces(
+        places = DiskLocations(
             np.zeros(len(slots), np.uint8),
             np.array([slot.offset for slot in slots], np.uint64),
             np.array([slot.generation for slot in slots], np.uint64),
@@ -111,12 +111,12 @@ def disk_of(folder: Path, blocks: int = 12, seed: int = 1, room_for: int = 40, d
         wait_until(lambda: disk.near.reads_disks(disk.volumes))
         yield disk
         disk.slab.close()
-        pool._table.check()
+        pool._table.validate()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(4))
-def test_what_came_is_what_was_stored_whatever_else_lies_there(tmp_path: Path, seed: int, device: str) -> None:
+def test_gds_read_returns_stored_bytes(tmp_path: Path, seed: int, device: str) -> None:
     """Damaged headers and payloads, slots of other blocks and of other generations: a miss, and nothing of it stays."""
     rng = random.Random(seed)
     with disk_of(tmp_path, seed=seed, device=device) as disk:
@@ -145,16 +145,16 @@ def test_what_came_is_what_was_stored_whatever_else_lies_there(tmp_path: Path, s
         assert np.array_equal(again.array[:good], disk.data.array[:good])
 
 
-def test_of_a_chain_larger_than_the_pool_comes_what_it_has_room_for(tmp_path: Path) -> None:
+def test_gds_chain_larger_than_pool_fills_the_pool(tmp_path: Path) -> None:
     """A head does not make way for its own tail: that is the node's."""
     with disk_of(tmp_path, blocks=30, room_for=8) as disk:
         out = room(30)
-        assert disk.fetch(out, operation=Operation(MonotonicClock(), 0.3), verify=True) == 8
+        assert disk.fetch(out, operation=CallScope.after(0.3, MonotonicClock()), verify=True) == 8
         assert np.array_equal(out.array[:8], disk.data.array[:8])
         assert disk.pool.usage().blocks == 8
 
 
-def test_what_lies_in_the_pool_already_is_not_read_again(tmp_path: Path) -> None:
+def test_gds_skips_blocks_already_in_pool(tmp_path: Path) -> None:
     with disk_of(tmp_path) as disk:
         assert disk.near.keep(disk.keys[:5], None, 0, DenseBlocks(disk.data.array[:5]), None, checksums=True) == 5
         assert disk.fetch(out := room(12)) == 12
@@ -162,7 +162,7 @@ def test_what_lies_in_the_pool_already_is_not_read_again(tmp_path: Path) -> None
         assert disk.pool.stats()["hbm_disk_blocks_total"] == 7
 
 
-def test_slots_rest_until_a_late_read_is_back_and_nobody_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gds_late_read_keeps_slots_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that does not answer costs a part of the deadline; it may still write to the slots, which nobody else gets."""
     release, read = threading.Event(), MountedSlab.read_device
 
@@ -172,7 +172,7 @@ def test_slots_rest_until_a_late_read_is_back_and_nobody_follows_it(tmp_path: Pa
 
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", late)
-        assert disk.fetch(room(12), operation=Operation(MonotonicClock(), 0.4)) == 0
+        assert disk.fetch(room(12), operation=CallScope.after(0.4, MonotonicClock())) == 0
         assert disk.pool.usage().blocks == 12, "slots that are still written to were given back"
         assert disk.pool.evict(demote=False) == 0
         assert not disk.near.reads_disks(disk.volumes)
@@ -185,7 +185,7 @@ def test_slots_rest_until_a_late_read_is_back_and_nobody_follows_it(tmp_path: Pa
         assert np.array_equal(out.array, disk.data.array)
 
 
-def test_a_volume_that_fails_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gds_failed_volume_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError("gone")
 
@@ -198,7 +198,7 @@ def test_a_volume_that_fails_is_left_alone(tmp_path: Path, monkeypatch: pytest.M
         assert any("gone" in line for line in disk.pool.io_engines())
 
 
-def test_a_pool_of_another_size_reads_on(tmp_path: Path) -> None:
+def test_gds_reads_continue_after_resize(tmp_path: Path) -> None:
     with disk_of(tmp_path) as disk:
         assert disk.fetch(room(12)) == 12
         assert disk.pool.resize(20 * SMALL.block_bytes)
@@ -207,9 +207,7 @@ def test_a_pool_of_another_size_reads_on(tmp_path: Path) -> None:
         assert disk.pool.stats()["hbm_disk_blocks_total"] == 24
 
 
-def test_blocks_of_two_volumes_come_at_once_and_what_hangs_in_one_keeps_all_slots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gds_hung_volume_keeps_all_slots_of_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release, read = threading.Event(), MountedSlab.read_device
 
     def late(self: MountedSlab, *wanted: Any) -> Any:
@@ -224,12 +222,12 @@ def test_blocks_of_two_volumes_come_at_once_and_what_hangs_in_one_keeps_all_slot
         slots = [(disk, other)[number].slots[at] for at, number in enumerate(numbers)]
 
         def fetch(out: Any, seconds: float) -> int:
-            places = StoredPlaces(
+            places = DiskLocations(
                 numbers,
                 np.array([slot.offset for slot in slots], np.uint64),
                 np.array([slot.generation for slot in slots], np.uint64),
             )
-            operation = Operation(MonotonicClock(), seconds)
+            operation = CallScope.after(seconds, MonotonicClock())
             return disk.near.fetch_stored(disk.keys, None, 0, volumes, places, out, 0, operation, verify=True)
 
         assert fetch(out := room(12), 30.0) == 12
@@ -250,9 +248,7 @@ def test_blocks_of_two_volumes_come_at_once_and_what_hangs_in_one_keeps_all_slot
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_an_interrupt_gives_no_slot_back_that_is_still_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int
-) -> None:
+def test_gds_interrupt_keeps_slots_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
     """The thread that loads is interrupted while it waits; the reads go on."""
     begun, release, read = threading.Event(), threading.Event(), MountedSlab.read_device
 
@@ -283,7 +279,7 @@ def test_an_interrupt_gives_no_slot_back_that_is_still_written_to(
             disk.volumes = disk.volumes * 2
         numbers = np.arange(12, dtype=np.uint8) % groups
         offsets = np.array([slot.offset for slot in disk.slots], np.uint64)
-        places = StoredPlaces(numbers, offsets, np.array([slot.generation for slot in disk.slots], np.uint64))
+        places = DiskLocations(numbers, offsets, np.array([slot.generation for slot in disk.slots], np.uint64))
         assert disk.near.fetch_stored(disk.keys, None, 0, disk.volumes, places, room(12), 0, in_time(), verify=False) == 0
         assert disk.pool.usage().blocks == 12
         release.set()
@@ -291,7 +287,7 @@ def test_an_interrupt_gives_no_slot_back_that_is_still_written_to(
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file"])
-def test_a_folder_that_cannot_be_read_costs_a_look(tmp_path: Path, what: str) -> None:
+def test_gds_unreadable_folder_is_probed_once(tmp_path: Path, what: str) -> None:
     """An engine in a container of its own, say, that sees none of the node's folders."""
     folder = tmp_path / "not-here"
     if what == "a file":
@@ -308,7 +304,7 @@ def test_a_folder_that_cannot_be_read_costs_a_look(tmp_path: Path, what: str) ->
 
 # ---- whether disks are read at all ----
 @pytest.mark.parametrize(("mode", "says"), [("auto", "host memory"), ("off", "switched off")])
-def test_a_pool_in_host_memory_leaves_disks_to_the_node(tmp_path: Path, mode: Any, says: str) -> None:
+def test_gds_is_off_for_host_memory_pool(tmp_path: Path, mode: Any, says: str) -> None:
     with HbmPool("cpu", capacity_bytes=MIB, gds=mode) as pool:
         near = pool.attach(SMALL, Below())
         volumes = [StoredVolume(VOLUME, tmp_path)]
@@ -320,12 +316,12 @@ def test_a_pool_in_host_memory_leaves_disks_to_the_node(tmp_path: Path, mode: An
 @pytest.mark.parametrize(
     "choices", [{"gds": "yes"}, {"gds": "required"}, {"gds_in_flight": 0}, {"gds_in_flight": True}, {"gds_in_flight": 257}]
 )
-def test_choices_that_cannot_be_meant_are_refused(choices: dict[str, Any]) -> None:
+def test_gds_invalid_options_are_rejected(choices: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="gds"):
         HbmPool("cpu", capacity_bytes=MIB, **choices)
 
 
-def test_without_a_driver_nothing_is_read_and_what_requires_it_is_refused(tmp_path: Path) -> None:
+def test_gds_without_driver_reads_nothing(tmp_path: Path) -> None:
     """As a pool on a CUDA device decides; that the host has none is seen only by the driver."""
     if _has_driver():
         pytest.skip("this host has a CUDA driver")
@@ -343,7 +339,7 @@ def test_without_a_driver_nothing_is_read_and_what_requires_it_is_refused(tmp_pa
 
 
 @pytest.mark.gpu
-def test_a_pool_on_a_gpu_reads_disks_where_that_is_real(tmp_path: Path) -> None:
+def test_gds_pool_on_gpu_reads_disks(tmp_path: Path) -> None:
     with HbmPool("cuda", capacity_bytes=40 * SMALL.block_bytes) as pool:
         disk = Disk(tmp_path, pool, 12, 1, 2 * PROBE_BYTES)
         wait_until(lambda: "looked at" not in pool.io_engines()[1], timeout_s=60.0)
@@ -368,7 +364,7 @@ def _has_driver() -> bool:
     return True
 
 
-def test_kvikio_without_a_gpu(tmp_path: Path) -> None:
+def test_gds_kvikio_without_gpu(tmp_path: Path) -> None:
     """Its device path, in compatibility mode, with a stand-in for the driver: used where it is forced, and else found out."""
     if importlib.util.find_spec("kvikio") is None:
         pytest.skip("KVIKIO WAS NOT TESTED: it is not installed (make install)")
@@ -407,11 +403,11 @@ class Bed:
         )
         self.engine = stack.enter_context(self.connect(self.pool))
         self.writer = stack.enter_context(self.connect(None))
-        assert self.engine._core.local is not None
-        session = self.engine._core.local.session()
+        assert self.engine._context.local is not None
+        session = self.engine._context.local.session()
         assert session is not None
         self.volumes = session.volumes
-        near = self.engine._core.near
+        near = self.engine._context.pool
         assert near is not None
         wait_until(lambda: near.reads_disks(self.volumes))
 
@@ -459,7 +455,7 @@ def bed(cluster: LocalCluster) -> Iterator[Bed]:
 
 
 @pytest.mark.parametrize("verify", ["auto", "always"])
-def test_what_lies_on_disk_alone_comes_past_the_node(bed: Bed, verify: str) -> None:
+def test_gds_load_bypasses_the_node(bed: Bed, verify: str) -> None:
     keys, data = bed.on_disk(1 if verify == "auto" else 2)
     located = bed.counter("located_blocks_total")
     result = bed.load(keys, data, verify=verify)
@@ -475,7 +471,7 @@ def test_what_lies_on_disk_alone_comes_past_the_node(bed: Bed, verify: str) -> N
     assert any("n/nvme0 into" in line and "O_DIRECT" in line for line in bed.pool.io_engines())
 
 
-def test_a_head_in_dram_and_a_tail_on_disk_each_come_the_shortest_way(bed: Bed) -> None:
+def test_load_reads_dram_head_and_disk_tail_directly(bed: Bed) -> None:
     keys, data = bed.on_disk(3)
     out = np.zeros_like(data[:12])
     assert bed.writer.load(keys[:12], out).hit_blocks == 12  # brings them into the node's DRAM
@@ -492,7 +488,7 @@ def test_a_head_in_dram_and_a_tail_on_disk_each_come_the_shortest_way(bed: Bed) 
     assert bed.pool.usage().blocks == BLOCKS
 
 
-def test_without_an_index_the_node_is_asked_where_blocks_lie(bed: Bed) -> None:
+def test_load_without_index_locates_blocks_at_node(bed: Bed) -> None:
     keys, data = bed.on_disk(4)
     address = bed.cluster.node("n").local_socket
     with KVClient.connect(None, SPEC, node=address, hbm=bed.pool) as client:
@@ -504,9 +500,9 @@ def test_without_an_index_the_node_is_asked_where_blocks_lie(bed: Bed) -> None:
     assert bed.pool.stats()["hbm_disk_blocks_total"] == BLOCKS
 
 
-def test_a_damaged_block_is_no_hit_and_the_others_are(bed: Bed) -> None:
+def test_damaged_block_is_a_miss_and_others_hit(bed: Bed) -> None:
     keys, data = bed.on_disk(5)
-    session = bed.engine._core.local.session()  # type: ignore[union-attr]
+    session = bed.engine._context.local.session()  # type: ignore[union-attr]
     assert session is not None
     answer = call(session.stub.Locate, node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys)), 10.0)
     offset = int(np.frombuffer(answer.runs[0].offsets, "<u8")[17])
@@ -521,7 +517,7 @@ def test_a_damaged_block_is_no_hit_and_the_others_are(bed: Bed) -> None:
     assert result.count(Outcome.HIT) == BLOCKS - 1
 
 
-def test_a_read_that_fails_is_done_by_the_node(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gds_failed_read_falls_back_to_node(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError("the driver has gone")
 
@@ -533,7 +529,7 @@ def test_a_read_that_fails_is_done_by_the_node(bed: Bed, monkeypatch: pytest.Mon
     assert bed.pool.stats()["hbm_disk_failed_blocks_total"] == BLOCKS
 
 
-def test_a_read_that_hangs_is_done_by_the_node_in_time(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gds_hung_read_falls_back_to_node(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     release, read = threading.Event(), MountedSlab.read_device
 
     def late(self: MountedSlab, *wanted: Any) -> Any:
@@ -549,9 +545,9 @@ def test_a_read_that_hangs_is_done_by_the_node_in_time(bed: Bed, monkeypatch: py
     wait_until(lambda: bed.pool.evict(demote=False) >= 0 and bed.pool.usage().blocks == 0)
 
 
-def test_located_blocks_stay_until_their_lease_ends(bed: Bed) -> None:
+def test_located_blocks_are_kept_until_lease_ends(bed: Bed) -> None:
     keys, _ = bed.on_disk(8)
-    session = bed.engine._core.local.session()  # type: ignore[union-attr]
+    session = bed.engine._context.local.session()  # type: ignore[union-attr]
     assert session is not None
     request = node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys[10:20]))
     leases = []
@@ -565,12 +561,12 @@ def test_located_blocks_stay_until_their_lease_ends(bed: Bed) -> None:
     assert not call(session.stub.Locate, request, 10.0).runs
 
 
-def test_who_comes_over_the_network_is_not_told_where_blocks_lie(bed: Bed) -> None:
+def test_locate_over_network_is_rejected(bed: Bed) -> None:
     keys, data = bed.on_disk(9)
     options = ClientOptions(default_deadline_s=20.0)
     with KVClient.connect(None, SPEC, node=bed.cluster.node("n").address, options=options, hbm=bed.pool) as client:
-        assert client._core.local is not None
-        session = client._core.local.session()
+        assert client._context.local is not None
+        session = client._context.local.session()
         assert session is not None
         assert session.volumes == ()
         with pytest.raises(InvalidArgument, match="unix socket"):
@@ -581,7 +577,7 @@ def test_who_comes_over_the_network_is_not_told_where_blocks_lie(bed: Bed) -> No
     assert "hbm_disk_blocks_total" not in bed.pool.stats()
 
 
-def test_a_node_that_was_started_anew_is_read_on(bed: Bed) -> None:
+def test_gds_reads_continue_after_node_restart(bed: Bed) -> None:
     keys, data = bed.on_disk(10)
     bed.cluster.kill("n")
     bed.cluster.start_node("n")

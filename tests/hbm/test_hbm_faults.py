@@ -34,7 +34,7 @@ def below() -> Below:
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
     with HbmPool(request.param, capacity_bytes=40 * SPEC.block_bytes, room_wait_s=5.0) as pool:
         yield pool
-        pool._table.check()
+        pool._table.validate()
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def request_for(keys: Sequence[BlockKey], within_s: float = WAIT_S) -> ReadReque
 
 
 # ---- wrong bytes ----
-def test_a_flipped_bit_is_found_where_it_is_looked_for_and_leaves(pool: HbmPool, near: NamespaceView, below: Below) -> None:
+def test_flipped_bit_is_found_and_block_dropped(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
@@ -68,7 +68,7 @@ def test_a_flipped_bit_is_found_where_it_is_looked_for_and_leaves(pool: HbmPool,
     assert below.calls == 0
 
 
-def test_who_wants_everything_compared_gets_nothing_that_cannot_be(pool: HbmPool, near: NamespaceView) -> None:
+def test_verified_fetch_misses_blocks_without_checksums(pool: HbmPool, near: NamespaceView) -> None:
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     assert near.fetch(keys, room(5), in_time(), verify=True) == 0
@@ -78,7 +78,7 @@ def test_who_wants_everything_compared_gets_nothing_that_cannot_be(pool: HbmPool
     assert near.fetch(keys, room(5), in_time(), verify=True) == 2
 
 
-def test_a_flipped_bit_is_not_carried_down(pool: HbmPool, near: NamespaceView, below: Below) -> None:
+def test_flipped_bit_is_not_demoted(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     """Below, the block would get a checksum of its wrong bytes."""
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=True)
@@ -89,7 +89,7 @@ def test_a_flipped_bit_is_not_carried_down(pool: HbmPool, near: NamespaceView, b
     assert pool.stats()["hbm_corrupt_blocks_total"] == 1
 
 
-def test_a_flipped_bit_does_not_pass_a_peers_check(pool: HbmPool, near: NamespaceView) -> None:
+def test_flipped_bit_is_detected_by_peer(pool: HbmPool, near: NamespaceView) -> None:
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
@@ -105,9 +105,7 @@ def test_a_flipped_bit_does_not_pass_a_peers_check(pool: HbmPool, near: Namespac
 
 
 # ---- a device that fails ----
-def test_a_device_that_fails_is_a_miss_and_then_left_alone(
-    pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_device_is_a_miss_and_disables_pool(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     with monkeypatch.context() as patch, near.pinned(keys[:2]):
@@ -120,7 +118,7 @@ def test_a_device_that_fails_is_a_miss_and_then_left_alone(
     assert (stats["hbm_device_errors_total"], stats["hbm_lost"], stats["hbm_blocks"]) == (1, 1, 0)
 
 
-def test_a_device_that_fails_is_a_miss_for_peers(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_device_is_a_miss_for_peers(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     provider = PoolProvider(pool._namespaces, pool._parts)
@@ -133,16 +131,14 @@ def test_a_device_that_fails_is_a_miss_for_peers(pool: HbmPool, near: NamespaceV
     assert pool.stats()["hbm_blocks"] == 0
 
 
-def test_a_write_that_fails_leaves_no_slot_behind(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaks_no_slot(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     monkeypatch.setattr(pool._volume, "copy_in", fails)
     assert near.keep(keys, None, 0, data, None, checksums=False) == 0
     assert pool.usage().used_bytes == 0
 
 
-def test_memory_that_is_short_for_a_moment_does_not_end_the_pool(
-    pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transient_out_of_memory_keeps_the_pool(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
 
@@ -167,9 +163,7 @@ def test_pool_resize_beyond_memory_keeps_blocks(pool: HbmPool, near: NamespaceVi
     assert near.fetch(keys, room(4), in_time(), verify=False) == 4
 
 
-def test_a_pool_that_cannot_grow_is_left_with_a_page_and_takes_less(
-    pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_pool_growth_leaves_one_page(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     with monkeypatch.context() as patch:
@@ -183,7 +177,7 @@ def test_a_pool_that_cannot_grow_is_left_with_a_page_and_takes_less(
     assert near.keep(keys, None, 0, data, None, checksums=False) == 4
 
 
-def test_a_bug_of_the_tiers_below_is_not_taken_for_a_failing_device(pool: HbmPool) -> None:
+def test_demotion_bug_is_not_a_device_failure(pool: HbmPool) -> None:
     def broken(keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
         raise RuntimeError("cannot schedule new futures after shutdown")
 
@@ -215,7 +209,7 @@ def stuck() -> Iterator[DeviceHung]:
     stuck.gate.set()
 
 
-def test_tiers_that_do_not_answer_cost_a_bounded_wait_and_no_memory(stuck: DeviceHung) -> None:
+def test_hung_demotion_wait_is_bounded(stuck: DeviceHung) -> None:
     with HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes, room_wait_s=0.01) as pool:
         near = pool.attach(SPEC, stuck)
         for seed in range(4):
@@ -230,7 +224,7 @@ def test_tiers_that_do_not_answer_cost_a_bounded_wait_and_no_memory(stuck: Devic
         assert pool.resize(4096)
 
 
-def test_closing_waits_neither_for_ever_nor_too_short(below: Below) -> None:
+def test_close_waits_for_readers_for_a_bounded_time(below: Below) -> None:
     """A pool that is closed while somebody reads keeps the memory; bytes read are still the block's."""
     pool = HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes)
     near = pool.attach(SPEC, below)
@@ -250,7 +244,7 @@ def test_closing_waits_neither_for_ever_nor_too_short(below: Below) -> None:
 
 
 # ---- memory wanted back while in use ----
-def test_readers_over_the_wire_cannot_keep_a_pool_from_yielding(pool: HbmPool, near: NamespaceView) -> None:
+def test_peer_readers_do_not_block_resize(pool: HbmPool, near: NamespaceView) -> None:
     """Peers read all the time while the pool is emptied, made smaller, larger and filled again: each hit has its bytes."""
     keys, data = chain(30, 1)
     server = TcpServer(PoolProvider(pool._namespaces, pool._parts))
@@ -292,7 +286,7 @@ def test_readers_over_the_wire_cannot_keep_a_pool_from_yielding(pool: HbmPool, n
     assert stats["hbm_lost"] == stats.get("hbm_failed_operations_total", 0) == 0
 
 
-def test_resizing_from_many_threads_leaves_the_pool_open(pool: HbmPool, near: NamespaceView) -> None:
+def test_concurrent_resizes_leave_the_pool_open(pool: HbmPool, near: NamespaceView) -> None:
     keys, data = chain(8, 1)
     ending = threading.Event()
 
@@ -320,12 +314,12 @@ def test_resizing_from_many_threads_leaves_the_pool_open(pool: HbmPool, near: Na
     assert np.array_equal(out.array, data.array)
 
 
-def test_a_closed_pool_is_not_resized(below: Below) -> None:
+def test_closed_pool_resize_is_rejected(below: Below) -> None:
     pool = HbmPool("cpu", capacity_bytes=1 << 20)
     pool.close()
     assert not pool.resize(1 << 21)
     assert pool._volume._memory is None
 
 
-def test_free_memory_of_the_host_counts_what_caches_would_give() -> None:
+def test_free_host_memory_includes_reclaimable_caches() -> None:
     assert memory.free_bytes(torch.device("cpu")) > 0

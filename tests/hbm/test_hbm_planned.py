@@ -20,7 +20,7 @@ from kvstore.rpc.client import call, connect
 SPEC = CacheSpec(model="hbm-planned", block_tokens=16, layers=4, layer_block_bytes=4096)
 BLOCKS = 40
 MIB = 1 << 20
-SETTINGS = (("keep_loaded", "false"),)
+SETTINGS = (("cache_loads", "false"),)
 PATHS = Paths(decode_node="d", policy="split")
 
 
@@ -55,7 +55,7 @@ def stored(cluster: LocalCluster, client: KVClient, pool: HbmPool, seed: int) ->
         time.sleep(0.05)
 
 
-def test_a_planned_load_takes_from_the_pool_what_it_has_and_leaves_the_rest_there(cluster: LocalCluster) -> None:
+def test_planned_load_combines_pool_and_nodes(cluster: LocalCluster) -> None:
     options = ClientOptions(default_deadline_s=20.0, verify="always")
     with HbmPool("cpu", capacity_bytes=32 * MIB, metadata=cluster.metadata_address) as pool:
         address = cluster.node("p").local_socket

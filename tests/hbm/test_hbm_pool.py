@@ -26,7 +26,7 @@ def below() -> Below:
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
     with HbmPool(request.param, capacity_bytes=40 * SPEC.block_bytes, room_wait_s=5.0) as pool:
         yield pool
-        pool._table.check()
+        pool._table.validate()
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def near(pool: HbmPool, below: Below) -> NamespaceView:
     return pool.attach(SPEC, below)
 
 
-def test_what_is_kept_is_found(near: NamespaceView) -> None:
+def test_pool_fetch_returns_kept_blocks(near: NamespaceView) -> None:
     keys, data = chain(10, 1)
     assert near.keep(keys, None, 0, data, None, checksums=True) == 10
     assert near.keep(keys, None, 0, data, None, checksums=True) == 0
@@ -46,7 +46,7 @@ def test_what_is_kept_is_found(near: NamespaceView) -> None:
     assert near.fetch([other[0], *keys], room(11), in_time(), verify=False) == 0
 
 
-def test_a_run_is_kept_without_holes(near: NamespaceView) -> None:
+def test_pool_keep_leaves_no_gaps(near: NamespaceView) -> None:
     keys, data = chain(6, 1)
     assert near.keep(keys[2:4], keys[1], 2, DenseBlocks(data.array[2:4]), None, checksums=True) == 2
     assert near.keep(keys, None, 0, data, None, checksums=True) == 2  # up to what is here; the rest comes another time
@@ -56,7 +56,7 @@ def test_a_run_is_kept_without_holes(near: NamespaceView) -> None:
     assert np.array_equal(out.array, data.array)
 
 
-def test_a_pool_smaller_than_a_chain_keeps_its_beginning(pool: HbmPool, near: NamespaceView) -> None:
+def test_pool_smaller_than_chain_keeps_its_head(pool: HbmPool, near: NamespaceView) -> None:
     keys, data = chain(60, 1)
     kept = near.keep(keys, None, 0, data, None, checksums=False)
     assert 30 <= kept <= 40
@@ -65,7 +65,7 @@ def test_a_pool_smaller_than_a_chain_keeps_its_beginning(pool: HbmPool, near: Na
     assert np.array_equal(out.array[:kept], data.array[:kept])
 
 
-def test_what_leaves_is_offered_below_first_parents_first(pool: HbmPool, near: NamespaceView, below: Below) -> None:
+def test_eviction_demotes_parents_first(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     chains = [chain(12, seed) for seed in range(8)]
     for keys, data in chains:
         assert near.keep(keys, None, 0, data, None, checksums=False) == 12
@@ -82,7 +82,7 @@ def test_what_leaves_is_offered_below_first_parents_first(pool: HbmPool, near: N
 
 
 @pytest.mark.parametrize("how", ["refuses", "fails", "is gone"])
-def test_a_pool_goes_on_where_nothing_below_takes_blocks(pool: HbmPool, below: Below, how: str) -> None:
+def test_pool_without_demotion_target_keeps_working(pool: HbmPool, below: Below, how: str) -> None:
     near = pool.attach(SPEC, below)
     if how == "refuses":
         below.answer = False
@@ -102,7 +102,7 @@ def _place(one: Chain) -> tuple[list[BlockKey], None, int, DenseBlocks]:
     return one[0], None, 0, one[1]
 
 
-def test_without_demotion_blocks_just_leave(below: Below) -> None:
+def test_pool_without_demotion_drops_blocks(below: Below) -> None:
     with HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes, demote=False) as pool:
         near = pool.attach(SPEC, below)
         for seed in range(8):
@@ -110,7 +110,7 @@ def test_without_demotion_blocks_just_leave(below: Below) -> None:
         assert below.calls == 0
 
 
-def test_namespaces_share_a_pool_and_do_not_meet(pool: HbmPool, below: Below) -> None:
+def test_namespaces_in_one_pool_are_isolated(pool: HbmPool, below: Below) -> None:
     other_spec = CacheSpec(model="pool", block_tokens=4, layers=1, layer_block_bytes=5000)
     one, two = pool.attach(SPEC, below), pool.attach(other_spec, below)
     keys, data = chain(4, 1)
@@ -127,7 +127,7 @@ def test_namespaces_share_a_pool_and_do_not_meet(pool: HbmPool, below: Below) ->
         pool.attach(CacheSpec(model="huge", block_tokens=4, layers=8, layer_block_bytes=1 << 20), below)
 
 
-def test_memory_is_yielded_and_taken_again(pool: HbmPool, near: NamespaceView, below: Below) -> None:
+def test_pool_resize_releases_and_takes_memory(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     keys, data = chain(20, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     assert pool.resize(4096)
@@ -145,7 +145,7 @@ def test_memory_is_yielded_and_taken_again(pool: HbmPool, near: NamespaceView, b
             pool.resize(wrong)  # type: ignore[arg-type]
 
 
-def test_an_operation_that_is_over_stops_the_copy(near: NamespaceView) -> None:
+def test_cancelled_operation_stops_the_copy(near: NamespaceView) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     operation = in_time()
@@ -153,7 +153,7 @@ def test_an_operation_that_is_over_stops_the_copy(near: NamespaceView) -> None:
     assert near.fetch(keys, room(4), operation, verify=False) == 0
 
 
-def test_threads_share_a_pool(pool: HbmPool, near: NamespaceView) -> None:
+def test_pool_is_thread_safe(pool: HbmPool, near: NamespaceView) -> None:
     chains = [chain(12, seed) for seed in range(6)]
     wrong: list[str] = []
 
@@ -174,7 +174,7 @@ def test_threads_share_a_pool(pool: HbmPool, near: NamespaceView) -> None:
     assert wrong == []
 
 
-def test_a_closed_pool_takes_no_clients_and_gives_nothing(below: Below) -> None:
+def test_closed_pool_rejects_clients_and_misses(below: Below) -> None:
     pool = HbmPool("cpu", capacity_bytes=1 << 20)
     near = pool.attach(SPEC, below)
     keys, data = chain(4, 1)
@@ -200,6 +200,6 @@ def test_a_closed_pool_takes_no_clients_and_gives_nothing(below: Below) -> None:
     ],
     ids=str,
 )
-def test_impossible_settings_are_refused(settings: dict[str, object]) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         HbmPool("cpu", **settings)  # type: ignore[arg-type]

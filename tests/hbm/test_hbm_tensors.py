@@ -24,7 +24,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
     with HbmPool(request.param, capacity_bytes=64 * SPEC.block_bytes, room_wait_s=5.0) as pool:
         yield pool
-        pool._table.check()
+        pool._table.validate()
 
 
 Make = Callable[[torch.device, BlockShape], torch.Tensor]
@@ -60,7 +60,7 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.ui
 @pytest.mark.parametrize("make", LAYOUTS)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("layer_block_bytes", [8192, 1000])
-def test_blocks_go_to_and_from_tensors_of_the_device(pool: HbmPool, make: Make, apart: bool, layer_block_bytes: int) -> None:
+def test_blocks_round_trip_through_device_tensors(pool: HbmPool, make: Make, apart: bool, layer_block_bytes: int) -> None:
     """``apart``: in slots that do not follow each other."""
     spec = CacheSpec(model="tensors", block_tokens=4, layers=3, layer_block_bytes=layer_block_bytes)
     near = pool.blocks(spec)
@@ -74,7 +74,7 @@ def test_blocks_go_to_and_from_tensors_of_the_device(pool: HbmPool, make: Make, 
         kept = [block for at, block in enumerate(pool._table.snapshot()) if at % 2]
         for block in reversed(pool._table.snapshot()):
             if block not in kept:
-                block.expendable = block.passing = True
+                pool._table.discard_after_use([block])
         pool._table.unpin([block for block in pool._table.pin_resident(kept[0].namespace, other) if block is not None])
         assert pool.usage().blocks == len(kept)
     assert near.keep_tensor(keys, None, 0, filled) == BLOCKS
@@ -101,7 +101,7 @@ def test_leading_blocks_alone_are_copied(pool: HbmPool) -> None:
     assert near.copy_to_tensor([], rows[:0]) == 0
 
 
-def test_copies_of_an_engines_own_find_the_blocks_in_one_tensor(pool: HbmPool) -> None:
+def test_pinned_blocks_are_addressable_in_pool_memory(pool: HbmPool) -> None:
     near = pool.attach(SPEC, Below())
     keys, data = chain(BLOCKS, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
@@ -151,7 +151,7 @@ def test_tensors_that_do_not_fit_are_refused(pool: HbmPool) -> None:
     count=st.integers(0, 14),
     strided=st.booleans(),
 )
-def test_gather_and_scatter_are_what_a_loop_of_copies_is(seed: int, layers: int, size: int, count: int, strided: bool) -> None:
+def test_gather_and_scatter_match_a_loop_of_copies(seed: int, layers: int, size: int, count: int, strided: bool) -> None:
     slot = round_up(layers * size)
     memory = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, 16 * slot + 4096, dtype=np.uint8))
     offsets = np.random.default_rng(seed + 1).permutation(16)[:count].astype(np.int64) * slot + (4096 if seed % 2 else 0)

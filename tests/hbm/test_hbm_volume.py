@@ -36,7 +36,7 @@ def devices() -> list[object]:
 
 
 @pytest.mark.parametrize("device", devices())
-def test_many_blocks_go_in_and_out_wherever_their_slots_lie(device: str) -> None:
+def test_volume_copies_blocks_at_any_slots(device: str) -> None:
     volume = HbmVolume(VolumeId("pool"), memory.find_device(device), 8 << 20)
     slots = volume.allocate(SHAPE, 64) or []
     volume.free(slots[::3])
@@ -58,7 +58,7 @@ def test_many_blocks_go_in_and_out_wherever_their_slots_lie(device: str) -> None
 
 
 @pytest.mark.parametrize("device", devices())
-def test_memory_is_given_back_and_taken_only_while_nothing_lies_there(device: str) -> None:
+def test_volume_resize_requires_free_slots(device: str) -> None:
     volume = HbmVolume(VolumeId("pool"), memory.find_device(device), 1 << 20)
     slots = volume.allocate(SHAPE, 2) or []
     assert not volume.resize(1 << 16)
@@ -76,19 +76,19 @@ def test_memory_is_given_back_and_taken_only_while_nothing_lies_there(device: st
 
 
 @pytest.mark.parametrize("name", ["tpu:0", "cuda:x", "cpu:1", "meta", "", "cuda:-1"])
-def test_what_is_no_device_is_refused(name: str) -> None:
+def test_invalid_device_name_is_rejected(name: str) -> None:
     with pytest.raises(InvalidArgument):
         memory.find_device(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_said_plainly() -> None:
+def test_missing_gpu_error_names_the_cause() -> None:
     with pytest.raises(Unavailable, match="no CUDA device"):
         memory.find_device("cuda:0")
 
 
 @pytest.mark.gpu
-def test_a_gpu_of_another_index_is_said_plainly() -> None:
+def test_gpu_index_out_of_range_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="no such CUDA device"):
         memory.find_device(f"cuda:{torch.cuda.device_count()}")
 
@@ -109,18 +109,18 @@ def test_a_gpu_of_another_index_is_said_plainly() -> None:
         (1 << 60, None, CapacityExceeded),
     ],
 )
-def test_impossible_sizes_are_refused_before_anything_is_taken(
+def test_invalid_sizes_are_rejected_before_allocation(
     capacity_bytes: int | None, share: float | None, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
         memory.pool_bytes(CPU, capacity_bytes, share)
 
 
-def test_a_share_is_of_what_is_free() -> None:
+def test_share_is_of_free_memory() -> None:
     assert 0.2 < memory.pool_bytes(CPU, None, 0.25) / memory.free_bytes(CPU) < 0.3
     assert memory.pool_bytes(CPU, 10_000, None) == 8192
 
 
-def test_out_of_memory_is_said_plainly() -> None:
-    with pytest.raises(CapacityExceeded, match="take less"):
+def test_out_of_memory_error_names_the_size() -> None:
+    with pytest.raises(CapacityExceeded, match="lower its size"):
         memory.take(CPU, 1 << 62)

@@ -69,14 +69,14 @@ def test_a_commit_into_files_that_nobody_finds_is_refused(
     after = items_for(slab.allocate(SHAPE, 5) or [], range(5, 10), SHAPE)
     assert slab.write(before) == [None] * 5
     slab.commit([(slot, record) for slot, record, _ in before], [])
-    assert slab.in_place()
+    assert slab.check_files()
     assert slab.write(after) == [None] * 5
     harm(folder)
     if asked:
-        assert not slab.in_place()
+        assert not slab.check_files()
     with pytest.raises(Unavailable, match="no longer in"):
         slab.commit([(slot, record) for slot, record, _ in after], [])
-    assert not slab.lasting
+    assert not slab.files_present
     assert "no longer in" in (slab.read_only or "")
     assert slab.allocate(SHAPE, 1) is None
     assert not slab.resume()
@@ -88,11 +88,11 @@ def test_a_folder_that_is_moved_away_and_back_goes_on(slab: NvmeSlab, folder: Pa
     items = items_for(slab.allocate(SHAPE, 5) or [], range(5), SHAPE)
     assert slab.write(items) == [None] * 5
     folder.rename(tmp_path / "elsewhere")
-    assert not slab.in_place()
+    assert not slab.check_files()
     assert not slab.resume()
     (tmp_path / "elsewhere").rename(folder)
     assert slab.resume()
-    assert slab.lasting
+    assert slab.files_present
     assert slab.read_only is None
     slab.commit([(slot, record) for slot, record, _ in items], [])
     slab.close()

@@ -69,7 +69,7 @@ def test_a_roster_that_cannot_be_written_fails_nothing_and_recovers(tmp_path: Pa
     obstacle = tmp_path / "v" / f"{ROSTER_FILE}.new"
     obstacle.mkdir()  # a new edition cannot be begun
     with Path("/dev/full").open("wb") as full:
-        os.dup2(full.fileno(), owner._roster._fd)  # nor the old one go on
+        os.dup2(full.fileno(), owner._manifest._fd)  # nor the old one go on
     put(owner, [1], SHAPE)
     assert counters.snapshot()["roster_errors_total"] == 1
     put(owner, [2], SHAPE)

@@ -2,7 +2,7 @@
 
     from kvclient.device import DeviceCopier, PagedCache
 
-    cache = PagedCache(kv_tensors, "split")            # one tensor a layer: [2, pages, tokens, heads, dim]
+    cache = PagedCache(kv_tensors, "split")            # one tensor per layer: [2, pages, tokens, heads, dim]
     copier = DeviceCopier(cache)
     spec = copier.spec("my-model", block_tokens=16)
     with KVClient.connect("127.0.0.1:7400", spec, device=copier) as client:
@@ -10,15 +10,15 @@
         for layer, module in enumerate(layers):
             handle.wait_layer(layer)                   # the current stream waits for the copy, this thread does not
             module(...)
-        result = handle.result()                       # only now the blocks count
+        result = handle.result()                       # hits are known only now
         client.store(keys, copier.blocks(page_ids).source())
 
-The node's arena is pinned in this process in the background (``pinning``), and the device takes blocks straight out of it, under
-their leases: these end, and blocks count as hits, only behind the copies' events. Blocks of an ``HbmPool`` on the same device are
-copied there, from and to pages. What comes from elsewhere passes through host memory. A cache in host memory works the same way,
-at once.
+The copier pins the node's arena in the background (``pinned_range``). The device reads blocks directly from the arena, under
+their leases. A lease ends, and a block counts as a hit, only after the events of its copies. Blocks of an ``HbmPool`` on the
+same device are copied to and from pages on the device. All other blocks pass through host memory. A cache in host memory has
+the same interface, and its copies are synchronous.
 
-This package imports torch; nothing else in ``kvclient`` imports it.
+This package imports torch; no other module of ``kvclient`` imports it.
 """
 
 from __future__ import annotations

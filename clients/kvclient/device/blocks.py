@@ -14,7 +14,7 @@ import torch
 from kvclient import BlockShape, CacheSpec, InvalidArgument
 from kvclient.device.driver import Addresses
 from kvclient.device.streams import Event
-from kvclient.memory.device_buffer import DeviceHung, FarBlocks, Offsets, PoolMemory
+from kvclient.memory.device_buffer import DeviceBuffer, DeviceHung, Offsets, PoolMemory
 from kvstore.core.errors import Internal
 from kvstore.transport.layout import address_of
 
@@ -83,14 +83,14 @@ class CopyEngine(Protocol):
         """Keep host memory for the life of the process, because unfinished copies may still access it."""
 
 
-class DeviceBlocks(FarBlocks):
-    """See ``far.FarBlocks``. Made by ``DeviceCopier.blocks``.
+class DeviceBlocks(DeviceBuffer):
+    """Buffer of one load or store in the pages of a cache; see ``DeviceBuffer``. ``DeviceCopier.blocks`` makes it.
 
     Args:
-        copier: of the cache.
-        page_ids: int64, on the host; checked.
-        layers: of the cache, that the blocks consist of.
-        after: pages may be touched behind this event.
+        copier: copies of the cache.
+        page_ids: int64, on the host; already checked.
+        layers: layers of the cache that the blocks consist of.
+        after: the pages may be accessed after this event.
     """
 
     def __init__(self, copier: CopyEngine, page_ids: torch.Tensor, layers: range, after: Event) -> None:
@@ -101,13 +101,13 @@ class DeviceBlocks(FarBlocks):
         self._shape = BlockShape(len(layers), copier.shape.layer_block_bytes)
         self._lock = threading.Lock()
         self._events: list[Event] = []
-        """Behind all that was begun since the last drain."""
+        """Events of all copies begun since the last drain."""
         self._arrival: dict[int, list[Event]] = {}
         self._host: npt.NDArray[np.uint8] | None = None
         self._by_host = np.zeros(self.count, bool)
-        """Which blocks come by host memory."""
+        """Blocks that pass through host memory."""
         self._sent = np.zeros(self.count, np.int64)
-        """Of those: leading layers on their way to the device."""
+        """For each of these blocks: number of leading layers whose copy to the device has begun."""
 
     @property
     def count(self) -> int:
@@ -120,12 +120,12 @@ class DeviceBlocks(FarBlocks):
     def check(self, spec: CacheSpec) -> None:
         self._copier.check(spec)
 
-    # ---- by way of host memory ----
+    # ---- through host memory ----
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
         with self._lock:
             host = self._host_memory()
             self._by_host[block] = True
-            self._sent[block] = min(int(self._sent[block]), first_layer)  # they will be other bytes
+            self._sent[block] = min(int(self._sent[block]), first_layer)  # their bytes will change
         size = self._shape.layer_block_bytes
         return (host[block, first_layer * size : (first_layer + layer_count) * size].data,)
 
@@ -138,7 +138,7 @@ class DeviceBlocks(FarBlocks):
         with self._lock:
             by_host = positions[self._by_host[positions]]
             begin = np.clip(self._sent[by_host], first_layer, first_layer + layer_count)
-            in_turn = by_host[self._sent[by_host] >= first_layer]  # layers above a gap are copied again when it is filled
+            in_turn = by_host[self._sent[by_host] >= first_layer]  # layers after a gap are copied again when it is filled
             self._sent[in_turn] = np.maximum(self._sent[in_turn], first_layer + layer_count)
             host = self._host
         if host is None:
@@ -149,12 +149,12 @@ class DeviceBlocks(FarBlocks):
             some = by_host[begin == layer]
             self._load(base, base + some * self._shape.block_bytes, self._shape.block_bytes, some, layer, end - layer)
 
-    # ---- by the arena ----
+    # ---- from and to the arena ----
     def read_arena(self, arena: memoryview, offsets: Offsets, first: int, first_layer: int, layer_count: int) -> None:
         self.read_at(arena, offsets, np.arange(first, first + len(offsets)), first_layer, layer_count)
 
     def read_at(self, arena: memoryview, offsets: Offsets, positions: Positions, first_layer: int, layer_count: int) -> None:
-        """As ``read_arena``, for blocks anywhere in the buffer."""
+        """Like ``read_arena``, for blocks at any positions of the buffer."""
         base, starts = self._in_arena(arena, offsets)
         with self._lock:
             self._by_host[positions] = False
@@ -164,19 +164,19 @@ class DeviceBlocks(FarBlocks):
         self.write_at(arena, offsets, np.arange(self.count))
 
     def write_at(self, arena: memoryview, offsets: Offsets, positions: Positions) -> None:
-        """As ``write_arena``, for some of the blocks."""
+        """Like ``write_arena``, for some of the blocks."""
         base, starts = self._in_arena(arena, offsets)
         self._store(base, starts, self._slot_bytes, positions)
 
     def _in_arena(self, arena: memoryview, offsets: Offsets) -> tuple[int, npt.NDArray[np.int64]]:
         at = np.asarray(offsets).astype(np.int64)
-        # from here on addresses are trusted: nothing outside the arena may be named
+        # later code trusts the addresses
         if len(at) and not 0 <= int(at.min()) <= int(at.max()) <= len(arena) - self._shape.block_bytes:
-            raise InvalidArgument("a block outside the arena", arena_bytes=len(arena), block_bytes=self._shape.block_bytes)
+            raise InvalidArgument("a block is outside the arena", arena_bytes=len(arena), block_bytes=self._shape.block_bytes)
         base = address_of(arena)
         return base, at + base
 
-    # ---- by a pool on the same device ----
+    # ---- from and to a pool on the same device ----
     def pool_gap(self, memory: PoolMemory) -> str:
         return self._copier.pool_gap(memory.device)
 
@@ -184,49 +184,49 @@ class DeviceBlocks(FarBlocks):
         self.read_pool_at(memory, offsets, np.arange(first, first + len(offsets)))
 
     def read_pool_at(self, memory: PoolMemory, offsets: Offsets, positions: Positions) -> None:
-        """As ``read_pool``, for blocks anywhere in the buffer."""
+        """Like ``read_pool``, for blocks at any positions of the buffer."""
         tensor, starts = self._in_pool(memory, offsets)
         with self._lock:
             self._by_host[positions] = False
         pages = self._pages(positions, 0, len(self._layers))
-        self._to_the_end(pages, lambda: self._copier.load_pool(tensor, starts, pages))
+        self._run_to_end(pages, lambda: self._copier.load_pool(tensor, starts, pages))
 
     def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
         self.write_pool_at(memory, offsets, np.arange(self.count))
 
     def write_pool_at(self, memory: PoolMemory, offsets: Offsets, positions: Positions) -> None:
-        """As ``write_pool``, for some of the blocks."""
+        """Like ``write_pool``, for some of the blocks."""
         tensor, starts = self._in_pool(memory, offsets)
         pages = self._pages(positions, 0, len(self._layers))
-        self._to_the_end(pages, lambda: self._copier.store_pool(tensor, starts, pages))
+        self._run_to_end(pages, lambda: self._copier.store_pool(tensor, starts, pages))
 
     def _in_pool(self, memory: PoolMemory, offsets: Offsets) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
         tensor, gap = memory.tensor, self.pool_gap(memory)
         flat = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8 and tensor.ndim == 1 and tensor.is_contiguous()
         if gap or not isinstance(tensor, torch.Tensor) or not flat or tensor.data_ptr() % 8 or tensor.storage_offset() % 8:
-            raise InvalidArgument("no memory of a pool that the copies of this device reach", device=memory.device, reason=gap)
+            raise InvalidArgument("the device cannot copy from this pool memory", device=memory.device, reason=gap)
         at = np.asarray(offsets).astype(np.int64)
         if len(at) and not 0 <= int(at.min()) <= int(at.max()) <= len(tensor) - self._shape.block_bytes:
-            raise InvalidArgument("a block outside the pool", pool_bytes=len(tensor), block_bytes=self._shape.block_bytes)
+            raise InvalidArgument("a block is outside the pool", pool_bytes=len(tensor), block_bytes=self._shape.block_bytes)
         return tensor, at
 
-    def _to_the_end(self, pages: PageRange, begin: Callable[[], list[Event]]) -> None:
-        """Begins copies and waits for them, and for no others: whoever drains meanwhile may have taken those."""
+    def _run_to_end(self, pages: PageRange, begin: Callable[[], list[Event]]) -> None:
+        """Begin copies and wait for exactly these: another thread that drains may already have taken the others."""
         events = pages.begun
         try:
             events = begin()
-            self._end(events)
+            self._await(events)
         except DeviceHung:
             raise
-        except BaseException:  # also where this thread is interrupted: the copies are not
-            self._end(events)
+        except BaseException:  # if this thread is interrupted, its copies still run
+            self._await(events)
             raise
 
-    def _end(self, events: Sequence[Event]) -> None:
+    def _await(self, events: Sequence[Event]) -> None:
         try:
             self._copier.wait(events)
         except Internal as error:
-            raise DeviceHung("copies between a pool and pages do not end", error=error) from error
+            raise DeviceHung("copies between a pool and pages did not end in time", error=error) from error
 
     # ---- copies ----
     def _load(
@@ -262,14 +262,14 @@ class DeviceBlocks(FarBlocks):
 
     def _pages(self, positions: Positions, first_layer: int, layer_count: int) -> PageRange:
         if not (first_layer >= 0 and 0 < layer_count <= len(self._layers) - first_layer):
-            raise InvalidArgument("no such layers", layers=len(self._layers), first=first_layer, count=layer_count)
+            raise InvalidArgument("layers out of range", layers=len(self._layers), first=first_layer, count=layer_count)
         ids = self._page_ids[torch.from_numpy(np.asarray(positions, np.int64))].reshape(-1)
         shift = first_layer * self._shape.layer_block_bytes
         return PageRange(ids, self._layers.start + first_layer, layer_count, shift, self._after)
 
     @property
     def _slot_bytes(self) -> int:
-        """Bytes of a Full Block in an arena, of which this may be a layer."""
+        """Bytes of a Full Block in an arena; this buffer may hold only one layer of it."""
         return self._copier.shape.block_bytes
 
     def drain(self) -> None:
@@ -282,7 +282,7 @@ class DeviceBlocks(FarBlocks):
         try:
             self._copier.wait(events)
         except Internal:
-            self._copier.keep(host)  # copies that did not end may still touch it
+            self._copier.keep(host)  # copies that did not end may still access it
             raise
 
     def follow(self, layer: int) -> None:
@@ -291,15 +291,15 @@ class DeviceBlocks(FarBlocks):
         for event in events:
             self._copier.wait_on_stream(event)
 
-    # ---- parts of it ----
-    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+    # ---- subsets ----
+    def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _Picked(self, np.asarray(blocks, np.intp))
 
     def source(self) -> BlockSource:
         return BlockSource(self)
 
     def gather(self) -> npt.NDArray[np.uint8]:
-        """Its blocks in host memory: uint8 ``[blocks, block_bytes]``.
+        """Copy the blocks into host memory: uint8 ``[blocks, block_bytes]``.
 
         Raises:
             Internal: the device failed.
@@ -316,8 +316,8 @@ class DeviceBlocks(FarBlocks):
         return rows
 
 
-class BlockSource(FarBlocks):
-    """Blocks to be read from: their bytes are fetched from the device when somebody wants them in host memory."""
+class BlockSource(DeviceBuffer):
+    """Read-only view of blocks. Their bytes are copied to host memory at the first access."""
 
     def __init__(self, blocks: DeviceBlocks) -> None:
         self._blocks = blocks
@@ -343,7 +343,7 @@ class BlockSource(FarBlocks):
         return (self._rows[block, first_layer * size : (first_layer + layer_count) * size].data,)
 
     def read_arena(self, *_: object) -> None:
-        raise InvalidArgument("a source is not written to")
+        raise InvalidArgument("a source is read-only")
 
     def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
         self._blocks.write_arena(arena, offsets)
@@ -352,13 +352,13 @@ class BlockSource(FarBlocks):
         return self._blocks.pool_gap(memory)
 
     def read_pool(self, *_: object) -> None:
-        raise InvalidArgument("a source is not written to")
+        raise InvalidArgument("a source is read-only")
 
     def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
         self._blocks.write_pool(memory, offsets)
 
     def landed(self, *_: object) -> None:
-        raise InvalidArgument("a source is not written to")
+        raise InvalidArgument("a source is read-only")
 
     def drain(self) -> None:
         self._blocks.drain()
@@ -366,15 +366,15 @@ class BlockSource(FarBlocks):
     def follow(self, layer: int) -> None:
         self._blocks.follow(layer)
 
-    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+    def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _PickedSource(self, self._blocks, np.asarray(blocks, np.intp))
 
     def source(self) -> BlockSource:
         return self
 
 
-class _Picked(FarBlocks):
-    """Some blocks of a buffer; it stays one buffer."""
+class _Picked(DeviceBuffer):
+    """Some blocks of a buffer, without a copy."""
 
     def __init__(self, blocks: DeviceBlocks, which: Positions) -> None:
         self._blocks = blocks
@@ -418,10 +418,10 @@ class _Picked(FarBlocks):
     def follow(self, layer: int) -> None:
         self._blocks.follow(layer)
 
-    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+    def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _Picked(self._blocks, self._which[np.asarray(blocks, np.intp)])
 
-    def source(self) -> FarBlocks:
+    def source(self) -> DeviceBuffer:
         return self._blocks.source().pick(self._which.tolist())
 
 
@@ -435,8 +435,8 @@ class _PickedSource(_Picked):
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
         return self._source.segments(int(self._which[block]), first_layer, layer_count)
 
-    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+    def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _PickedSource(self._source, self._blocks, self._which[np.asarray(blocks, np.intp)])
 
-    def source(self) -> FarBlocks:
+    def source(self) -> DeviceBuffer:
         return self

@@ -1,4 +1,4 @@
-"""Copies between the node's arena and an engine's paged KV cache: which way they go, and what is pinned for them."""
+"""Copies between the node's arena and an engine's paged KV cache: choice of the copy strategy, pinning, loss of the device."""
 
 from __future__ import annotations
 
@@ -43,28 +43,29 @@ _log = logging.getLogger(__name__)
 StrategyName = Literal["auto", "staged", "batched", "direct"]
 STRATEGIES = ("auto", "staged", "batched", "direct")
 DRAIN_S = 10.0
-"""Copies that have not come to an end by then, once they could begin, never will: the device is lost."""
+"""Copies that have not ended this long after they could begin are assumed to hang: the device is lost."""
 COMPUTE_S = 300.0
-"""Longer than any step computes. What copies wait for that has not ended by then never will."""
+"""Longer than any engine step. Kernels that copies wait for are assumed to hang after this time."""
 _NAP_S = 50e-6
 
 
 class DeviceCopier:
-    """The copies of one KV cache. Thread-safe; make it after forking. ``KVClient.connect(…, device=copier)``.
+    """The copies of one KV cache. Thread-safe; create it after forking. ``KVClient.connect(…, device=copier)``.
 
     Args:
         cache: the engine's pages.
-        strategy: one of ``kvclient.device.copy_strategies``. ``auto`` is ``batched`` if the driver supports it, else ``staged``;
-            neither uses multiprocessors.
-        fp8: store a 16-bit cache as 8-bit floats; see ``kvclient.device.fp8``. Whoever shares blocks must choose the same.
-        staging_bytes: of each of four staging buffers, made when first used.
+        strategy: one of ``kvclient.device.copy_strategies``. ``auto`` is ``batched`` if the driver supports it, else
+            ``staged``; neither uses multiprocessors.
+        fp8: store a 16-bit cache as 8-bit floats; see ``kvclient.device.fp8``. All engines that share blocks must use the same
+            value.
+        staging_bytes: size of each of four staging buffers, allocated at first use.
         pin: pin arenas for the device as they are mapped.
-        pin_chunk_bytes: pinned at a time.
-        device: where the cache lies, if it is to be told.
+        pin_chunk_bytes: bytes pinned by one driver call.
+        device: the device; None: derived from the cache.
 
     Raises:
-        InvalidArgument: an impossible choice, or one that this device, driver or installation cannot carry out.
-        Unavailable: the cache lies on a CUDA device that has no driver.
+        InvalidArgument: an impossible choice, or one that this device, driver or installation does not support.
+        Unavailable: the cache is on a CUDA device and no driver is installed.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class DeviceCopier:
             raise InvalidArgument("unknown strategy", strategy=strategy, known=", ".join(STRATEGIES))
         for name, size in (("staging_bytes", staging_bytes), ("pin_chunk_bytes", pin_chunk_bytes)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise InvalidArgument("a size is a whole number of bytes above 0", name=name, got=size)
+                raise InvalidArgument("a size must be a positive integer of bytes", name=name, got=size)
         self.cache = cache
         self.device = device or (CudaDevice(cache.device) if cache.device.type == "cuda" else CpuDevice())
         self.codec: Codec | None = Fp8Codec(cache) if fp8 else None
@@ -93,9 +94,9 @@ class DeviceCopier:
         self._dtype_name = self.codec.dtype_name if self.codec is not None else cache.dtype_name
         self._layout_version = LAYOUT_VERSION
         self._checked: CacheSpec | None = None
-        """The namespace that was found right last."""
+        """The namespace that passed ``check`` last."""
         self.strategy = self._choose(strategy)
-        # a copy may reach over one border, not over two
+        # a copy may cross one chunk border, not two
         self._chunk_bytes = max(pin_chunk_bytes, self.shape.block_bytes)
         self._pin = pin and self.device.pinning is not None
         self._lock = threading.Lock()
@@ -111,17 +112,17 @@ class DeviceCopier:
             )
             for _ in range(2)
         ]
-        _log.info("copies to %s: %s, layout %s", cache.device, self.strategy, self.layout)
+        _log.info("opened device copies: %s (strategy=%s, layout=%s)", cache.device, self.strategy, self.layout)
 
     def _choose(self, strategy: StrategyName) -> str:
         if strategy == "auto":
             return "batched" if self.device.has_batch and self.codec is None else "staged"
         if strategy != "staged" and self.codec is not None:
-            raise InvalidArgument("only staged copies can quantise", strategy=strategy)
+            raise InvalidArgument("fp8 requires strategy=staged", strategy=strategy)
         if strategy == "batched" and not self.device.has_batch:
-            raise InvalidArgument("this driver has no batched copies: they came with CUDA 12.8")
+            raise InvalidArgument("strategy=batched requires a driver of CUDA 12.8 or later")
         if strategy == "direct" and not self.device.reads_host:
-            raise InvalidArgument("kernels on this device do not reach pinned host memory at its own address")
+            raise InvalidArgument("strategy=direct: kernels on this device cannot read pinned host memory at its host address")
         return strategy
 
     def _mover(self) -> PageScatter:
@@ -132,9 +133,9 @@ class DeviceCopier:
 
             rows = TritonScatter(self.cache)
             self.device.run(partial(_try_out, rows, self.cache))
-        except Exception as error:  # noqa: BLE001  # no Triton, no compiler, a device it does not know: errors of its own kinds
+        except Exception as error:  # noqa: BLE001  # no Triton, no compiler or an unknown device: errors of many types
             self.counters.add("device_without_triton_total")
-            _log.warning("Triton does not work here (%s): pages are moved by torch's indexing, which takes more launches", error)
+            _log.warning("Triton failed: using torch indexing, which needs more launches (error=%s)", error)
             return TorchScatter(self.cache)
         return rows
 
@@ -143,42 +144,43 @@ class DeviceCopier:
             return BatchedCopy(self.device, self.cache)
         if name == "direct":
             if self.device.memory.type == "cuda" and isinstance(mover, TorchScatter):
-                raise InvalidArgument("the direct way takes Triton, which does not work here: the log says why")
+                raise InvalidArgument("strategy=direct requires Triton, which failed; see the log")
             try:
                 return DirectCopy(self.device, self.cache)
             except ImportError as error:
-                raise InvalidArgument("the direct way takes Triton, which is not installed", error=error) from error
+                raise InvalidArgument("strategy=direct requires Triton, which is not installed", error=error) from error
         return StagedCopy(self.device, self.cache, mover, self.codec, staging_bytes)
 
     # ---- the namespace ----
     @property
     def layout(self) -> str:
-        """What the namespace's layout must be: page layout, and quantisation, so that neither is ever mixed up."""
+        """Layout that the namespace must have: page layout and quantisation, so that different caches never share blocks."""
         return self._layout
 
     def rename(self, spec: CacheSpec) -> None:
-        """From now on the namespace is one that an engine's hook has named in its own way, for everybody who shares its blocks.
+        """Replace the namespace by one that an engine's hook has named, so that all engines which share its blocks agree.
 
         Args:
-            spec: its layout must keep apart what ``PagedCache.name`` does. ``check`` wants its dtype, layout and version.
+            spec: its layout must distinguish everything that ``PagedCache.name`` does. ``check`` then requires its dtype,
+                layout and version.
 
         Raises:
-            InvalidArgument: its blocks are not of this cache's layers and sizes, or the cache is quantised, which no other says.
+            InvalidArgument: its layers or sizes differ from this cache, or the cache is quantised.
         """
         if self.codec is not None or (spec.layers, spec.layer_block_bytes) != (self.shape.layers, self.shape.layer_block_bytes):
             raise InvalidArgument(
-                "the namespace is not that of this KV cache", layers=spec.layers, layer_block_bytes=spec.layer_block_bytes
+                "the namespace does not match this KV cache", layers=spec.layers, layer_block_bytes=spec.layer_block_bytes
             )
         self._layout, self._dtype_name, self._layout_version = spec.layout, spec.dtype, spec.layout_version
         self._checked = None
 
     def spec(self, model: str, block_tokens: int, **fields: object) -> CacheSpec:
-        """The namespace of this cache.
+        """Build the namespace of this cache.
 
         Args:
-            model: whose KV it is.
-            block_tokens: tokens of a block, that is, of ``pages_per_block`` pages.
-            **fields: others of ``CacheSpec``.
+            model: name of the model.
+            block_tokens: tokens per block, that is, of ``pages_per_block`` pages.
+            **fields: further fields of ``CacheSpec``.
 
         Raises:
             InvalidArgument: impossible values.
@@ -195,7 +197,7 @@ class DeviceCopier:
         )
 
     def check(self, spec: CacheSpec) -> None:
-        """Holds a namespace against the cache. ``KVClient.connect`` does, and every load and store that is given its blocks.
+        """Check a namespace against the cache. ``KVClient.connect`` and every load and store call it.
 
         Raises:
             InvalidArgument: other layers, sizes, dtype or layout.
@@ -219,32 +221,32 @@ class DeviceCopier:
         return self.cache.pages_per_block
 
     def mark(self) -> Event:
-        """An event behind what the caller has asked the device to do so far, on its current stream; see ``blocks``."""
+        """Return an event after all work that the caller has enqueued on its current stream; see ``blocks``."""
         return self.device.mark()
 
     def blocks(self, page_ids: Sequence[int], *, layer: int | None = None, after: Event | None = None) -> DeviceBlocks:
-        """Pages as the buffer of a load or store.
+        """Return pages as the buffer of a load or store.
 
         Args:
-            page_ids: ``pages_per_block`` for each block, in order.
-            layer: only this one, for stores layer by layer; None: all.
-            after: the pages may be touched behind this event; None: behind what the caller has asked the device to do so far.
-                Streams belong to threads: who computes in another one gives the event of that one.
+            page_ids: ``pages_per_block`` per block, in order.
+            layer: only this layer, for stores layer by layer; None: all.
+            after: the pages may be accessed after this event; None: after all work on the caller's current stream. Streams
+                belong to threads: if another thread computes, pass an event of its stream.
 
         Raises:
-            InvalidArgument: no such page or layer, or a page named twice.
+            InvalidArgument: a page or layer does not exist, or a page is named twice.
         """
         ids = self.cache.check_pages(page_ids)
         if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.shape.layers):
-            raise InvalidArgument("no such layer", layer=layer, layers=self.shape.layers)
+            raise InvalidArgument("layer out of range", layer=layer, layers=self.shape.layers)
         layers = range(self.shape.layers) if layer is None else range(layer, layer + 1)
         return DeviceBlocks(self, ids, layers, self.mark() if after is None else after)
 
     def clear(self, page_ids: Sequence[int]) -> None:
-        """Zeros in some pages: behind what the caller has asked the device to do so far, on its current stream. Does not wait.
+        """Fill pages with zeros, after all work on the caller's current stream. Does not wait.
 
-        Copies that were given up as they did not end come before it, and before all that the caller asks for from then on: what a
-        late one writes is never seen.
+        Copies that were abandoned because they hung are ordered before the zeros, and the zeros before all later work of the
+        caller: bytes that such a copy writes late are never read.
 
         Raises:
             InvalidArgument: as ``blocks``.
@@ -265,28 +267,28 @@ class DeviceCopier:
         self.device.run(zero)
 
     def load(self, base: int, starts: Numbers, pitch: int, pages: PageRange, on_layer: OnLayer) -> list[Event]:
-        """Begins copies from host memory into pages; for ``DeviceBlocks``.
+        """Begin copies from host memory into pages; for ``DeviceBlocks``.
 
         Args:
             base: address of an arena, or of other host memory.
             starts: address of each block.
-            pitch: bytes of a block there.
-            pages: what of them, and into which pages.
-            on_layer: told of each layer.
+            pitch: bytes of a block in that memory.
+            pages: layers and pages to fill.
+            on_layer: called for each layer.
 
         Returns:
-            Events behind all of it.
+            Events after all of these copies.
 
         Raises:
             Internal: the device failed.
         """
-        return self._go(0, base, starts, pitch, pages, on_layer)
+        return self._copy(0, base, starts, pitch, pages, on_layer)
 
     def store(self, base: int, starts: Numbers, pitch: int, pages: PageRange) -> list[Event]:
-        """Begins copies from pages into host memory; as ``load``."""
-        return self._go(1, base, starts, pitch, pages, None)
+        """Begin copies from pages into host memory; see ``load``."""
+        return self._copy(1, base, starts, pitch, pages, None)
 
-    def _go(
+    def _copy(
         self, direction: int, base: int, starts: Numbers, pitch: int, pages: PageRange, on_layer: OnLayer | None
     ) -> list[Event]:
         lane = self._lanes[direction]
@@ -309,56 +311,56 @@ class DeviceCopier:
                 lane, way, pages, lambda: way.load(blocks, on_layer) if on_layer is not None else way.store(blocks)
             )
 
-        # memory that is not pinned is taken by ordinary copies alone
+        # only staged copies can read unpinned memory
         way = lane.way if whole else lane.staged
         try:
             return begin(way)
         except Unsupported as error:
             if way is lane.staged:
-                raise Internal("the device has no copies at all", device=self.cache.device, error=error) from error
-            self._leave_batches(error)
-            return begin(lane.staged)  # what had begun brings the same bytes to the same places, and is waited for
+                raise Internal("the device supports no copy strategy", device=self.cache.device, error=error) from error
+            self._fall_back_to_staged(error)
+            return begin(lane.staged)  # copies already begun write the same bytes, and are waited for
 
-    def _leave_batches(self, error: Unsupported) -> None:
+    def _fall_back_to_staged(self, error: Unsupported) -> None:
         with self._lock:
             first, self.strategy = self.strategy != "staged", "staged"
             for lane in self._lanes:
                 lane.way = lane.staged
         if first:
             self.counters.add("device_batch_refused_total")
-            _log.warning("%s does not take batched copies after all, they are staged from now on: %s", self.cache.device, error)
+            _log.warning("rejected batched copies: %s, using staged copies (error=%s)", self.cache.device, error)
 
     def pool_gap(self, device: str) -> str:
-        """See ``far.FarBlocks.pool_gap``.
+        """Explain why copies cannot use a pool directly; see ``FarBlocks.pool_gap``.
 
         Args:
-            device: that the pool lies on.
+            device: device of the pool.
         """
         if device != str(self.cache.device):
-            return f"the pool lies on {device}, the KV cache on {self.cache.device}"
-        return "" if self.codec is None else "blocks of 8-bit floats are decoded from host memory alone"
+            return f"the pool is on {device}, the KV cache on {self.cache.device}"
+        return "" if self.codec is None else "blocks of 8-bit floats are decoded only from host memory"
 
     def load_pool(self, memory: torch.Tensor, starts: Numbers, pages: PageRange) -> list[Event]:
-        """Begins copies from a pool's memory into pages; for ``DeviceBlocks``.
+        """Begin copies from a pool's memory into pages; for ``DeviceBlocks``.
 
         Args:
-            memory: the pool's.
-            starts: where in it each block begins, in bytes.
-            pages: what of them, and into which pages.
+            memory: memory of the pool.
+            starts: offset of each block in it, in bytes.
+            pages: layers and pages to fill.
 
         Returns:
-            Events behind all of it.
+            Events after all of these copies.
 
         Raises:
             Internal: the device failed.
         """
-        return self._go_pool(0, memory, starts, pages)
+        return self._copy_pool(0, memory, starts, pages)
 
     def store_pool(self, memory: torch.Tensor, starts: Numbers, pages: PageRange) -> list[Event]:
-        """Begins copies from pages into a pool's memory; as ``load_pool``."""
-        return self._go_pool(1, memory, starts, pages)
+        """Begin copies from pages into a pool's memory; see ``load_pool``."""
+        return self._copy_pool(1, memory, starts, pages)
 
-    def _go_pool(self, direction: int, memory: torch.Tensor, starts: Numbers, pages: PageRange) -> list[Event]:
+    def _copy_pool(self, direction: int, memory: torch.Tensor, starts: Numbers, pages: PageRange) -> list[Event]:
         if not len(starts):
             return []
         lane = self._lanes[direction]
@@ -370,17 +372,17 @@ class DeviceCopier:
     def _begin(
         self, lane: _CopyDirection, way: CopyStrategy | PoolCopy, pages: PageRange, work: Callable[[], None]
     ) -> list[Event]:
-        """Enqueues work of one way; events behind it. What had begun where it fails is in ``pages.begun``."""
+        """Enqueue copies and return the events after them. If that fails, the events of begun copies are in ``pages.begun``."""
         with lane.lock:
             if lane.lost:
-                raise Internal("the device was lost: nothing is copied any more", device=self.cache.device)
-            lane.behind(pages.after)
+                raise Internal("the device was lost: it accepts no more copies", device=self.cache.device)
+            lane.wait_for(pages.after)
             try:
                 work()
             except BaseException as error:
-                pages.begun += way.record()  # what had begun is still waited for
+                pages.begun += way.record()  # begun copies are still waited for
                 if not isinstance(error, RuntimeError | Internal):
-                    raise  # this thread was interrupted
+                    raise  # an interrupt of this thread
                 self.counters.add("device_errors_total")
                 if isinstance(error, Internal):
                     raise
@@ -388,18 +390,18 @@ class DeviceCopier:
             return way.record()
 
     def wait(self, events: Sequence[Event]) -> None:
-        """Waits until some copies are done. Bounded: their time begins when what the engine computes before them has ended.
+        """Wait until copies are done. Bounded: the time limit begins when the engine's kernels before the copies have ended.
 
         Raises:
-            Internal: the device failed or does not come to an end. It is lost: nothing is copied any more.
+            Internal: the device failed or hung. It is lost: all later copies fail.
         """
-        computed = [mark for lane in self._lanes for mark in lane.marks]  # a stream is in order: also those of copies before
+        computed = [mark for lane in self._lanes for mark in lane.marks]  # streams are in order: also the marks of earlier copies
         began_s = time.monotonic()
         until_s = began_s + DRAIN_S
         for number, event in enumerate(events):
             try:
                 while not event.done() and time.monotonic() < until_s:
-                    time.sleep(_NAP_S)  # an event has no wait with a bound
+                    time.sleep(_NAP_S)  # torch has no bounded wait for an event
                     computed = [mark for mark in computed if not _done(mark)]
                     if computed:
                         until_s = min(time.monotonic() + DRAIN_S, began_s + COMPUTE_S)
@@ -409,14 +411,14 @@ class DeviceCopier:
                 raise
             if not ended:
                 self._lose(events[number:])
-                raise Internal("the device does not come to an end with its copies", device=self.cache.device)
+                raise Internal("copies did not end in time", device=self.cache.device)
 
     def wait_on_stream(self, event: Event) -> None:
         """Let the caller's current stream wait for an event."""
         self.device.follow(event)
 
     def keep(self, memory: npt.NDArray[np.uint8] | None) -> None:
-        """Host memory that copies may still touch, as they did not end: it is nobody else's for as long as this process lives."""
+        """Keep host memory for the life of the process, because copies that did not end may still access it."""
         if memory is not None:
             with self._lock:
                 self._kept.append(memory)
@@ -429,11 +431,11 @@ class DeviceCopier:
             self._stuck.extend(events)
         if first:
             self.counters.add("device_lost_total")
-            _log.error("copies to and from %s do not end or failed: it is left alone from now on", self.cache.device)
+            _log.error("lost device: %s, copies failed or hung; it is not used again", self.cache.device)
 
     # ---- arenas ----
     def mapped(self, arena: memoryview) -> _ArenaPin:
-        """A client has mapped an arena: pins it in the background."""
+        """Pin a newly mapped arena in the background."""
         address = address_of(arena)
         if self._pin:
             pinning = self.device.pinning
@@ -445,7 +447,7 @@ class DeviceCopier:
         return _ArenaPin(self, address)
 
     def unmapped(self, address: int) -> bool:
-        """An arena is about to be unmapped. False: it must stay."""
+        """Release an arena before it is unmapped. False: it must stay mapped."""
         if any(not _done(event) for event in self._stuck):
             return False
         with self._lock:
@@ -453,19 +455,19 @@ class DeviceCopier:
         return pins is None or pins.close()
 
     def pin_reports(self) -> list[PinReport]:
-        """How pinning of each arena goes."""
+        """Progress of pinning, one report per arena."""
         with self._lock:
             return [pins.report() for pins in self._ranges.values()]
 
     def wait_pinned(self, timeout_s: float) -> bool:
-        """Waits until pinning has ended, well or not. False: not in time."""
+        """Wait until pinning has ended, with or without success. False: not in time."""
         until_s = time.monotonic() + timeout_s
         with self._lock:
             ranges = list(self._ranges.values())
         return all(pins.wait(max(0.0, until_s - time.monotonic())) for pins in ranges)
 
     def stats(self) -> dict[str, int]:
-        """Totals by name, and how much is pinned."""
+        """Totals by name, and pinned bytes."""
         reports = self.pin_reports()
         return {
             **self.counters.snapshot(),
@@ -476,13 +478,13 @@ class DeviceCopier:
 
 
 def _try_out(rows: PageScatter, cache: PagedCache) -> None:
-    """One launch, which reads a block's pages: what cannot be compiled or launched shows."""
+    """Launch one kernel that reads a block's pages: compiler and launch errors appear here."""
     ids = torch.arange(cache.pages_per_block, device=cache.device)
     rows.to_rows(0, ids, torch.empty((1, cache.row_bytes), dtype=torch.uint8, device=cache.device))
 
 
 class _CopyDirection:
-    """What one direction has for itself."""
+    """Strategies and state of one direction: loads or stores."""
 
     def __init__(self, way: CopyStrategy, staged: CopyStrategy, pooled: PoolCopy) -> None:
         self.way = way
@@ -491,16 +493,16 @@ class _CopyDirection:
         self.lock = threading.Lock()
         self.lost = False
         self.marks: list[Event] = []
-        """What the engine computes, and copies that were begun wait for. Replaced, never changed."""
+        """Events of the engine's kernels that begun copies wait for. Replaced as a whole, never modified."""
 
-    def behind(self, mark: Event) -> None:
-        """Copies begin that wait for a mark."""
+    def wait_for(self, mark: Event) -> None:
+        """Record the event that new copies wait for."""
         if not any(mark is known for known in self.marks):
             self.marks = [*(known for known in self.marks if not _done(known)), mark]
 
 
 class _ArenaPin:
-    """Of one mapping; see ``far.ArenaPin``."""
+    """Pins of one mapped arena; see ``ArenaPin``."""
 
     def __init__(self, copier: DeviceCopier, address: int) -> None:
         self._copier = copier
@@ -513,5 +515,5 @@ class _ArenaPin:
 def _done(event: Event) -> bool:
     try:
         return event.done()
-    except Internal:  # the device is gone, and with it whatever it might have written
+    except Internal:  # the device failed: it writes no more
         return True

@@ -1,4 +1,4 @@
-"""What is copied between an arena and a device, as arrays: pure, and the same for all ways of copying."""
+"""Arrays that describe the copies between an arena and a device: pure, and the same for all copy strategies."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
 ChunkOf = Callable[[Numbers, int], tuple[Numbers, npt.NDArray[np.bool_]]]
-"""``chunk_of(starts, nbytes)``: which pinned chunk each stretch begins in, and whether all of it is pinned."""
+"""``chunk_of(starts, nbytes)``: the pinned chunk that contains each start, and whether all bytes of the range are pinned."""
 
 MIN_LAUNCHES = 256
-"""So many copies of a load are few, whatever its size."""
+"""Up to this many copies per load are cheap, whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Rows at one distance from each other on the host's side, and following each other on the device's.
+    """Rows at a constant pitch in host memory, contiguous on the device.
 
     Attributes:
         first: number of the first row.
-        count: how many.
-        shift: where within the row this begins: not 0 only behind the border of a chunk.
+        count: number of rows.
+        shift: offset within the row; not 0 only after the border of a chunk.
         width: bytes of each.
     """
 
@@ -34,25 +34,25 @@ class RowSpan:
 
 
 def runs_of(starts: Numbers, pitch: int) -> int:
-    """How many stretches of blocks that follow each other some blocks lie in.
+    """Count the contiguous runs of blocks.
 
     Args:
-        starts: where each block begins.
+        starts: address of each block.
         pitch: bytes of a block.
     """
     return int(np.count_nonzero(np.diff(starts) != pitch)) + 1 if len(starts) else 0
 
 
 def layers_at_once(layers: int, blocks: int, runs: int) -> int:
-    """How many layers are copied together so that few copies do: at most one a block, or ``MIN_LAUNCHES``.
+    """Choose the number of layers per copy so that the number of copies is at most one per block, or ``MIN_LAUNCHES``.
 
-    One layer at a time where blocks lie together; the more scattered they are, the more layers, up to whole blocks, which are
-    contiguous.
+    Contiguous blocks are copied one layer at a time. The more runs there are, the more layers are copied together, up to whole
+    blocks, which are contiguous.
 
     Args:
-        layers: of the whole copy.
-        blocks: of it.
-        runs: stretches that the blocks lie in.
+        layers: layers of the whole copy.
+        blocks: number of blocks.
+        runs: contiguous runs of blocks.
     """
     allowed = max(blocks, MIN_LAUNCHES)
     steps = max(1, min(layers, allowed // max(1, runs)))
@@ -60,26 +60,26 @@ def layers_at_once(layers: int, blocks: int, runs: int) -> int:
 
 
 def rows_of(starts: Numbers, width: int, pitch: int, chunk_of: ChunkOf, chunk_end: Callable[[int], int]) -> Iterator[RowSpan]:
-    """Cuts rows into copies: neighbours at one pitch together, none across the border of two pinned chunks.
+    """Divide rows into copies: neighbours at one pitch together, and no copy across the border of two pinned chunks.
 
     Args:
         starts: address of each row.
-        width: bytes of it.
-        pitch: distance at which rows belong together; at least ``width``.
-        chunk_of: see there.
-        chunk_end: address behind a chunk, by its number.
+        width: bytes of a row.
+        pitch: distance between rows of one copy; at least ``width``.
+        chunk_of: see ``ChunkOf``.
+        chunk_end: address after a chunk, by its number.
     """
     if not len(starts):
         return
     first, _ = chunk_of(starts, width)
     last, _ = chunk_of(starts + (width - 1), 1)
-    torn = first != last
+    split = first != last
     fresh = np.empty(len(starts), bool)
     fresh[0] = True
-    fresh[1:] = (np.diff(starts) != pitch) | (first[1:] != first[:-1]) | torn[1:] | torn[:-1]
+    fresh[1:] = (np.diff(starts) != pitch) | (first[1:] != first[:-1]) | split[1:] | split[:-1]
     heads = np.flatnonzero(fresh)
     for head, end in zip(heads.tolist(), [*heads[1:].tolist(), len(starts)], strict=True):
-        if torn[head]:
+        if split[head]:
             before = chunk_end(int(first[head])) - int(starts[head])
             yield RowSpan(head, 1, 0, before)
             yield RowSpan(head, 1, before, width - before)
@@ -88,13 +88,13 @@ def rows_of(starts: Numbers, width: int, pitch: int, chunk_of: ChunkOf, chunk_en
 
 
 def cut_batch(targets: Numbers, sources: Numbers, sizes: Numbers, host: Numbers, border: int, base: int) -> tuple[Numbers, ...]:
-    """Copies with none across the border of two pinned chunks.
+    """Divide copies that cross the border of two pinned chunks.
 
     Args:
         targets: addresses.
         sources: addresses.
         sizes: bytes of each, at most a chunk.
-        host: which of the two is the host's.
+        host: those of the two that are host addresses.
         border: bytes of a chunk.
         base: address of the first chunk.
 
@@ -102,14 +102,14 @@ def cut_batch(targets: Numbers, sources: Numbers, sizes: Numbers, host: Numbers,
         Targets, sources and sizes.
     """
     begin = (host - base) // border
-    torn = begin != (host + sizes - 1 - base) // border
-    if not torn.any():
+    split = begin != (host + sizes - 1 - base) // border
+    if not split.any():
         return targets, sources, sizes
-    before = (begin[torn] + 1) * border + base - host[torn]
+    before = (begin[split] + 1) * border + base - host[split]
     heads = sizes.copy()
-    heads[torn] = before
+    heads[split] = before
     return (
-        np.concatenate([targets, targets[torn] + before]),
-        np.concatenate([sources, sources[torn] + before]),
-        np.concatenate([heads, sizes[torn] - before]),
+        np.concatenate([targets, targets[split] + before]),
+        np.concatenate([sources, sources[split] + before]),
+        np.concatenate([heads, sizes[split] - before]),
     )

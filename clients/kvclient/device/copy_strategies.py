@@ -1,11 +1,11 @@
-"""Ways between host memory and pages, all of the same contract: everything is enqueued, nothing is waited for.
+"""Copy strategies between host memory and pages. All of them only enqueue work; none waits.
 
-* ``staged``: copy engines bring layers of many blocks into one of two staging buffers, and one launch a layer moves them into
-  pages, while the next copy runs. The only one that can convert on the way, and that takes memory which is not pinned.
-* ``batched``: one driver call a layer names every page (CUDA 12.8): copy engines write straight into pages.
-* ``direct``: one kernel a layer reads pinned memory over the bus. Takes multiprocessors from whoever computes.
+* ``staged``: copy engines move layers of many blocks into one of two staging buffers, and one launch per layer moves them into
+  pages, while the next copy runs. The only strategy that converts bytes and that reads unpinned memory.
+* ``batched``: one driver call per layer names every page (CUDA 12.8); copy engines write directly into pages.
+* ``direct``: one kernel per layer reads pinned memory over the bus. It uses multiprocessors that the model could use.
 
-Each way has streams of its own, and each direction has a way of its own, so that stores hold up no load. Not thread-safe.
+Each strategy has its own streams, and each direction has its own strategy, so that stores do not delay loads. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -28,63 +28,63 @@ from kvclient.device.pinned_range import PinnedRange
 from kvclient.device.streams import Device, DeviceStream, Event
 
 OnLayer = Callable[[int, Event], None]
-"""``on_layer(layer, event)``: behind the event, a layer of all blocks is in its pages."""
+"""``on_layer(layer, event)``: after the event, one layer of all blocks is in its pages."""
 
 
 class Codec(Protocol):
-    """What the store keeps of a row, if not the row itself. Runs on the device; enqueues only."""
+    """Conversion between rows and the bytes that the store keeps. Runs on the device; only enqueues."""
 
     name: str
-    """As part of the layout of a namespace; changes with any change of the bytes."""
+    """Part of the layout of a namespace; changes with any change of the bytes."""
     dtype_name: str
 
     def coded_bytes(self, row_bytes: int) -> int:
-        """Bytes that the store keeps of a row."""
+        """Bytes that the store keeps per row."""
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows, uint8 ``[blocks, row_bytes]``, as the store keeps them: uint8 ``[blocks, coded_bytes]``."""
+        """Encode rows, uint8 ``[blocks, row_bytes]``, to uint8 ``[blocks, coded_bytes]``."""
 
     def decode(self, coded: torch.Tensor) -> torch.Tensor:
-        """The rows again."""
+        """Decode to rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory that blocks lie in.
+    """Host memory that contains blocks.
 
     Attributes:
-        base: where the pinned range begins, or anywhere at or before the blocks.
-        pins: what of it is pinned; None: nothing.
+        base: start of the pinned range, or any address at or before the blocks.
+        pins: pinned chunks of it; None: nothing is pinned.
     """
 
     base: int
     pins: PinnedRange | None
 
     def chunk_of(self, starts: Numbers, nbytes: int) -> tuple[Numbers, npt.NDArray[np.bool_]]:
-        """See ``plan.ChunkOf``."""
+        """See ``copy_plan.ChunkOf``."""
         if self.pins is None:
             return np.zeros(len(starts), np.int64), np.zeros(len(starts), bool)
         return self.pins.chunk_of(starts, nbytes)
 
     def chunk_end(self, chunk: int) -> int:
-        """Address behind a chunk."""
+        """Address after a chunk."""
         assert self.pins is not None
         return self.base + (chunk + 1) * self.pins.chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest:
-    """What is copied.
+    """Blocks and pages of one copy.
 
     Attributes:
-        host: whose memory the blocks lie in.
+        host: host memory that contains the blocks.
         starts: address of each Full Block, or of its first layer here.
         pitch: bytes of a Full Block.
         page_ids: int64 ``[blocks * pages_per_block]``, on the host.
         first_layer: of the cache: layers ``[first_layer, first_layer + layers)`` are copied.
-        layers: how many.
+        layers: number of layers.
         shift: bytes from the start of a block to ``first_layer``.
-        after: the pages may be touched behind this event.
+        after: the pages may be accessed after this event.
     """
 
     host: HostMemory
@@ -101,27 +101,27 @@ class CopyRequest:
 
 
 class CopyStrategy(Protocol):
-    """One way, in one direction. Whatever it has begun before it raises is behind the events of ``record``."""
+    """One strategy, in one direction. If a call raises, the work that it began is before the events of ``record``."""
 
     name: str
 
     def load(self, blocks: CopyRequest, on_layer: OnLayer) -> None:
-        """Enqueues the copies from host memory into pages.
+        """Enqueue copies from host memory into pages.
 
         Raises:
             Internal: the device refused; some copies may have begun.
-            Unsupported: it has no copies of this way, as it turns out.
+            Unsupported: the device does not support this strategy.
         """
 
     def store(self, blocks: CopyRequest) -> None:
-        """Enqueues the copies from pages into host memory; errors as ``load``."""
+        """Enqueue copies from pages into host memory; errors as ``load``."""
 
     def record(self) -> list[Event]:
-        """Events behind all that has been enqueued."""
+        """Events after all enqueued work."""
 
 
 def uploaded(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Numbers on the device. Out of pinned memory, or torch would wait here for all that the stream has to do."""
+    """Copy numbers to the device. From pinned memory, because torch would otherwise wait here for the whole stream."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
@@ -134,18 +134,18 @@ class _StagingBuffer:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.free: Event | None = None
-        """Behind the last use."""
+        """After the last use."""
 
 
 class StagedCopy:
-    """See the module.
+    """Strategy ``staged``; see the module.
 
     Args:
-        device: where the cache lies.
+        device: device of the cache.
         cache: its pages.
-        mover: between staging buffer and pages.
-        codec: what the store keeps; None: rows as they are.
-        staging_bytes: of each of two buffers; at least a row.
+        mover: moves rows between staging buffer and pages.
+        codec: encoding of the store; None: rows are stored unchanged.
+        staging_bytes: size of each of two buffers; at least a row is allocated.
     """
 
     name = "staged"
@@ -181,7 +181,7 @@ class StagedCopy:
 
     def store(self, blocks: CopyRequest) -> None:
         ids = self._ids(blocks)
-        # whole blocks where they fit: those are contiguous on the host's side
+        # whole blocks if they fit: these are contiguous in host memory
         group = min(blocks.layers, max(1, self._room // self._row))
         for first in range(0, blocks.layers, group):
             layers = range(first, min(first + group, blocks.layers))
@@ -199,7 +199,7 @@ class StagedCopy:
         return [self._copies.record(), self._moves.record()]
 
     def _ids(self, blocks: CopyRequest) -> list[torch.Tensor]:
-        """Page ids on the device, in a box that is filled in the order of the moves: only they look into it."""
+        """Page ids on the device, in a list that is filled in stream order: only the moves read it."""
         box: list[torch.Tensor] = []
         self._moves.run(lambda: box.append(uploaded(blocks.page_ids, self._cache.device)))
         self._moves.wait(blocks.after)
@@ -207,7 +207,10 @@ class StagedCopy:
 
     @contextmanager
     def _using(self, fills: DeviceStream, empties: DeviceStream) -> Iterator[_StagingBuffer]:
-        """A staging buffer, from its last use on. What was begun with it is waited for by its next, also where only part was."""
+        """Yield a staging buffer after its last use.
+
+        Its next user waits for the work begun here, even if only part of it was enqueued.
+        """
         slot = self._slot()
         if slot.free is not None:
             fills.wait(slot.free)
@@ -222,7 +225,7 @@ class StagedCopy:
             self._slots = [
                 _StagingBuffer(torch.empty(self._room, dtype=torch.uint8, device=self._cache.device)) for _ in range(2)
             ]
-            ready = self._device.mark()  # what had the memory before may still be at work
+            ready = self._device.mark()  # earlier users of the memory may still run
             self._copies.wait(ready)
             self._moves.wait(ready)
         self._slots.reverse()
@@ -240,14 +243,14 @@ class StagedCopy:
         staging = slot.memory.data_ptr()
         host = blocks.host
         for rows in rows_of(starts, width, blocks.pitch, host.chunk_of, host.chunk_end):
-            near, far = staging + rows.first * width + rows.shift, int(starts[rows.first]) + rows.shift
+            on_device, on_host = staging + rows.first * width + rows.shift, int(starts[rows.first]) + rows.shift
             size, count = rows.width, rows.count
             if blocks.pitch == width:
-                size, count = size * count, 1  # one stretch on both sides
+                size, count = size * count, 1  # contiguous on both sides
             if to_device:
-                self._copies.copy_rows(near, width, far, blocks.pitch, size, count)
+                self._copies.copy_rows(on_device, width, on_host, blocks.pitch, size, count)
             else:
-                self._copies.copy_rows(far, blocks.pitch, near, width, size, count)
+                self._copies.copy_rows(on_host, blocks.pitch, on_device, width, size, count)
 
     def _scatter(self, layer: int, rows: torch.Tensor, ids: list[torch.Tensor], begin: int, end: int) -> None:
         each = self._cache.pages_per_block
@@ -270,10 +273,10 @@ class StagedCopy:
 
 
 class BatchedCopy:
-    """See the module.
+    """Strategy ``batched``; see the module.
 
     Args:
-        device: where the cache lies; knows batched copies.
+        device: device of the cache; supports batched copies.
         cache: its pages.
     """
 
@@ -317,17 +320,17 @@ class BatchedCopy:
 
 
 class DirectCopy:
-    """See the module.
+    """Strategy ``direct``; see the module.
 
     Args:
-        device: where the cache lies; reads host memory.
+        device: device of the cache; its kernels can read host memory.
         cache: its pages.
     """
 
     name = "direct"
 
     def __init__(self, device: Device, cache: PagedCache) -> None:
-        from kvclient.device.triton_scatter import TritonScatter  # only who goes this way needs Triton
+        from kvclient.device.triton_scatter import TritonScatter  # the other strategies do not need Triton
 
         self._cache = cache
         self._mover = TritonScatter(cache)

@@ -1,9 +1,9 @@
-"""The CUDA driver, as far as torch does not have it: pinning memory that is mapped already, and many copies in one call.
+"""Bindings to the CUDA driver for what torch lacks: pinning memory that is already mapped, and many copies in one call.
 
-It is called by ctypes in ``libcuda.so.1``, not through ``torch.cuda.cudart()`` (which has no batched and no two-dimensional copy)
-nor through ``libcudart`` (whose major version must be guessed, and of which torch has one of its own, linked into it or beside
-it): the driver library is there wherever a GPU works, its entry points never change their meaning, and ctypes lets go of the
-interpreter lock, so that pinning gigabytes in a thread stops nobody. Streams and events stay torch's, and so does the context.
+The module calls ``libcuda.so.1`` through ctypes. ``torch.cuda.cudart()`` has no batched and no two-dimensional copy.
+``libcudart`` would require a guess of its major version, and torch brings its own copy. The driver library exists wherever a
+GPU works, its entry points keep their meaning, and ctypes releases the interpreter lock, so that a thread which pins gigabytes
+stops no other thread. Streams, events and the context remain torch's.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _SUCCESS = 0
 _NOT_SUPPORTED = 801
 """CUDA_ERROR_NOT_SUPPORTED"""
 _PORTABLE_AND_MAPPED = 0x1 | 0x2
-"""Pinned for every context of the process, and readable by kernels at its own address."""
+"""Pinned for every context of the process, and readable by kernels at its host address."""
 _NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: a stream that does not wait for the default one."""
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED"""
 _CAPTURING = frozenset({900, 901})
-"""CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and …_INVALIDATED: somebody captures a graph at the moment"""
+"""CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and …_INVALIDATED: another thread is capturing a graph"""
 _ATTRIBUTE_SAME_ADDRESS = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"""
 _UNIFIED = 4
-"""CU_MEMORYTYPE_UNIFIED: the driver tells host from device by the address."""
+"""CU_MEMORYTYPE_UNIFIED: the driver distinguishes host and device by the address."""
 _STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM"""
 
 
 class PinRefused(Exception):
-    """The driver did not pin memory.
+    """The driver refused to pin or unpin memory.
 
     Attributes:
-        code: of the driver.
+        code: error code of the driver.
     """
 
     def __init__(self, code: int, message: str) -> None:
@@ -52,25 +52,25 @@ class PinRefused(Exception):
 
     @property
     def passes(self) -> bool:
-        """Whether the driver may do it a moment later: it does not while a graph is captured."""
+        """Whether a retry may succeed: the driver refuses while a graph is captured."""
         return self.code in _CAPTURING
 
 
 class HostPinning(Protocol):
-    """Page-locks memory for a device: the boundary to the driver that pinning is tested at. Thread-safe."""
+    """Page-locks memory for a device. Tests replace the driver at this interface. Thread-safe."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Pins mapped memory.
+        """Pin mapped memory.
 
         Raises:
-            PinRefused: the driver does not.
+            PinRefused: the driver refused.
         """
 
     def unpin(self, address: int) -> None:
-        """Ends the pin that began at an address.
+        """Unpin the range that begins at an address.
 
         Raises:
-            PinRefused: the driver does not.
+            PinRefused: the driver refused.
         """
 
 
@@ -108,10 +108,10 @@ class CudaDriver:
     """libcuda for one device. Thread-safe.
 
     Args:
-        index: of the device, as torch counts.
+        index: index of the device, as torch counts.
 
     Raises:
-        Unavailable: there is no driver, or not this device.
+        Unavailable: the driver or this device does not exist.
     """
 
     def __init__(self, index: int) -> None:
@@ -122,30 +122,30 @@ class CudaDriver:
         self._check("initialise CUDA", self._lib.cuInit(0))
         handle = ctypes.c_int()
         self._check("find the device", self._lib.cuDeviceGet(ctypes.byref(handle), index))
-        # never released: it is torch's, which keeps it for the life of the process, and pins and copies may need it until then
+        # never released: torch keeps the context for the life of the process, and pins and copies may need it until then
         self._context = ctypes.c_void_p()
         self._check("find the device's context", self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), handle))
         same = ctypes.c_int()
         self._lib.cuDeviceGetAttribute(ctypes.byref(same), _ATTRIBUTE_SAME_ADDRESS, handle)
         self.reads_host = bool(same.value)
-        """Whether kernels may use pinned memory's own address."""
+        """Whether kernels can use the host address of pinned memory."""
         bus = ctypes.create_string_buffer(16)
         found = self._lib.cuDeviceGetPCIBusId(bus, len(bus), handle) == _SUCCESS
         self.bus_id = bus.value.decode().lower() if found else ""
         version = ctypes.c_int()
         self._lib.cuDriverGetVersion(ctypes.byref(version))
         self.version = version.value
-        """CUDA version that the driver speaks: 12080 is 12.8."""
-        # the symbol without a suffix has kept its first signature, with an index of the copy that failed
+        """CUDA version of the driver: 12080 is 12.8."""
+        # the symbol without a suffix has the first signature, which returns the index of the failed copy
         self._batch: Callable[..., int] | None = getattr(self._lib, "cuMemcpyBatchAsync", None)
 
     @property
     def has_batch(self) -> bool:
-        """Whether many copies may go in one call (CUDA 12.8). That the device takes them shows with the first."""
+        """Whether many copies may go in one call (CUDA 12.8). Whether the device supports it is known after the first call."""
         return self._batch is not None
 
     def stream(self) -> int:
-        """Handle of a new stream. It is never given back: what torch allocates on a stream names it for as long as it lives.
+        """Create a stream and return its handle. It is never destroyed: memory that torch allocates on a stream refers to it.
 
         Raises:
             Internal: the driver refused.
@@ -175,24 +175,24 @@ class CudaDriver:
     def copy_rows(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int
     ) -> None:
-        """Enqueues the copy of some rows of equal length, either side in host or device memory.
+        """Enqueue the copy of rows of equal length; each side is in host or device memory.
 
         Args:
-            target: address of the first.
+            target: address of the first row.
             target_pitch: bytes from row to row.
-            source: address of the first.
+            source: address of the first row.
             source_pitch: bytes from row to row.
             width: bytes of a row.
-            rows: how many.
+            rows: number of rows.
             stream: handle of a CUDA stream.
 
         Raises:
             Internal: the driver refused.
         """
         if rows == 1:
-            place = (ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(width), ctypes.c_void_p(stream))
+            arguments = (ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(width), ctypes.c_void_p(stream))
             with self._entered():
-                self._check("copy", self._lib.cuMemcpyAsync(*place))
+                self._check("copy", self._lib.cuMemcpyAsync(*arguments))
             return
         copy = _Copy2D(
             src_type=_UNIFIED,
@@ -208,7 +208,7 @@ class CudaDriver:
             self._check("copy rows", self._lib.cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream)))
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        """Enqueues many copies in one call; they have no order among each other.
+        """Enqueue many copies in one call; their order is undefined.
 
         Args:
             targets: addresses, int64.
@@ -218,10 +218,10 @@ class CudaDriver:
 
         Raises:
             Internal: the driver refused.
-            Unsupported: it does not know such copies, or this device has none; nothing was copied.
+            Unsupported: the driver or the device does not support batched copies; nothing was copied.
         """
         if self._batch is None:
-            raise Unsupported("this driver has no batched copies", version=self.version)
+            raise Unsupported("this driver does not support batched copies", version=self.version)
         if not len(targets):
             return
         # kept in names: the driver reads them during the call
@@ -237,14 +237,14 @@ class CudaDriver:
                 ctypes.byref(failed),
                 ctypes.c_void_p(stream),
             )
-        if code == _NOT_SUPPORTED:  # the driver has the call, and the device, or how it is shared, does not
-            raise Unsupported("this device has no batched copies", version=self.version, reason=self._message(code))
+        if code == _NOT_SUPPORTED:  # the driver supports the call, but the device (or its virtualisation) does not
+            raise Unsupported("this device does not support batched copies", version=self.version, reason=self._message(code))
         self._check("copy a batch", code)
 
     # ---- errors ----
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """The driver knows a current context by thread, and torch's must be the same afterwards."""
+        """Make the context current for this thread, and restore torch's afterwards."""
         self._check("enter the device's context", self._lib.cuCtxPushCurrent_v2(self._context))
         try:
             yield
@@ -253,13 +253,13 @@ class CudaDriver:
 
     @contextmanager
     def _relaxed(self) -> Iterator[None]:
-        """This thread may do what it may not while another captures a graph, and does not spoil that graph."""
+        """Allow this thread calls that are forbidden while another thread captures a graph, without invalidating that graph."""
         mode = ctypes.c_int(_RELAXED)
         self._check("leave the mode of captures", self._lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
         try:
             yield
         finally:
-            self._lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # the mode that it was
+            self._lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # restores the earlier mode
 
     def _message(self, code: int) -> str:
         text = ctypes.c_char_p()

@@ -1,13 +1,13 @@
-"""An engine's paged KV cache, whatever its layout, as one thing: pages that consist of a few contiguous parts.
+"""An engine's paged KV cache of any layout: pages that consist of a few contiguous parts.
 
 | layout | tensor of a layer | parts of a page |
 |---|---|---|
 | ``pages`` | ``[pages, …]``: vLLM's ``[B, H, N, C]``, MLA's ``[blocks, tokens, dim]``, ``[blocks, 2, …]`` | 1: the page |
 | ``split`` | ``[2, pages, …]``: flash attention's ``[2, blocks, tokens, heads, dim]``, or heads first | 2: K, V |
 
-What lies inside a part, tokens before heads (NHD) or heads before tokens (HND), is the attention kernel's business: bytes are
-moved as they lie, and the layout's name, which must be in the namespace, keeps engines apart that differ in it. A Layer Block is
-the parts of a page one after the other; where a block has several pages, page after page.
+The order within a part, tokens before heads (NHD) or heads before tokens (HND), is the attention kernel's business: bytes are
+copied in their order in memory. The layout's name is part of the namespace, so engines with different orders share no blocks. A
+Layer Block consists of the parts of a page in order; if a block has several pages, page after page.
 
 This module imports torch.
 """
@@ -28,7 +28,7 @@ from kvclient import CacheSpec, InvalidArgument
 LAYOUT_VERSION = 1
 KINDS = ("pages", "split")
 DEVICES = ("cpu", "cuda")
-"""Where a cache may lie: elsewhere an address is none of host memory, nor of CUDA's."""
+"""Device types of a cache: addresses of other devices are neither host nor CUDA addresses."""
 Kind = Literal["pages", "split"]
 
 
@@ -37,9 +37,9 @@ class PageShape:
     """A page of one layer.
 
     Attributes:
-        parts: contiguous pieces that it lies in.
-        part_bytes: of each.
-        scales: stretches of a part that quantisation gives a scale of their own, 2 where K and V share a part.
+        parts: number of contiguous parts.
+        part_bytes: bytes of each part.
+        scales: groups of a part with their own quantisation scale; 2 if K and V share a part.
     """
 
     parts: int
@@ -48,7 +48,7 @@ class PageShape:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole page."""
+        """Bytes of the whole page."""
         return self.parts * self.part_bytes
 
 
@@ -56,12 +56,12 @@ class CacheLayer:
     """Pages of one layer, as bytes.
 
     Args:
-        tensor: the layer's cache, as ``kind`` has it.
+        tensor: the layer's cache, in the layout ``kind``.
         kind: see the module.
 
     Raises:
-        InvalidArgument: no tensor, or one on a device that is neither the CPU nor CUDA's; a part of a page is not contiguous,
-            pages overlap, or there are none.
+        InvalidArgument: not a tensor, or not on the CPU or a CUDA device; a part of a page is not contiguous, pages overlap, or
+            the cache is empty.
     """
 
     def __init__(self, tensor: torch.Tensor, kind: Kind) -> None:
@@ -76,10 +76,10 @@ class CacheLayer:
             or tensor.layout != torch.strided
         ):
             raise InvalidArgument(
-                "a KV cache takes dense [pages, …], or [2, pages, …] where it is split", shape=tuple(tensor.shape)
+                "a KV cache must be dense [pages, …], or [2, pages, …] for the layout split", shape=tuple(tensor.shape)
             )
         tensor = tensor.detach()
-        # engines permute the axes of a page and keep its memory: what counts is the order in memory
+        # engines permute the axes of a page without moving its memory: only the order in memory matters
         strides: tuple[int, ...] = tensor.stride()
         order = sorted(range(lead, tensor.ndim), key=lambda axis: (-strides[axis], axis))
         inner = math.prod(tensor.shape[axis] for axis in order)
@@ -98,13 +98,13 @@ class CacheLayer:
         part_bytes = inner * size
         steps = sorted([(stride, pages)] + ([(split, 2)] if kind == "split" else []))
         room = part_bytes
-        for step, count in steps:  # each axis steps over all that the finer ones cover
+        for step, count in steps:  # each axis must step over all bytes that the finer axes cover
             if count > 1 and step < room:
                 raise InvalidArgument("pages of the KV cache overlap", shape=tuple(tensor.shape), strides=tensor.stride())
             room = step * (count - 1) + room
         self.tensor = tensor
         self.order = tuple(axis - lead for axis in order)
-        """Axes of a page as they lie in memory, outermost first."""
+        """Axes of a page by their order in memory, outermost first."""
         self.pages = pages
         self.page_stride = stride
         self.part_stride = split
@@ -113,7 +113,7 @@ class CacheLayer:
         self.address = tensor.data_ptr()
         alike = 0 if pages == 1 else stride
         self.word = math.gcd(part_bytes, alike, split, self.address, 8)
-        """Bytes of the largest word, up to 8, that everything is a multiple of."""
+        """Bytes of the largest word, up to 8, that divides all sizes, strides and addresses."""
 
     def words(self, word: int) -> torch.Tensor:
         """Its pages as words: a view ``[pages, parts, part words]``, int64, int32, int16 or uint8.
@@ -132,18 +132,18 @@ class CacheLayer:
 
     @property
     def end(self) -> int:
-        """Address behind its last byte."""
+        """Address after its last byte."""
         last = self.page_stride * (self.pages - 1) + self.part_stride * (self.page.parts - 1)
         return self.address + last + self.page.part_bytes
 
 
 def _check_tensor(tensor: object) -> None:
-    """That bytes can be moved where they lie, and are what the tensor says."""
+    """Check that the bytes of a tensor are its values and can be copied."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgument("a KV cache consists of torch tensors", got=type(tensor).__name__)
     if tensor.device.type not in DEVICES:
         raise InvalidArgument(
-            "a KV cache lies on the CPU or on a CUDA device", device=str(tensor.device), known=", ".join(DEVICES)
+            "a KV cache must be on the CPU or on a CUDA device", device=str(tensor.device), known=", ".join(DEVICES)
         )
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise InvalidArgument(
@@ -155,21 +155,21 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class PagedCache:
-    """The KV cache of an engine: all layers' pages, and what a block of them is.
+    """The KV cache of an engine: the pages of all layers, and the size of a block.
 
     Args:
-        layers: one tensor a layer, in layer order, all alike and on one device.
-        kind: how they are laid out; see the module.
-        pages_per_block: pages of the engine that make a block of the store; at most as many as there are.
+        layers: one tensor per layer, in layer order, all of one shape and device.
+        kind: layout of the tensors; see the module.
+        pages_per_block: pages of the engine per block of the store; at most the number of pages.
 
     Raises:
-        InvalidArgument: layers that differ or share memory, pages that are not contiguous, no layers, a tensor that is not one
-            of plain values on the CPU or on a CUDA device, or an impossible number of pages.
+        InvalidArgument: layers that differ or share memory, pages that are not contiguous, an empty list, a tensor of
+            unsupported values or device, or an impossible number of pages.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], kind: Kind = "pages", *, pages_per_block: int = 1) -> None:
         if not isinstance(layers, Sequence) or not layers:
-            raise InvalidArgument("a KV cache takes layers: one tensor each, in a list", got=type(layers).__name__)
+            raise InvalidArgument("a KV cache requires a list with one tensor per layer", got=type(layers).__name__)
         self.layers = [CacheLayer(tensor, kind) for tensor in layers]
         first = self.layers[0]
         for number, layer in enumerate(self.layers):
@@ -182,10 +182,12 @@ class PagedCache:
             )
             if not same:
                 raise InvalidArgument(
-                    "a layer of the KV cache is not like the first", layer=number, shape=tuple(layer.tensor.shape)
+                    "a layer of the KV cache differs from the first", layer=number, shape=tuple(layer.tensor.shape)
                 )
         if isinstance(pages_per_block, bool) or not isinstance(pages_per_block, int) or not 0 < pages_per_block <= first.pages:
-            raise InvalidArgument("a block takes 1 page or more, of those there are", got=pages_per_block, pages=first.pages)
+            raise InvalidArgument(
+                "pages_per_block must be between 1 and the number of pages", got=pages_per_block, pages=first.pages
+            )
         self._check_apart()
         self.kind = kind
         self.page = first.page
@@ -196,7 +198,7 @@ class PagedCache:
         self.word = math.gcd(*(layer.word for layer in self.layers))
 
     def _check_apart(self) -> None:
-        """No two layers share a byte. Layers that take turns in one piece of memory, page by page, do not."""
+        """Check that no two layers share a byte. Layers may alternate in one piece of memory, page by page."""
         layers = sorted(self.layers, key=lambda layer: layer.address)
         for at, layer in enumerate(layers):
             for other in layers[at + 1 :]:
@@ -208,12 +210,12 @@ class PagedCache:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one layer of a block, as they lie in the cache."""
+        """Bytes of one layer of a block in the cache."""
         return self.page.nbytes * self.pages_per_block
 
     @property
     def name(self) -> str:
-        """The layout as a namespace must have it: what a page's axes are, how they lie, and how many pages a block has."""
+        """The layout for the namespace: axes of a page, their order in memory, and pages per block."""
         tensor = self.layers[0].tensor
         lead = 2 if self.kind == "split" else 1
         shape = "x".join(str(size) for size in tensor.shape[lead:])
@@ -222,29 +224,31 @@ class PagedCache:
 
     @property
     def dtype_name(self) -> str:
-        """As specs have it: ``float32``, ``bfloat16``."""
+        """Name of the dtype in specs: ``float32``, ``bfloat16``."""
         return str(self.dtype).removeprefix("torch.")
 
     def check_pages(self, page_ids: Sequence[int]) -> torch.Tensor:
-        """Page ids of some blocks as an int64 tensor on the host.
+        """Check the page ids of blocks and return them as an int64 tensor on the host.
 
         Raises:
-            InvalidArgument: no whole numbers, no such page, a page named twice, or not whole blocks.
+            InvalidArgument: not integers, a page that does not exist or is named twice, or incomplete blocks.
         """
         ids = _whole_numbers(page_ids)
         if len(ids) % self.pages_per_block:
-            raise InvalidArgument("not whole blocks of pages", pages=len(ids), pages_per_block=self.pages_per_block)
+            raise InvalidArgument(
+                "the number of pages must be a multiple of pages_per_block", pages=len(ids), pages_per_block=self.pages_per_block
+            )
         if len(ids):
             least, most = int(ids.min()), int(ids.max())
             if not 0 <= least <= most < self.pages:
-                raise InvalidArgument("no such page", least=least, most=most, pages=self.pages)
+                raise InvalidArgument("page out of range", least=least, most=most, pages=self.pages)
             if len(torch.unique(ids)) != len(ids):
                 raise InvalidArgument("a page is named twice")
         return ids
 
 
 def _whole_numbers(page_ids: object) -> torch.Tensor:
-    """Page ids as they came, as int64: nothing is rounded, and a truth value is no page."""
+    """Convert page ids to int64 without rounding; booleans are rejected."""
     given: npt.NDArray[Any]
     if isinstance(page_ids, torch.Tensor):
         given = page_ids.cpu().numpy() if page_ids.dtype in WORDS.values() else np.empty(0)
@@ -255,7 +259,7 @@ def _whole_numbers(page_ids: object) -> torch.Tensor:
     if given.ndim != 1 or given.dtype.kind not in "iu":
         raise InvalidArgument("page ids are whole numbers on one axis", got=type(page_ids).__name__, shape=given.shape)
     if given.dtype == np.uint64 and len(given) and int(given.max()) > np.iinfo(np.int64).max:
-        raise InvalidArgument("no such page", most=int(given.max()))
+        raise InvalidArgument("page out of range", most=int(given.max()))
     return torch.from_numpy(given.astype(np.int64))
 
 
@@ -270,7 +274,7 @@ def _listed(page_ids: object) -> npt.NDArray[np.int64]:
     try:
         return np.array(numbers, np.int64)
     except OverflowError as error:
-        raise InvalidArgument("no such page", error=error) from error
+        raise InvalidArgument("page out of range", error=error) from error
 
 
 def _share_memory(one: CacheLayer, other: CacheLayer) -> bool:
@@ -297,10 +301,10 @@ def _part_starts(layer: CacheLayer) -> npt.NDArray[np.int64]:
 def check_spec(
     spec: CacheSpec, *, layers: int, layer_block_bytes: int, dtype: str, layout: str, layout_version: int = LAYOUT_VERSION
 ) -> None:
-    """Holds a namespace against what a cache is: a mismatch would serve bytes of another meaning.
+    """Check a namespace against a cache: with a mismatch the store would serve bytes of another meaning.
 
     Raises:
-        InvalidArgument: they differ; says in what.
+        InvalidArgument: a field differs; the error names it.
     """
     wanted = {
         "layers": layers,
@@ -311,4 +315,6 @@ def check_spec(
     }
     for name, value in wanted.items():
         if getattr(spec, name) != value:
-            raise InvalidArgument("the namespace is not that of this KV cache", field=name, got=getattr(spec, name), wants=value)
+            raise InvalidArgument(
+                "the namespace does not match this KV cache", field=name, got=getattr(spec, name), expected=value
+            )

@@ -1,6 +1,6 @@
-"""Rows and pages: the torch reference of the copies, which is also what runs where there is no Triton.
+"""Copies between rows and pages with torch indexing: the reference, and the fallback without Triton.
 
-A *row* is one layer of one block, contiguous; a Layer Block is a row as the store keeps it.
+A *row* is one contiguous layer of one block; a Layer Block is a row as the store keeps it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from kvclient.device.layouts import WORDS, PagedCache
 
 
 class PageScatter(Protocol):
-    """Copies between rows in memory that the device reaches and pages, a layer at a time. Enqueues on the current stream."""
+    """Copies between rows in device-accessible memory and pages, one layer at a time. Enqueues on the current stream."""
 
     def to_pages(self, layer: int, rows: torch.Tensor, page_ids: torch.Tensor) -> None:
-        """Copies rows into pages.
+        """Copy rows into pages.
 
         Args:
-            layer: which.
+            layer: number of the layer.
             rows: uint8 ``[blocks, row_bytes]``, last axis contiguous.
-            page_ids: int64 ``[blocks * pages_per_block]``, on the device, each once.
+            page_ids: int64 ``[blocks * pages_per_block]``, on the device, without duplicates.
         """
 
     def to_rows(self, layer: int, page_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copies pages into rows; arguments as ``to_pages``."""
+        """Copy pages into rows; arguments as ``to_pages``."""
 
     def unit(self, common: int) -> int:
-        """What places in a pool's memory are counted in, in bytes.
+        """Unit of offsets in a pool's memory, in bytes.
 
         Args:
-            common: what all of them, and a row, are multiples of, in bytes.
+            common: common divisor of all offsets and of the row size, in bytes.
 
         Returns:
             A divisor of ``common``.
@@ -42,12 +42,12 @@ class PageScatter(Protocol):
     def move_slots(
         self, layer: int, memory: torch.Tensor, slots: torch.Tensor, unit: int, page_ids: torch.Tensor, *, to_pages: bool
     ) -> None:
-        """Copies between pages and rows that lie anywhere in a pool's memory.
+        """Copy between pages and rows at any offsets of a pool's memory.
 
         Args:
-            layer: which.
-            memory: uint8 ``[bytes]``, contiguous, a whole number of units behind an address that 8 divides.
-            slots: int64 ``[blocks]`` on the device: where each row begins, in units from the beginning of ``memory``.
+            layer: number of the layer.
+            memory: uint8 ``[bytes]``, contiguous, 8-byte aligned, a whole number of units long.
+            slots: int64 ``[blocks]`` on the device: offset of each row from the start of ``memory``, in units.
             unit: see ``unit``.
             page_ids: as for ``to_pages``.
             to_pages: the direction.
@@ -55,11 +55,11 @@ class PageScatter(Protocol):
 
 
 PIECE_BYTES = 64 << 20
-"""Of rows that are on their way between a pool and pages at a time, where they take memory of their own meanwhile."""
+"""Bytes of rows copied between a pool and pages at a time, if that needs temporary memory."""
 
 
 class TorchScatter:
-    """With torch's indexing. Works on any device.
+    """Implementation with torch indexing. Works on any device.
 
     Args:
         cache: the pages.
@@ -77,7 +77,7 @@ class TorchScatter:
             part.copy_(pages.index_select(0, ids))
 
     def unit(self, common: int) -> int:
-        return common  # rows of so many bytes are picked by index: the larger the fewer
+        return common  # rows are picked by index in units: larger units mean fewer indexes
 
     def move_slots(
         self, layer: int, memory: torch.Tensor, slots: torch.Tensor, unit: int, page_ids: torch.Tensor, *, to_pages: bool
@@ -100,7 +100,7 @@ class TorchScatter:
     def _parts(
         self, layer: int, rows: torch.Tensor, page_ids: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each page of a block: the layer's pages, which of them, and where they lie in the rows, in the same words."""
+        """For each page of a block: the layer's pages, the page ids, and the matching part of the rows, in the same words."""
         cache = self._cache
         word = common_word(cache.word, rows)
         pages = cache.layers[layer].words(word)
@@ -111,7 +111,7 @@ class TorchScatter:
 
 
 def common_word(word: int, rows: torch.Tensor) -> int:
-    """The largest word that also rows are made of."""
+    """The largest word size that divides the alignment and sizes of rows."""
     stride = rows.stride(0) if len(rows) > 1 else 0
     while (rows.data_ptr() | stride | rows.shape[1] | int(rows.storage_offset())) % word:
         word //= 2

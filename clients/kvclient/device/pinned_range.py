@@ -1,12 +1,12 @@
-"""Pins a mapped arena for the device's DMA, in the background, and fast.
+"""Pinning of a mapped arena for the device's DMA, in the background.
 
-Pinning takes three costs: the kernel must find (and for the first process that touches them, zero) every page, enter it into this
-process's page table, and the driver must take it. The first two are done ahead by several threads (``MADV_POPULATE_WRITE``, which
-never changes content), the last in chunks as they become ready, so that the first gigabytes are usable while the last are
-touched. Huge pages, where the host grants them for shared memory, make all of it cheaper; the threads run near the device, so
-that pages which nobody has touched yet come from its NUMA node.
+Pinning has three costs: the kernel finds every page (and zeroes it for the first process that touches it), enters it into this
+process's page table, and the driver registers it. Several threads do the first two in advance (``MADV_POPULATE_WRITE``, which
+never changes content). The driver then pins chunk by chunk, so that the first gigabytes are usable while later pages are still
+populated. Huge pages make all of it cheaper, if the host grants them for shared memory. The threads run on the NUMA node of the
+device, so that untouched pages are allocated there.
 
-What is not pinned works too: copies out of it are slower and hold up whoever begins them. They are counted.
+Copies from unpinned memory also work, but they are slower and block the thread that begins them. They are counted.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from kvstore.observe.counters import Counters
 _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 30
-"""Pinned in one call. A copy may not reach over the border of two, so there should not be many."""
+"""Bytes pinned by one call. A copy may not cross the border of two chunks, so there should be few."""
 PIECE_BYTES = 64 << 20
-"""Populated in one call: between two, whoever closes is heard."""
+"""Bytes populated by one call: ``close`` takes effect between two calls."""
 POPULATE_THREADS = 8
 PIN_THREADS = 2
-"""The driver takes memory under locks of its own and of the address space: more threads only wait there."""
+"""The driver pins under its own locks and those of the address space: more threads would only wait."""
 CAPTURE_S = 30.0
-"""How long the driver may refuse a pin, or its end, because graphs are captured: engines capture many, one after the other."""
+"""How long to retry while the driver refuses because graphs are captured: engines capture many graphs in sequence."""
 _CAPTURE_PAUSE_S = 0.02
-"""Between two tries."""
+"""Between two attempts."""
 _CLOSE_S = 30.0
-"""Longer than any chunk takes."""
+"""Longer than pinning one chunk takes."""
 _MADV_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True, slots=True)
 class PinReport:
-    """How pinning went.
+    """State of pinning.
 
     Attributes:
-        bytes_total: of the arena.
-        bytes_pinned: so far.
-        seconds: from the start to the last chunk; so far, while it goes on.
-        done: whether it has ended.
-        refused: what the driver said where it refused; empty: it did not.
-        huge_pages: whether the kernel was asked for huge pages, and did not refuse.
+        bytes_total: size of the arena.
+        bytes_pinned: bytes pinned so far.
+        seconds: from the start to the last chunk, or until now.
+        done: whether pinning has ended.
+        refused: error message of the driver; empty: no error.
+        huge_pages: whether the kernel accepted the request for huge pages.
     """
 
     bytes_total: int
@@ -70,17 +70,17 @@ class PinReport:
 
 
 class PinnedRange:
-    """One mapping on its way to being pinned. Thread-safe.
+    """One mapping that is being pinned. Thread-safe.
 
     Args:
-        address: of the mapping, a multiple of the page size.
+        address: start of the mapping, a multiple of the page size.
         nbytes: its length.
         driver: pins.
-        counters: where refusals are counted.
-        chunk_bytes: pinned at a time.
-        populate: whether this process touches the pages first; False: they are taken as they are.
-        cpus: processors that the threads run on; None: anywhere.
-        threads: that populate.
+        counters: counts refusals.
+        chunk_bytes: bytes per pin.
+        populate: whether this process populates the pages first.
+        cpus: processors for the threads; None: any.
+        threads: number of threads that populate.
     """
 
     def __init__(
@@ -141,17 +141,20 @@ class PinnedRange:
         return pieces
 
     def _ask_for_huge_pages(self) -> bool:
-        """Shared memory has them where the host says ``advise`` or ``always``; reserved ones refuse, and are huge anyway."""
+        """Request huge pages.
+
+        The kernel grants them if the host sets ``advise`` or ``always``; reserved huge pages refuse the call.
+        """
         refused: int = self._libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), mmap.MADV_HUGEPAGE)
         return refused == 0
 
-    # ---- what is pinned ----
+    # ---- pinned chunks ----
     def chunk_of(self, starts: npt.NDArray[np.int64], nbytes: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """For stretches of memory: the chunk that each begins in, and whether all of it is pinned.
+        """For ranges of memory: the chunk of each start, and whether the whole range is pinned.
 
         Args:
             starts: addresses.
-            nbytes: of each stretch, at most a chunk.
+            nbytes: bytes of each range, at most a chunk.
         """
         first = (starts - self.address) // self._chunk_bytes
         last = (starts + (nbytes - 1) - self.address) // self._chunk_bytes
@@ -159,11 +162,11 @@ class PinnedRange:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of all chunks but the last, which may be shorter."""
+        """Size of every chunk except the last, which may be shorter."""
         return self._chunk_bytes
 
     def report(self) -> PinReport:
-        """How it goes, or went."""
+        """Return the state of pinning."""
         with self._changed:
             pinned = int(self._pinned.sum()) * self._chunk_bytes
             if self._chunks and self._pinned[-1]:
@@ -173,7 +176,7 @@ class PinnedRange:
             return PinReport(self.nbytes, pinned, seconds, self._ended_s is not None, self._refused, self.huge_pages)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until it has ended, well or not. False: not in time."""
+        """Wait until pinning has ended, with or without success. False: not in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._working == 0, timeout_s)
 
@@ -182,9 +185,9 @@ class PinnedRange:
         try:
             if self._cpus:
                 try:
-                    os.sched_setaffinity(0, self._cpus)  # of this thread
+                    os.sched_setaffinity(0, self._cpus)  # only this thread
                 except OSError as error:
-                    _log.info("cannot run near the device: %s", error)
+                    _log.info("failed to set CPU affinity for pinning (error=%s)", error)
             work()
         finally:
             with self._changed:
@@ -197,8 +200,7 @@ class PinnedRange:
         self._ended_s = time.monotonic()
         if not self._refused and not self._closing:
             seconds = self._ended_s - self._began_s
-            huge = ", huge pages asked for" if self.huge_pages else ""
-            _log.info("%d MiB of the arena pinned for the device in %.1f s%s", self.nbytes >> 20, seconds, huge)
+            _log.info("pinned arena: %d MiB (seconds=%.1f, huge_pages=%s)", self.nbytes >> 20, seconds, self.huge_pages)
 
     def _populate_pieces(self) -> None:
         while True:
@@ -208,7 +210,7 @@ class PinnedRange:
                 return
             chunk, start, stop = piece
             address, length = ctypes.c_void_p(self.address + start), ctypes.c_size_t(stop - start)
-            # refused by kernels before 5.14: then the driver finds the pages, slowly
+            # kernels before 5.14 refuse this: then the driver finds the pages itself, which is slower
             self._libc.madvise(address, length, _MADV_POPULATE_WRITE)
             with self._changed:
                 self._left[chunk] -= 1
@@ -220,19 +222,19 @@ class PinnedRange:
             start = chunk * self._chunk_bytes
             nbytes = min(self._chunk_bytes, self.nbytes - start)
             try:
-                self._patiently(partial(self._driver.pin, self.address + start, nbytes), unless=lambda: self._closing)
+                self._retry_during_capture(partial(self._driver.pin, self.address + start, nbytes), unless=lambda: self._closing)
             except (PinRefused, Internal) as refused:
                 self._give_up(refused)
                 return
             with self._changed:
                 self._pinned[chunk] = True
 
-    def _patiently(self, call: Callable[[], None], *, unless: Callable[[], bool] = lambda: False) -> None:
-        """Asks the driver, again and again where it says that a graph is captured, ``unless`` that is in vain. Bounded.
+    def _retry_during_capture(self, call: Callable[[], None], *, unless: Callable[[], bool] = lambda: False) -> None:
+        """Call the driver, and retry while it reports a graph capture, except if ``unless`` is true. Bounded.
 
         Raises:
-            PinRefused: it does not do it.
-            Internal: the driver fails.
+            PinRefused: the driver refused.
+            Internal: the driver failed.
         """
         until_s = time.monotonic() + CAPTURE_S
         while True:
@@ -247,18 +249,18 @@ class PinnedRange:
                 return
 
     def _take_chunk(self) -> int | None:
-        """The next chunk, when it is populated; None: nothing more is to be pinned."""
+        """Return the next populated chunk; None: nothing more to pin."""
         with self._changed:
             chunk = self._next_chunk
             if chunk >= self._chunks:
                 return None
             self._next_chunk += 1
-            # bounded: populating ends, and whoever closes or gives up tells
+            # bounded: populating ends, and close and _give_up notify
             self._changed.wait_for(lambda: self._closing or self._refused or not self._left[chunk])
             return None if self._closing or self._refused else chunk
 
     def _give_up(self, refused: Exception) -> None:
-        """The rest stays as it is: most likely the next chunk would be refused too, and what is pinned serves."""
+        """Leave the rest unpinned: the next chunk would probably be refused too, and the pinned chunks are useful."""
         soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
         with self._changed:
@@ -268,8 +270,8 @@ class PinnedRange:
         if first:
             self._counters.add("device_pin_refused_total")
             _log.warning(
-                "the driver pins no more than about %d of %d MiB of the arena: %s. The rest is copied unpinned, and slower. The "
-                "limit on locked memory is %s (ulimit -l, LimitMEMLOCK=): it, or a smaller node.dram, may be what to change",
+                "failed to pin arena: pinned about %d of %d MiB (error=%s), the rest is copied unpinned, slower. Raise the limit "
+                "on locked memory, now %s (ulimit -l, LimitMEMLOCK=), or lower node.dram",
                 self.report().bytes_pinned >> 20,
                 self.nbytes >> 20,
                 refused,
@@ -278,13 +280,13 @@ class PinnedRange:
 
     # ---- end ----
     def close(self) -> bool:
-        """Unpins all. Call it with no copy under way, before the memory is unmapped; idempotent.
+        """Unpin all chunks. Call it without copies in flight, before the memory is unmapped; idempotent.
 
         Returns:
-            False: a pin is still being made or did not end: the memory must stay mapped.
+            False: a pin or unpin did not end: the memory must stay mapped.
         """
         if os.getpid() != self._pid:
-            return True  # a child has no pins: they are its parent's, and so are the threads
+            return True  # pins and threads belong to the parent process
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -293,35 +295,35 @@ class PinnedRange:
             thread.join(max(0.0, until_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             self._counters.add("device_unpin_failed_total")
-            _log.error("pinning does not come to an end: the arena stays mapped")
+            _log.error("failed to stop pinning: the arena stays mapped")
             return False
         sound = True
         for chunk in np.flatnonzero(self._pinned).tolist():
             try:
-                self._patiently(partial(self._driver.unpin, self.address + chunk * self._chunk_bytes))
+                self._retry_during_capture(partial(self._driver.unpin, self.address + chunk * self._chunk_bytes))
                 self._pinned[chunk] = False
             except (PinRefused, Internal) as refused:
                 sound = False
                 self._counters.add("device_unpin_failed_total")
-                _log.error("the driver does not let go of the arena, which stays mapped: %s", refused)
+                _log.error("failed to unpin arena: it stays mapped (error=%s)", refused)
         return sound
 
 
 def cpus_near(bus_id: str) -> frozenset[int] | None:
-    """Processors of the NUMA node that a PCI device hangs on, among those that this process may use.
+    """Processors on the NUMA node of a PCI device, among those that this process may use.
 
     Args:
-        bus_id: as the driver names it, ``0000:3b:00.0``.
+        bus_id: PCI address, ``0000:3b:00.0``.
 
     Returns:
-        None: not known, or none of them.
+        None: unknown, or none of them is allowed.
     """
     try:
         listed = Path("/sys/bus/pci/devices", bus_id, "local_cpulist").read_text(encoding="ascii") if bus_id else ""
     except OSError:
         return None
-    near: set[int] = set()
+    cpus: set[int] = set()
     for stretch in filter(None, listed.strip().split(",")):
         first, _, last = stretch.partition("-")
-        near.update(range(int(first), int(last or first) + 1))
-    return frozenset(near & os.sched_getaffinity(0)) or None
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus & os.sched_getaffinity(0)) or None

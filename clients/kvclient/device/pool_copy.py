@@ -1,4 +1,4 @@
-"""Between pages and a pool in memory of the same device: one launch a layer, nothing passes through host memory."""
+"""Copies between pages and a pool in memory of the same device: one launch per layer, without host memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvclient.device.streams import Device, Event
 
 @dataclass(frozen=True, slots=True)
 class PoolCopyRequest:
-    """What is copied.
+    """Blocks and pages of one copy.
 
     Attributes:
-        memory: the pool's: uint8 ``[bytes]``, where the cache lies, from an address on that 8 divides.
-        starts: where in it the first layer of each block begins, in bytes.
+        memory: memory of the pool: uint8 ``[bytes]``, on the device of the cache, 8-byte aligned.
+        starts: offset of the first layer of each block, in bytes.
         page_ids: int64 ``[blocks * pages_per_block]``, on the host.
         first_layer: of the cache: layers ``[first_layer, first_layer + layers)`` are copied.
-        layers: how many.
-        after: the pages may be touched behind this event.
+        layers: number of layers.
+        after: the pages may be accessed after this event.
     """
 
     memory: torch.Tensor
@@ -38,12 +38,12 @@ class PoolCopyRequest:
 
 
 class PoolCopy:
-    """Copies in one direction, on a stream of their own. Everything is enqueued, nothing is waited for. Not thread-safe.
+    """Copies in one direction, on their own stream. Only enqueues. Not thread-safe.
 
     Args:
-        device: where cache and pool lie.
+        device: device of cache and pool.
         cache: the pages.
-        mover: between slots and pages.
+        mover: moves rows between slots and pages.
     """
 
     def __init__(self, device: Device, cache: PagedCache, mover: PageScatter) -> None:
@@ -52,14 +52,14 @@ class PoolCopy:
         self._moves = device.stream()
 
     def move(self, slots: PoolCopyRequest, *, to_pages: bool) -> None:
-        """Enqueues the copies.
+        """Enqueue the copies.
 
         Raises:
-            Internal: the device refused; some copies may have begun: they are behind the events of ``record``.
+            Internal: the device refused; copies that have begun are before the events of ``record``.
         """
         cache = self._cache
         unit = self._mover.unit(math.gcd(cache.row_bytes, int(np.gcd.reduce(slots.starts))))
-        numbers: list[torch.Tensor] = []  # filled in the order of the moves: only they look into it
+        numbers: list[torch.Tensor] = []  # filled in stream order: only the moves read it
         parts = (torch.from_numpy(slots.starts // unit), slots.page_ids)
         self._moves.run(lambda: numbers.extend(uploaded(part, cache.device) for part in parts))
         self._moves.wait(slots.after)
@@ -72,5 +72,5 @@ class PoolCopy:
             self._moves.run(partial(layer, number))
 
     def record(self) -> list[Event]:
-        """Events behind all that has been enqueued."""
+        """Events after all enqueued work."""
         return [self._moves.record()]

@@ -1,7 +1,7 @@
-"""A device as the copies see it: streams whose work is done in order, events between them, and copies of memory by address.
+"""Devices as the copies use them: ordered streams, events, and copies of memory by address.
 
-``CudaDevice`` is a GPU. ``CpuDevice`` does at once what it is asked to: for engines that compute on a CPU and want their cache
-quantised, and for tests.
+``CudaDevice`` is a GPU. ``CpuDevice`` does all work synchronously: for engines on a CPU that quantise their cache, and for
+tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Event(Protocol):
     """A point in a stream."""
 
     def done(self) -> bool:
-        """Whether all before it has been done.
+        """Whether all work before the event has ended.
 
         Raises:
             Internal: the device failed.
@@ -29,38 +29,38 @@ class Event(Protocol):
 
 
 class DeviceStream(Protocol):
-    """Work in order."""
+    """A queue of work that the device does in order."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Enqueues what ``work`` enqueues on the current stream of torch."""
+        """Enqueue the work that ``work`` enqueues on torch's current stream."""
 
     def wait(self, event: Event) -> None:
-        """What is enqueued from now on begins after an event."""
+        """Let later work of this stream begin after an event."""
 
     def record(self) -> Event:
-        """An event behind all that has been enqueued."""
+        """Return an event after all enqueued work."""
 
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        """Enqueues the copy of rows; see ``CudaDriver.copy_rows``."""
+        """Enqueue the copy of rows; see ``CudaDriver.copy_rows``."""
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        """Enqueues many copies in one call; see ``CudaDriver.copy_batch``."""
+        """Enqueue many copies in one call; see ``CudaDriver.copy_batch``."""
 
 
 class Device(Protocol):
-    """Where a KV cache lies."""
+    """Device that holds a KV cache."""
 
     @property
     def memory(self) -> torch.device:
-        """As torch names it."""
+        """Its torch device."""
 
     @property
     def pinning(self) -> HostPinning | None:
-        """Pins host memory; None: nothing is pinned here."""
+        """Pins host memory; None: this device needs no pins."""
 
     @property
     def bus_id(self) -> str:
-        """Of the PCI device; empty: none."""
+        """PCI address; empty: not a PCI device."""
 
     @property
     def has_batch(self) -> bool:
@@ -68,19 +68,19 @@ class Device(Protocol):
 
     @property
     def reads_host(self) -> bool:
-        """Whether kernels reach pinned memory at its own address."""
+        """Whether kernels can read pinned memory at its host address."""
 
     def stream(self) -> DeviceStream:
-        """A new stream."""
+        """Create a stream."""
 
     def mark(self) -> Event:
-        """An event behind all that the caller has asked the device to do on its current stream."""
+        """Return an event after all work on the caller's current stream."""
 
     def follow(self, event: Event) -> None:
-        """What the caller asks for next, on its current stream, begins after an event. Does not wait."""
+        """Let later work on the caller's current stream begin after an event. Does not wait."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Enqueues what ``work`` enqueues, on the caller's current stream.
+        """Enqueue the work that ``work`` enqueues, on the caller's current stream.
 
         Raises:
             Internal: the device failed.
@@ -97,12 +97,12 @@ class _CudaEvent:
     def done(self) -> bool:
         try:
             return bool(self.event.query())
-        except RuntimeError as error:  # how torch tells of anything that the device did before
+        except RuntimeError as error:  # torch reports any earlier failure of the device here
             raise Internal("the CUDA device failed", error=error) from error
 
 
 class _CudaStream:
-    """Made when first used, and by the driver: torch hands out its few streams in rotation, the engine's own among them."""
+    """A stream of the driver, created at first use. Torch's few streams rotate, and the engine's own is among them."""
 
     def __init__(self, device: torch.device, driver: CudaDriver) -> None:
         self._device = device
@@ -114,12 +114,12 @@ class _CudaStream:
 
     def run(self, work: Callable[[], None]) -> None:
         try:
-            # torch.cuda.stream alone goes back to the device that was current before: in a new thread that is GPU 0, and a
-            # context is made there
+            # torch.cuda.stream alone restores the device that was current before: in a new thread that is GPU 0, and torch would
+            # create a context there
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 work()
         except RuntimeError as error:
-            raise Internal("the CUDA device takes no work", error=error) from error
+            raise Internal("the CUDA device rejects work", error=error) from error
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
@@ -144,12 +144,12 @@ class CudaDevice:
         memory: ``cuda:N``.
 
     Raises:
-        Unavailable: there is no driver, or no such device.
+        Unavailable: the driver or the device does not exist.
     """
 
     def __init__(self, memory: torch.device) -> None:
         self.memory = torch.device("cuda", torch.cuda.current_device() if memory.index is None else memory.index)
-        torch.empty(1, device=self.memory)  # torch makes its context, which the driver then has
+        torch.empty(1, device=self.memory)  # torch creates the context that the driver then uses
         self._driver = CudaDriver(self._index_of_driver())
         self.pinning: HostPinning | None = self._driver
         self.bus_id = self._driver.bus_id
@@ -157,7 +157,7 @@ class CudaDevice:
         self.reads_host = self._driver.reads_host
 
     def _index_of_driver(self) -> int:
-        """Torch and the driver both count what CUDA_VISIBLE_DEVICES shows."""
+        """Index of the device: torch and the driver both count the devices of CUDA_VISIBLE_DEVICES."""
         assert self.memory.index is not None
         return self.memory.index
 
@@ -178,7 +178,7 @@ class CudaDevice:
             with torch.cuda.device(self.memory):
                 work()
         except RuntimeError as error:
-            raise Internal("the CUDA device takes no work", error=error) from error
+            raise Internal("the CUDA device rejects work", error=error) from error
 
 
 # ---- a CPU ----
@@ -209,14 +209,14 @@ class _AtOnce:
 
 
 class CpuDevice:
-    """Host memory: everything is done when it is asked for."""
+    """Host memory. All work is done when it is requested."""
 
     memory = torch.device("cpu")
     pinning: HostPinning | None = None
     bus_id = ""
     has_batch = True
     reads_host = False
-    """There is no kernel here."""
+    """No kernels run here."""
 
     def stream(self) -> _AtOnce:
         return _AtOnce()

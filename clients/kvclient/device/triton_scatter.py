@@ -1,12 +1,12 @@
-"""Rows and pages with one Triton kernel: a launch a layer, whatever the layout, in either direction.
+"""Copies between rows and pages with one Triton kernel: one launch per layer, for any layout and either direction.
 
-Rows may lie wherever the device can read and write: in a staging buffer (a pitch between them), in a pool of device memory, or in
-pinned host memory, over the bus (a table of offsets). All that the kernel does is to move words, so it is right for every dtype.
+Rows may be in a staging buffer (with a pitch), in a pool of device memory, or in pinned host memory, over the bus (with a table
+of offsets). The kernel only moves words, so it works for every dtype.
 
-A few programs walk over all the work: reads over the bus need many bytes in flight, but not many multiprocessors, and those that
-compute a prefill should keep theirs.
+A few programs do all the work: reads over the bus need many bytes in flight but few multiprocessors, and the prefill should
+keep the others.
 
-This module imports Triton, and is imported where there is a CUDA device (or Triton's interpreter).
+This module imports Triton. It is imported only if there is a CUDA device (or Triton's interpreter).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvclient.device.layouts import WORDS, PagedCache
 from kvclient.device.page_scatter import common_word
 
 PIECE_WORDS = 1024
-"""Words that a program moves at a time."""
+"""Words per step of a program."""
 PROGRAMS = 256
-"""Programs of a launch within device memory: enough to fill it."""
+"""Programs per launch within device memory: enough to use its full bandwidth."""
 HOST_PROGRAMS = 48
-"""Programs of a launch that reads or writes host memory."""
+"""Programs per launch that reads or writes host memory."""
 
 
-@triton.jit(do_not_specialize=["pages", "pitch", "part_stride"])  # else each count of pages would be compiled anew
+@triton.jit(do_not_specialize=["pages", "pitch", "part_stride"])  # else Triton compiles the kernel again for each number of pages
 def _move(  # type: ignore[no-untyped-def]  # noqa: ANN202
     rows_at,  # noqa: ANN001  # address of the first row
-    table,  # noqa: ANN001  # pointer: where each row begins, in words from there; only read with TABLE
+    table,  # noqa: ANN001  # pointer: offset of each row from there, in words; only read with TABLE
     pitch,  # noqa: ANN001  # words from row to row; only used without TABLE
     pages_at,  # noqa: ANN001  # address of page 0
-    page_ids,  # noqa: ANN001  # pointer: int64, a page each
+    page_ids,  # noqa: ANN001  # pointer: int64
     page_stride,  # noqa: ANN001  # words
     part_stride,  # noqa: ANN001  # words
     part_words,  # noqa: ANN001
@@ -99,16 +99,16 @@ class TritonScatter:
     def by_table(
         self, layer: int, address: int, offsets: torch.Tensor, page_ids: torch.Tensor, *, word: int, to_pages: bool, host: bool
     ) -> None:
-        """Copies between pages and rows that lie anywhere.
+        """Copy between pages and rows at any offsets.
 
         Args:
-            layer: which.
-            address: where offsets count from; a multiple of ``word``.
-            offsets: int64 ``[blocks]`` on the device: where each row begins, in words from ``address``.
+            layer: number of the layer.
+            address: origin of the offsets; a multiple of ``word``.
+            offsets: int64 ``[blocks]`` on the device: offset of each row from ``address``, in words.
             page_ids: as in ``PageScatter``.
             word: bytes of a word, a divisor of the cache's ``word``.
             to_pages: the direction.
-            host: whether rows lie in host memory.
+            host: whether rows are in host memory.
         """
         self._launch(layer, address, offsets, 0, page_ids, word, HOST_PROGRAMS if host else PROGRAMS, to_pages=to_pages)
 

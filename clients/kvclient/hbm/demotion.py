@@ -1,7 +1,7 @@
-"""What must leave the pool is offered to the tiers below first: a hot block is read here, so that nobody has used it there.
+"""Demotion: blocks are offered to the tiers below before eviction. A hot block is read only in the pool, so it is cold below.
 
-The block table does it as a node does with NVMe: where room is needed, the coldest blocks are queued to be written below, and may
-leave once that is done or was given up. Below, most are held still: then asking is all it costs.
+The block table handles it like a node's write-back: if space is needed, it queues the coldest blocks, and may evict them after
+they were demoted or demotion failed. The tiers below still hold most blocks: then demotion costs one request.
 """
 
 from __future__ import annotations
@@ -25,63 +25,63 @@ _log = logging.getLogger(__name__)
 BATCH_BLOCKS = 256
 BATCH_BYTES = 32 << 20
 BATCH_S = 2.0
-"""What is left of a batch after so long is given up: a node that does not answer must not keep the pool full."""
+"""The rest of a batch is dropped after this time: a node that does not answer must not keep the pool full."""
 IDLE_WAIT_S = 0.5
 
 
 class Demoter:
-    """The thread that carries blocks down. ``start`` and ``stop`` once each.
+    """The thread that demotes blocks. Call ``start`` and ``stop`` once each.
 
     Args:
-        parts: the pool's.
-        ways: for each namespace, who takes its blocks; changes as clients come and go.
+        parts: state of the pool.
+        targets: for each namespace, the callbacks that accept its blocks; changes as clients connect and close.
     """
 
-    def __init__(self, parts: PoolState, ways: Mapping[NamespaceId, Sequence[Demote]]) -> None:
+    def __init__(self, parts: PoolState, targets: Mapping[NamespaceId, Sequence[Demote]]) -> None:
         self._parts = parts
-        self._ways = ways
+        self._targets = targets
         self._stopping = threading.Event()
-        self._hurry = threading.Event()
+        self._skip = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hbm-demote", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Ends after the run of blocks under way."""
+        """Stop after the current run of blocks."""
         self._stopping.set()
         self._thread.join(timeout_s)
 
-    def hurry(self) -> None:
-        """Gives up what is left of the batch under way, and all that waits: memory is wanted now."""
-        self._hurry.set()
+    def skip_batch(self) -> None:
+        """Drop the rest of the current batch and all queued blocks: memory is needed now."""
+        self._skip.set()
         self._parts.counters.add("hbm_not_demoted_blocks_total", self._parts.table.give_up_pending())
 
     def _run(self) -> None:
         parts = self._parts
         while not self._stopping.is_set():
             blocks = parts.table.take_pending(BATCH_BLOCKS, BATCH_BYTES, IDLE_WAIT_S)
-            self._hurry.clear()
+            self._skip.clear()
             until_s = parts.clock.now_s() + BATCH_S
             try:
                 known = {block.key: block for block in blocks}
                 for run in runs_of(_chains(blocks)):
-                    late = self._stopping.is_set() or self._hurry.is_set() or parts.clock.now_s() > until_s
+                    late = self._stopping.is_set() or self._skip.is_set() or parts.clock.now_s() > until_s
                     if late or parts.lost or not self._demote([known[key] for key in run.keys]):
                         parts.counters.add("hbm_not_demoted_blocks_total", len(run.keys))
-            except Exception:  # noqa: BLE001  # process edge: a bug here must neither end demotion for good nor leave blocks pending
+            except Exception:  # noqa: BLE001  # edge of this thread: a bug must neither end demotion nor leave blocks queued
                 parts.counters.add("hbm_demotion_bugs_total")
-                _log.exception("demoting %d blocks failed", len(blocks))
+                _log.exception("failed demotion: %d blocks", len(blocks))
             for block in blocks:
-                # they may leave now, written below or not. Those below may forget them again, so that nothing is taken as durable
-                parts.table.not_persisted(block)
+                # evictable now, demoted or not. The tiers below may evict them again, so they do not count as durable
+                parts.table.writeback_failed(block)
 
     def _demote(self, blocks: Sequence[Block]) -> bool:
-        """One run. Whether the tiers below hold all of it now."""
+        """Demote one run. Returns whether the tiers below hold all of it now."""
         parts, namespace = self._parts, blocks[0].namespace
-        ways = tuple(self._ways.get(namespace.namespace_id, ()))
-        if not ways:
+        targets = tuple(self._targets.get(namespace.namespace_id, ()))
+        if not targets:
             parts.counters.add("hbm_demotion_without_client_blocks_total", len(blocks))
             return False
         views: list[memoryview] = []
@@ -89,14 +89,14 @@ class Demoter:
             views = host_views(parts.volume, blocks, namespace.shape)
         for at, (block, view) in enumerate(zip(blocks, views, strict=False)):
             if block.checksums and not verify(view, namespace.shape, block.checksums):
-                parts.condemn(block)  # below it would get checksums of its wrong bytes
+                parts.drop_corrupt(block)  # the tier below would compute checksums of wrong bytes
                 views = views[:at]
                 break
         if not views:
             return False
         blocks = blocks[: len(views)]
         try:
-            held = ways[-1](
+            held = targets[-1](
                 [block.key for block in blocks], blocks[0].parent, blocks[0].depth, ScatteredBlocks(views, namespace.shape)
             )
         except KVStoreError as error:
@@ -107,7 +107,7 @@ class Demoter:
 
 
 def _chains(blocks: Sequence[Block]) -> list[Block]:
-    """Chain after chain, parents first: leaves come first out of the policy, but a chain is stored prefix first."""
+    """Order blocks parents first: the eviction policy returns leaves first, but a chain is stored prefix first."""
     children: dict[BlockKey | None, list[Block]] = {}
     keys = {block.key for block in blocks}
     for block in blocks:

@@ -1,15 +1,14 @@
-"""The local node's disks, read straight into the pool's memory: past the node, its arena and this process's host memory.
+"""Reads from the local node's volumes directly into the pool's memory, without the node, its arena or host memory.
 
-The engine mounts its own node's volumes, read-only. Which slot holds a block the node says, and keeps it there under a lease
-(``Node.Locate``). That it was the block is proved by the slot's header, read after the payload, and by the checksum of every
-Layer Block, made of what has arrived: it is fetched back from the device for that (``kvstore.tiers.nvme.mounted``). A slot that
-was given to another block, under a reader that outlived its lease, is a miss.
+The engine mounts its node's volumes read-only. The node names the slot of a block and keeps it under a lease (``Node.Locate``).
+The slot's header, read after the payload, and the checksum of every Layer Block, computed from the received bytes, prove that
+it is the block; the bytes are copied back from the device for this check (``kvstore.tiers.nvme.mounted``). A slot that was
+reused after the lease ended is a miss.
 
-Whether reads go straight is found out volume by volume, in the background, by a process of its own
-(``kvstore.tiers.io_engines.probe``). Where they are only pretended, or the pool is host memory, none are done: the node reads as
-well as we would, and more often finds the block in its arena afterwards. What fails is counted, and left to the node. A read that
-does not come back in time cannot be called back: the slots that it writes to are not used again before it has, and nobody else is
-sent that way meanwhile.
+A probe process checks in the background, per volume, whether GPUDirect Storage works (``kvstore.tiers.io_engines.probe``). If
+reads only work in compatibility mode, or the pool is host memory, the node reads instead: it is as fast, and more often finds
+the block in its arena later. Failed reads are counted and left to the node. A late read cannot be cancelled: its slots stay
+reserved until it ends, and its volume is not read meanwhile.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from typing import Literal, NamedTuple, get_args
 from kvclient.hbm.pool_state import PoolState
 from kvclient.memory.device_buffer import DeviceHung
 from kvclient.memory.engine_pool import StoredVolume
+from kvstore.config.node import MountSection
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, Outcome
-from kvstore.node.config import MountConfig
 from kvstore.node.loads.mounts import Answers, Mount
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import Slot
@@ -38,63 +37,63 @@ from kvstore.tiers.io_engines.tensor_memory import TensorMemory
 _log = logging.getLogger(__name__)
 
 GdsMode = Literal["auto", "required", "off", "forced"]
-"""Whether disks are read straight into the pool: ``auto``: where it is real; ``required``: or clients do not connect; ``forced``:
-by whatever way there is, pretended ones too (tests, benchmarks)."""
+"""Whether volumes are read directly into the pool. ``auto``: if GPUDirect Storage works; ``required``: else clients cannot
+connect; ``forced``: by any method, also in compatibility mode (tests, benchmarks)."""
 
 REST_S = 60.0
-"""How long a volume that failed is left alone: its node reads it meanwhile."""
+"""How long a failed volume is not read; its node reads it in this time."""
 MOST_VOLUMES = 256
-"""Known to one pool: those of its node, and of nodes before it."""
+"""Volumes known to one pool: those of its node, and of earlier nodes."""
 MOST_IN_FLIGHT = 256
 INTERRUPT_S = 10.0
-"""A thread that is interrupted while it waits for reads waits so long for their end."""
+"""How long an interrupted thread waits for the end of its reads."""
 READERS = 4
-"""Volumes read at once for one load."""
+"""Volumes read in parallel for one load."""
 
 
 class ReadsPending(DeviceHung):
-    """Reads have not come back: their slots are given back by themselves once they have."""
+    """Reads have not ended in time; their slots are released after they end."""
 
 
 class DiskRead(NamedTuple):
-    """One block to be read."""
+    """One block to read."""
 
     key: BlockKey
     volume: int
     """Position of its volume."""
     source: Slot
-    """Where it lies there."""
+    """Its slot in the volume."""
     target: Slot
-    """Where it goes, in the pool."""
+    """Its slot in the pool."""
 
 
 @dataclass(slots=True)
 class _VolumeReader:
-    """What is known of a volume: nothing yet, that it is read, or why not."""
+    """State of one volume: unknown, mounted, or the reason why not."""
 
     mount: Mount | None = None
-    says: str = "being looked at"
+    status: str = "probe is running"
 
 
 class GdsReader:
     """The volumes of a pool's node. Thread-safe.
 
     Args:
-        parts: the pool's.
+        parts: state of the pool.
         mode: see ``GdsMode``.
-        in_flight: blocks read at once from each volume.
+        in_flight: blocks read in parallel from each volume.
 
     Raises:
-        InvalidArgument: no such mode, or none for this device; or an impossible number.
+        InvalidArgument: an unknown mode, or one that this device does not support; or a number out of range.
     """
 
     def __init__(self, parts: PoolState, mode: GdsMode, in_flight: int) -> None:
         if mode not in get_args(GdsMode):
-            raise InvalidArgument("gds takes auto, required, off or forced", gds=mode)
+            raise InvalidArgument("gds must be auto, required, off or forced", gds=mode)
         if mode == "required" and parts.volume.device.type != "cuda":
-            raise InvalidArgument("gds = required takes a pool on a CUDA device", device=parts.volume.device)
+            raise InvalidArgument("gds=required requires a pool on a CUDA device", device=parts.volume.device)
         if isinstance(in_flight, bool) or not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT:
-            raise InvalidArgument("gds_in_flight takes a number of blocks", gds_in_flight=in_flight, most=MOST_IN_FLIGHT)
+            raise InvalidArgument("gds_in_flight out of range", gds_in_flight=in_flight, most=MOST_IN_FLIGHT)
         self._parts = parts
         self._mode = mode
         self._in_flight = in_flight
@@ -108,20 +107,20 @@ class GdsReader:
         self._registered: TensorMemory | None = None
         self._closed = False
 
-    # ---- which are read ----
+    # ---- probes ----
     def prepare(self, volumes: Sequence[StoredVolume]) -> None:
-        """Begins to find out about volumes that are new; see ``NearBlocks.prepare_disks``."""
+        """Begin to probe new volumes; see ``prepare_disks``."""
         new = self._new(volumes)
         if self._mode == "required":
             for volume in volumes if not self._closed else ():
                 if volume not in self._disks:
-                    raise Unsupported("HbmPool(gds=...) = required, and this pool has known too many volumes", most=MOST_VOLUMES)
-                self._look(volume)
+                    raise Unsupported("HbmPool(gds=...) = required, but this pool has known too many volumes", most=MOST_VOLUMES)
+                self._probe(volume)
         elif new:
-            threading.Thread(target=self._look_at_all, args=(new,), name="hbm-disks", daemon=True).start()
+            threading.Thread(target=self._probe_all, args=(new,), name="hbm-disks", daemon=True).start()
 
     def ready(self, volumes: Sequence[StoredVolume]) -> bool:
-        """Whether all of some volumes are read straight, and none is in trouble now."""
+        """Whether all of these volumes are read directly and healthy."""
         if self._why_not or not volumes:
             return False
         mounts = [disk.mount if (disk := self._disks.get(volume)) is not None else None for volume in volumes]
@@ -139,39 +138,39 @@ class GdsReader:
             self._disks.update((volume, _VolumeReader()) for volume in new)
         return new
 
-    def _look_at_all(self, volumes: Sequence[StoredVolume]) -> None:
+    def _probe_all(self, volumes: Sequence[StoredVolume]) -> None:
         for volume in volumes:
             try:
-                self._look(volume)
-            except Exception:  # noqa: BLE001  # the edge of this thread: that volume is read by its node
+                self._probe(volume)
+            except Exception:  # noqa: BLE001  # edge of this thread: its node reads the volume
                 self._parts.counters.add("hbm_disk_bugs_total")
-                _log.exception("pool %s: volume %s is not read into it", self._parts.node_id, volume.volume_id)
-                self._disks[volume].says = "not read: looking at it failed"
+                _log.exception("failed probe: pool %s does not read volume %s directly", self._parts.node_id, volume.volume_id)
+                self._disks[volume].status = "not read: the probe failed"
 
-    def _look(self, volume: StoredVolume) -> None:
-        """Finds out whether a volume can be read straight into the pool.
+    def _probe(self, volume: StoredVolume) -> None:
+        """Probe whether a volume can be read directly into the pool.
 
         Raises:
-            Unsupported: that is required, and it cannot.
+            Unsupported: gds=required, and it cannot.
         """
         parts = self._parts
         with self._looking:  # one probe at a time
             if self._disks[volume].mount is not None:
                 return
             if self._mode == "forced":
-                kvikio, says = self._any_way()
+                kvikio, status = self._any_method()
             else:
                 kvikio, found = choose_gds(
                     self._mode, volume.path, threads=self._in_flight, counters=parts.counters,
                     setting="HbmPool(gds=...)", look=glance_at_gds,
                 )  # fmt: skip
-                says = f"read straight, GPUDirect Storage is {found.describe()}"
+                status = f"read directly, GPUDirect Storage is {found.describe()}"
                 if kvikio is None:
-                    self._disks[volume].says = f"not read, GPUDirect Storage is {found.describe()}"
+                    self._disks[volume].status = f"not read, GPUDirect Storage is {found.describe()}"
                     return
             if kvikio is not None:
                 self._register(kvikio)
-            config = MountConfig(volume.volume_id, volume.path)
+            config = MountSection(volume=volume.volume_id, path=volume.path)
             mount = Mount(
                 config,
                 io_threads=self._in_flight,
@@ -181,26 +180,28 @@ class GdsReader:
                 places=False,
                 rest_s=REST_S,
             )
-            mount.catch_up_soon()  # opens it, and is in use until then
+            mount.catch_up_soon()  # opens it; the mount is in use until then
             with self._lock:
                 closed = self._closed
-                self._disks[volume].says = says
+                self._disks[volume].status = status
                 self._disks[volume].mount = None if closed else mount
             if closed:
                 mount.close()
             else:
-                _log.info("pool %s reads volume %s by itself: %s", parts.node_id, volume.volume_id, says)
+                _log.info(
+                    "opened volume for direct reads: pool %s, volume %s (status=%s)", parts.node_id, volume.volume_id, status
+                )
 
-    def _any_way(self) -> tuple[Kvikio | None, str]:
-        """Any way at all of reading into the pool: kvikio where it can be loaded, real or not."""
+    def _any_method(self) -> tuple[Kvikio | None, str]:
+        """Any method of reading into the pool: kvikio if it can be loaded, in any mode."""
         try:
             kvikio = load_kvikio(threads=self._in_flight)
         except Unsupported as error:
-            return None, f"read as was forced: by posix and host memory ({error})"
-        return kvikio, f"read as was forced: by kvikio {kvikio.version}, whether straight or not"
+            return None, f"forced: by posix through host memory ({error})"
+        return kvikio, f"forced: by kvikio {kvikio.version} in any mode"
 
     def describe(self) -> list[str]:
-        """What is in use, for people; one line a volume."""
+        """Describe the volumes for people; one line per volume."""
         pool = self._parts.volume.volume_id
         if self._why_not:
             return [f"disks into {pool}: none ({self._why_not})"]
@@ -209,36 +210,36 @@ class GdsReader:
         lines = []
         for volume, disk in disks.items():
             now = "" if disk.mount is None else f"; now: {disk.mount.describe()}"
-            lines.append(f"{volume.volume_id} into {pool}: {disk.says}{now}")
+            lines.append(f"{volume.volume_id} into {pool}: {disk.status}{now}")
         return lines or [f"disks into {pool}: none known yet"]
 
     # ---- reads ----
     def read(
         self, namespace: NodeNamespace, volumes: Sequence[StoredVolume], wanted: Sequence[DiskRead], deadline_s: float
     ) -> list[bytes]:
-        """Reads blocks into slots of the pool that the caller holds.
+        """Read blocks into slots of the pool that the caller holds.
 
         Args:
-            namespace: whose they are.
-            volumes: which the blocks' ``volume`` count.
+            namespace: namespace of the blocks.
+            volumes: the volumes that ``DiskRead.volume`` indexes.
             wanted: the blocks.
-            deadline_s: a part of the time until then is waited for.
+            deadline_s: the call waits for a part of the time until then.
 
         Returns:
-            One entry for each of the leading blocks that came: its packed checksums, which the bytes match.
+            One entry per leading block that was read: its packed checksums, which match the bytes.
 
         Raises:
-            ReadsPending: not all reads came back in time; the slots are given back here.
+            ReadsPending: reads have not ended in time; this object releases the slots later.
         """
         parts = self._parts
         memory, size = parts.volume.memory, namespace.shape.block_bytes
         items = [
             (read.key, read.source, TensorMemory(memory[read.target.offset : read.target.offset + size])) for read in wanted
-        ]  # before anything is under way: should this fail, the slots are free
+        ]  # before any read begins: if this fails, the slots are free
         by_volume: dict[int, list[int]] = {}
         for at, read in enumerate(wanted):
             by_volume.setdefault(read.volume, []).append(at)
-        out = _PendingReads(len(by_volume))
+        pending = _PendingReads(len(by_volume))
         rows = [b""] * len(wanted)
 
         def read_one(volume: StoredVolume, positions: Sequence[int]) -> None:
@@ -246,13 +247,13 @@ class GdsReader:
             mount = disk.mount if disk is not None else None
             answers: Answers | None = None
             if mount is None:
-                out.back()
+                pending.ended()
             else:
-                answers = mount.read_device(namespace, [items[at] for at in positions], deadline_s, out.back)
+                answers = mount.read_device(namespace, [items[at] for at in positions], deadline_s, pending.ended)
                 if answers is not None:
-                    out.back()
+                    pending.ended()
                     if all(outcome is Outcome.MISS for outcome, _ in answers):
-                        mount.catch_up_soon()  # it may be another volume by now
+                        mount.catch_up_soon()  # the volume may have been replaced
             for at, (outcome, checksums) in zip(positions, answers or (), strict=False):
                 rows[at] = checksums if outcome is Outcome.HIT else b""
 
@@ -264,36 +265,36 @@ class GdsReader:
             if len(groups) == 1:
                 read_one(*groups[0])
             else:
-                self._at_once(groups, read_one, out)
-        except BaseException as error:  # an interrupt: the caller gives the slots back, so nothing may write to them any more
-            if not out.wait(INTERRUPT_S) and not out.all_back(give_back):
-                raise ReadsPending("interrupted while blocks are being read from the node's disks") from error
+                self._in_parallel(groups, read_one, pending)
+        except BaseException as error:  # an interrupt: the caller releases the slots, so no read may still write to them
+            if not pending.wait(INTERRUPT_S) and not pending.when_ended(give_back):
+                raise ReadsPending("interrupted during reads from the node's volumes") from error
             raise
-        if not out.all_back(give_back):
+        if not pending.when_ended(give_back):
             parts.counters.add("hbm_disk_late_blocks_total", len(wanted))
-            raise ReadsPending("blocks are still being read from the node's disks", blocks=len(wanted))
+            raise ReadsPending("reads from the node's volumes did not end in time", blocks=len(wanted))
         return rows[: next((at for at, row in enumerate(rows) if not row), len(rows))]
 
-    def _at_once(
+    def _in_parallel(
         self,
         groups: Sequence[tuple[StoredVolume, Sequence[int]]],
         read_one: Callable[[StoredVolume, Sequence[int]], None],
-        out: _PendingReads,
+        pending: _PendingReads,
     ) -> None:
-        """Reads from several volumes; what is not begun when this ends, for it was interrupted, never is."""
+        """Read from several volumes. If the call is interrupted, reads that have not begun are cancelled."""
         futures: list[Future[None]] = []
         try:
             for group in groups:
                 try:
                     futures.append(self._threads().submit(read_one, *group))
                 except RuntimeError:  # the pool is being closed
-                    out.back()
+                    pending.ended()
             for future in futures:
                 future.result()
         finally:
             for future in futures:
                 if future.cancel():
-                    out.back()
+                    pending.ended()
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -303,7 +304,7 @@ class GdsReader:
 
     # ---- the pool's memory ----
     def _register(self, kvikio: Kvikio) -> None:
-        """Registers the pool's memory with cuFile, once: reads need no bounce buffer of the driver's then."""
+        """Register the pool's memory with cuFile, once: reads then need no bounce buffer of the driver."""
         with self._registering:
             self._kvikio = kvikio
             self._register_now()
@@ -319,12 +320,12 @@ class GdsReader:
 
     @contextmanager
     def memory_changes(self) -> Iterator[None]:
-        """Within it the pool's memory may become another; nothing is being read."""
-        with self._registering:  # nobody registers meanwhile what is about to be freed
+        """Allow the pool's memory to be replaced within the context; no read is in flight."""
+        with self._registering:  # no registration of memory that is about to be freed
             self._deregister()
             try:
                 yield
-            finally:  # also where there was no room for the new size: it has other memory all the same
+            finally:  # also if the new size did not fit: the memory is new in any case
                 self._register_now()
 
     def _deregister(self) -> None:
@@ -333,7 +334,11 @@ class GdsReader:
         self._registered = None
 
     def close(self, *, idle: bool) -> None:
-        """Reads no more. Does not wait for what hangs; ``idle``: nothing does, and the pool's memory is about to be freed."""
+        """Stop reading. Does not wait for hung reads.
+
+        Args:
+            idle: no read is in flight, and the pool's memory is about to be freed.
+        """
         with self._lock:
             self._closed = True
             mounts = [disk.mount for disk in self._disks.values() if disk.mount is not None]
@@ -348,15 +353,15 @@ class GdsReader:
 
 
 class _PendingReads:
-    """How many groups of reads may still write to memory. Thread-safe."""
+    """Number of groups of reads that may still write to memory. Thread-safe."""
 
     def __init__(self, groups: int) -> None:
         self._lock = threading.Condition()
         self._groups = groups
         self._then: Callable[[], None] | None = None
 
-    def back(self) -> None:
-        """One has ended."""
+    def ended(self) -> None:
+        """Record the end of one group."""
         with self._lock:
             self._groups -= 1
             self._lock.notify_all()
@@ -365,12 +370,12 @@ class _PendingReads:
             then()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until all have ended. False: not in time."""
+        """Wait until all have ended. False: not in time."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._groups, timeout_s)
 
-    def all_back(self, then: Callable[[], None]) -> bool:
-        """Whether all have ended. If not, ``then`` is called as soon as they have."""
+    def when_ended(self, then: Callable[[], None]) -> bool:
+        """Whether all have ended. If not, ``then`` is called when they have."""
         with self._lock:
             if not self._groups:
                 return True
@@ -379,7 +384,7 @@ class _PendingReads:
 
 
 def _why_not(mode: GdsMode, device: str) -> str:
-    """Why no disk is read at all; empty: some may be."""
+    """The reason why no volume is read directly; empty: volumes may be read."""
     if mode == "off":
         return "switched off"
     return "" if device == "cuda" or mode == "forced" else "the pool is host memory"

@@ -1,4 +1,4 @@
-"""The pool itself: memory, table, the thread that demotes, and how others see it. One an engine and device."""
+"""The pool: memory, table, demotion thread and cluster node. One per engine and device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvclient.call.operation import check_seconds
+from kvclient.call.arguments import check_seconds
 from kvclient.hbm import memory
 from kvclient.hbm.demotion import Demoter
 from kvclient.hbm.gds_reader import GdsMode, GdsReader
@@ -41,35 +41,34 @@ _DRAIN_PAUSE_S = 0.005
 
 
 class HbmPool:
-    """Whole blocks in device memory. Thread-safe; a context manager. Make it after forking, and close its clients first.
+    """Whole blocks in device memory. Thread-safe; a context manager. Create it after forking, and close its clients first.
 
     Args:
-        device: ``cuda:N``, or ``cpu``: host memory, for tests and for engines that compute there.
+        device: ``cuda:N``, or ``cpu``: host memory, for tests and for engines on CPUs.
         capacity_bytes: its size; or
-        share: its size as a share of what is free on the device now.
-        metadata: address of the metadata server, so that others see and read what is here; None: nobody does. One that does not
-            answer is waited for some seconds; then the pool serves its engine, logs a warning, and shows others what is here
-            as soon as the server answers.
-        node_id: its name among nodes; None: made up anew. Two that live must not have one name.
-        listen: where peers read from it, ``host:port``. Other hosts reach it only where this is an address of theirs too.
-        advertise_host: what it tells others to dial; None: the host of ``listen``.
+        share: its size as a share of the free device memory.
+        metadata: address of the metadata server, so that other engines see and read the pool; None: private. If the server does
+            not answer within some seconds, the pool serves its engine, logs a warning, and registers when the server answers.
+        node_id: its name among nodes; None: generated. Two living nodes must not have one name.
+        listen: address for peers, ``host:port``. Other hosts can only reach it if the address is not loopback.
+        advertise_host: host that peers dial; None: the host of ``listen``.
         allow_insecure_remote: listen beyond this host without TLS.
-        tls: for all of that.
-        token_file: file with the token that the metadata server is shown, of the role ``node``; None: none.
-        tokens_file: who may ask the pool (``kvstore.rpc.auth.tokens``), as nodes' own; None: whoever reaches it.
-        policy: which blocks leave first; see ``kvstore.tiers.eviction.policy``.
-        demote: what leaves is offered to the tiers below before; False: it is dropped, as where those hold everything anyway.
-        room_wait_s: a copy into the pool waits at most so long for room (for what is being demoted); then it is left out.
-        anti_entropy_interval_s: how often the index is compared with what is here.
-        gds: whether what lies on the local node's disks alone is read straight into the pool; see ``disks.GdsMode``. The engine
+        tls: for all connections.
+        token_file: file with the token for the metadata server, of the role ``node``; None: none.
+        tokens_file: accepted tokens (``kvstore.rpc.auth.tokens``), in the format of nodes; None: any caller.
+        policy: eviction policy; see ``kvstore.tiers.eviction.policy``.
+        demote: offer evicted blocks to the tiers below first; False: drop them.
+        room_wait_s: how long a copy into the pool waits for space (until blocks are demoted); then it is skipped.
+        anti_entropy_interval_s: how often the index is compared with the pool.
+        gds: whether blocks on the local node's volumes are read directly into the pool; see ``gds_reader.GdsMode``. The engine
             needs permission to read the volumes' folders.
-        gds_in_flight: blocks read at once from each of its volumes.
+        gds_in_flight: blocks read in parallel from each of its volumes.
 
     Raises:
         InvalidArgument: an impossible size, name, device, policy or choice; or it would listen beyond this host without TLS.
-        Unavailable: there is no CUDA device, or an address cannot be had.
-        CapacityExceeded: the device has not so much memory.
-        Conflict: a node or pool of this name lives; known after some seconds, for one that has just died is soon forgotten.
+        Unavailable: there is no CUDA device, or an address cannot be bound.
+        CapacityExceeded: the device has too little memory.
+        Conflict: a living node or pool has this name. Raised after some seconds, because a dead one is soon forgotten.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class HbmPool:
         advertise_host: str | None = None,
         allow_insecure_remote: bool = False,
         tls: TlsConfig | None = None,
-        policy: str = "gap",
+        policy: str = "reuse-distance",
         demote: bool = True,
         room_wait_s: float = 0.02,
         anti_entropy_interval_s: float = 60.0,
@@ -101,14 +100,14 @@ class HbmPool:
         self._counters = Counters()
         self._clock = MonotonicClock()
         self._namespaces = NamespaceRegistry()
-        self._ways: dict[NamespaceId, list[Demote]] = {}
+        self._targets: dict[NamespaceId, list[Demote]] = {}
         self._lock = threading.Lock()
         self._sizing = threading.Lock()
         chosen = make_policy(policy)
         volume_id = VolumeId(f"{self.node_id}/hbm")
         self._volume = HbmVolume(volume_id, where, capacity, counters=self._counters)
         self._log = ReplicaChangeLog([volume_id], self._counters, self._clock, keep=metadata is not None)
-        # of a volume the table wants room alone; views are for a node's movers, which a pool has none of
+        # the table only allocates from the volume; only a node's migrations need views
         self._table = BlockTable(
             self._volume,  # type: ignore[arg-type]
             chosen,
@@ -121,7 +120,7 @@ class HbmPool:
         )
         self._parts = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, room_wait_s, demote=demote)
         self._disks = GdsReader(self._parts, gds, gds_in_flight)
-        self._demoter = Demoter(self._parts, self._ways)
+        self._demoter = Demoter(self._parts, self._targets)
         self._presence: PoolNode | None = None
         try:
             if metadata is not None:
@@ -145,11 +144,11 @@ class HbmPool:
             self._volume.close()
             raise
         self._demoter.start()
-        _log.info("pool %s: %d MiB on %s", self.node_id, capacity >> 20, where)
+        _log.info("opened pool: %s (mib=%d, device=%s)", self.node_id, capacity >> 20, where)
 
     # ---- clients ----
     def attach(self, spec: CacheSpec, demote: Demote) -> NamespaceView:
-        """For ``KVClient.connect``: a namespace, and where its blocks go when they must leave.
+        """Attach a client: a namespace, and the callback that demotes its blocks. For ``KVClient.connect``.
 
         Raises:
             InvalidArgument: the pool is closed, or too small for a block of this namespace.
@@ -160,18 +159,18 @@ class HbmPool:
                 raise InvalidArgument("the pool is closed", node_id=self.node_id)
             self._volume.check_fits(spec.shape)
             namespace = self._namespaces.of_spec(spec)
-            self._ways.setdefault(spec.namespace, []).append(demote)
+            self._targets.setdefault(spec.namespace, []).append(demote)
 
         def detach(_: NamespaceView) -> None:
             with self._lock:
-                ways = self._ways.get(spec.namespace, [])
-                if demote in ways:
-                    ways.remove(demote)
+                targets = self._targets.get(spec.namespace, [])
+                if demote in targets:
+                    targets.remove(demote)
 
         return NamespaceView(self._parts, self._disks, namespace, detach)
 
     def blocks(self, spec: CacheSpec) -> NamespaceView:
-        """A namespace, for an engine's own copies on its device (``copy_to_tensor``, ``keep_tensor``, ``pinned``).
+        """Return a namespace for an engine's own copies on its device (``copy_to_tensor``, ``keep_tensor``, ``pinned``).
 
         Raises:
             InvalidArgument: the pool is closed, or too small for a block of this namespace.
@@ -185,43 +184,47 @@ class HbmPool:
 
     # ---- memory ----
     def usage(self) -> VolumeUsage:
-        """How full it is."""
+        """Capacity and used bytes."""
         return self._volume.usage()
 
     def evict(self, *, demote: bool = True, timeout_s: float = _STOP_S) -> int:
-        """Empties it of all that nobody reads now, as far as time allows. Returns how many blocks left.
+        """Evict all blocks that are not pinned, as far as time allows.
 
         Args:
-            demote: offer them to the tiers below first, if the pool does that at all.
-            timeout_s: how long that may take; what is not written below by then leaves all the same.
+            demote: offer them to the tiers below first, if the pool demotes at all.
+            timeout_s: time limit of the demotion; the rest is then dropped.
+
+        Returns:
+            Number of evicted blocks.
         """
         if demote and self._parts.demote and not self._parts.lost:
             waiting: dict[NamespaceId, list[BlockKey]] = {}
             for block in self._table.snapshot():
                 waiting.setdefault(block.namespace_id, []).append(block.key)
             for namespace_id, keys in waiting.items():
-                self._table.write_again(self._namespaces.get(namespace_id), keys)
+                self._table.requeue_writeback(self._namespaces.get(namespace_id), keys)
             self._table.wait_written(self._clock.now_s() + timeout_s)
-        self._demoter.hurry()
-        for block in self._table.snapshot():
-            block.expendable = True
+        self._demoter.skip_batch()
+        self._table.mark_clean(self._table.snapshot())
         return self._table.evict_dram()
 
     def resize(self, capacity_bytes: int, *, demote: bool = True, timeout_s: float = _STOP_S) -> bool:
-        """Gives memory back to the device, or takes more: all blocks leave, for the memory is one piece. Meanwhile loads miss.
+        """Release memory to the device, or take more.
+
+        All blocks are evicted, because the memory is one piece; loads miss meanwhile.
 
         Args:
-            capacity_bytes: the new size; a page is the least.
+            capacity_bytes: the new size, at least a page.
             demote: as for ``evict``, for half of the time.
-            timeout_s: how long to wait for those who read.
+            timeout_s: how long to wait for readers.
 
         Returns:
-            False: blocks were in use all the time, and the size is as it was; or the pool is closed.
+            False: blocks stayed in use, and the size is unchanged; or the pool is closed.
 
         Raises:
             InvalidArgument: an impossible size.
-            CapacityExceeded: the device has not so much. Found before anything is done, the pool is as it was; found when the
-                memory is taken (others may be quicker), it is left with a page.
+            CapacityExceeded: the device has too little memory. If this is known in advance, the pool is unchanged; if the
+                allocation fails, the pool keeps one page.
         """
         if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int) or capacity_bytes < memory.PAGE_BYTES:
             raise InvalidArgument("a pool takes at least a page of 4096 bytes", capacity_bytes=capacity_bytes)
@@ -236,14 +239,14 @@ class HbmPool:
                 self.evict(demote=demote, timeout_s=timeout_s / 2)
                 if not self._drain(until_s) or not self._take(capacity_bytes):
                     self._counters.add("hbm_resize_refused_total")
-                    _log.warning("pool %s keeps its size: blocks are in use", self.node_id)
+                    _log.warning("refused resize: pool %s has blocks in use", self.node_id)
                     return False
             finally:
                 self._parts.resizing = False
                 now_bytes = self._volume.usage().capacity_bytes
                 if self._presence is not None:
                     self._presence.info.volumes[0].capacity_bytes = now_bytes
-        _log.info("pool %s: %d MiB now", self.node_id, now_bytes >> 20)
+        _log.info("resized pool: %s (mib=%d)", self.node_id, now_bytes >> 20)
         return True
 
     def _take(self, capacity_bytes: int) -> bool:
@@ -251,7 +254,7 @@ class HbmPool:
             return self._volume.resize(capacity_bytes // memory.PAGE_BYTES * memory.PAGE_BYTES)
 
     def _drain(self, until_s: float) -> bool:
-        """Empties it as readers let go of blocks. Whether no slot is held any more."""
+        """Evict blocks as readers unpin them. Returns whether no slot is reserved any longer."""
         pause = threading.Event()
         while True:
             self.evict(demote=False)
@@ -261,25 +264,25 @@ class HbmPool:
                 return False
             pause.wait(_DRAIN_PAUSE_S)
 
-    # ---- life ----
+    # ---- lifecycle ----
     def wait_published(self, timeout_s: float = 10.0) -> bool:
-        """Waits until lookups show what is here now. False: not in time, or the pool is nobody's but its engine's."""
+        """Wait until lookups return the pool's current blocks. False: not in time, or the pool is private."""
         return self._log.wait_published([self._volume.volume_id], self._clock.now_s() + timeout_s)
 
     def stats(self) -> dict[str, int]:
-        """Totals by name, and how full it is."""
+        """Totals by name, capacity and used bytes."""
         usage = self._volume.usage()
         sizes = {"hbm_capacity_bytes": usage.capacity_bytes, "hbm_used_bytes": usage.used_bytes, "hbm_blocks": usage.blocks}
         return {**self._counters.snapshot(), **sizes, "hbm_lost": int(self._parts.lost)}
 
     def io_engines(self) -> list[str]:
-        """What is really in use, for people: where the memory lies, and which disks are read straight into it."""
+        """Describe, for people, the device and the volumes that are read directly."""
         return [f"{self._volume.volume_id}: {self._volume.device}", *self._disks.describe()]
 
     def close(self) -> None:
-        """Empties it, so that lookups do not show it any more, and gives the memory back. Nothing is demoted.
+        """Evict all blocks, so that lookups no longer return them, and release the memory. Blocks are not demoted.
 
-        Waits a moment for those who read. Memory that somebody still reads after that goes when the last of them has let go.
+        Waits a moment for readers. Memory that is still read afterwards is released with its last reader.
         """
         with self._lock:
             if self._parts.closed:
@@ -296,7 +299,7 @@ class HbmPool:
                 self._volume.close()
             else:
                 self._counters.add("hbm_closed_in_use_total")
-                _log.warning("pool %s is closed while blocks are read: its memory is kept until they are let go of", self.node_id)
+                _log.warning("closed pool in use: %s, its memory is released after the last read", self.node_id)
             self._table.close()
 
     def __enter__(self) -> Self:
@@ -307,6 +310,6 @@ class HbmPool:
 
 
 def _own_name(device: str) -> str:
-    """A name that no other pool has: the host's, the device's, and something drawn."""
+    """A unique name: host, device and random digits."""
     host = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in socket.gethostname().partition(".")[0])
     return f"{host[:30] or 'host'}-{device.replace(':', '')}-{secrets.token_hex(4)}"

@@ -1,6 +1,6 @@
-"""How a pool is seen by others: as a small node, with a control door, a data plane and an entry in the index.
+"""A pool's services for the cluster: a control server, a data plane and a registration, like a small node.
 
-Of a node's services it has what a reader needs: who it is, tickets, statistics. Everything else it refuses as unimplemented.
+Of a node's services a reader needs GetNode, tickets and statistics. All other calls are unimplemented.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvclient.hbm.volume import HbmVolume
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BootId
-from kvstore.node.publish.publisher import Publisher
+from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.observe.counters import Counters
@@ -37,28 +37,28 @@ _log = logging.getLogger(__name__)
 
 TICKET_VALID_S = 60.0
 MAX_CONNECTIONS = 16
-"""Peers that read at once: the engine's process has better things to do."""
+"""Peers that may read at once: the engine's process needs its CPU for other work."""
 START_TIMEOUT_S = 10.0
 REGISTER_WAIT_S = 5.0
 STOP_TIMEOUT_S = 5.0
 
 
 class PoolNode:
-    """One pool, as the cluster sees it. ``start`` and ``stop`` once each.
+    """One pool as a node of the cluster. Call ``start`` and ``stop`` once each.
 
     Args:
         node_id: its name among nodes.
         metadata: address of the metadata server.
-        listen: where peers reach it, ``host:port``; a free port where that is 0. The control door takes any port of that host.
-        advertise_host: what it tells others to dial; None: the host of ``listen``.
+        listen: address for peers, ``host:port``; port 0 is any free port. The control server uses any port of that host.
+        advertise_host: host that peers dial; None: the host of ``listen``.
         allow_insecure_remote: listen beyond this host without TLS.
-        tls: for everything.
-        parts: the pool's.
-        replica_log: what came and went.
-        domains: namespaces of its clients.
+        tls: for all connections.
+        parts: state of the pool.
+        replica_log: changes to publish.
+        namespaces: namespaces of its clients.
         anti_entropy_interval_s: how often the index is compared with the table.
-        token: what the metadata server is shown; None: nothing.
-        tokens: who may ask; None: whoever reaches it.
+        token: token for the metadata server; None: none.
+        tokens: accepted tokens; None: any caller.
 
     Raises:
         InvalidArgument: it would listen beyond this host without TLS.
@@ -82,7 +82,9 @@ class PoolNode:
         tokens: WatchedFile[TokenTable] | None = None,
     ) -> None:
         if tls is None and not allow_insecure_remote and not stays_on_host(listen):
-            raise InvalidArgument("refusing to listen beyond this host without TLS, unless allow_insecure_remote", address=listen)
+            raise InvalidArgument(
+                "refusing to listen beyond this host without TLS; set tls or allow_insecure_remote", address=listen
+            )
         self._metadata = metadata
         self._host = listen.rpartition(":")[0]
         self._advertised = advertise_host or self._host
@@ -107,21 +109,21 @@ class PoolNode:
         )
         self.info = common_pb2.NodeInfo(node_id=node_id, boot_id=boot_id)
         self._servicer = _PoolServicer(self.info, namespaces, authority, parts.volume, io_engines, parts.counters)
-        self._door: _ControlServer | None = None
-        self._publisher: Publisher | None = None
+        self._control: _ControlServer | None = None
+        self._publisher: IndexPublisher | None = None
 
     def start(self) -> None:
-        """Serves and registers. A metadata server that does not answer yet is tried on in the background.
+        """Start serving and register. If the metadata server does not answer, registration continues in the background.
 
         Raises:
-            Unavailable: an address cannot be had.
-            Conflict: the server answers, and does not take it: its name is that of another who lives.
+            Unavailable: an address cannot be bound.
+            Conflict: the server rejects the registration: a living node has this name.
         """
         try:
             self._data.start()
             register = partial(node_pb2_grpc.add_NodeServicer_to_server, self._servicer)
-            self._door = _ControlServer(f"{self._host}:0", register, self._counters, self._tls, self._tokens)
-            control = self._door.start()
+            self._control = _ControlServer(f"{self._host}:0", register, self._counters, self._tls, self._tokens)
+            control = self._control.start()
             self.info.control_address = f"{self._advertised}:{control.rpartition(':')[2]}"
             self.info.data_address = f"{self._advertised}:{self._data.address.rpartition(':')[2]}"
             self.info.volumes.add(
@@ -129,7 +131,7 @@ class PoolNode:
                 tier=cast("common_pb2.Tier", int(self._volume.tier)),
                 capacity_bytes=self._volume.usage().capacity_bytes,
             )
-            publisher = Publisher(
+            publisher = IndexPublisher(
                 self._metadata,
                 self.info,
                 self._table,
@@ -149,20 +151,20 @@ class PoolNode:
                 self.stop()
                 raise publisher.refused
             self._counters.add("hbm_not_registered_at_start_total")
-            _log.warning("the metadata server at %s does not answer yet: the pool is not seen by others", self._metadata)
+            _log.warning("metadata server did not answer: %s, the pool is not published yet", self._metadata)
 
     def stop(self) -> None:
-        """Ends it. Empty the table before: what is published as gone is hidden at once, the rest when heartbeats are missed."""
+        """Stop serving. Empty the table first: published evictions are hidden at once, other blocks after missed heartbeats."""
         if self._publisher is not None:
             self._log.wait_published([self._volume.volume_id], self._clock.now_s() + STOP_TIMEOUT_S / 5)
             self._publisher.stop(STOP_TIMEOUT_S)
         self._data.stop()
-        if self._door is not None:
-            self._door.stop()
+        if self._control is not None:
+            self._control.stop()
 
 
 class _PoolServicer(node_pb2_grpc.NodeServicer):
-    """What a reader asks before it dials the data plane."""
+    """Calls of a reader before it dials the data plane."""
 
     def __init__(
         self,
@@ -191,8 +193,8 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
         spec = spec_from_proto(request.spec)
         require_tenant(spec.tenant)
         namespace_id = spec.namespace
-        if self._namespaces.find(namespace_id) is None:  # a pool knows the namespaces of its engine, and learns none from outside
-            raise NotFound("this pool has no such namespace", namespace=namespace_id.hex())
+        if self._namespaces.find(namespace_id) is None:  # a pool has only the namespaces of its engine
+            raise NotFound("unknown namespace of this pool", namespace=namespace_id.hex())
         ticket = self._authority.issue(namespace_id, TICKET_VALID_S)
         return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
 
@@ -216,7 +218,7 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
 
 
 class _ControlServer:
-    """The control door: an asyncio server in a thread of its own, for an engine's process need not have a loop."""
+    """The control server: an asyncio server in its own thread, because the engine may have no event loop."""
 
     def __init__(
         self,
@@ -239,21 +241,21 @@ class _ControlServer:
         self._thread = threading.Thread(target=self._run, name="hbm-control", daemon=True)
 
     def start(self) -> str:
-        """Serves; the address that was taken.
+        """Start serving and return the bound address.
 
         Raises:
-            Unavailable: it cannot be had.
+            Unavailable: the address cannot be bound.
         """
         self._thread.start()
         if not self._ready.wait(START_TIMEOUT_S):
             self.stop()
-            raise Unavailable("the control door of the pool does not open", listen=self._listen)
+            raise Unavailable("the control server of the pool did not start", listen=self._listen)
         if self._failed is not None:
             raise self._failed
         return self._address
 
     def stop(self) -> None:
-        """Takes no calls any more."""
+        """Stop accepting calls."""
         if self._loop is not None and self._ending is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
         self._thread.join(STOP_TIMEOUT_S)
@@ -263,10 +265,10 @@ class _ControlServer:
             asyncio.run(self._serve())
         except KVStoreError as error:
             self._failed = error
-        except Exception as error:  # noqa: BLE001  # the edge of this thread: told to who waits, or to the log
+        except Exception as error:  # noqa: BLE001  # edge of this thread: start() raises it, or it is logged
             self._counters.add("hbm_control_door_failed_total")
-            _log.exception("the control door of the pool is closed")
-            self._failed = Unavailable("the control door of the pool does not open", listen=self._listen, error=error)
+            _log.exception("failed control server of the pool")
+            self._failed = Unavailable("the control server of the pool did not start", listen=self._listen, error=error)
         finally:
             self._ready.set()
 

@@ -1,4 +1,4 @@
-"""What a pool is made of, shared by the namespaces in it, by those who read from it and by the thread that demotes."""
+"""Shared state of a pool: used by its namespaces, its peers and the thread that demotes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _limited = LimitedLog(_log)
 
 
 class PoolState:
-    """The parts, and whether they are of any use now. Thread-safe."""
+    """Components and health of a pool. Thread-safe."""
 
     def __init__(
         self,
@@ -52,53 +52,56 @@ class PoolState:
 
     @property
     def open(self) -> bool:
-        """Whether anything comes in or out at all."""
+        """Whether the pool accepts reads and writes."""
         return not (self.closed or self.resizing or self.lost)
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """Within, a failure ends the work and is kept from the caller; one of the device is the end of the pool."""
+        """End the enclosed work on failure without raising; a failure of the device disables the pool."""
         try:
             yield
-        except torch.OutOfMemoryError as error:  # of what a copy takes for itself: the device is well
+        except torch.OutOfMemoryError as error:  # temporary memory of a copy: the device is healthy
             self.counters.add("hbm_out_of_memory_total")
-            _limited.warning("pool %s: no memory to %s %s: %s", self.node_id, what, self.volume.device, error)
-        except RuntimeError as error:  # what torch raises where a device fails
-            self.broken(what, error)
-        except KVStoreError as error:  # closed under our hands
+            _limited.warning(
+                "out of device memory: pool %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error
+            )
+        except RuntimeError as error:  # torch raises it if a device fails
+            self.disable(what, error)
+        except KVStoreError as error:  # the pool was closed concurrently
             self.counters.add("hbm_failed_operations_total")
-            _limited.warning("pool %s: cannot %s %s: %s", self.node_id, what, self.volume.device, error)
+            _limited.warning(
+                "failed pool operation: pool %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error
+            )
 
     @contextmanager
-    def kept_if_stuck(self, what: str) -> Iterator[None]:
-        """Within, a device copies from or to slots that are held; one that does not come to an end is the end of the pool."""
+    def disabled_if_hung(self, what: str) -> Iterator[None]:
+        """Guard device copies from or to reserved slots: copies that hang disable the pool."""
         try:
             yield
         except DeviceHung as error:
-            memory.leave(self.volume.memory)
-            self.broken(what, error)
+            memory.keep_for_process(self.volume.memory)
+            self.disable(what, error)
             raise
 
-    def by_host(self, gap: str, blocks: int) -> None:
-        """Blocks between the pool and a device's pages pass through host memory: for a gap between the two, or as was asked."""
+    def count_by_host(self, gap: str, blocks: int) -> None:
+        """Count blocks that pass through host memory between the pool and pages, and log the reason, if there is one."""
         self.counters.add("hbm_by_host_blocks_total", blocks)
         if gap:
-            _limited.warning("pool %s: blocks from and to pages pass through host memory: %s", self.node_id, gap)
+            _limited.warning("copied through host memory: blocks between pool %s and pages (reason=%s)", self.node_id, gap)
 
-    def broken(self, what: str, error: RuntimeError | DeviceHung) -> None:
-        """The device failed: from now on everything is a miss, and what was here is no longer shown to others."""
+    def disable(self, what: str, error: RuntimeError | DeviceHung) -> None:
+        """Record a failure of the device: every later request is a miss, and all blocks are unpublished."""
         self.counters.add("hbm_device_errors_total")
         with self._lock:
             first, self.lost = not self.lost, True
         if first:
-            _log.error("pool %s cannot %s %s any more and is left alone: %s", self.node_id, what, self.volume.device, error)
+            _log.error("disabled pool: %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error)
         self.table.give_up_pending()
-        for block in self.table.snapshot():  # what is pinned leaves with its last pin
-            block.expendable = block.passing = True
+        self.table.discard_after_use(self.table.snapshot())
         self.table.evict_dram()
 
-    def condemn(self, block: Block) -> None:
-        """A block that the caller has pinned has other bytes than it came with: it leaves with its last pin, for nowhere."""
-        block.expendable = block.passing = True
+    def drop_corrupt(self, block: Block) -> None:
+        """Drop a pinned block whose bytes no longer match its checksums; it is evicted with its last unpin, without demotion."""
+        self.table.discard_after_use([block])
         self.counters.add("hbm_corrupt_blocks_total")
-        _limited.warning("pool %s: a block on %s does not match its checksums and is dropped", self.node_id, self.volume.device)
+        _limited.warning("dropped corrupt block: pool %s (device=%s)", self.node_id, self.volume.device)

@@ -1,4 +1,4 @@
-"""What peers read from a pool: blocks that lie there, copied through host memory where the pool is a GPU's."""
+"""Reads of peers from a pool: blocks of a GPU are copied through host memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 
 PART_BYTES = 16 << 20
-"""Read from the device at a time, for each peer: what a peer can make an engine's process hold."""
+"""Bytes read from the device at a time, per peer: bounds the memory that a peer can occupy in an engine's process."""
 
 
 class PoolProvider(BlockProvider):
-    """A pool's blocks. Nothing is stored here from outside: device memory is the engine's to fill."""
+    """Blocks of a pool for peers. Rejects writes: only the engine fills its device memory."""
 
     def __init__(self, namespaces: NamespaceRegistry, parts: PoolState) -> None:
         self._namespaces = namespaces
@@ -38,7 +38,7 @@ class PoolProvider(BlockProvider):
 
     def _part(self, namespace: NodeNamespace, first: int, keys: Sequence[BlockKey]) -> ReadPart:
         parts, shape = self._parts, namespace.shape
-        # a pool that is to be emptied lends nothing more: else readers could keep it from giving memory back
+        # a pool that is being resized accepts no reads, or readers could prevent the release of memory
         found = parts.table.pin_resident(namespace, keys) if parts.open else [None] * len(keys)
         here = [block for block in found if block is not None]
         views: list[memoryview] = []
@@ -82,7 +82,7 @@ class _NothingGranted(WriteGrant):
 
 
 def host_views(volume: HbmVolume, blocks: Sequence[Block], shape: BlockShape) -> list[memoryview]:
-    """Full Blocks as host memory: that of the pool, or copies of it. The caller has the blocks pinned."""
+    """Full Blocks in host memory: views of a CPU pool, or copies. The caller has pinned the blocks."""
     size = shape.block_bytes
     offsets = np.array([block.dram.offset for block in blocks if block.dram is not None], np.int64)
     memory = volume.host_view

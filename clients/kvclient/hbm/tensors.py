@@ -1,7 +1,7 @@
-"""Copies between the pool and other memory of the same device: few launches, whatever way the blocks lie.
+"""Copies between the pool and other memory of the same device, in few launches.
 
-Slots that were taken together mostly lie one after the other: such a stretch is one copy, strided on either side. Where there are
-many stretches, rows of a page each are gathered or scattered at once by index.
+Slots that were reserved together are mostly contiguous: a contiguous run is one strided copy. If there are many runs, the copy
+gathers or scatters rows of a page each by index.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from kvstore.core.types import BlockShape
 from kvstore.tiers.allocator import round_up
 
 STRETCHES = 4
-"""From more than so many stretches on, rows are copied by index."""
+"""With more runs than this, rows are copied by index."""
 PIECE_BYTES = 64 << 20
-"""Copied by one index: what a copy of rows that lie apart takes for itself meanwhile."""
+"""Bytes copied by one index: the temporary memory of a copy of scattered rows."""
 WORD = torch.int64
 WORDS = PAGE_BYTES // 8
 
 
 def tensor_blocks(tensor: object, shape: BlockShape, count: int, device: torch.device, *, writable: bool) -> torch.Tensor:
-    """Views a tensor as blocks: uint8 ``[count, layers, layer_block_bytes]``. No bytes are copied.
+    """View a tensor as blocks: uint8 ``[count, layers, layer_block_bytes]``. No bytes are copied.
 
     Args:
-        tensor: ``count`` Full Blocks, contiguous, or with leading axes ``[blocks]`` or ``[blocks, layers]`` of any stride and
-            everything behind them contiguous.
-        shape: of each block.
-        count: how many blocks it must have, exactly.
-        device: where it must lie.
-        writable: whether bytes will be written into it.
+        tensor: ``count`` Full Blocks, contiguous, or with leading axes ``[blocks]`` or ``[blocks, layers]`` of any stride, and
+            all later axes contiguous.
+        shape: shape of each block.
+        count: the exact number of blocks.
+        device: the required device.
+        writable: whether bytes will be written to it.
 
     Raises:
-        InvalidArgument: it is no such tensor, or is to be written to and overlaps itself.
+        InvalidArgument: an unsupported tensor, or a writable one that overlaps itself.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.device != device or tensor.layout is not torch.strided:
         got = tensor.device if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise InvalidArgument("a dense tensor on the pool's device is wanted", device=device, got=got)
+        raise InvalidArgument("expected a dense tensor on the pool's device", device=device, got=got)
     if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         raise InvalidArgument("the bytes of the tensor are not its values: resolve or dequantize it", dtype=tensor.dtype)
     wanted = (count, shape.layers, shape.layer_block_bytes)
@@ -63,7 +63,7 @@ def tensor_blocks(tensor: object, shape: BlockShape, count: int, device: torch.d
         rows = None
     if rows is None or (wanted[2] > 1 and rows.stride(2) != 1):
         raise InvalidArgument(
-            "a tensor that is not contiguous needs axes [blocks, …] or [blocks, layers, …] with all behind them contiguous",
+            "a tensor that is not contiguous needs axes [blocks, …] or [blocks, layers, …] and contiguous later axes",
             shape=tuple(tensor.shape),
             strides=tensor.stride(),
         )
@@ -73,11 +73,11 @@ def tensor_blocks(tensor: object, shape: BlockShape, count: int, device: torch.d
 
 
 def gather(memory: torch.Tensor, offsets: npt.NDArray[np.int64], rows: torch.Tensor) -> None:
-    """Copies blocks out of the pool's memory, on the current stream.
+    """Copy blocks out of the pool's memory, on the current stream.
 
     Args:
         memory: uint8 ``[bytes]``.
-        offsets: where in it each block begins, multiples of a page; within it, slots and all.
+        offsets: offset of each block, a multiple of a page; whole slots within the memory.
         rows: uint8 ``[blocks, layers, layer_block_bytes]`` on the same device; the first ``len(offsets)`` are filled.
     """
     if not _by_pages(rows, offsets):
@@ -94,7 +94,7 @@ def gather(memory: torch.Tensor, offsets: npt.NDArray[np.int64], rows: torch.Ten
 
 
 def scatter(rows: torch.Tensor, memory: torch.Tensor, offsets: npt.NDArray[np.int64]) -> None:
-    """Copies blocks into the pool's memory, on the current stream; arguments as for ``gather``."""
+    """Copy blocks into the pool's memory, on the current stream; arguments as for ``gather``."""
     if not _by_pages(rows, offsets):
         for first, last, blocks in _stretches(memory, offsets, rows.shape):
             blocks.copy_(rows[first:last], non_blocking=True)
@@ -108,19 +108,19 @@ def scatter(rows: torch.Tensor, memory: torch.Tensor, offsets: npt.NDArray[np.in
 
 
 def until_done(device: torch.device) -> None:
-    """Waits for what the current stream was given, without the interpreter lock."""
+    """Wait for the current stream, without the interpreter lock."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def stretches(offsets: npt.NDArray[np.int64], slot_bytes: int) -> list[tuple[int, int]]:
-    """Positions of offsets that follow each other slot by slot, as (first, end)."""
+    """Runs of contiguous slots, as (first, end) positions."""
     cuts = [0, *(np.flatnonzero(np.diff(offsets) != slot_bytes) + 1).tolist(), len(offsets)]
     return [(first, last) for first, last in pairwise(cuts) if last > first]
 
 
 def _stretches(memory: torch.Tensor, offsets: npt.NDArray[np.int64], shape: torch.Size) -> list[tuple[int, int, torch.Tensor]]:
-    """Each stretch as (first, end, its blocks in the pool's memory)."""
+    """Each run as (first, end, its blocks in the pool's memory)."""
     _, layers, size = shape
     slot = round_up(layers * size)
     return [
@@ -130,13 +130,13 @@ def _stretches(memory: torch.Tensor, offsets: npt.NDArray[np.int64], shape: torc
 
 
 def _by_pages(rows: torch.Tensor, offsets: npt.NDArray[np.int64]) -> bool:
-    """Whether copying by index takes fewer launches than copying stretches, and blocks are whole pages."""
+    """Whether blocks are whole pages and copying by index needs fewer launches than copying runs."""
     size = rows.shape[1] * rows.shape[2]
     return size % PAGE_BYTES == 0 and len(stretches(offsets, size)) > STRETCHES
 
 
 def _pieces(rows: torch.Tensor, offsets: npt.NDArray[np.int64]) -> list[tuple[int, int, torch.Tensor]]:
-    """Blocks ``[first, last)`` with the numbers of all their pages in order, so few at a time that a copy of them is small."""
+    """Blocks ``[first, last)`` with the page numbers of all their pages, in pieces of bounded size."""
     size = rows.shape[1] * rows.shape[2]
     step = max(1, PIECE_BYTES // size)
     pieces = []

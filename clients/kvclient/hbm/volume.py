@@ -1,7 +1,7 @@
-"""A volume in device memory. Room is shared out by the allocator that arenas and slabs use; bytes go through torch.
+"""A volume in device memory. It uses the allocator of arenas and slabs; torch copies the bytes.
 
-Host memory never maps a GPU's here, so that there are no views: what the host gives or takes is copied in pieces through pinned
-memory. A volume on ``cpu`` skips that and copies straight.
+Host memory never maps a GPU's, so the volume has no views: copies from and to the host pass through pinned memory in pieces. A
+volume on ``cpu`` copies directly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 Offsets = npt.NDArray[np.int64]
 
 STAGING_BYTES = 16 << 20
-"""Of pinned memory that copies between host and device pass through, where there is a device."""
+"""Pinned memory for copies between host and a GPU."""
 COPY_THREADS = 2
 
 
@@ -40,12 +40,12 @@ class HbmVolume(PooledVolume):
 
     Args:
         volume_id: name of the volume.
-        device: where; see ``memory.find_device``.
-        capacity_bytes: room.
-        counters: where events are counted.
+        device: see ``memory.find_device``.
+        capacity_bytes: its size.
+        counters: counts events.
 
     Raises:
-        CapacityExceeded: the device does not give so much memory.
+        CapacityExceeded: the device refused the allocation.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HbmVolume(PooledVolume):
 
     @property
     def memory(self) -> torch.Tensor:
-        """All of it: uint8 ``[capacity_bytes]``; slot offsets count from its beginning. Whoever uses it holds the slots.
+        """All of the memory: uint8 ``[capacity_bytes]``; slot offsets are relative to its start. The caller holds the slots.
 
         Raises:
             Internal: the volume is closed.
@@ -76,7 +76,7 @@ class HbmVolume(PooledVolume):
 
     @property
     def host_view(self) -> memoryview | None:
-        """The same as host memory; None where it is a GPU's."""
+        """The memory as a host buffer; None for a GPU."""
         if self.device.type != "cpu":
             return None
         view: memoryview = self.memory.numpy().data
@@ -88,20 +88,20 @@ class HbmVolume(PooledVolume):
         return shape.block_bytes
 
     def check_fits(self, shape: BlockShape) -> None:
-        """Whether a block could ever lie here, were the volume empty.
+        """Check that a block would fit if the volume were empty.
 
         Raises:
-            InvalidArgument: none could.
+            InvalidArgument: it would not.
         """
         self.plan_eviction(shape, 0, iter(()), 0)
 
     def resize(self, capacity_bytes: int) -> bool:
-        """Gives all memory back and takes so much instead. False, and nothing has changed: slots are held.
+        """Release all memory and allocate another size. False if slots are reserved; then nothing changes.
 
-        Where the device does not give the new memory, the volume is left with a page, and says so.
+        If the device refuses the new size, one page is allocated.
 
         Raises:
-            CapacityExceeded: see above.
+            CapacityExceeded: the device refused.
             Internal: the volume is closed.
         """
         failure: CapacityExceeded | None = None
@@ -128,12 +128,12 @@ class HbmVolume(PooledVolume):
 
     # ---- many blocks, between this memory and the host's ----
     def copy_in(self, offsets: Offsets, source: BlockBuffer, checksums: npt.NDArray[np.uint64] | None = None) -> None:
-        """Copies all blocks of a buffer into slots that the caller holds.
+        """Copy all blocks of a buffer into slots that the caller holds.
 
         Args:
-            offsets: of the slots, one a block.
+            offsets: of the slots, one per block.
             source: the blocks.
-            checksums: ``[blocks, layers]``, filled with those of the bytes; None: none are made.
+            checksums: ``[blocks, layers]``, filled with the checksums of the bytes; None: none are computed.
         """
         view = self.host_view
         if view is not None:
@@ -157,10 +157,10 @@ class HbmVolume(PooledVolume):
                     self.memory[start : start + (last - first) * size].copy_(
                         staging[first * size : last * size], non_blocking=True
                     )
-                until_done(self.device)  # before the staging memory is used again
+                until_done(self.device)  # before the staging memory is reused
 
     def copy_out(self, offsets: Offsets, destination: BlockBuffer, first: int) -> None:
-        """Copies slots that the caller holds to blocks ``[first, first + len(offsets))`` of a buffer."""
+        """Copy slots that the caller holds to blocks ``[first, first + len(offsets))`` of a buffer."""
         view = self.host_view
         size = destination.shape.block_bytes
         if view is not None:
@@ -181,54 +181,54 @@ class HbmVolume(PooledVolume):
 
     def _check(self, offsets: Offsets, size: int) -> None:
         if len(offsets) and not 0 <= int(offsets.min()) <= int(offsets.max()) <= len(self.memory) - size:
-            raise InvalidArgument("a block outside the volume", volume_id=self.volume_id, block_bytes=size)
+            raise InvalidArgument("a block is outside the volume", volume_id=self.volume_id, block_bytes=size)
 
     @contextmanager
     def _staged(self, size: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Memory for one copy at a time, and how many blocks of a size it has room for.
+        """Yield staging memory for one copy at a time, and the number of blocks that fit into it.
 
-        Within, copies have a stream of their own: on the default one they and the engine's kernels would wait for each other.
+        Copies within use their own stream: on the default stream they and the engine's kernels would wait for each other.
         """
         with self._staging_lock:
             if self._staging is None or len(self._staging) < size:
                 self._staging = self._take_staging(max(STAGING_BYTES, size))
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self.device)
-            # both, or what goes back to the device that was current before makes a context there: in a new thread that is GPU 0
+            # both: restoring the device that was current before would create a context there; in a new thread that is GPU 0
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 yield self._staging, len(self._staging) // size
 
     def _take_staging(self, nbytes: int) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:  # the host may not lock so much; a device that has failed is found by the copy
+        except RuntimeError as error:  # memlock limit; a failed device shows in the copy
             self._counters.add("hbm_unpinned_staging_total")
-            _log.warning("no pinned memory for copies to and from %s: they are slower: %s", self.device, error)
+            _log.warning("failed to allocate pinned memory: copies of %s are slower (error=%s)", self.device, error)
             return torch.empty(nbytes, dtype=torch.uint8)
 
-    # ---- one block at a time, as the contract has it ----
+    # ---- one block at a time: the Volume contract ----
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
         results: list[Exception | None] = []
         for slot, record, payload in items:
             size = record.shape.block_bytes
             if payload.nbytes != size or size > slot.size:
                 results.append(
-                    InvalidArgument("a payload is one Full Block and fits its slot", bytes=payload.nbytes, expected=size)
+                    InvalidArgument("a payload must be one Full Block that fits its slot", bytes=payload.nbytes, expected=size)
                 )
             elif not self.slot_pool.holds(slot):
-                results.append(Internal("a write into a slot that is not held", slot=slot))
+                results.append(Internal("a write into a slot that is not reserved", slot=slot))
             else:
                 self.copy_in(np.array([slot.offset]), _as_block(payload, record.shape))
                 results.append(None)
         return results
 
     def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
-        """See the contract. The slot is looked at again after the copy: what was reused meanwhile is not a hit."""
+        """See the contract. The slot is checked again after the copy: a slot that was reused meanwhile is a miss."""
         outcomes: list[Outcome] = []
         for slot, record, destination in items:
             size = record.shape.block_bytes
             if destination.nbytes != size or size > slot.size:
-                raise InvalidArgument("a destination is one Full Block", bytes=destination.nbytes, expected=size)
+                raise InvalidArgument("a destination must be one Full Block", bytes=destination.nbytes, expected=size)
             outcome = Outcome.CORRUPT
             if self.slot_pool.holds(slot):
                 self.copy_out(np.array([slot.offset]), _as_block(destination, record.shape), 0)
@@ -240,7 +240,7 @@ class HbmVolume(PooledVolume):
         return outcomes
 
     def close(self) -> None:
-        """Gives the memory back once nobody uses it any more."""
+        """Release the memory after its last use."""
         with self._staging_lock:
             self._closed = True
             self._memory = self._staging = None

@@ -1,11 +1,11 @@
 """Catalog of a durable volume: block key -> slot header, in LMDB.
 
-A value is the slot's header, byte for byte (``kvstore.tiers.nvme.slot_header``): where the block lies and all that is known of
-it. What the catalog holds is what counts; a slot it does not name is free, whatever lies in it. Changes come in groups: one
-synced transaction makes a batch of blocks durable, all or none.
+A value is a copy of the slot's header (``kvstore.tiers.nvme.slot_header``): the description of the block and its slot. The
+catalog is authoritative: a slot without an entry is free, whatever its content. Entries change in groups, by one synced
+transaction per batch.
 
-Two small records lie beside it: the volume's uid (a catalog of another volume is told at once) and a copy of the superblock
-(from which ``kvstore volume check`` mends a slab whose own copies are both damaged).
+Two more records are the volume's uid, to detect the catalog of another volume, and a copy of the superblock, from which
+``kvstore volume check`` repairs a slab whose own copies are both damaged.
 
 One process at a time (the volume's lock), any number of threads.
 """
@@ -32,10 +32,10 @@ _MIN_MAP_BYTES = 256 << 20
 CATALOG_FILE = "data.mdb"
 _LOCK_FILE = "lock.mdb"
 _LOCK_BYTES = 8192
-"""What LMDB's table of readers takes with the usual number of them."""
+"""Size of LMDB's reader table with the default number of readers."""
 
 NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-"""What a file system says that takes no writes now."""
+"""Errors of a file system that does not accept writes now."""
 
 _DAMAGE = (
     lmdb.InvalidError,
@@ -48,27 +48,27 @@ _DAMAGE = (
     lmdb.BadValsizeError,
     lmdb.CursorFullError,
     lmdb.PageFullError,
-    lmdb.MapResizedError,  # nobody else has it open: a map size that is not ours was never written by us
+    lmdb.MapResizedError,  # no other process has it open, so a map size of another writer is damage
 )
-"""What LMDB says of a file that is not as it left it."""
+"""LMDB's errors for a damaged file."""
 
 
 def map_bytes_for(capacity_bytes: int) -> int:
-    """Address space for a catalog: more than slots of the smallest size (two pages, a header of hundreds of bytes) can need."""
+    """Address space for a catalog: more than slots of the smallest size need."""
     return max(_MIN_MAP_BYTES, capacity_bytes // 2 // 4096 * 4096)
 
 
 class Catalog:
-    """One catalog. Methods raise ``KVStoreError`` only: LMDB's own errors become typed ones here.
+    """An open catalog. Methods raise ``KVStoreError`` only; LMDB's errors are converted.
 
     Args:
-        path: folder of the LMDB files; made where it is missing, unless ``readonly``.
+        path: folder of the LMDB files; created if missing, unless ``readonly``.
         map_bytes: address space (``map_bytes_for``).
-        readonly: for a look that changes nothing and needs no room.
+        readonly: open without changing or allocating anything.
 
     Raises:
-        CorruptBlock: it is damaged.
-        Unavailable: the file system takes no writes now.
+        CorruptBlock: the catalog is damaged.
+        Unavailable: the file system does not accept writes now.
     """
 
     def __init__(self, path: Path, *, map_bytes: int, readonly: bool = False) -> None:
@@ -96,7 +96,7 @@ class Catalog:
             raise self._not_opened(error) from error
 
     def _not_opened(self, error: Exception) -> KVStoreError:
-        """Damage, unless the file system says that it takes no writes."""
+        """The error of a failed open: damage, or a file system that does not accept writes."""
         text = str(error)
         if isinstance(error, lmdb.DiskError) or any(os.strerror(number) in text for number in NO_WRITING):
             return _no_writing(self._path, text)
@@ -104,14 +104,14 @@ class Catalog:
 
     @property
     def file(self) -> Path:
-        """The file that holds it."""
+        """Path of the LMDB file."""
         return self._path / CATALOG_FILE
 
     def superblock(self) -> Superblock | None:
-        """The copy kept here, or None where there is none (a catalog that was just made).
+        """The copy of the superblock; None: a new catalog.
 
         Raises:
-            CorruptBlock: it is damaged.
+            CorruptBlock: the copy is damaged.
         """
         try:
             with self._env.begin(self._meta) as txn:
@@ -121,7 +121,7 @@ class Catalog:
         return None if page is None else parse_superblock(page)
 
     def put_superblock(self, superblock: Superblock, *, anew: bool = False) -> None:
-        """Keeps a copy, synced. ``anew``: whatever is left of a volume that was never finished gives way.
+        """Write the copy of the superblock, synced. ``anew``: first drop the remains of a volume whose creation did not finish.
 
         Raises:
             Conflict: the catalog belongs to another volume.
@@ -136,11 +136,11 @@ class Catalog:
             raise self._translated(error) from error
 
     def commit(self, stored: Sequence[tuple[BlockKey, bytes]], removed: Sequence[BlockKey]) -> None:
-        """Applies one batch, atomically and synced: first ``removed`` (unknown keys are no error), then ``stored``.
+        """Apply one batch, atomically and synced: first ``removed`` (unknown keys are ignored), then ``stored``.
 
         Raises:
             CapacityExceeded: the file system or the address space is full.
-            Unavailable: any other trouble with the file.
+            Unavailable: another I/O error.
         """
         try:
             with self._env.begin(self._blocks, write=True) as txn:
@@ -148,12 +148,12 @@ class Catalog:
                     txn.delete(key)
                 if stored:
                     with txn.cursor() as cursor:
-                        cursor.putmulti(sorted(stored))  # in order of keys: neighbours share pages
+                        cursor.putmulti(sorted(stored))  # in order of keys, so that neighbours share pages
         except lmdb.Error as error:
             raise self._translated(error) from error
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """All (key, header), in order of keys. Read in pages: no transaction stays open while the caller works."""
+        """All (key, header), in order of keys. Read in pages: no transaction stays open between them."""
         after: bytes | None = None
         while True:
             page: list[tuple[bytes, bytes]] = []
@@ -182,22 +182,22 @@ class Catalog:
             raise self._translated(error) from error
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._env.close()
 
     def _translated(self, error: lmdb.Error) -> KVStoreError:
-        """LMDB's errors as ours. A full disk shows as ENOSPC within a general error."""
+        """Convert LMDB's errors. A full disk is an ENOSPC within a general error."""
         text = str(error)
         if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or os.strerror(errno.ENOSPC) in text:
-            return CapacityExceeded("no room for the catalog", reason=text)
+            return CapacityExceeded("not enough space for the catalog", reason=text)
         if isinstance(error, _DAMAGE):
             return CorruptBlock(f"the catalog is damaged; {mend_hint(self._path.parent)}", reason=text)
         return Unavailable("the catalog cannot be used", reason=text)
 
 
 def mend_hint(path: Path) -> str:
-    """What to tell a person whose volume is damaged."""
-    return f"mend it with: kvstore volume check --repair {path}"
+    """The remedy for a damaged volume, for error messages."""
+    return f"repair it with: kvstore volume check --repair {path}"
 
 
 def _no_writing(path: Path, reason: str) -> KVStoreError:
@@ -207,7 +207,7 @@ def _no_writing(path: Path, reason: str) -> KVStoreError:
 
 
 def _reserve_lock_file(path: Path) -> None:
-    """Takes the room for LMDB's lock file before LMDB maps it: on a full file system its first touch would be a SIGBUS."""
+    """Allocate LMDB's lock file before LMDB maps it. On a full file system, its first use would be a SIGBUS."""
     try:
         path.parent.mkdir(exist_ok=True, mode=0o700)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -220,7 +220,7 @@ def _reserve_lock_file(path: Path) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """Raises ``CorruptBlock`` where LMDB would run into a part of the file that is not there. None, or an empty one, is new."""
+    """Raise ``CorruptBlock`` if the file is truncated, which would crash LMDB. A missing or empty file is new."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -230,7 +230,7 @@ def _check_whole(path: Path) -> None:
     try:
         size = os.fstat(fd).st_size
         if size and not lmdb_meta.is_whole(size, lambda offset, length: os.pread(fd, length, offset)):
-            raise CorruptBlock("the catalog is damaged or was cut off", path=path, bytes=size)
+            raise CorruptBlock("the catalog is damaged or truncated", path=path, bytes=size)
     except OSError as error:
         raise CorruptBlock("the catalog cannot be read", path=path, reason=error) from error
     finally:

@@ -96,13 +96,13 @@ class MountedSlab:
         self.volume_id = volume_id
         self._path = path
         self._counters = counters or Counters()
-        self._roster = SlotManifestReader(path, entries=places)
+        self._manifest = SlotManifestReader(path, entries=places)
         self._turn = threading.Lock()
         self._uid = b""
         self._catch_up()
         choice = IoChoice(io_threads, direct, gds, gds_required)
         self._file = choice.open(path / SLAB_FILE, writable=False, counters=self._counters)
-        known = f"{len(self._roster.slots)} blocks, " if places else ""
+        known = f"{len(self._manifest.slots)} blocks, " if places else ""
         _log.info("volume %s mounted at %s: %s%s", volume_id, path, known, self._file.engine)
 
     @property
@@ -118,7 +118,7 @@ class MountedSlab:
     @property
     def blocks(self) -> int:
         """Blocks that the owner is known to have."""
-        return len(self._roster.slots)
+        return len(self._manifest.slots)
 
     def catch_up(self) -> None:
         """Takes in what came and went since.
@@ -132,8 +132,8 @@ class MountedSlab:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        self._roster.catch_up()
-        superblock = self._roster.superblock
+        self._manifest.catch_up()
+        superblock = self._manifest.superblock
         assert superblock is not None  # it has caught up
         if superblock.volume_id != self.volume_id or superblock.uid != (self._uid or superblock.uid):
             raise Conflict("another volume lies here now", path=self._path, expected=self.volume_id, found=superblock.volume_id)
@@ -142,7 +142,7 @@ class MountedSlab:
     def find(self, keys: Sequence[BlockKey], shape: BlockShape) -> list[Slot | None]:
         """Where blocks are said to lie. Memory only."""
         size = slot_bytes(shape)
-        found = map(self._roster.slots.get, keys)
+        found = map(self._manifest.slots.get, keys)
         return [slot if slot is not None and slot.size == size else None for slot in found]
 
     def read(
@@ -197,7 +197,7 @@ class MountedSlab:
     def _forget(self, key: BlockKey, slot: Slot) -> None:
         """Until the roster speaks of the block again, it is not looked for."""
         self._counters.add(volumes_metrics.MOUNT_STALE_BLOCKS)
-        known = self._roster.slots
+        known = self._manifest.slots
         with self._turn:
             if known.get(key) == slot:
                 del known[key]

@@ -85,7 +85,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
             superblock.capacity_bytes, chunk_bytes=superblock.chunk_bytes, first_generation=superblock.first_generation
         )
         self._commit_lock = threading.Lock()
-        self._roster = SlotManifestWriter(path, superblock, self._listed, counters)
+        self._manifest = SlotManifestWriter(path, superblock, self._listed, counters)
         self._to_drop: list[BlockKey] = []
         self._recovered = False
         self._sync_failed = False
@@ -167,14 +167,14 @@ class NvmeSlab(PooledVolume, DurableVolume):
         return self._read_only
 
     @property
-    def lasting(self) -> bool:
+    def files_present(self) -> bool:
         return not self._gone
 
     @property
     def answered_s(self) -> float:
         return self._file.answered_s
 
-    def in_place(self) -> bool:
+    def check_files(self) -> bool:
         found = all(_is_at(path, file) for path, file in self._places)
         if found or self._gone:
             return found
@@ -330,7 +330,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
                 self._lose()
                 raise self._refusal(self._read_only or "its files are gone")
             self._catalog.commit(entries, removed)
-            self._roster.append([(record.key, slot) for slot, record in stored], removed)
+            self._manifest.append([(record.key, slot) for slot, record in stored], removed)
 
     def _listed(self) -> Iterator[tuple[BlockKey, Slot]]:
         """What the catalog holds, for the roster. The caller has the catalog to itself."""
@@ -382,7 +382,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
                 self._catalog.close()
                 self._catalog = None
             else:
-                self._roster.begin()
+                self._manifest.begin()
         self._recovered = True
 
     def _drop_bad(self, catalog: Catalog) -> None:
@@ -438,7 +438,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
             raise
         self.slot_pool.skip_to(self._superblock.first_generation)
         self._to_drop, self._catalog, self._read_only = [], catalog, None
-        self._roster.begin(self._superblock)
+        self._manifest.begin(self._superblock)
 
     def _take(self, key: bytes, value: bytes) -> tuple[Slot, BlockRecord] | None:
         """Takes the slot of one catalog entry, or None where the entry cannot be."""
@@ -474,7 +474,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
             return
         with self._commit_lock:
             self._closed = True
-            self._roster.close()
+            self._manifest.close()
             self._file.close()
             if self._catalog is not None:
                 self._catalog.close()

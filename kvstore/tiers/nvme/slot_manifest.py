@@ -1,22 +1,21 @@
-"""Roster: which block lies in which slot of a slab, told to whoever else mounts the volume's folder.
+"""Slot manifest: which block is in which slot of a slab, for nodes that mount the volume's folder.
 
-A shared volume has one owner, who alone writes, evicts and publishes; other nodes read its slots directly. They cannot open the
-catalog (LMDB works within one host), and asking the owner would make the volume as mortal as its owner. So the owner writes a
-second, derived list beside the slab: a file that only grows, in the order of the catalog's commits, and now and then
-begins anew under the same name (each opening, and when it is mostly history).
+A shared volume has one owner, which alone writes, evicts and publishes. Other nodes read its slots directly. They cannot open
+the catalog, because LMDB works within one host, and asking the owner would make the volume unavailable without it. So the owner
+writes a second, derived list next to the slab: an append-only file in the order of the catalog's commits. It is replaced by a
+new edition at each opening, and when most of it is history.
 
-The roster is a *hint*, like the index: a reader verifies what it reads against the slot's own header and checksums, so an entry
-that is late or lost costs a miss and nothing else. That is why it is not synced, why a failure to write it never fails a commit,
-and why a reader simply stops at the first frame that is not whole: it is still being written, or will never be.
+The manifest is a *hint*, like the index: a reader verifies each block against the slot's header and checksums, so a late or lost
+entry costs a miss. So it is not synced, a failed write never fails a commit, and a reader stops at the first incomplete frame.
 
 Little-endian::
 
     head    8s  magic "KVROST", carriage return, line feed
             Q   xxh3-64 of the rest of the head
-            16s edition: random, so that a file that was begun anew is told from one that has grown
+            16s edition: random; differs after the file was replaced
             4096 bytes: the superblock (volume id, uid, capacity, epoch)
     frame   Q   xxh3-64 of the rest of the frame      I entries    I removals
-            16s * removals: keys that have left; applied first
+            16s * removals: removed keys; applied first
             (16s key, Q slot offset, Q slot size, Q generation) * entries
 """
 
@@ -53,30 +52,30 @@ _FRAME = struct.Struct("<QII")
 _ENTRY = struct.Struct("<16sQQQ")
 _ENTRIES = np.dtype([("key", "V16"), ("offset", "<u8"), ("size", "<u8"), ("generation", "<u8")])
 MAX_FRAME_ENTRIES = 65_536
-"""Entries, and removals, that one frame may have."""
+"""Maximum number of entries, and of removals, per frame."""
 _FRAME_ENTRIES = 4_096
 _LARGEST_FRAME_BYTES = _FRAME.size + MAX_FRAME_ENTRIES * (KEY_BYTES + _ENTRY.size)
 _READ_BYTES = 2 * _LARGEST_FRAME_BYTES
 _HISTORY_BYTES = 4 << 20
-"""History that is worth a new beginning, if it is also more than what counts."""
+"""Minimum size of the history to write a new edition; it must also exceed the size of the current entries."""
 _MOST_SKIPPED = 1_024
 
 
 def pack_frame(stored: Sequence[tuple[BlockKey, Slot]], removed: Sequence[BlockKey]) -> bytes:
-    """One frame."""
+    """Encode one frame."""
     body = b"".join([*removed, *(_ENTRY.pack(key, *slot) for key, slot in stored)])
     counts = struct.pack("<II", len(stored), len(removed))
     return struct.pack("<Q", xxhash.xxh3_64_intdigest(counts + body)) + counts + body
 
 
 class SlotManifestWriter:
-    """The owner's end. Not thread-safe; no method raises for the file system's sake.
+    """Writer at the owner. Not thread-safe. No method raises errors of the file system.
 
     Args:
-        folder: the volume's.
-        superblock: of this epoch.
-        everything: what the catalog holds now.
-        counters: where failures are counted.
+        folder: folder of the volume.
+        superblock: superblock of the current epoch.
+        everything: iterates over all entries of the catalog.
+        counters: counts failures.
     """
 
     def __init__(self, folder: Path, superblock: Superblock, everything: Entries, counters: Counters) -> None:
@@ -91,7 +90,7 @@ class SlotManifestWriter:
         self._skips = 0
 
     def begin(self, superblock: Superblock | None = None) -> None:
-        """Writes a new edition with all that the catalog holds, and puts it in the place of the old one."""
+        """Write a new edition with all entries of the catalog, and replace the old one."""
         self._superblock = superblock or self._superblock
         self.close()
         temporary = self._path.with_suffix(".new")
@@ -115,7 +114,7 @@ class SlotManifestWriter:
         self._skips = 0
 
     def append(self, stored: Sequence[tuple[BlockKey, Slot]], removed: Sequence[BlockKey]) -> None:
-        """Tells of one commit, which the catalog has taken."""
+        """Append one commit of the catalog."""
         if self._to_skip:
             self._to_skip -= 1
             return
@@ -133,33 +132,35 @@ class SlotManifestWriter:
         self._live = max(0, self._live + len(stored) - len(removed))
 
     def close(self) -> None:
-        """Closes the file, which stays for the readers."""
+        """Close the file. Readers may still use it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _failed(self, error: Exception) -> None:
-        """Leaves the roster alone for a while: ever longer, until it can be begun anew."""
+        """Stop writing for a growing time; then begin a new edition."""
         self.close()
         self._skips = min(2 * self._skips + 1, _MOST_SKIPPED)
         self._to_skip = self._skips
         self._counters.add(volumes_metrics.ROSTER_ERRORS)
-        _log.warning("roster %s cannot be written (%s): who mounts this volume sees no news for a while", self._path, error)
+        _log.warning(
+            "slot manifest not written: %s (error=%s); nodes that mount this volume miss new blocks meanwhile", self._path, error
+        )
 
 
 def _write(fd: int, data: bytes) -> int:
-    """Appends all of it. A short write leaves a frame that no reader takes, and an error."""
+    """Append all bytes. After a short write, readers ignore the incomplete frame."""
     if os.write(fd, data) != len(data):
-        raise OSError(f"a frame of {len(data)} bytes was written short")
+        raise OSError(f"a frame of {len(data)} bytes was written incompletely")
     return len(data)
 
 
 class SlotManifestReader:
-    """A mounting node's end: the list in memory, some 300 bytes a block. ``catch_up`` takes one caller at a time.
+    """Reader at a mounting node: the entries in memory, about 300 bytes per block. ``catch_up`` is not thread-safe.
 
     Args:
-        folder: the volume's, as mounted here.
-        entries: False: only its head is read, for who learns in another way where blocks lie.
+        folder: folder of the volume, as mounted here.
+        entries: False: read the head only, if the positions of blocks are known otherwise.
     """
 
     def __init__(self, folder: Path, *, entries: bool = True) -> None:
@@ -169,16 +170,16 @@ class SlotManifestReader:
         self._position = 0
         self.superblock: Superblock | None = None
         self.slots: dict[BlockKey, Slot] = {}
-        """Replaced as a whole when the roster begins anew; otherwise changed in place, an entry at a time."""
+        """Replaced by a new edition; otherwise changed in place, one entry at a time."""
 
     def catch_up(self) -> None:
-        """Takes in what the owner has written since.
+        """Apply what the owner has appended since the last call.
 
-        The file is opened anew each time: it may have been replaced, and network file systems look for news at an opening.
+        The file is opened each time: it may have been replaced, and network file systems revalidate at an open.
 
         Raises:
-            CorruptBlock: this is no roster, or one of a version or content that cannot be.
-            OSError: the file is not there, or cannot be read.
+            CorruptBlock: not a manifest, another version, or invalid content.
+            OSError: the file does not exist, or cannot be read.
         """
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -196,7 +197,7 @@ class SlotManifestReader:
             os.close(fd)
 
     def _take(self, data: bytes) -> int:
-        """Applies the whole frames at the front of some bytes; how many bytes those are."""
+        """Apply the complete frames at the front of ``raw``. Returns their length in bytes."""
         assert self.superblock is not None
         capacity = self.superblock.capacity_bytes
         at = 0
@@ -214,12 +215,12 @@ class SlotManifestReader:
             self.slots.update(_entries_of(np.frombuffer(data, _ENTRIES, entries, stored_at), capacity))
             at = end
         if len(self.slots) > capacity // ALIGNMENT:
-            raise CorruptBlock("a roster names more blocks than its volume has room for", path=self._path)
+            raise CorruptBlock("a slot manifest has more entries than its volume has slots", path=self._path)
         return at
 
 
 def _entries_of(rows: np.ndarray[tuple[int], np.dtype[np.void]], capacity: int) -> Iterator[tuple[BlockKey, Slot]]:
-    """Entries whose slot lies within the volume; others are left out."""
+    """Entries whose slot is within the volume."""
     size, offset = rows["size"], rows["offset"]
     fits = (size > 0) & (size <= capacity) & (offset <= capacity - np.minimum(size, capacity))
     fits &= (size % ALIGNMENT == 0) & (offset % ALIGNMENT == 0)
@@ -230,8 +231,8 @@ def _entries_of(rows: np.ndarray[tuple[int], np.dtype[np.void]], capacity: int) 
 
 def _parse_head(head: bytes) -> Superblock:
     if len(head) < HEAD_BYTES:
-        raise CorruptBlock("a roster is cut off", bytes=len(head))
+        raise CorruptBlock("a slot manifest is truncated", bytes=len(head))
     magic, checksum, _ = _HEAD.unpack_from(head)
     if magic != _MAGIC or xxhash.xxh3_64_intdigest(head[16:]) != checksum:
-        raise CorruptBlock("no roster here: wrong magic or checksum")
+        raise CorruptBlock("not a slot manifest: wrong magic or checksum")
     return parse_superblock(head[_HEAD.size :])

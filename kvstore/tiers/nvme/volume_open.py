@@ -1,8 +1,7 @@
-"""Opening a volume's folder: its lock, making it, checking that its parts belong together, and beginning a new epoch.
+"""Opening a volume's folder: its lock, its creation, the check that its files belong together, and the next epoch.
 
-Opening for writing takes a little room: the catalog is copied on write, and the epoch is written down. Where the file system
-gives none (full, over quota, read-only, failing), a volume that is there already is opened read-only, for what it holds can
-be served all the same.
+Opening for writing needs some space: the catalog is copied on write, and the epoch is written. If the file system accepts no
+writes (full, over quota, read-only, failing), an existing volume is opened read-only, because its blocks can still be read.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ LOCK_FILE = "lock"
 
 
 class CannotWriteError(Exception):
-    """The file system takes no writes now; the message says why. Nothing else is wrong with the volume."""
+    """The file system does not accept writes now; the message has the reason. The volume is not damaged."""
 
 
 class VolumeLock:
-    """The right of one process to use a volume. Let go of when the process ends, however it ends.
+    """Exclusive use of a volume by one process. The kernel releases it when the process ends.
 
     Raises:
         Conflict: another process has the volume open.
-        NotFound: there is no such folder.
+        NotFound: the folder does not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +56,7 @@ class VolumeLock:
             raise Conflict("another process has this volume open", path=path) from error
 
     def close(self) -> None:
-        """Lets go of the volume."""
+        """Release the lock."""
         os.close(self._fd)
 
 
@@ -72,17 +71,17 @@ def _open_lock(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OpenParts:
-    """The parts of a volume that was opened."""
+    """Files of an open volume."""
 
     file: SlabFile
     catalog: Catalog
     superblock: Superblock
     read_only: str | None
-    """Why nothing can be written; None: all is well."""
+    """Why nothing can be written; None: it can."""
 
 
 def open_parts(path: Path, volume_id: VolumeId, capacity_bytes: int, engine: IoChoice, counters: Counters) -> OpenParts:
-    """Opens a volume that exists, for writing or, where the file system takes no writes, read-only.
+    """Open an existing volume, read-only if the file system accepts no writes.
 
     Raises:
         As ``NvmeSlab.open``.
@@ -108,7 +107,7 @@ def open_parts(path: Path, volume_id: VolumeId, capacity_bytes: int, engine: IoC
         reason = str(error)
     counters.add(volumes_metrics.NVME_OPENED_READ_ONLY)
     _log.warning(
-        "volume %s at %s cannot be written to (%s): it is opened read-only and serves what it holds; it stores again "
+        "volume opened read-only: %s (path=%s, reason=%s); its blocks can be read, and it stores blocks again "
         "once the file system takes writes",
         volume_id, path, reason,
     )  # fmt: skip
@@ -117,7 +116,7 @@ def open_parts(path: Path, volume_id: VolumeId, capacity_bytes: int, engine: IoC
 
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """Within it, whatever says that the file system takes no writes becomes ``CannotWriteError``."""
+    """Convert errors of a file system that does not accept writes to ``CannotWriteError``."""
     try:
         yield
     except (CapacityExceeded, Unavailable) as error:
@@ -129,11 +128,11 @@ def writing() -> Iterator[None]:
 
 
 def open_catalog(path: Path, capacity_bytes: int, *, readonly: bool = False) -> Catalog:
-    """The catalog of the volume at ``path``.
+    """Open the catalog of the volume at ``path``.
 
     Raises:
-        CorruptBlock: it is lost or damaged; the message names the command that mends it.
-        CapacityExceeded, Unavailable: it cannot be opened for writing now.
+        CorruptBlock: the catalog is lost or damaged; the message has the command that repairs it.
+        CapacityExceeded, Unavailable: the catalog cannot be opened for writing now.
     """
     if not (path / CATALOG_FOLDER / CATALOG_FILE).exists():
         raise CorruptBlock(f"the catalog of this volume is lost; {mend_hint(path)}")
@@ -144,7 +143,7 @@ def open_catalog(path: Path, capacity_bytes: int, *, readonly: bool = False) -> 
 
 
 def _checked(path: Path, file: SlabFile, catalog: Catalog, volume_id: VolumeId, capacity_bytes: int) -> Superblock:
-    """What an existing volume says of itself, after a look at whether slab, catalog and what is asked for belong together."""
+    """The superblock of an existing volume, after the check that slab, catalog and arguments belong together."""
     try:
         current, _ = newest_superblock(file.pread(0, 2 * SUPERBLOCK_BYTES))
     except CorruptBlock as error:
@@ -152,20 +151,20 @@ def _checked(path: Path, file: SlabFile, catalog: Catalog, volume_id: VolumeId, 
             f"{path / SLAB_FILE} has no good superblock ({error.message}); if it is a volume, {mend_hint(path)}"
         ) from error
     if current.volume_id != volume_id:
-        raise Conflict("this is another volume", path=path, found=current.volume_id, expected=volume_id)
+        raise Conflict("the folder has another volume", path=path, found=current.volume_id, expected=volume_id)
     noted = catalog.superblock()
     if noted is None or noted.uid != current.uid:
         raise CorruptBlock(f"the catalog here belongs to another volume; {mend_hint(path)}")
     if noted.epoch > current.epoch:
-        current = noted  # the newer copy in the slab was damaged: its epoch must not come back
+        current = noted  # the newer copy in the slab was damaged; its epoch must not be used again
     if capacity_bytes < current.capacity_bytes:
         raise InvalidArgument(
-            "a volume does not shrink: give it at least the capacity that it has, or make a new one",
+            "a volume cannot shrink; set at least its current capacity, or create a new volume",
             path=path, capacity_bytes=capacity_bytes, has=current.capacity_bytes,
         )  # fmt: skip
     size = os.fstat(file.fd).st_size
     if size < current.file_bytes:
-        raise CorruptBlock(f"{path / SLAB_FILE} was cut off ({size} of {current.file_bytes} bytes); {mend_hint(path)}")
+        raise CorruptBlock(f"{path / SLAB_FILE} is truncated ({size} of {current.file_bytes} bytes); {mend_hint(path)}")
     return current
 
 
@@ -173,15 +172,15 @@ def _grow(file: SlabFile, current: Superblock, capacity_bytes: int) -> None:
     if capacity_bytes > current.capacity_bytes:
         reserve(file.fd, DATA_START + capacity_bytes)
         os.fsync(file.fd)
-        _log.info("volume %s grows from %d to %d MiB", current.volume_id, current.capacity_bytes >> 20, capacity_bytes >> 20)
+        _log.info("volume grown: %s (mib=%d -> %d)", current.volume_id, current.capacity_bytes >> 20, capacity_bytes >> 20)
 
 
 def begin_epoch(file: SlabFile, catalog: Catalog, current: Superblock) -> Superblock:
-    """Begins the epoch after ``current``'s on disk: in catalog and slab, synced.
+    """Begin the next epoch: write it to catalog and slab, synced.
 
     Raises:
-        CannotWriteError: the file system takes no writes.
-        KVStoreError, OSError: anything else.
+        CannotWriteError: the file system does not accept writes.
+        KVStoreError, OSError: another error.
     """
     following = replace(current, epoch=current.epoch + 1)
     _, next_at = newest_superblock(file.pread(0, 2 * SUPERBLOCK_BYTES))
@@ -193,11 +192,11 @@ def begin_epoch(file: SlabFile, catalog: Catalog, current: Superblock) -> Superb
 
 
 def make_volume(path: Path, volume_id: VolumeId, capacity_bytes: int) -> None:
-    """Makes an empty volume. The slab's name appears last: until then a crash leaves nothing that looks like a volume.
+    """Create an empty volume. The slab gets its name last, so a crash leaves no half-made volume.
 
     Raises:
-        CorruptBlock: a catalog with blocks is there, but its slab is lost.
-        CapacityExceeded: the file system has no room.
+        CorruptBlock: a catalog with blocks exists without its slab.
+        CapacityExceeded: the file system has not enough space.
     """
     superblock = Superblock(secrets.token_bytes(16), volume_id, capacity_bytes, chunk_bytes_for(capacity_bytes), 0)
     catalog_path = path / CATALOG_FOLDER
@@ -206,7 +205,7 @@ def make_volume(path: Path, volume_id: VolumeId, capacity_bytes: int) -> None:
     try:
         if len(catalog):
             raise CorruptBlock(
-                f"the slab of this volume is lost, but its catalog is there; move {catalog_path} away to begin anew"
+                f"the slab of this volume is lost, but its catalog is there; move {catalog_path} away to create a new volume"
             )
         catalog.put_superblock(superblock, anew=True)
     finally:
@@ -227,12 +226,14 @@ def make_volume(path: Path, volume_id: VolumeId, capacity_bytes: int) -> None:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Preallocates: later writes then need no new extents, cannot meet a full disk, and are twice as fast."""
+    """Preallocate the file. Later writes then need no new extents, cannot run out of space, and are twice as fast."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise CapacityExceeded("the file system has no room for this volume", bytes=size, reason=error.strerror) from error
+            raise CapacityExceeded(
+                "the file system has not enough space for this volume", bytes=size, reason=error.strerror
+            ) from error
         raise
 
 

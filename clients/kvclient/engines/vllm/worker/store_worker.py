@@ -106,7 +106,7 @@ class StoreWorker:
             self._cancelled_up_to = self._added
             handle = self._handle
         if handle is not None:
-            threading.Thread(target=handle.cancel, name="kvstore-cancel", daemon=True).start()
+            handle.request_cancel()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is pending; False: not in time."""
@@ -146,9 +146,6 @@ class StoreWorker:
             self._counters.add("stores_late")
             return False
         masked = NamespaceKeyMask(save.chain, client.spec.namespace)
-        if save.number <= self._cancelled_up_to:
-            self._counters.add("stores_dropped")
-            return False
         handle = client.start_store(
             masked.keys(job.keys),
             pages.buffer(ids, save.after),
@@ -158,9 +155,10 @@ class StoreWorker:
         )
         with self._changed:
             self._handle = handle
-            cancelled = save.number <= self._cancelled_up_to
+            if save.number <= self._cancelled_up_to:
+                handle.request_cancel()
         try:
-            result = handle.cancel() if cancelled else handle.result()
+            result = handle.result()
         finally:
             with self._changed:
                 self._handle = None

@@ -1,0 +1,387 @@
+"""Who may ask, how much at once, and what is said where nothing can be: the gate, without a store behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from kvstore.admin.app import make_app
+from kvstore.admin.etags import check_match
+from kvstore.admin.main import store_endpoint
+from kvstore.admin.middleware import AdminMiddleware
+from kvstore.admin.pagination import after, cursor_for, page_of
+from kvstore.admin.problems import Refused
+from kvstore.config.admin import AdminConfig
+from kvstore.config.base import TlsSection
+from kvstore.control_api.store_rpc import StoreRpc
+from kvstore.core.errors import InvalidArgument
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.rpc import http_server
+from kvstore.rpc.auth.tokens import AccessRole, TokenTable, WatchedFile
+from kvstore.rpc.auth.tokens import tokens_file as watched
+
+ALICE, BOB = "operators-token-1", "readers-token-2-x"
+NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_ms=500)
+"""With a metadata server that is not there."""
+
+
+@asynccontextmanager
+async def served(
+    config: AdminConfig = NOBODY, tokens: WatchedFile[TokenTable] | None = None
+) -> AsyncIterator[tuple[httpx.AsyncClient, Counters]]:
+    counters = Counters()
+    rpc = StoreRpc(store_endpoint(config), counters)
+    transport = httpx.ASGITransport(make_app(rpc, config, tokens, counters))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7470") as client:
+        yield client, counters
+    await rpc.close()
+
+
+def tokens_file(folder: Path, text: str) -> Path:
+    file = folder / "tokens"
+    file.write_text(text)
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> WatchedFile[TokenTable]:
+    return watched(tokens_file(tmp_path, f"# who\noperator alice {ALICE}\n\n  read bob   {BOB}\n"))
+
+
+def problem(answer: httpx.Response, status: int, kind: str) -> Any:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    body = answer.json()
+    assert body["kind"] == kind
+    assert body["status"] == status
+    assert body["request_id"] == answer.headers["x-request-id"]
+    return body
+
+
+def test_tokens_stand_for_people(tokens: WatchedFile[TokenTable]) -> None:
+    alice, bob = tokens.get().caller(ALICE), tokens.get().caller(BOB)
+    assert alice is not None
+    assert bob is not None
+    assert (alice.name, alice.role, bob.name, bob.role) == ("alice", AccessRole.OPERATOR, "bob", AccessRole.READ)
+    for nobodys in ("", ALICE[:-1], ALICE + "x", ALICE.upper(), "\udc80"):
+        assert tokens.get().caller(nobodys) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "# nobody\n", "operator alice\n", "admin alice 0123456789abcdef\n", "read bob short\n", "read b/b 0123456789abcdef\n",
+     f"read a {ALICE}\noperator b {ALICE}\n", "read bob 0123456789abcdéf0\n"],
+)  # fmt: skip
+def test_files_of_tokens_that_are_none(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        watched(tokens_file(tmp_path, text))
+    assert "0123456789" not in str(refused.value)
+    assert ALICE not in str(refused.value)
+
+
+def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tokens_file(tmp_path, f"read bob {BOB}\n")
+    watched(file)
+    assert not caplog.records
+    file.chmod(0o644)
+    watched(file)
+    assert "chmod 600" in caplog.text
+    assert BOB not in caplog.text
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        watched(tmp_path / "none")
+
+
+def test_whatever_is_no_file_of_tokens_is_refused_at_once(tmp_path: Path) -> None:
+    """A pipe that nobody writes to would hold up the start for ever, and a device never ends."""
+    pipe, folder, huge = tmp_path / "pipe", tmp_path / "folder", tmp_path / "huge"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    with huge.open("wb") as file:
+        file.truncate(1 << 40)
+    for path, why in ((pipe, "not a regular file"), (folder, "not a regular file"), (Path("/dev/zero"), "not a regular file"),
+                      (huge, "too long")):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=why):
+            watched(path)
+    link = tmp_path / "link"  # as Kubernetes mounts secrets
+    link.symlink_to(tokens_file(tmp_path, f"read bob {BOB}\n"))
+    assert watched(link).get().caller(BOB) is not None
+
+
+def test_doors_beyond_this_host_take_tokens_and_tls(tmp_path: Path) -> None:
+    for listen in ("0.0.0.0:7470", "[::]:7470", "store.example:7470"):
+        with pytest.raises(InvalidArgument, match="requires tokens"):
+            AdminConfig(listen=listen, allow_insecure_remote=True).check()
+        with pytest.raises(InvalidArgument, match="requires TLS"):
+            AdminConfig(listen=listen, tokens_file=tmp_path).check()
+        AdminConfig(listen=listen, tokens_file=tmp_path, allow_insecure_remote=True).check()
+        AdminConfig(listen=listen, tokens_file=tmp_path, tls=TlsSection(cert=tmp_path, key=tmp_path)).check()
+    with pytest.raises(InvalidArgument):
+        AdminConfig(listen="unix:/x").check()
+    for wrong in ({"timeout_ms": 0}, {"max_body_bytes": 1}, {"max_inflight": 0}):
+        with pytest.raises(ValidationError):
+            AdminConfig(**wrong)  # type: ignore[arg-type]
+
+
+async def test_roles(tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    change = {"url": "/v1/path-policy", "json": {"policy": "split"}}
+    async with served(tokens=tokens) as (client, counters):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {ALICE}"}, {"authorization": ALICE}):
+            answer = await client.get("/v1/nodes", headers=headers)
+            problem(answer, 401, "unauthenticated")
+            assert "bearer" in answer.headers["www-authenticate"].lower()
+        bob, alice = {"authorization": f"Bearer {BOB}"}, {"authorization": f"bearer  {ALICE}"}
+        problem(await client.put(**change, headers=bob), 403, "permission_denied")
+        problem(await client.delete("/v1/anything", headers=bob), 403, "permission_denied")
+        # let in, and only then nobody answers
+        problem(await client.get("/v1/nodes", headers=bob), 503, "unavailable")
+        problem(
+            await client.post("/v1/blocks/lookup", json={"namespace_id": "0" * 32, "keys": []}, headers=bob), 503, "unavailable"
+        )
+        problem(await client.put(**change, headers=alice), 503, "unavailable")
+        # public, whoever asks
+        assert (await client.get("/healthz")).json() == {"status": "ok"}
+        problem(await client.get("/readyz"), 503, "unavailable")
+        assert (await client.get("/v1/openapi.json")).status_code == 200
+        problem(await client.get("/metrics"), 401, "unauthenticated")
+        assert "kvstore_admin_requests_total" in (await client.get("/metrics", headers=bob)).text
+        assert counters.snapshot()["admin_errors_unauthenticated_total"] == 5
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvstore.audit"]
+    assert '"who": "alice"' in line
+    assert '"outcome": "unavailable"' in line
+    assert not any(token in record.getMessage() for record in caplog.records for token in (ALICE, BOB))
+
+
+async def test_without_tokens_pages_from_elsewhere_are_refused() -> None:
+    async with served() as (client, _):
+        problem(await client.get("/v1/nodes", headers={"host": "evil.example"}), 403, "permission_denied")
+        problem(await client.get("/v1/nodes", headers={"host": "127.0.0.1.evil.example:7470"}), 403, "permission_denied")
+        problem(await client.get("/v1/nodes", headers={"host": ""}), 403, "permission_denied")
+        problem(await client.get("/v1/nodes", headers={"origin": "http://evil.example"}), 403, "permission_denied")
+        problem(await client.get("/v1/nodes", headers={"origin": "null"}), 403, "permission_denied")
+        problem(await client.get("/v1/nodes", headers={"origin": "http://["}), 403, "permission_denied")
+        for host in ("127.0.0.1:7470", "localhost:7470", "[::1]:7470", "localhost"):
+            problem(await client.get("/v1/nodes", headers={"host": host, "origin": f"http://{host}"}), 503, "unavailable")
+
+
+async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(NOBODY.model_copy(update={"max_body_bytes": 1_024, "max_inflight": 1})) as (client, _):
+        lookup = {"url": "/v1/blocks/lookup", "headers": {"content-type": "application/json"}}
+        problem(await client.post(**lookup, content=b" " * 1_025), 413, "invalid_argument")
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield b" " * 512
+
+        problem(await client.post(**lookup, content=pieces()), 413, "invalid_argument")
+        problem(await client.post(**lookup, content=b"[" * 1_000), 400, "invalid_argument")
+        problem(await client.post(**lookup, content=b'{"namespace_id": NaN}'), 400, "invalid_argument")
+        monkeypatch.setattr("kvstore.admin.middleware.BODY_S", 0.05)
+        held = asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b"{"
+            held.set()
+            await asyncio.Event().wait()
+
+        late = asyncio.create_task(client.post(**lookup, content=slow()))
+        await held.wait()
+        refused = problem(await client.get("/v1/nodes"), 429, "capacity_exceeded")
+        assert refused["retryable"]
+        assert (await client.get("/healthz")).status_code == 200, "what is public has places of its own"
+        problem(await late, 504, "deadline_exceeded")
+        problem(await client.get("/v1/nodes"), 503, "unavailable")
+
+
+@asynccontextmanager
+async def listening(
+    tokens: WatchedFile[TokenTable], config: AdminConfig
+) -> AsyncIterator[tuple[str, int, Callable[[str], Awaitable[int]], Counters]]:
+    """A server on a real port; asks it for a path as the one who reads."""
+    counters = Counters()
+    rpc = StoreRpc(store_endpoint(config), counters)
+    app = make_app(rpc, config, tokens, counters)
+    door = http_server.bind("127.0.0.1:0", "test")
+    serving = asyncio.create_task(
+        http_server.serve(app, door, tls=None, stop_grace_s=1.0, ready_file=None, malformed=app.malformed)
+    )
+    host, port = door.getsockname()
+
+    async def ask(path: str) -> int:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            return (await client.get(path, headers={"authorization": f"Bearer {BOB}"})).status_code
+
+    try:
+        yield host, port, ask, counters
+    finally:
+        signal.raise_signal(signal.SIGTERM)
+        await serving
+        await rpc.close()
+
+
+def deaf(host: str, port: int, path: str) -> socket.socket:
+    """A connection that asks again and again and reads nothing."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    sock.connect((host, port))
+    sock.setblocking(False)
+    with suppress(BlockingIOError):
+        for _ in range(100):
+            sock.send(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode() * 100)
+    return sock
+
+
+async def still(counters: Counters) -> None:
+    """Until the server answers nobody any more."""
+    before = -1
+    while (now := counters.get("admin_requests_total")) != before or not now:
+        before = now
+        await asyncio.sleep(0.2)
+
+
+async def test_who_reads_no_answers_takes_no_places(tokens: WatchedFile[TokenTable]) -> None:
+    async with listening(tokens, NOBODY.model_copy(update={"max_inflight": 2})) as (host, port, ask, counters):
+        refused = [deaf(host, port, "/v1/nodes") for _ in range(4)]
+        await still(counters)
+        assert await ask("/v1/nodes") == 503, "let in, and the metadata server is not there"
+        public = [deaf(host, port, "/v1/openapi.json") for _ in range(4)]
+        await still(counters)
+        assert await ask("/v1/nodes") == 503, "what is public has places of its own"
+        for sock in (*refused, *public):
+            sock.close()
+
+
+async def test_who_takes_nothing_of_an_answer_is_left(tokens: WatchedFile[TokenTable], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.admin.middleware.TAKE_S", 0.1)
+    async with listening(tokens, NOBODY) as (host, port, ask, counters):
+        socks = [deaf(host, port, path) for path in ("/v1/nodes", "/v1/openapi.json")]
+        loop = asyncio.get_running_loop()
+        await still(counters)
+        for sock in socks:
+            with suppress(ConnectionError):
+                while await loop.sock_recv(sock, 1 << 16):
+                    pass  # what was on its way; then its end
+            sock.close()
+        assert counters.get("admin_answers_untaken_total") == 2
+        assert await ask("/healthz") == 200
+
+
+async def test_refused_changes_leave_a_line(
+    tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.admin.middleware._limited", LimitedLog(logging.getLogger("kvstore.admin.middleware")))
+    async with served(tokens=tokens) as (client, _):
+        await client.delete("/v1/nodes/a%0Ab")
+        await client.delete("/v1/nodes/a", headers={"authorization": f"Bearer {BOB}"})
+        await client.get("/v1/nodes")
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvstore.admin.middleware"]
+    assert len(lines) == 2
+    assert "none was given (request=DELETE /v1/nodes/a\\nb, peer=127.0.0.1:" in lines[0]
+    assert "'DELETE /v1/nodes/a' requires the role operator; this token is 'bob' (read)" in lines[1]
+
+
+async def test_nobody_waits_for_the_body_of_what_is_public() -> None:
+    async with served() as (client, _):
+        scope = {"type": "http", "method": "POST", "path": "/healthz", "headers": [], "query_string": b"", "http_version": "1.1"}
+        said: list[int] = []
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            said.append(message.get("status", 0))
+
+        app = client._transport.app  # type: ignore[attr-defined]
+        await asyncio.wait_for(
+            app({**scope, "raw_path": b"/healthz", "scheme": "http", "server": ("127.0.0.1", 7470)}, receive, send), 5
+        )
+        assert said[0] == 405
+
+
+async def test_of_a_million_errors_one_is_told() -> None:
+    async with served() as (client, _):
+        lookup = {"url": "/v1/blocks/lookup", "headers": {"content-type": "application/json"}}
+        for text in ('"tokens": [' + "-1," * 300_000 + "1]", '"keys": [' + '"x",' * 300_000 + '"x"]'):
+            answer = await client.post(**lookup, content=('{"namespace_id": "' + "0" * 32 + '", ' + text + "}").encode())
+            problem(answer, 400, "invalid_argument")
+            assert len(answer.content) < 4_096
+        fields = ", ".join(f'"f{number}": 1' for number in range(100_000))
+        answer = await client.post(**lookup, content=("{" + fields + "}").encode())
+        problem(answer, 400, "invalid_argument")
+        assert len(answer.content) < 4_096
+
+
+@pytest.mark.parametrize("path", ["/", "/healthz"])
+async def test_a_probe_may_ask_without_wanting_the_body(path: str) -> None:
+    async with served() as (client, _):
+        assert (await client.head(path)).status_code == (await client.get(path)).status_code == 200
+
+
+async def test_what_is_not_there_and_what_nobody_meant(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as (client, _):
+        problem(await client.get("/v1/nothing"), 404, "not_found")
+        refused = await client.delete("/v1/nodes")
+        problem(refused, 405, "unsupported")
+        assert refused.headers["allow"] == "GET"
+        everything = {"/v1/tenants/quota": "DELETE, GET, PUT", "/v1/path-policy": "GET, PUT", "/healthz": "GET, HEAD"}
+        for path, allowed in everything.items():
+            refused = await client.patch(path)
+            problem(refused, 405, "unsupported")
+            assert refused.headers["allow"] == allowed
+        problem(await client.get("/v1/nodes?limit=0"), 400, "invalid_argument")
+        problem(await client.get("/v1/nodes?limit=501"), 400, "invalid_argument")
+        problem(await client.get("/v1/nodes?cursor=%00"), 400, "invalid_argument")
+        problem(await client.get("/v1/blocks/xyz"), 400, "invalid_argument")
+        answer = await client.get("/v1/nodes", headers={"x-request-id": "mine-1"})
+        assert answer.headers["x-request-id"] == "mine-1"
+        answer = await client.get("/v1/nodes", headers={"x-request-id": "evil\tname"})
+        assert answer.headers["x-request-id"] != "evil\tname"
+
+    async def broken(*_: object) -> None:
+        raise RuntimeError("a secret of ours")
+
+    async with served() as (client, counters):
+        monkeypatch.setattr(StoreRpc, "nodes", broken)
+        problem(await client.get("/v1/nodes"), 500, "internal")
+        assert counters.snapshot()["admin_errors_internal_total"] == 1
+    middleware = AdminMiddleware(broken, NOBODY, None, Counters())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://127.0.0.1") as client:
+        body = problem(await client.get("/v1/nodes"), 500, "internal")
+    assert "secret" not in str(body)
+    assert "a secret of ours" in caplog.text, "the log has it"
+
+
+def test_cursors() -> None:
+    entries = [f"n{number}" for number in range(5)]
+    shown, cursor = page_of("nodes", entries, str, None, 2)
+    assert shown == ["n0", "n1"]
+    shown, cursor = page_of("nodes", [*entries, "n0a"], str, cursor, 2)
+    assert shown == ["n2", "n3"], "what came in before it moves nothing"
+    assert page_of("nodes", entries, str, cursor, 2) == (["n4"], None)
+    assert after("nodes", cursor_for("nodes", "a\udc80é")) == "a\udc80é"
+    for wrong in ("", "!", "bm90IGpzb24", cursor_for("volumes", "n1"), cursor_for("nodes", "x")[:-3], "W10", "é"):
+        with pytest.raises(InvalidArgument, match="cursor"):
+            after("nodes", wrong)
+
+
+def test_a_change_names_the_state_that_it_changes() -> None:
+    assert check_match('"split"', "split") == "split"
+    assert check_match('"a", "split"', "split") == "split"
+    assert check_match(" * ", "split") is None
+    for header, status in ((None, 428), ("", 428), ('"other"', 412), ('W/"split"', 412), ("split", 412)):
+        with pytest.raises(Refused) as refused:
+            check_match(header, "split")
+        assert refused.value.status == status

@@ -1,0 +1,40 @@
+"""What a server does by itself where the index refuses, and what it says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import CapacityExceeded
+from kvstore.index.lmdb import LmdbIndex
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership import maintenance as upkeep
+from kvstore.metadata.membership.maintenance import Maintenance
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+
+
+def no_room() -> None:
+    raise CapacityExceeded("no room on disk")
+
+
+async def test_a_full_disk_is_told_now_and_then_and_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "limited", LimitedLog(logging.getLogger(upkeep.__name__)), raising=False)
+    counters, index, thread = Counters(), LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20), IndexThread("test")
+    nodes = NodeTable(index, MonotonicClock(), 0.08, counters)
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=False, on_tick=[no_room])
+    tasks.start()
+    while counters.snapshot().get("metadata_maintenance_failures_total", 0) < 5:  # noqa: ASYNC110  # told by nobody
+        await asyncio.sleep(0.01)
+    await tasks.stop()
+    await thread.close()
+    index.close()
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
+    assert "no room on disk" in caplog.text

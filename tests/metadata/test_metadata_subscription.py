@@ -1,0 +1,337 @@
+"""``WatchBlocks`` over a real socket: what subscribers are told, when they must begin anew, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of
+
+from kvclient.events import BlockMirror
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1 import metadata_pb2_grpc
+from kvproto.v1.common_pb2 import BlockRun, Tier
+from kvstore.config.metadata import MetadataConfig
+from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable, Unsupported
+from kvstore.metadata.server import MetadataServer
+from kvstore.rpc.client import connect_aio
+from kvstore.rpc.errors import from_rpc_error
+from support.wait import wait_until_async
+
+KEYS = chain("a", 40)
+OTHERS = b"another-namespac"
+
+
+class Watch:
+    """One stream and the mirror that it makes."""
+
+    def __init__(self, channel: grpc.aio.Channel, request: pb.WatchBlocksRequest | None = None) -> None:
+        self.mirror = BlockMirror()
+        self.events: list[pb.BlockEvent] = []
+        self.reasons: list[int] = []
+        self.call = metadata_pb2_grpc.MetadataStub(channel).WatchBlocks(request or pb.WatchBlocksRequest(), timeout=60)
+        self.messages: AsyncIterator[pb.WatchBlocksResponse] = aiter(self.call)
+
+    async def read(self) -> pb.WatchBlocksResponse:
+        try:
+            message = await asyncio.wait_for(anext(self.messages), TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        self.mirror.apply(message)
+        if message.WhichOneof("what") == "resync":
+            self.reasons.append(message.resync.reason)
+        self.events += message.events.events
+        return message
+
+    async def complete(self) -> None:
+        while not self.mirror.complete:
+            await self.read()
+
+    async def held(self, expected: Sequence[bytes]) -> None:
+        """Reads until the mirror holds just these keys."""
+        while set(self.mirror) != set(expected):
+            await self.read()
+
+    async def served(self, volume: str, *, served: bool) -> None:
+        while {one.volume_id: one.served for one in self.mirror.volumes}[volume] != served:
+            await self.read()
+
+    def resumed(self, **more: object) -> pb.WatchBlocksRequest:
+        return pb.WatchBlocksRequest(feed_id=self.mirror.feed_id, sequence=self.mirror.sequence, **more)
+
+
+async def test_a_snapshot_then_what_happens(running: Running) -> None:
+    peer = running.peer()
+    await peer.register()
+    await peer.publish(peer.dram, run_of(KEYS, 0, 30))
+    await peer.publish(peer.nvme, run_of(KEYS, 0, 20))
+    watch = Watch(running.channel)
+    await watch.complete()
+    assert watch.reasons == [pb.RESYNC_REASON_ASKED]
+    assert [watch.mirror.place(key) for key in KEYS[:30]] == [(NAMESPACE, depth) for depth in range(30)]
+    assert [[volume.volume_id for volume in watch.mirror.holders(key)] for key in (KEYS[0], KEYS[29])] == [
+        [peer.dram, peer.nvme],
+        [peer.dram],
+    ]
+    watch.events.clear()
+    await peer.publish(peer.dram, run_of(KEYS, 30))
+    await watch.held(KEYS)
+    (stored,) = [event.stored for event in watch.events if event.HasField("stored")]
+    assert (stored.runs[0].parent, stored.runs[0].depth, stored.runs[0].keys) == (KEYS[29], 30, b"".join(KEYS[30:]))
+    await peer.send(peer.batch(peer.dram, removed=[*KEYS[20:], b"never held......"]))
+    await watch.held(KEYS[:20])
+    (removed,) = [event.removed for event in watch.events if event.HasField("removed")]
+    assert removed.namespace_id == NAMESPACE
+    assert removed.keys == b"".join(KEYS[20:])  # not what was not there
+    assert [volume.volume_id for volume in watch.mirror.holders(KEYS[0])] == [peer.dram, peer.nvme]
+
+
+async def test_death_is_one_event_a_volume(running: Running) -> None:
+    peer = running.peer()
+    await peer.register()
+    long = chain("long", 5_000)
+    for start in range(0, 5_000, 1_000):
+        await peer.publish(peer.dram, run_of(long, start, start + 1_000), sync_end=True)
+    await peer.publish(peer.nvme, run_of(KEYS), sync_end=True)
+    watch = Watch(running.channel)
+    await watch.complete()
+    assert len(watch.mirror) == 5_040
+    watch.events.clear()
+    running.clock.advance(1.0)  # it is silent
+    await watch.served(peer.dram, served=False)
+    assert watch.mirror.holders(KEYS[0]) == watch.mirror.holders(long[0]) == []
+    assert len(watch.mirror) == 5_040
+    await peer.beat()
+    await watch.served(peer.dram, served=True)
+    await watch.served(peer.nvme, served=True)
+    assert [volume.tier for volume in watch.mirror.holders(KEYS[0])] == [Tier.TIER_NVME]
+    assert {event.WhichOneof("what") for event in watch.events} == {"served"}  # nothing is told again
+    watch.events.clear()
+    peer.reboot()  # what it had in DRAM is gone with it; what it has on NVMe stays until it is told anew
+    await peer.register()
+    await watch.held(KEYS)
+    assert [event.WhichOneof("what") for event in watch.events].count("closed") == 1
+    assert not any(event.HasField("removed") for event in watch.events)
+    await peer.publish(peer.nvme, run_of(KEYS, 0, 10), sync_end=True)
+    await watch.held(KEYS[:10])
+    assert not any(event.HasField("removed") for event in watch.events)
+    assert {volume.boot_id for volume in watch.mirror.volumes} == {peer.boot_id}
+
+
+async def test_a_lost_stream_goes_on_where_it_was(running: Running) -> None:
+    peer = running.peer()
+    await peer.register()
+    await peer.publish(peer.dram, run_of(KEYS, 0, 10))
+    watch = Watch(running.channel)
+    await watch.complete()
+    await watch.served(peer.dram, served=True)
+    watch.call.cancel()
+    await peer.publish(peer.dram, run_of(KEYS, 10))
+    await peer.send(peer.batch(peer.dram, removed=KEYS[35:]))
+    again = Watch(running.channel, watch.resumed())
+    again.mirror = watch.mirror
+    assert (await again.read()).HasField("resumed")
+    await again.held(KEYS[:35])
+    assert again.reasons == []
+    assert not any(event.HasField("held") for event in again.events)
+
+
+async def test_what_is_gone_and_what_is_of_another_count_begins_anew(running: Running) -> None:
+    peer = running.peer()
+    await peer.register()
+    await peer.publish(peer.dram, run_of(KEYS))
+    watch = Watch(running.channel)
+    await watch.complete()
+    request = watch.resumed()
+    ahead, foreign = watch.resumed(), watch.resumed()
+    ahead.sequence += 1_000_000
+    foreign.feed_id = b"?" * 16
+    watch.call.cancel()
+    assert running.server.event_log is not None
+    running.server.event_log.ring_bytes = 1
+    await peer.publish(peer.dram, run_of(chain("b", 5)))
+    for wanted, reason in (
+        (request, pb.RESYNC_REASON_GONE),
+        (ahead, pb.RESYNC_REASON_GONE),
+        (foreign, pb.RESYNC_REASON_RESTARTED),
+    ):
+        anew = Watch(running.channel, wanted)
+        await anew.complete()
+        assert anew.reasons == [reason]
+        assert set(anew.mirror) == {*KEYS, *chain("b", 5)}
+    counted = await peer.counters()
+    assert [counted[f"metadata_watch_resyncs_{why}_total"] for why in ("asked", "gone", "restarted")] == [1, 2, 1]
+
+
+async def test_a_key_that_is_stored_at_its_own_place_leaves_the_one_that_was_a_slip(running: Running) -> None:
+    peer, other = running.peer(), running.peer("host-2")
+    slip = BlockRun(namespace_id=NAMESPACE, depth=0, keys=b"".join(KEYS[20:]))
+    for each in (peer, other):
+        await each.register()
+        await each.publish(each.dram, slip)
+    watch, theirs = Watch(running.channel), Watch(running.channel, pb.WatchBlocksRequest(node_ids=["host-2"]))
+    for each in (watch, theirs):
+        await each.complete()
+        assert each.mirror.place(KEYS[20]) == (NAMESPACE, 0)
+    await peer.publish(peer.dram, run_of(KEYS, 0, 20))
+    await peer.publish(peer.dram, run_of(KEYS, 20))
+    while watch.mirror.place(KEYS[39]) != (NAMESPACE, 39):
+        await watch.read()
+    assert [watch.mirror.place(key) for key in KEYS] == [(NAMESPACE, depth) for depth in range(40)]
+    assert {volume.node_id for volume in watch.mirror.replicas(KEYS[20])} == {"host-1"}
+    await theirs.held([])  # though the change was another node's
+
+
+async def test_filters(running: Running) -> None:
+    peer, other = running.peer(), running.peer("host-2")
+    for each in (peer, other):
+        await each.register()
+        await each.publish(each.dram, run_of(KEYS, 0, 10))
+        await each.publish(each.nvme, run_of(chain("o", 5), namespace=OTHERS))
+    watches = {
+        "node": Watch(running.channel, pb.WatchBlocksRequest(node_ids=["host-2"])),
+        "tier": Watch(running.channel, pb.WatchBlocksRequest(tiers=[Tier.TIER_NVME])),
+        "namespace": Watch(running.channel, pb.WatchBlocksRequest(namespace_ids=[OTHERS])),
+    }
+    for watch in watches.values():
+        await watch.complete()
+    for each in (peer, other):
+        await each.publish(each.dram, run_of(KEYS, 10, 12))
+        await each.publish(each.nvme, run_of(chain("p", 3), namespace=OTHERS))
+        await each.send(each.batch(each.nvme, removed=chain("o", 5)[4:]))
+    their = [*chain("o", 5)[:4], *chain("p", 3)]
+    await watches["node"].held([*KEYS[:12], *their])
+    await watches["tier"].held(their)
+    await watches["namespace"].held(their)
+    assert {volume.node_id for volume in watches["node"].mirror.volumes} == {"host-2"}
+    assert {volume.tier for volume in watches["tier"].mirror.volumes} == {Tier.TIER_NVME}
+    assert len(watches["namespace"].mirror.volumes) == 4
+    # the one that wants nothing of what happens is told how far it is, and can resume from there
+    nobody = Watch(running.channel, pb.WatchBlocksRequest(node_ids=["nobody"]))
+    await nobody.complete()
+    before = nobody.mirror.sequence
+    await peer.publish(peer.dram, run_of(KEYS, 12, 13))
+    message = await nobody.read()
+    assert not message.events.events
+    assert nobody.mirror.sequence > before
+
+
+async def test_a_subscriber_that_never_reads_holds_nothing_and_begins_anew(tmp_path: Path) -> None:
+    config = MetadataConfig(
+        index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=256 << 20, events_memory_bytes=1 << 20
+    )
+    server = MetadataServer(config)
+    address = await server.start()
+    try:
+        # a window that does not grow, so that less is needed to fill it
+        narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536), ("grpc.use_local_subchannel_pool", 1)]
+        async with connect_aio(address) as channel, grpc.aio.insecure_channel(address, options=narrow) as slow_channel:
+            peer = Peer(channel)
+            await peer.register()
+            slow, quick = Watch(slow_channel), Watch(channel)
+            await slow.complete()
+            await quick.complete()
+            feed = server.event_log
+            assert feed is not None
+            keys = chain("many", 120_000)  # more than ring and window hold
+            for start in range(0, len(keys), 20_000):
+                await peer.publish(peer.dram, run_of(keys, start, start + 20_000))
+                assert feed.held_bytes <= 1 << 20
+                while keys[start] not in quick.mirror:
+                    await quick.read()
+            assert quick.reasons == [pb.RESYNC_REASON_ASKED]
+            while len(slow.mirror) < len(keys) or not slow.mirror.complete:
+                await slow.read()
+            assert slow.reasons == [pb.RESYNC_REASON_ASKED, pb.RESYNC_REASON_SLOW]
+            assert (await peer.counters())["metadata_watch_resyncs_slow_total"] == 1
+    finally:
+        await server.stop(0.0)
+
+
+async def test_without_subscribers_nothing_is_kept(running: Running) -> None:
+    peer = running.peer()
+    await peer.register()
+    feed = running.server.event_log
+    assert feed is not None
+    await peer.publish(peer.dram, run_of(KEYS, 0, 10))
+    assert feed.held_bytes == 0
+    watch = Watch(running.channel)
+    await watch.complete()
+    await peer.publish(peer.dram, run_of(KEYS, 10, 20))
+    assert feed.held_bytes > 0
+    watch.call.cancel()
+
+    async def left() -> bool:
+        return feed.subscribers == 0
+
+    await wait_until_async(left)
+    await peer.publish(peer.dram, run_of(KEYS, 20, 30))  # it may only have been restarted
+    assert feed.held_bytes > 0
+    sequence = watch.resumed()
+    sequence.sequence = feed.sequence  # nothing has happened since
+    running.clock.advance(3_600.0)
+
+    async def let_go() -> bool:
+        return feed.held_bytes == 0
+
+    await wait_until_async(let_go)
+    late = Watch(running.channel, sequence)
+    await late.complete()
+    assert late.reasons == [pb.RESYNC_REASON_GONE]  # who fell silent meanwhile was not told
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.WatchBlocksRequest(feed_id=b"short"),
+        pb.WatchBlocksRequest(namespace_ids=[b"short"]),
+        pb.WatchBlocksRequest(namespace_ids=[NAMESPACE] * 1_025),
+        pb.WatchBlocksRequest(node_ids=["n"] * 1_025),
+        pb.WatchBlocksRequest(node_ids=[""]),
+        pb.WatchBlocksRequest(node_ids=["a\nb"]),
+        pb.WatchBlocksRequest(tiers=[Tier.TIER_UNSPECIFIED]),
+    ],
+)
+async def test_malformed_requests_are_refused(running: Running, request_: pb.WatchBlocksRequest) -> None:
+    with pytest.raises(InvalidArgument):
+        await Watch(running.channel, request_).read()
+    assert running.server.event_log is not None
+    assert running.server.event_log.subscribers == 0
+
+
+async def test_subscribers_have_a_bound(tmp_path: Path) -> None:
+    server = MetadataServer(MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", max_subscribers=2))
+    address = await server.start()
+    try:
+        async with connect_aio(address) as channel:
+            watches = [Watch(channel), Watch(channel)]
+            for watch in watches:
+                await watch.complete()
+            with pytest.raises(CapacityExceeded):
+                await Watch(channel).read()
+            watches[0].call.cancel()
+
+            async def room() -> bool:
+                return server.event_log is not None and server.event_log.subscribers == 1
+
+            await wait_until_async(room)
+            await Watch(channel).complete()
+            await server.stop(30.0)  # a graceful end does not wait for streams that have none
+            with pytest.raises(Unavailable):
+                await watches[1].held([b"never"])
+    finally:
+        await server.stop(0.0)
+
+
+async def test_several_workers_would_each_know_a_part(tmp_path: Path) -> None:
+    server = MetadataServer(MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", workers=2))
+    address = await server.start()
+    try:
+        async with connect_aio(address) as channel:
+            with pytest.raises(Unsupported):
+                await Watch(channel).read()
+    finally:
+        await server.stop(0.0)
