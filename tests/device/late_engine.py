@@ -1,4 +1,4 @@
-"""A vLLM worker as its device sees it: steps are asked for, never waited for, and what attention read is looked at in the end."""
+"""A vLLM worker as its device sees it: steps are enqueued and never waited for; attention's reads are checked at the end."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ STAGING = 3 * PAGE_BYTES
 
 
 def written(number: int, layer: int) -> torch.Tensor:
-    """What the model computes for a block, in one layer."""
+    """Output of the model for a block, in one layer."""
     return torch.full((HEADS, BLOCK, CONTENT), 100.0 * number + layer + 1)
 
 
 class Engine:
-    """What vLLM's worker does: it asks the device for steps, never waits for it, and looks at what attention read at the end."""
+    """Simulates vLLM's worker: enqueues steps without waiting, and checks at the end what attention read."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Engine:
         self.device.run(work)
 
     def attend(self, pages: Sequence[int], numbers: Sequence[int], layer: int) -> None:
-        """Attention reads pages; what is not what it should be is noted."""
+        """Attention reads pages; wrong bytes are recorded."""
 
         def work() -> None:
             for page, number in zip(pages, numbers, strict=True):
@@ -117,7 +117,7 @@ class Engine:
         self.side.end_forward(StepPlan(chain=self.chain, stores=jobs, has_tokens=True))
 
     def stored(self, jobs: int = 1) -> set[int]:
-        """Waits for the answers of so many stores; those that failed."""
+        """Wait for the results of a number of stores; returns the failed ones."""
         done: dict[int, int] = {}
         failed: set[int] = set()
 
@@ -175,14 +175,14 @@ class Engine:
         return self.side.take_completions(StepPlan(has_tokens=True), set()).missing
 
     def read_back(self, numbers: Sequence[int]) -> np.ndarray:
-        """What the store holds of blocks, read by a client that has no device."""
+        """Blocks in the store, read by a client without a device."""
         keys = self.keys(numbers)
         rows = np.zeros((len(numbers), LAYERS, self.spec.layer_block_bytes), np.uint8)
         assert self.side.clients[0].load(keys, rows).hit_blocks == len(numbers)
         return rows
 
     def settled(self) -> list[str]:
-        """All that was asked of the device is done: what attention read wrongly."""
+        """Run all enqueued work; returns the wrong reads of attention."""
         self.device.run_all()
         return self.wrong
 
@@ -192,6 +192,6 @@ class Engine:
 
 
 def rows_of(numbers: Sequence[int]) -> np.ndarray:
-    """Blocks as the store should hold them: pages lie tokens first."""
+    """Expected blocks in the store: pages are tokens first."""
     layers = [[written(number, layer).transpose(0, 1).contiguous() for layer in range(LAYERS)] for number in numbers]
     return np.stack([np.stack([one.numpy().view(np.uint8).reshape(-1) for one in block]) for block in layers])

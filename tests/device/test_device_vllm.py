@@ -52,7 +52,7 @@ def engines(cluster: LocalCluster) -> Iterator[Callable[..., Engine]]:
 
 
 def life(engine: Engine) -> tuple[list[str], bool]:
-    """Stores, loads both ways, into pages that others have just used: what was read wrongly, and whether the store is right."""
+    """Store and load both ways, into recently used pages. Returns wrong reads, and whether the store is right."""
     engine.step([3, 4, 5, 6, 7], FIRST, save=True)
     engine.step([8, 9, 10], SECOND, save=True)
     assert engine.stored(2) == set()
@@ -111,7 +111,7 @@ def no_follow(pages: Any) -> None:
 
 
 def no_drain(pages: Any) -> None:
-    """A load is said to have ended while its copies go on."""
+    """A load is reported as ended during its copies."""
     pages.setattr(DeviceBlocks, "drain", lambda _: None)
 
 

@@ -1,4 +1,4 @@
-"""Pages of vLLM's on a device: what is refused at start, and what becomes of loads and stores that fail. See ``late_engine``."""
+"""vLLM's pages on a device: rejected layouts, and failed loads and stores. See ``late_engine``."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_no_memory_for_staging_is_a_miss(make: Callable[..., Engine], monkeypatc
 
 @pytest.mark.parametrize("fenced", [True, False])
 def test_late_copies_are_never_visible(fenced: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load's copies do not end in time: its pages are others' then, who compute behind them, whenever that is."""
+    """A load's copies do not end in time: other requests reuse its pages, and compute after the late copies."""
     engine = make(ComputingDevice(1, "compute"))
     monkeypatch.setattr(copier_module, "COMPUTE_S", 0.2)
     job = engine.job(PAGES, FIRST, layerwise=False)
@@ -304,7 +304,7 @@ def test_handoff_with_hung_step_is_abandoned(make: Callable[..., Engine]) -> Non
 
 
 def test_layer_without_wait_fails_the_load(make: Callable[..., Engine]) -> None:
-    """As in a step that a captured graph runs, which calls nobody."""
+    """A step that runs a captured graph never calls ``wait_layer``."""
     engine = make(ComputingDevice(1))
     job = engine.job(PAGES, FIRST, layerwise=True)
     engine.side.begin_loads(StepPlan(chain=engine.chain, loads=[job], has_tokens=True))
