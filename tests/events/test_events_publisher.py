@@ -14,7 +14,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import BlockRun, Tier
 from kvstore.config.events import EventsConfig
 from kvstore.core.errors import InvalidArgument, Unavailable
-from kvstore.events.publisher import Publisher
+from kvstore.events.publisher import EventPublisher
 from kvstore.events.translation import Translator, last_eight_bytes
 from kvstore.observe.counters import Counters
 from kvstore.testing.index.model import Chain
@@ -35,7 +35,7 @@ class Source:
         ).model_copy(update=settings)
         self.mirror = BlockMirror()
         self.counters = Counters()
-        self.publisher = Publisher(config, Translator(last_eight_bytes, {NAMESPACE: 64}.__getitem__), self.counters)
+        self.publisher = EventPublisher(config, Translator(last_eight_bytes, {NAMESPACE: 64}.__getitem__), self.counters)
         self.tell(pb.WatchBlocksResponse(resync=pb.Resync(feed_id=b"f" * 16, reason=pb.RESYNC_REASON_ASKED)))
         volume = pb.VolumeOpened(volume=1, volume_id="v", node_id="n", tier=Tier.TIER_DRAM, boot_id=b"b" * 16, served=True)
         self.tell(pb.WatchBlocksResponse(events=pb.BlockEvents(events=[pb.BlockEvent(opened=volume)])))
@@ -98,7 +98,7 @@ def test_a_publisher_that_was_started_again_leaves_a_gap_that_is_replayed() -> N
         made.store(0, 3)
         one.last, one.believed = 41, {("what another publisher told", "CPU")}
         while one.believed != blocks(0, 1, 2):
-            made.publisher.beat()  # nothing happens
+            made.publisher.heartbeat()  # nothing happens
             one.read()
         assert one.replays == 1
 
@@ -184,7 +184,7 @@ def test_it_connects_to_a_router_that_binds() -> None:
     sub.subscribe("")
     port = sub.bind_to_random_port("tcp://127.0.0.1")
     config = EventsConfig(metadata="127.0.0.1:7400", zmq=f"tcp://127.0.0.1:{port}", connect=True)
-    publisher = Publisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())
+    publisher = EventPublisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())
     try:
         for _ in range(2_000):  # until the connection is there
             publisher._publish([])
@@ -221,4 +221,4 @@ def test_a_taken_endpoint_is_said() -> None:
     with source() as made:
         config = EventsConfig(metadata="127.0.0.1:7400", zmq=made.publisher.endpoint)
         with pytest.raises(Unavailable):
-            Publisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())
+            EventPublisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())

@@ -1,7 +1,7 @@
 """Tenants on this node: what each holds here, and how much of its quota this node may give it.
 
 A quota holds for the whole cluster; the metadata server tells each node its *share* with every heartbeat
-(``kvstore.metadata.retention.quotas``). Here the shares are kept: a store beyond it makes its own tenant's coldest blocks
+(``kvstore.metadata.retention.quota_shares``). Here the shares are kept: a store beyond it makes its own tenant's coldest blocks
 leave, and is skipped as far as none can; where room is needed, tenants over their share give first; and who is over it for
 another reason (a share that became smaller, loads, which are never refused for it) is brought down soon after.
 No engine sees an error of it.
