@@ -18,8 +18,8 @@ Verify = Literal["auto", "always", "never"]
 """When the client verifies checksums of what it loads.
 
 ``auto``: bytes that came over a wire to this process. Bytes in the local node's arena were verified by the node if they came from
-a wire or a disk, and are verified here if others than that node may write to its arena (``node.nixl``). ``always``: also after the
-copy out of the arena. ``never``: not even over a wire (benchmarks).
+a wire or a disk, and are verified here only if others than the node may write to its arena (``node.nixl``). ``always``: also
+after the copy out of the arena. ``never``: not even over a wire (benchmarks).
 """
 
 VERIFY_CHOICES: tuple[Verify, ...] = ("auto", "always", "never")

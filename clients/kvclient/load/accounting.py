@@ -1,7 +1,7 @@
 """Hit accounting: every requested block is a hit, by path and tier, or a miss, for one reason.
 
-Requested blocks are those that a lookup did not find and those that a load was to bring: an engine that looks up a prompt and then
-loads what was found has requested each block once. A repeated lookup requests the blocks again. Tokens are blocks times the
+Requested blocks are those that a lookup did not find and those that a load was to bring: an engine that looks up a prompt and
+then loads what was found has requested each block once. A repeated lookup requests the blocks again. Tokens are blocks times the
 namespace's ``block_tokens``.
 """
 

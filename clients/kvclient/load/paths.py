@@ -90,7 +90,7 @@ def largest_ranges(ranges: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int
 
 
 def plan_from_proto(answer: metadata_pb2.LoadPlan, blocks: int) -> Plan:
-    """Return a plan for all blocks (or for none, by the oracle policy). It is checked, because it decides where bytes are written.
+    """Return a plan for all blocks (or for none, by the oracle policy), checked: it decides where bytes are written.
 
     Raises:
         Internal: parts that overlap, leave blocks out, or are outside the request.
