@@ -24,9 +24,9 @@ from typing import Literal, NamedTuple, get_args
 from kvclient.hbm.pool_state import PoolState
 from kvclient.memory.device_buffer import DeviceHung
 from kvclient.memory.engine_pool import StoredVolume
+from kvstore.config.node import MountSection
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, Outcome
-from kvstore.node.config import MountConfig
 from kvstore.node.loads.mounts import Answers, Mount
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import Slot
@@ -170,7 +170,7 @@ class GdsReader:
                     return
             if kvikio is not None:
                 self._register(kvikio)
-            config = MountConfig(volume.volume_id, volume.path)
+            config = MountSection(volume=volume.volume_id, path=volume.path)
             mount = Mount(
                 config,
                 io_threads=self._in_flight,
@@ -178,9 +178,9 @@ class GdsReader:
                 clock=parts.clock,
                 gds=kvikio,
                 places=False,
-                rest_s=REST_S,
+                backoff_s=REST_S,
             )
-            mount.catch_up_soon()  # opens it; the mount is in use until then
+            mount.begin_catch_up()  # opens it; the mount is in use until then
             with self._lock:
                 closed = self._closed
                 self._disks[volume].status = status
@@ -253,7 +253,7 @@ class GdsReader:
                 if answers is not None:
                     pending.ended()
                     if all(outcome is Outcome.MISS for outcome, _ in answers):
-                        mount.catch_up_soon()  # the volume may have been replaced
+                        mount.begin_catch_up()  # the volume may have been replaced
             for at, (outcome, checksums) in zip(positions, answers or (), strict=False):
                 rows[at] = checksums if outcome is Outcome.HIT else b""
 

@@ -1,4 +1,4 @@
-"""What a node shows beside its totals: how full it is, what waits, what its links carried."""
+"""Gauges of a node: fill of volumes, queues, and traffic of its links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.core.errors import Unsupported
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.node.control.drain import Drainer
-from kvstore.node.publish.health import Troubles
+from kvstore.node.publish.health import HealthReporter
 from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.table import BlockTable
@@ -26,11 +26,10 @@ _NET_DEV: Final = Path("/proc/self/net/dev")
 
 
 class Links:
-    """The NICs that hold the addresses of a node's data planes.
+    """The NICs with the addresses of a node's data planes.
 
     Args:
-        networks: address of the data plane on each network. One that listens everywhere, or whose interface the kernel does not
-            name, is left out.
+        networks: address of the data plane per network. Wildcard addresses, and those without a known interface, are left out.
     """
 
     def __init__(self, networks: Mapping[str, str]) -> None:
@@ -39,24 +38,24 @@ class Links:
             with suppress(Unsupported, ValueError):
                 self._interfaces[network] = interface_of(address.rpartition(":")[0].strip("[]"))
 
-    def carried(self) -> dict[str, tuple[int, int]]:
-        """Network -> bytes received and sent, all traffic, since the host's start."""
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Return bytes received and sent per network since the host booted, of all traffic."""
         known = _interface_bytes() if self._interfaces else {}
         return {network: known[interface] for network, interface in self._interfaces.items() if interface in known}
 
 
 class NodeGauges:
-    """Read at each scrape.
+    """The gauges, read at each scrape.
 
     Args:
-        table: the blocks and their volumes.
-        sessions: the engines.
-        replica_log: what the index is still to be told.
-        buffers: staging buffers by name.
-        registered: whether the metadata server answers.
-        links: the NICs of its data planes.
-        drainer: how far it is, where the node drains.
-        troubles: what fails.
+        table: the blocks and volumes.
+        sessions: sessions of engines.
+        replica_log: changes that wait to be published.
+        buffers: staging budgets by name.
+        registered: whether the metadata server accepts heartbeats.
+        links: the NICs of the data planes.
+        drainer: progress of a drain.
+        health: problems of the node.
         process_stall: how long the process did not run.
     """
 
@@ -69,11 +68,11 @@ class NodeGauges:
         registered: Callable[[], bool],
         links: Links,
         drainer: Drainer,
-        troubles: Troubles,
+        health: HealthReporter,
         process_stall: ProcessStallDetector,
     ) -> None:
         self._process_stall = process_stall
-        self._troubles = troubles
+        self._health = health
         self._drainer = drainer
         self._table = table
         self._sessions = sessions
@@ -84,9 +83,7 @@ class NodeGauges:
 
     def __call__(self) -> Iterator[Sample]:
         yield Sample("build_info", 1, {"version": kvstore.__version__})
-        read_only = {
-            node_volume.volume_id for node_volume in self._table.node_volumes if self._troubles.why_no_blocks(node_volume)
-        }
+        read_only = {node_volume.volume_id for node_volume in self._table.node_volumes if self._health.why_read_only(node_volume)}
         stalled = {node_volume.volume_id for node_volume in self._table.node_volumes if node_volume.guard.stalled}
         for volume in (self._table.dram, *(node_volume.volume for node_volume in self._table.node_volumes)):
             labels = {"volume": str(volume.volume_id), "tier": volume.tier.name.lower()}
@@ -101,7 +98,7 @@ class NodeGauges:
         yield Sample("node_blocks", blocks)
         yield Sample("node_write_behind_waiting_blocks", waiting)
         yield Sample("node_publish_waiting_events", self._log.waiting())
-        yield Sample("node_publish_failing_seconds", self._troubles.publish_failing_s())
+        yield Sample("node_publish_failing_seconds", self._health.publish_failing_s())
         yield Sample("node_registered", int(self._registered()))
         yield Sample("node_process_stalled_seconds_total", self._process_stall.stalled_s)
         drain = self._drainer.progress()
@@ -115,13 +112,13 @@ class NodeGauges:
         yield from self._networks()
 
     def _networks(self) -> Iterator[Sample]:
-        for network, (received, sent) in self._links.carried().items():
+        for network, (received, sent) in self._links.traffic().items():
             yield Sample("network_bytes_total", received, {"network": network, "direction": "received"})
             yield Sample("network_bytes_total", sent, {"network": network, "direction": "sent"})
 
 
 def _interface_bytes() -> dict[str, tuple[int, int]]:
-    """Bytes received and sent by each interface of this network namespace."""
+    """Return bytes received and sent per interface of this network namespace."""
     found = {}
     for line in _NET_DEV.read_text().splitlines():
         name, colon, fields = line.partition(":")

@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 import kvstore
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
-from kvstore.router.config import Role
 from kvstore.router.context import RouterContext
+from kvstore.router.engines import Role
 from kvstore.router.placement.placement import Placement
 from kvstore.router.prompts.prompt_facts import PromptReader
 from kvstore.router.prompts.request_body import CHAT, COMPLETIONS, parse_body
