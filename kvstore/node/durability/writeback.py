@@ -194,18 +194,18 @@ class LocalTarget:
 
     def _evict(self, node_volume: NodeVolume | None, victims: Sequence[Block]) -> bool:
         """Evict victims from their volumes. False: those on ``node_volume`` could not be evicted."""
-        remaining = True
+        evicted = True
         for each in self._table.node_volumes:
             theirs = [block for block in victims if block.nvme_volume is each]
             try:
                 evict_from_volume(self._table, each, theirs)
             except VolumeStalled as error:
                 self._stalled(each, error)
-                remaining = remaining and each is not node_volume
+                evicted = evicted and each is not node_volume
             except (OSError, KVStoreError) as error:
                 self._back_off(each, error)
-                remaining = remaining and each is not node_volume
-        return remaining
+                evicted = evicted and each is not node_volume
+        return evicted
 
     def _stalled(self, node_volume: NodeVolume, error: VolumeStalled) -> None:
         """Count a stall. The volume's guard refuses writes until it answers, so no back-off is needed."""
