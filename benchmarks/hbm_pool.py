@@ -16,7 +16,7 @@ import torch
 import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import CacheSpec
-from kvclient.call.operation import Operation
+from kvclient.call.scope import CallScope
 from kvclient.hbm import HbmPool
 from kvclient.hbm.tensors import until_done
 from kvstore.core.buffers import DenseBlocks
@@ -58,7 +58,7 @@ def measure(options: Options, device: str, layer_block_bytes: int, blocks: int) 
 
         def fetched() -> None:
             buffer = DenseBlocks(out.numpy())
-            assert near.fetch(chains[next(turn) % CHAINS], buffer, Operation(clock, 60.0), verify=False) == per_chain
+            assert near.fetch(chains[next(turn) % CHAINS], buffer, CallScope.after(60.0, clock), verify=False) == per_chain
 
         def one_copy() -> None:
             out.copy_(plain)

@@ -21,8 +21,7 @@ import numpy as np
 import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import KVClient
-from kvclient.call.operation import Operation
-from kvclient.load.accounting import LoadAccounts
+from kvclient.load.accounting import HitAccounting, LoadTrace
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored
@@ -60,11 +59,11 @@ def without(what: str) -> Iterator[None]:
 
     with ExitStack() as stack:
         if what == "spans":
-            stack.enter_context(mock.patch("kvclient.client.named_request", nothing))
-            stack.enter_context(mock.patch("kvclient.client.tracing.span", nothing))
+            stack.enter_context(mock.patch("kvclient.load.load.named_request", nothing))
+            stack.enter_context(mock.patch("kvclient.load.load.tracing.span", nothing))
         else:
-            stack.enter_context(mock.patch.object(LoadAccounts, "account", nothing))
-            stack.enter_context(mock.patch.object(Operation, "phase", nothing))
+            stack.enter_context(mock.patch.object(HitAccounting, "account", nothing))
+            stack.enter_context(mock.patch.object(LoadTrace, "phase", nothing))
         yield
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient import KVClient
-from kvclient.handoff.sender import AwaitedPrompt
+from kvclient.handoff.receiver import PromptReceiver
 from kvstore.core.types import BlockKey
 from kvstore.engine.roofline import EngineModel
 from kvstore.workload.payload import Payloads
@@ -110,7 +110,7 @@ class DecodeEngine:
         keys = self._chains.keys(command["agent"], command["run"], full)
         return Sequence(command["id"], keys, command["prompt"] + 1, last)
 
-    def _await(self, command: dict[str, Any], keys: list[BlockKey], awaited: AwaitedPrompt) -> None:
+    def _await(self, command: dict[str, Any], keys: list[BlockKey], awaited: PromptReceiver) -> None:
         """In a thread: the prompt arrives, is taken out of the host's memory and checked."""
         try:
             sequence = self._sequence(command)

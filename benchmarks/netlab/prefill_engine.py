@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient import KVClient, Lookup, Paths
-from kvclient.handoff.sender import Handoff
+from kvclient.handoff.sender import PromptSender
 from kvclient.load.layerwise import LoadHandle
 from kvstore.core.types import BlockKey
 from kvstore.engine.roofline import EngineModel, PrefillChunk
@@ -221,7 +221,7 @@ class PrefillEngine:
                 layer, job.first_s = layer + 1, end_s
             ready_s = job.first_s
 
-    def _push(self, job: Job, handoff: Handoff, computed: queue.SimpleQueue[int | None]) -> None:
+    def _push(self, job: Job, handoff: PromptSender, computed: queue.SimpleQueue[int | None]) -> None:
         while (layer := computed.get()) is not None:
             handoff.put_layer(layer, self._layer(job, layer))
 
@@ -237,11 +237,11 @@ class PrefillEngine:
         variant = self._variant
         return Paths(decode_node=job.decode, policy=variant["policy"], layer_group=variant["layer_group"])
 
-    def _hand_over(self, job: Job) -> Handoff:
+    def _hand_over(self, job: Job) -> PromptSender:
         tail = bool(job.prompt % self._block_tokens)
         return self._client.begin_handoff(job.keys, job.decode, tail=tail, deadline_s=DEADLINE_S)
 
-    def _commit(self, job: Job, handoff: Handoff) -> None:
+    def _commit(self, job: Job, handoff: PromptSender) -> None:
         job.sent = handoff.bytes_sent_a_layer * self._client.spec.layers
         result = handoff.commit()
         for _ in range(_AGAIN):  # as engines do: only what the decode host lacks travels

@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from kvclient.call.execution import Call, Result
+from kvclient.call.execution import PreparedCall, Result
 from kvclient.client import Keys, KVClient
 from kvclient.load.paths import Paths
 from kvclient.options import ClientOptions, Verify
@@ -73,7 +73,7 @@ class AsyncKVClient:
         paths: Paths | None = None,
     ) -> LoadResult:
         """As ``KVClient.load``."""
-        return await self._run(self.blocking.load_call(what, buffer, deadline_s, verify, parent, depth, None, paths))
+        return await self._run(self.blocking.load_call(what, buffer, deadline_s, verify, parent, depth, paths))
 
     async def store(
         self,
@@ -109,13 +109,13 @@ class AsyncKVClient:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
-    async def _run(self, call: Call[R]) -> R:
+    async def _run(self, call: PreparedCall[R]) -> R:
         """Waits for a call in a thread. A cancellation stops the call first, and only then goes on."""
-        running = asyncio.wrap_future(self.blocking.caller.later(call))
+        running = asyncio.wrap_future(self.blocking.runner.start(call))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            call.operation.cancel()
+            call.scope.cancel()
             while not running.done():
                 try:
                     await asyncio.wait((running,))

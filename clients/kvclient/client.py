@@ -1,7 +1,7 @@
-"""The client as engines see it, blocking. ``kvclient.aio`` is the same for asyncio.
+"""The blocking client. ``kvclient.aio`` is the same for asyncio.
 
-Threads: all methods may be called from any thread. Fork: gRPC does not survive it, so make the client after forking; a child
-that calls its parent's client gets ``InvalidArgument``.
+Threads: all methods may be called from any thread. Fork: gRPC does not survive it, so make the client after forking. A child that
+calls its parent's client gets ``InvalidArgument``.
 """
 
 from __future__ import annotations
@@ -11,48 +11,47 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
-from kvclient.call.context import Core, check_keys, check_place
-from kvclient.call.execution import Call, Caller
-from kvclient.call.incidents import Incidents
-from kvclient.call.operation import Operation, check_name, check_seconds, check_sendable
-from kvclient.handoff.sender import AwaitedPrompt, Handoff, abandon_prompt, check_transfer_id, find_decode_node
-from kvclient.load.accounting import LoadAccounts
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.layerwise import LayerGate, LoadHandle
+from kvclient.call.arguments import check_name, check_seconds, check_sendable
+from kvclient.call.context import ClientContext
+from kvclient.call.execution import CallRunner
+from kvclient.call.scope import CallScope
+from kvclient.call.threads import LazyThreadPool
+from kvclient.handoff.receiver import PromptReceiver
+from kvclient.handoff.sender import PromptSender, abandon_prompt, check_transfer_id, find_decode_node
+from kvclient.load.accounting import HitAccounting
+from kvclient.load.layerwise import LayerBarrier, LoadHandle
 from kvclient.load.load import Load
+from kvclient.load.lookup import LookupCall
 from kvclient.load.paths import Paths
-from kvclient.load.planned import PlannedLoad
 from kvclient.memory.buffers import as_block_buffer
-from kvclient.memory.device_buffer import ArenaPinner, FarBlocks
-from kvclient.memory.engine_pool import NearPool
+from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
+from kvclient.memory.engine_pool import EnginePool
 from kvclient.nodes.connect import NodeFinder, attempt, check_types, watch_servers
 from kvclient.nodes.local_session import LocalNode
-from kvclient.nodes.metadata_client import Directory, by_roles
+from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
-from kvclient.nodes.remote_sessions import Stages
+from kvclient.nodes.remote_sessions import RemoteSessionCache
+from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
-from kvclient.results import LoadResult, Lookup, NodeRef, StoreResult
+from kvclient.results import LoadResult, Lookup, StoreResult
 from kvclient.store.handle import StoreHandle
 from kvclient.store.layerwise import LayerwiseStore
 from kvclient.store.store import Store
-from kvproto.v1 import common_pb2, node_pb2
+from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
+from kvstore.core.chain import ChainSlice, check_position
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.keys import KeyChain, Tokens
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, pack_keys
-from kvstore.observe import tracing
-from kvstore.observe.context import named_request
+from kvstore.core.types import BlockKey, NodeId
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.slow_loads import RecentLoads
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable
@@ -62,32 +61,36 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LOOKUP_SHARE = 0.5
-"""Part of a load's time that the lookup within it may take."""
 _REGISTER_SHARE = 0.5
-"""Part of the time of ``connect`` that the metadata server may take where the node is to have its chance without it."""
-_STORE_NODE_VALID_S = 5.0
+"""Share of the time of ``connect`` that the metadata server may take if the node can be used without it."""
+_DEMOTION_S = 1.0
+"""Bound of one demotion from the engine's own pool, including the wait for space in the node."""
+_FLUSH_GRACE_S = 0.5
 
 Keys = Sequence[BlockKey] | bytes
 """Consecutive keys of a chain: a sequence of 16-byte keys, or all of them packed in one ``bytes``."""
 
 
 class KVClient:
-    """One engine's access to the store, in one namespace. Made by ``connect``; a context manager."""
+    """An engine's access to the store, in one namespace. Made by ``connect``. A context manager.
 
-    def __init__(self, core: Core, directory: Directory | None) -> None:
+    spec = CacheSpec(model="m", block_tokens=64, layers=32, layer_block_bytes=65536)
+    with KVClient.connect("127.0.0.1:7400", spec) as client:
+        keys = client.keys(tokens)
+        result = client.load(keys, buffer)
+    """
+
+    def __init__(self, context: ClientContext) -> None:
         """For ``connect``."""
-        self._core = core
-        self._directory = directory
-        self._chain = KeyChain(core.spec)
-        options = core.options
-        self._caller = Caller(core.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict)
-        self._handles: weakref.WeakSet[LayerwiseStore] = weakref.WeakSet()
-        self._demotions: set[Operation] = set()
+        self._context = context
+        self._chain = KeyChain(context.spec)
+        options = context.options
+        self._runner = CallRunner(
+            context.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict
+        )
+        self._layerwise_stores: weakref.WeakSet[LayerwiseStore] = weakref.WeakSet()
+        self._demotions: set[CallScope] = set()
         self._demotions_lock = threading.Lock()
-        self._store_node: tuple[NodeRef, float] | None = None
-        self._parts_lock = threading.Lock()
-        self._parts: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._closed = False
         self._metrics: MetricsServer | None = None
@@ -101,27 +104,30 @@ class KVClient:
         node: str | None = "auto",
         tls: TlsConfig | None = None,
         options: ClientOptions | None = None,
-        hbm: NearPool | None = None,
+        hbm: EnginePool | None = None,
         device: ArenaPinner | None = None,
     ) -> Self:
-        """Makes the namespace known and opens a session with the node of this host.
+        """Register the namespace and open a session with the node of this host.
+
+            client = KVClient.connect("127.0.0.1:7400", spec, options=ClientOptions(require_store=False))
 
         Args:
             metadata: address of the metadata server, ``host:port``; None: only the local node is asked.
             spec: the namespace.
-            node: address of the local node (``unix:/path`` or ``host:port``); ``"auto"``: a living one whose unix socket is on
-                this host, if there is one; None: none, bytes travel over TCP straight to and from other nodes.
-            tls: for everything but unix sockets.
+            node: address of the local node (``unix:/path`` or ``host:port``); ``"auto"``: a living node whose unix socket is on
+                this host, if there is one; None: none, bytes travel over TCP to and from other nodes.
+            tls: for all connections except unix sockets.
             options: bounds and choices.
-            hbm: this engine's own pool (``kvclient.hbm.HbmPool``), which may be shared by clients: loads look there first, loads
+            hbm: the engine's own pool (``kvclient.hbm.HbmPool``), which several clients may share. Loads look there first; loads
                 and stores leave a copy there. It outlives the client.
-            device: copies between the arena and this engine's device (``kvclient.device.DeviceCopier``): pins the arena. It
+            device: copies between the arena and the engine's device (``kvclient.device.DeviceCopier``), and pins the arena. It
                 outlives the client.
 
         Raises:
-            InvalidArgument: a malformed address or another type, or neither metadata server nor node; or no block fits the pool.
-            Unsupported: the pool requires GPUDirect Storage, and it is not real for the volumes of the local node.
-            KVStoreError: the metadata server or the named node does not answer (unless ``options.require_store`` is False).
+            InvalidArgument: an argument of another type, a malformed address, neither metadata server nor node, or a pool that is
+                smaller than a block.
+            Unsupported: the pool requires GPUDirect Storage, which is not available for the volumes of the local node.
+            KVStoreError: the metadata server or the named node does not answer, unless ``options.require_store`` is False.
         """
         options = options or ClientOptions()
         check_types(metadata, spec, node, tls, options, hbm)
@@ -130,43 +136,58 @@ class KVClient:
                 raise InvalidArgument("an argument of another type", argument="device", got=type(device).__name__)
             device.check(spec)
         clock = MonotonicClock()
-        incidents = Incidents(clock, options.log_interval_s)
+        incidents = LimitedLog(logging.getLogger("kvclient"), options.log_interval_s, clock.now_s)
         if metadata is None and (node is None or node == "auto"):
-            raise InvalidArgument("a client takes a metadata server, a node, or both")
+            raise InvalidArgument("connect requires a metadata server, a node, or both")
         liveness = watch_servers(tls, incidents.counters)
         server = liveness.server(metadata or "")
-        directory = Directory(metadata, spec, tls, clock, options, incidents, server) if metadata is not None else None
+        metadata_client = None
+        if metadata is not None:
+            metadata_client = MetadataClient(metadata, spec, tls, clock, options, incidents, server)
         peers = PeerPool(spec, tls, options, incidents, liveness)
-        stages = Stages(spec, tls, options, incidents, liveness)
         local = None
         end_s = clock.now_s() + options.connect_deadline_s
         try:
-            if directory is not None:
+            if metadata_client is not None:
                 share = 1.0 if options.require_store or node is None else _REGISTER_SHARE
-                attempt(options, incidents, partial(directory.introduce, options.connect_deadline_s * share))
+                attempt(options, incidents, partial(metadata_client.introduce, options.connect_deadline_s * share))
             if node is not None:
-                finder = NodeFinder(node, directory, options)
+                finder = NodeFinder(node, metadata_client, options)
                 local = LocalNode(finder.find, spec, tls, clock, options, incidents, liveness, device)
                 if attempt(options, incidents, partial(local.open, end_s)) is False:
                     local.close()
                     local = None
-                    _log.info("no node of the store on this host: blocks travel over TCP")
+                    _log.info("no local node: blocks travel over TCP")
         except BaseException:
             if local is not None:
                 local.close()
-            if directory is not None:
-                directory.close()
+            if metadata_client is not None:
+                metadata_client.close()
             liveness.close()
             raise
-        loads = LoadAccounts(spec.block_tokens, spec.shape.block_bytes, incidents, options)
-        core = Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages, liveness, loads)
-        client = cls(core, directory)
+        context = ClientContext(
+            spec=spec,
+            shape=spec.shape,
+            namespace=spec.namespace,
+            clock=clock,
+            options=options,
+            incidents=incidents,
+            metadata=metadata_client,
+            local=local,
+            peers=peers,
+            remote_sessions=RemoteSessionCache(spec, tls, options, incidents, liveness),
+            store_nodes=StoreNodeFinder(metadata_client, peers, clock, options),
+            liveness=liveness,
+            accounting=HitAccounting(spec.block_tokens, spec.shape.block_bytes, incidents, options),
+            part_threads=LazyThreadPool(options.part_workers, "kvclient-part"),
+        )
+        client = cls(context)
         if hbm is not None:
             try:
-                near = hbm.attach(spec, client._demote)
-                client._core = replace(client._core, near=near)
+                pool = hbm.attach(spec, client._demote)
+                client._context = replace(context, pool=pool)
                 session = local.session() if local is not None else None
-                near.prepare_disks(session.volumes if session is not None else ())
+                pool.prepare_disks(session.volumes if session is not None else ())
             except BaseException:
                 client.close()
                 raise
@@ -180,17 +201,31 @@ class KVClient:
     @property
     def spec(self) -> CacheSpec:
         """The namespace."""
-        return self._core.spec
+        return self._context.spec
 
     def keys(
         self, tokens: Tokens, extras: Mapping[int, bytes] | None = None, parent: BlockKey | None = None, first_block: int = 0
     ) -> list[BlockKey]:
-        """Keys of all full blocks of some tokens; see ``kvstore.core.keys.KeyChain.keys``."""
-        check_place(parent, first_block)
+        """Return the keys of all full blocks of some tokens; see ``kvstore.core.keys.KeyChain.keys``.
+
+        keys = client.keys(tokens)
+        more = client.keys(next_tokens, parent=keys[-1], first_block=len(keys))
+        """
+        check_position(parent, first_block)
         return self._chain.keys(tokens, extras=extras, parent=parent, first_block=first_block)
 
+    def tail_key(self, tokens: Tokens, parent: BlockKey | None = None) -> BlockKey:
+        """Return the key of a prompt's partial last block; see ``kvstore.core.keys.KeyChain.tail``.
+
+        tail = client.tail_key(tokens[len(keys) * spec.block_tokens :], parent=keys[-1])
+        """
+        return self._chain.tail(tokens, parent)
+
     def lookup(self, keys: Keys, *, deadline_s: float | None = None) -> Lookup:
-        """The longest run of leading keys that can be served, as far as the index knows.
+        """Return the longest run of leading keys that the store can serve, according to its index.
+
+            lookup = client.lookup(keys)
+            lookup.hit_blocks                    # leading blocks that a load may bring
 
         Args:
             keys: a chain from its head.
@@ -199,41 +234,12 @@ class KVClient:
         Raises:
             InvalidArgument: malformed keys, or too many.
         """
-        return self._caller.now(self.lookup_call(keys, deadline_s))
+        return self._runner.run(self.lookup_call(keys, deadline_s))
 
-    def lookup_call(self, keys: Keys, deadline_s: float | None) -> Call[Lookup]:
-        """The work of ``lookup``, checked but not begun."""
-        self._check_usable()
-        keys, packed = check_keys(keys)
-        operation = self._operation(deadline_s, self._core.options.lookup_deadline_s)
-        accounts = self._core.loads
-
-        def work() -> Lookup:
-            found = self._look_up(keys, packed, operation)
-            accounts.looked_up(found)
-            return found
-
-        def refused(error: KVStoreError) -> Lookup:
-            accounts.refused(len(keys), error)
-            return Lookup(keys, error=error)
-
-        return Call(operation, work, refused)
-
-    def _look_up(self, keys: Sequence[BlockKey], packed: bytes, operation: Operation) -> Lookup:
-        """Asks the metadata server; without an answer, a miss."""
-        counters = self._core.incidents.counters
-        counters.add("client_lookups_total")
-        if not keys or self._directory is None:
-            return Lookup(keys)
-        try:
-            found = self._directory.lookup(keys, packed, operation.left_s())
-        except KVStoreError as error:
-            self._core.incidents.report("client_lookups_failed_total", "lookup failed: a miss", error)
-            return Lookup(keys, seconds=operation.elapsed_s(), error=error)
-        counters.add("client_lookup_blocks_total", len(keys))
-        counters.add("client_lookup_hit_blocks_total", found.hit_blocks)
-        counters.observe("client_lookup_seconds", found.seconds)
-        return found
+    def lookup_call(self, keys: Keys, deadline_s: float | None) -> LookupCall:
+        """Prepare ``lookup``: the arguments are checked, the work has not begun."""
+        chain = self._slice(keys)
+        return LookupCall(self._context, chain, self._scope(deadline_s, self._context.options.lookup_deadline_s))
 
     # ---- loads ----
     def load(
@@ -247,22 +253,25 @@ class KVClient:
         depth: int = 0,
         paths: Paths | None = None,
     ) -> LoadResult:
-        """Loads blocks into a buffer of the caller's. When it has returned, nothing writes to the buffer any more.
+        """Load blocks into a buffer. When this returns, nothing writes to the buffer any more.
+
+            result = client.load(client.lookup(keys), buffer)
+            result.hit_blocks                    # leading blocks whose bytes are in the buffer
 
         Args:
-            what: a ``Lookup``: its first ``hit_blocks`` are loaded (``lookup.part`` for less). Or keys: they are looked up on the
-                way if they begin a chain, and the local node is asked for all of them, whatever the index says.
-            buffer: room for exactly these blocks; see ``as_block_buffer``.
+            what: a ``Lookup``: its first ``hit_blocks`` blocks are loaded (``lookup.part`` for fewer). Or keys: they are looked
+                up first if they begin a chain, and the local node is asked for all of them, whatever the index says.
+            buffer: space for exactly these blocks; see ``as_block_buffer``.
             deadline_s: seconds it may take; None: the option's.
             verify: whether checksums are compared here; None: the option's.
-            parent: with keys: the key before the first, where that is not the head of its chain.
+            parent: with keys: the key before the first, unless that is the head of its chain.
             depth: with keys: position of the first in its chain.
-            paths: over which hosts' storage links what lies in storage may be read; None: over this host's.
+            paths: hosts whose storage links may be used for blocks in storage; None: this host's.
 
         Raises:
             InvalidArgument: a buffer or keys that do not fit.
         """
-        return self._caller.now(self.load_call(what, buffer, deadline_s, verify, parent, depth, None, paths))
+        return self._runner.run(self.load_call(what, buffer, deadline_s, verify, parent, depth, paths))
 
     def start_load(
         self,
@@ -276,30 +285,30 @@ class KVClient:
         depth: int = 0,
         paths: Paths | None = None,
     ) -> LoadHandle:
-        """Begins a load in the background, for layer-wise hand-over; other arguments as for ``load``.
+        """Start a load in the background, to use layers as they arrive; other arguments as for ``load``.
 
-        ``layerwise``: layer 0 of all blocks comes first, then layer 1, and so on; False: block after block, which is done sooner.
+            handle = client.start_load(lookup, buffer)
+            handle.wait_layer(0)
+            result = handle.result()
+
+        Args:
+            what: see ``load``.
+            buffer: see ``load``.
+            deadline_s: see ``load``.
+            verify: see ``load``.
+            layerwise: layer 0 of all blocks comes first, then layer 1, and so on; False: block after block, which is faster.
+            parent: see ``load``.
+            depth: see ``load``.
+            paths: see ``load``.
+
+        Raises:
+            InvalidArgument: a buffer or keys that do not fit.
         """
-        blocks = what.hit_blocks if isinstance(what, Lookup) else len(check_keys(what)[0])
-        gate = LayerGate(blocks)
-        load = self.load_call(what, buffer, deadline_s, verify, parent, depth, gate if layerwise else None, paths)
-
-        def work() -> LoadResult:
-            good = 0
-            try:
-                result = load.work()
-                good = result.hit_blocks
-            finally:
-                gate.finish(good)
-            return result
-
-        def refused(error: KVStoreError) -> LoadResult:
-            gate.finish(0)
-            return load.refused(error)
-
-        future = self._caller.later(Call(load.operation, work, refused))
-        follow = buffer.follow if layerwise and isinstance(buffer, FarBlocks) else None
-        return LoadHandle(load.operation, gate, future, self._core.shape.layers, follow)
+        barrier = LayerBarrier(what.hit_blocks if isinstance(what, Lookup) else 0)
+        call = self.load_call(what, buffer, deadline_s, verify, parent, depth, paths, barrier=barrier, layerwise=layerwise)
+        future = self._runner.start(call)
+        follow = buffer.follow if layerwise and isinstance(buffer, DeviceBuffer) else None
+        return LoadHandle(call.scope, barrier, future, self._context.shape.layers, follow)
 
     def load_call(
         self,
@@ -309,60 +318,27 @@ class KVClient:
         verify: Verify | None,
         parent: BlockKey | None,
         depth: int,
-        gate: LayerGate | None,
-        paths: Paths | None = None,
-    ) -> Call[LoadResult]:
-        """The work of ``load``, checked but not begun."""
-        self._check_usable()
-        lookup: Lookup | None = None
+        paths: Paths | None,
+        *,
+        barrier: LayerBarrier | None = None,
+        layerwise: bool = False,
+    ) -> Load:
+        """Prepare ``load``: the arguments are checked, the work has not begun."""
+        lookup = what if isinstance(what, Lookup) else None
         if isinstance(what, Lookup):
             if parent is not None or depth:
-                raise InvalidArgument("a lookup knows its place in the chain: give parent and depth with keys only")
-            lookup, parent, depth = what, what.parent, what.depth
-            keys, packed = check_keys(what.keys[: what.hit_blocks])
+                raise InvalidArgument("parent and depth belong to keys: a lookup has its own")
+            chain = self._slice(what.keys[: what.hit_blocks], what.parent, what.depth)
         else:
-            keys, packed = check_keys(what)
-        check_place(parent, depth)
-        verify = self._core.options.verify if verify is None else verify
+            chain = self._slice(what, parent, depth)
+        verify = self._context.options.verify if verify is None else verify
         if verify not in VERIFY_CHOICES:
             raise InvalidArgument("unknown choice", verify=verify, choices=VERIFY_CHOICES)
-        blocks = as_block_buffer(buffer, self._core.shape, len(keys), spec=self._core.spec)
-        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
-
-        def work() -> LoadResult:
-            with named_request(), tracing.span("kvclient.load.load"):
-                return bring()
-
-        def bring() -> LoadResult:
-            found = lookup
-            if found is None:
-                head = (keys, packed) if parent is None else ((), b"")  # the index knows chains from their head only
-                with operation.phase("lookup"):
-                    found = self._look_up(*head, Operation(self._core.clock, operation.left_s() * _LOOKUP_SHARE))
-                operation.named_blocks, operation.index_down = found.hit_blocks, found.error is not None
-            place = (keys, packed, found.runs, parent, depth, blocks, operation, verify)
-            load: Load | PlannedLoad
-            if paths is not None and self._directory is not None:
-                load = PlannedLoad(self._core, self._directory, self._part_pool(), *place, gate, paths)
-            else:
-                board = LayerBoard(len(keys), self._core.shape.layers, gate, blocks) if gate is not None else None
-                load = Load(self._core, *place, board)
-            if found.error is not None:
-                load.note(found.error)
-            return load.run()
-
-        def refused(error: KVStoreError) -> LoadResult:
-            self._core.loads.refused(len(keys), error)
-            return LoadResult(np.full(len(keys), Outcome.UNAVAILABLE, np.uint8), error=error)
-
-        return Call(operation, work, refused)
-
-    def _part_pool(self) -> ThreadPoolExecutor:
-        """Threads for the parts of planned loads, made when first needed."""
-        with self._parts_lock:
-            if self._parts is None:
-                self._parts = ThreadPoolExecutor(self._core.options.part_workers, thread_name_prefix="kvclient-part")
-            return self._parts
+        blocks = as_block_buffer(buffer, self._context.shape, len(chain), spec=self._context.spec)
+        if barrier is not None:
+            barrier.promised_blocks = len(chain)
+        scope = self._scope(deadline_s, self._context.options.default_deadline_s)
+        return Load(self._context, chain, lookup, blocks, scope, verify, barrier=barrier, layerwise=layerwise, paths=paths)
 
     # ---- stores ----
     def store(
@@ -376,23 +352,24 @@ class KVClient:
         durable: bool = False,
         wait_visible: bool = False,
     ) -> StoreResult:
-        """Stores blocks; what the store holds already is not written again.
+        """Store blocks. Blocks that the store holds already are not written again.
+
+            client.store(keys[n:], buffer, parent=keys[n - 1], depth=n).held_blocks
 
         Args:
             keys: consecutive keys of a chain.
             buffer: their bytes; must not change until the call has returned.
-            parent: the key before the first, where that is not the head of its chain.
+            parent: the key before the first, unless that is the head of its chain.
             depth: position of the first in its chain.
-            deadline_s: seconds it may take, waiting for room included; None: the option's.
-            durable: answer only once they are on NVMe (see the result's ``durable``).
-            wait_visible: with a local node: return only once lookups everywhere show the blocks, or most of the time is up.
+            deadline_s: seconds it may take, including the wait for space; None: the option's.
+            durable: return only after they are on NVMe (see the result's ``durable``).
+            wait_visible: with a local node: return only after lookups everywhere show the blocks, or after most of the time.
 
         Raises:
             InvalidArgument: a buffer or keys that do not fit.
         """
-        return self._caller.now(
-            self.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
-        )
+        call = self.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
+        return self._runner.run(call)
 
     def start_store(
         self,
@@ -418,18 +395,19 @@ class KVClient:
             InvalidArgument: a buffer or keys that do not fit.
         """
         call = self.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
-        return StoreHandle(call.operation, self._caller.later(call))
+        return StoreHandle(call.scope, self._runner.start(call))
 
     def store_heads(self, keys: Keys, buffer: object, *, deadline_s: float | None = None) -> StoreResult:
-        """Stores blocks each of which is the head of a chain of its own, as ``store`` does; the first that fails ends it.
+        """Store blocks each of which is the head of a chain of its own; the first that fails ends the call.
+
+            client.store_heads(page_keys, pages)
 
         For pages of engines that do not tell what comes before them. They are looked up one by one, and evicted in any order.
 
         Raises:
             InvalidArgument: a buffer or keys that do not fit.
         """
-        call = self.store_call(keys, buffer, None, 0, deadline_s, durable=False, wait_visible=False, heads=True)
-        return self._caller.now(call)
+        return self._runner.run(self.store_call(keys, buffer, None, 0, deadline_s, durable=False, wait_visible=False, heads=True))
 
     def store_call(
         self,
@@ -442,74 +420,83 @@ class KVClient:
         durable: bool,
         wait_visible: bool,
         heads: bool = False,
-    ) -> Call[StoreResult]:
-        """The work of ``store``, or of ``store_heads``, checked but not begun."""
-        self._check_usable()
-        keys, packed = check_keys(keys)
-        check_place(parent, depth)
-        blocks: BlockBuffer = as_block_buffer(buffer, self._core.shape, len(keys), writable=False, spec=self._core.spec)
-        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
-        store = Store(
-            self._core,
-            keys,
-            packed,
-            parent,
-            depth,
+    ) -> Store:
+        """Prepare ``store`` or ``store_heads``: the arguments are checked, the work has not begun."""
+        chain = self._slice(keys, parent, depth)
+        blocks = as_block_buffer(buffer, self._context.shape, len(chain), writable=False, spec=self._context.spec)
+        scope = self._scope(deadline_s, self._context.options.default_deadline_s)
+        in_pool = not heads  # the engine's own pool is for prompts
+        return Store(
+            self._context,
+            chain,
             blocks,
-            operation,
-            self._find_store_node,
+            scope,
             durable=durable,
             wait_visible=wait_visible,
             heads=heads,
+            keep_in_pool=in_pool,
         )
-
-        def work() -> StoreResult:
-            result = store.run()
-            if result.error is not None:
-                self._store_node = None  # it may be that node's fault: choose anew
-            near = None if heads else self._core.near  # a pool of the engine's own is for prompts
-            if near is not None and not operation.over:  # also what the node had no room for
-                near.keep(keys, parent, depth, blocks, operation, checksums=self._core.options.verify == "always")
-            return result
-
-        return Call(operation, work, lambda error: StoreResult(np.full(len(keys), StoreOutcome.SKIPPED, np.uint8), error=error))
-
-    def _demote(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
-        """Offers what must leave the pool to the node; what it holds is not copied. Whether it holds all of it now."""
-        operation = Operation(self._core.clock, _DEMOTION_S)
-        operation.cancellable = True
-        with self._demotions_lock:
-            if self._closed:
-                return False
-            self._demotions.add(operation)
-        try:
-            place = (self._core, keys, pack_keys(tuple(keys)), parent, depth, blocks, operation, self._find_store_node)
-            return Store(*place, durable=False, wait_visible=False).run().held_blocks == len(keys)
-        finally:
-            with self._demotions_lock:
-                self._demotions.discard(operation)
 
     def begin_store(
         self, keys: Keys, *, parent: BlockKey | None = None, depth: int = 0, deadline_s: float | None = None
     ) -> LayerwiseStore:
-        """Begins a store that is written layer by layer; ``deadline_s`` bounds it up to its commit.
+        """Begin a store that is written layer by layer; ``deadline_s`` bounds it up to its commit.
+
+            with client.begin_store(keys) as store:
+                for layer, rows in enumerate(computed_layers):
+                    store.put_layer(layer, rows)
+                result = store.commit()
 
         Raises:
             InvalidArgument: keys that do not fit.
         """
+        chain = self._slice(keys, parent, depth)
+        store = LayerwiseStore(self._context, chain, self._scope(deadline_s, self._context.options.default_deadline_s))
+        store.begin()
+        self._layerwise_stores.add(store)
+        return store
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything that was stored on the local node so far is durable.
+
+            client.flush(30.0)
+
+        Returns:
+            False: not in time, some blocks were given up (a full or failing disk), the node keeps nothing durable, or there is no
+            local node.
+
+        Raises:
+            InvalidArgument: ``timeout_s`` is not a number of seconds.
+        """
         self._check_usable()
-        keys, packed = check_keys(keys)
-        check_place(parent, depth)
-        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
-        handle = LayerwiseStore(self._core, keys, packed, parent, depth, operation, self._find_store_node)
-        self._handles.add(handle)
-        return handle
+        timeout_s = check_seconds("timeout_s", timeout_s, zero=True)
+        session = self._context.local.session() if self._context.local is not None else None
+        if session is None:
+            return False
+        try:
+            request = node_pb2.FlushRequest(timeout_ms=int(timeout_s * 1000))
+            answer = call_cancellable(session.stub.Flush, request, timeout_s + _FLUSH_GRACE_S, session.server.waiting)
+            return bool(answer.complete)
+        except KVStoreError as error:
+            self._context.incidents.report("client_flush_failed_total", "flush failed", error)
+            return False
 
-    # ---- hand-over of prompts ----
-    def tail_key(self, tokens: Tokens, parent: BlockKey | None = None) -> BlockKey:
-        """Key of a prompt's partial last block; see ``kvstore.core.keys.KeyChain.tail``."""
-        return self._chain.tail(tokens, parent)
+    def _demote(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
+        """Offer blocks that must leave the pool to the node, which copies only what it lacks. Return whether it holds all now."""
+        scope = CallScope.after(_DEMOTION_S, self._context.clock)
+        scope.cancellable = True
+        with self._demotions_lock:
+            if self._closed:
+                return False
+            self._demotions.add(scope)
+        try:
+            chain = ChainSlice(self._context.namespace, keys, parent, depth)
+            return Store(self._context, chain, blocks, scope).run().held_blocks == len(chain)
+        finally:
+            with self._demotions_lock:
+                self._demotions.discard(scope)
 
+    # ---- handoff of prompts ----
     def begin_handoff(
         self,
         keys: Keys,
@@ -519,160 +506,130 @@ class KVClient:
         depth: int = 0,
         tail: bool = False,
         deadline_s: float | None = None,
-    ) -> Handoff:
-        """Prefill side: begins to hand a prompt over to the host of the engine that will decode it, layer by layer.
+    ) -> PromptSender:
+        """Prefill side: begin to hand a prompt over, layer by layer, to the host of the engine that will decode it.
+
+            with client.begin_handoff(keys, "node-b") as handoff:
+                for layer, rows in enumerate(computed_layers):
+                    handoff.put_layer(layer, rows)
+                result = handoff.commit()
 
         Args:
-            keys: consecutive keys of the prompt: hit and new blocks alike. What the decode host holds is not sent.
+            keys: consecutive keys of the prompt, hits and new blocks alike. Blocks that the decode host holds are not sent.
             decode_node: its node.
-            parent: the key before the first, where that is not the head of its chain.
+            parent: the key before the first, unless that is the head of its chain.
             depth: position of the first in its chain.
-            tail: the last key is ``tail_key``'s: handed over, but not kept.
+            tail: the last key is ``tail_key``'s: it is handed over, but not kept.
             deadline_s: bound, up to the commit.
 
         Raises:
-            InvalidArgument: keys that do not fit, or a ``decode_node`` that is no name.
+            InvalidArgument: keys that do not fit, or a malformed ``decode_node``.
         """
-        self._check_usable()
-        keys, _ = check_keys(keys)
-        check_place(parent, depth)
+        chain = self._slice(keys, parent, depth)
         check_name("decode_node", decode_node)
-        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
-        node, failed = None, None
+        scope = self._scope(deadline_s, self._context.options.default_deadline_s)
+        node, failure = None, None
         try:
-            node = find_decode_node(self._core, self._directory, decode_node, operation)
+            node = find_decode_node(self._context, decode_node, scope)
         except KVStoreError as error:
-            failed = error
-            self._core.incidents.report("client_handoffs_failed_total", "the decode node is not found", error)
-        return Handoff(self._core, node, keys, parent, depth, operation, failed, tail=tail)
+            failure = error
+            self._context.incidents.report("client_handoffs_failed_total", "decode node not found", error)
+        return PromptSender(self._context, node, chain, scope, failure, tail=tail)
 
     def abandon_prompt(self, transfer_id: str, decode_node: str, *, deadline_s: float | None = None) -> bool:
-        """Prefill side: tells the decode node that what is missing of a prompt will not come, so that nobody waits for it there.
+        """Prefill side: tell the decode node that the rest of a prompt will not come, so that nobody waits for it there.
+
+            client.abandon_prompt("request-7", "node-b")
 
         Args:
-            transfer_id: as the decode side gives it to ``await_prompt``, now or soon.
+            transfer_id: the one that the decode side gives to ``await_prompt``, before or after this call.
             decode_node: its node.
             deadline_s: how long to try.
 
         Returns:
-            Whether it was told. If not, the decode side waits for as long as it chose to.
+            Whether the node was told. If not, the decode side waits until its own deadline.
 
         Raises:
-            InvalidArgument: ``transfer_id`` is not of 1 to 64 bytes, or ``decode_node`` no name.
+            InvalidArgument: ``transfer_id`` does not have 1 to 64 bytes, or a malformed ``decode_node``.
         """
         self._check_usable()
         check_sendable("transfer_id", check_transfer_id(transfer_id, needed=True))
         check_name("decode_node", decode_node)
-        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
-        return abandon_prompt(self._core, self._directory, transfer_id, decode_node, operation)
+        scope = self._scope(deadline_s, self._context.options.default_deadline_s)
+        return abandon_prompt(self._context, transfer_id, decode_node, scope)
 
-    def await_prompt(self, keys: Keys, *, transfer_id: str = "", deadline_s: float | None = None) -> AwaitedPrompt:
-        """Decode side: takes room for a prompt in this host's decode buffer and waits, in the background, until it is complete.
+    def await_prompt(self, keys: Keys, *, transfer_id: str = "", deadline_s: float | None = None) -> PromptReceiver:
+        """Decode side: reserve space for a prompt in this host's decode buffer, and wait for it in the background.
+
+            with client.await_prompt(keys, transfer_id="request-7") as prompt:
+                if prompt.wait(5.0):
+                    result = prompt.take(buffer)
 
         Args:
-            keys: all keys of the prompt, a partial last block's included.
-            transfer_id: names the hand-over: the prefill side may end the wait by it (``abandon_prompt``). At most 64 bytes.
+            keys: all keys of the prompt, including a partial last block's.
+            transfer_id: names the handoff: the prefill side may end the wait by it (``abandon_prompt``). At most 64 bytes.
             deadline_s: how long it may take; None: the option's.
 
         Raises:
-            InvalidArgument: malformed keys, or a ``transfer_id`` that is too long or no Unicode.
-            CapacityExceeded: too much runs in the background already.
+            InvalidArgument: malformed keys, or a malformed ``transfer_id``.
+            Unavailable: the client is closed.
         """
-        self._check_usable()
-        keys, packed = check_keys(keys)
+        chain = self._slice(keys)
         check_sendable("transfer_id", check_transfer_id(transfer_id))
-        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
-        prompt = AwaitedPrompt(self._core, keys, packed, operation, transfer_id)
-        prompt.begin(self._part_pool().submit(prompt.run))
+        scope = self._scope(deadline_s, self._context.options.default_deadline_s)
+        prompt = PromptReceiver(self._context, chain, scope, transfer_id)
+        prompt.begin(self._context.part_threads.submit(prompt.run))
         return prompt
 
-    def flush(self, timeout_s: float = 10.0) -> bool:
-        """Waits until everything that was stored on the local node so far is durable.
-
-        False: not in time, some of it was given up (a full or failing disk), the node keeps nothing durable, or there is no node.
-
-        Raises:
-            InvalidArgument: ``timeout_s`` is no number of seconds.
-        """
-        self._check_usable()
-        timeout_s = check_seconds("timeout_s", timeout_s, zero=True)
-        session = self._core.local.session() if self._core.local is not None else None
-        if session is None:
-            return False
-        try:
-            request = node_pb2.FlushRequest(timeout_ms=int(timeout_s * 1000))
-            answer = call_cancellable(session.stub.Flush, request, timeout_s + _FLUSH_GRACE_S, session.server.waiting)
-            return bool(answer.complete)
-        except KVStoreError as error:
-            self._core.incidents.report("client_flush_failed_total", "flush failed", error)
-            return False
-
-    def _find_store_node(self, timeout_s: float) -> NodeRef:
-        """Where stores go without a local node: asked of the metadata server now and then."""
-        now_s = self._core.clock.now_s()
-        if self._store_node is not None and now_s < self._store_node[1] and not self._core.peers.hung(self._store_node[0]):
-            return self._store_node[0]
-        if self._directory is None:
-            raise Unavailable("no local node and no metadata server: nowhere to store")
-        options = self._core.options
-        nodes = by_roles(self._directory.takers(min(timeout_s, options.lookup_deadline_s)), options.store_roles)
-        for node in nodes:
-            if node.volumes and all(volume.tier == common_pb2.TIER_HBM for volume in node.volumes):
-                continue  # an engine's pool, which takes nothing from outside
-            if options.store_node is None or node.node_id == options.store_node:
-                ref = NodeRef(NodeId(node.node_id), node.control_address, node.data_address)
-                if self._core.peers.hung(ref):
-                    continue
-                self._store_node = (ref, now_s + _STORE_NODE_VALID_S)
-                return ref
-        raise Unavailable("no living node to store to", store_node=options.store_node)
-
-    # ---- life ----
+    # ---- state and end ----
     def stats(self) -> dict[str, int]:
-        """Totals of this client by name, and whether its session with the local node is open (1 or 0)."""
-        local = self._core.local
-        return {**self._core.incidents.snapshot(), "client_session_open": int(local is not None and local.is_open)}
+        """Return totals of this client by name, and whether its session with the local node is open (1 or 0).
+
+        client.stats()["client_load_hit_blocks_total"]
+        """
+        local = self._context.local
+        return {**self._context.incidents.counters.snapshot(), "client_session_open": int(local is not None and local.is_open)}
 
     @property
     def counters(self) -> Counters:
-        """What ``stats`` shows, and the distributions beside it."""
-        return self._core.incidents.counters
+        """Counters and distributions of this client."""
+        return self._context.incidents.counters
 
     @property
     def recent_loads(self) -> RecentLoads:
-        """The last loads: which were slowest, and why."""
-        return self._core.loads.recent
+        """The last loads, with the slowest ones and their causes."""
+        return self._context.accounting.recent
 
     @property
     def local_node(self) -> NodeId | None:
-        """The node that a session is open with, if any."""
-        return self._core.local.node_id if self._core.local is not None else None
+        """The node with which a session is open, if any."""
+        return self._context.local.node_id if self._context.local is not None else None
 
     def close(self) -> None:
-        """Cancels what runs and lets go of everything. Calls after it are misses and skips."""
+        """Cancel what runs and close all connections. Later calls are misses and skips. Idempotent."""
         if self._closed or os.getpid() != self._pid:
             return
+        context = self._context
         with self._demotions_lock:
             self._closed = True
             demotions = list(self._demotions)
         if self._metrics is not None:
             self._metrics.stop()
-        if self._core.near is not None:
-            self._core.near.detach()
-        for operation in demotions:
-            operation.cancel()
-        for handle in list(self._handles):
-            handle.abort()
-        self._caller.close()
-        if self._parts is not None:
-            self._parts.shutdown()  # parts end soon after their cancelled operations
-        self._core.stages.close()
-        self._core.peers.close()
-        if self._core.local is not None:
-            self._core.local.close()
-        if self._directory is not None:
-            self._directory.close()
-        self._core.liveness.close()
+        if context.pool is not None:
+            context.pool.detach()
+        for scope in demotions:
+            scope.cancel()
+        for store in list(self._layerwise_stores):
+            store.abort()
+        self._runner.close()
+        context.part_threads.close()  # parts end soon after their scopes
+        context.remote_sessions.close()
+        context.peers.close()
+        if context.local is not None:
+            context.local.close()
+        if context.metadata is not None:
+            context.metadata.close()
+        context.liveness.close()
 
     def __enter__(self) -> Self:
         return self
@@ -681,19 +638,18 @@ class KVClient:
         self.close()
 
     @property
-    def caller(self) -> Caller:
+    def runner(self) -> CallRunner:
         """For ``kvclient.aio``: where calls run."""
-        return self._caller
+        return self._runner
 
-    def _operation(self, deadline_s: float | None, default_s: float) -> Operation:
+    def _slice(self, keys: Keys, parent: BlockKey | None = None, depth: int = 0) -> ChainSlice:
+        self._check_usable()
+        return ChainSlice(self._context.namespace, keys, parent, depth)
+
+    def _scope(self, deadline_s: float | None, default_s: float) -> CallScope:
         seconds = default_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
-        return Operation(self._core.clock, seconds)
+        return CallScope.after(seconds, self._context.clock)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
-            raise InvalidArgument("this client was made before a fork: make another one in the child")
-
-
-_FLUSH_GRACE_S = 0.5
-_DEMOTION_S = 1.0
-"""Bound of one demotion, waiting for room in the node included."""
+            raise InvalidArgument("this client was made before a fork; make another one in the child")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvclient.call.operation import check_seconds
+from kvclient.call.arguments import check_seconds
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_metrics_address
 from kvstore.rpc.auth.tokens import TokenSource

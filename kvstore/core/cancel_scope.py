@@ -91,6 +91,14 @@ class CancelScope:
         """Return a scope whose deadline is ``timeout_s`` from now."""
         return cls(clock.now_s() + timeout_s, clock=clock)
 
+    def nested(self, deadline_s: float | None = None) -> CancelScope:
+        """Return a scope that is nested in this one, whichever scope is current."""
+        token = _current.set(self)
+        try:
+            return CancelScope(deadline_s, clock=self._clock)
+        finally:
+            _current.reset(token)
+
     # ---- state ----
     @property
     def cancelled(self) -> bool:

@@ -45,7 +45,7 @@ class ChainSlice:
         Raises:
             InvalidArgument: a malformed key, too many keys, a parent at depth 0, or no parent at another depth.
         """
-        _check_position(parent, depth)
+        check_position(parent, depth)
         self._set(namespace, *_both_forms(keys), parent, depth)
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ def _both_forms(keys: Sequence[BlockKey] | bytes) -> tuple[Sequence[BlockKey], b
     return separate, packed
 
 
-def _check_position(parent: BlockKey | None, depth: int) -> None:
+def check_position(parent: BlockKey | None, depth: int) -> None:
     """Check a position in a chain.
 
     Raises:

@@ -27,7 +27,7 @@ from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.node.config import NodeConfig
 from kvstore.node.control.drain import Drainer
-from kvstore.node.control.migrator import Mover
+from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.control.pull import Puller
 from kvstore.node.control.retention import Retainer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
@@ -45,8 +45,8 @@ from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.prompt_wait import PromptWaits
 from kvstore.node.loads.provider import NodeProvider
 from kvstore.node.loads.timings import LoadTimings
-from kvstore.node.publish.health import Troubles
-from kvstore.node.publish.publisher import Publisher
+from kvstore.node.publish.health import HealthReporter
+from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.rpc.admin_service import SERVICE_NAME as NODE_ADMIN
 from kvstore.node.rpc.admin_service import AdminParts, NodeAdminServicer
 from kvstore.node.rpc.gauges import Links, NodeGauges
@@ -132,7 +132,7 @@ class NodeDaemon:
         self._janitor = threading.Thread(target=self._sweep_for_ever, name="kvstore-janitor", daemon=True)
         self._watch = VolumeWatch(self.table, self.counters, self._read_rate.measure_if_due)
         self._server: BoundServer | None = None
-        self._publisher: Publisher | None = None
+        self._publisher: IndexPublisher | None = None
         self._recent = RecentLoads()
         self._metrics: MetricsServer | None = None
 
@@ -230,6 +230,7 @@ class NodeDaemon:
         self._prompts = PromptWaits(NodeId(config.node_id), self.table, self._loader, decode_buffer, counters)
         self._gate = Gate(self.table, counters)
         self._drainer = Drainer(
+            config.node_id,
             self._gate,
             self.table,
             self._busy,
@@ -253,14 +254,16 @@ class NodeDaemon:
         marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
         self._door = ArenaServer(self._arena_socket, self._hand_out_arena, self._engine_left)
-        sent_away = FailureTracker()
+        storage_node_failures = FailureTracker()
         target = (
             LocalTarget(self.table, counters, clock)
             if node_volumes or config.write_behind_to is None
-            else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, sent_away)
+            else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, storage_node_failures)
         )
         self._stall_detector = ProcessStallDetector(clock)
-        self._troubles = Troubles(self.table, self._log if config.metadata is not None else None, clock, sent_away)
+        self._health = HealthReporter(
+            self.table, self._log if config.metadata is not None else None, clock, storage_node_failures
+        )
         self._write_behind = WriteBehind(self.table, target, counters)
         self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
 
@@ -430,7 +433,7 @@ class NodeDaemon:
         self._janitor.start()
         self._watch.start()
         if config.metadata is not None:
-            self._drainer.mover = Mover(
+            self._drainer.migrator = BlockMigrator(
                 self.info,
                 config.metadata,
                 self.counters,
@@ -442,7 +445,7 @@ class NodeDaemon:
                 pause=self._drainer.pause,
             )
             self._drainer.start()
-            self._publisher = Publisher(
+            self._publisher = IndexPublisher(
                 config.metadata,
                 self.info,
                 self.table,
@@ -451,11 +454,10 @@ class NodeDaemon:
                 tls=config.tls,
                 token=self._token,
                 anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
-                troubles=self._troubles,
-                drainer=self._drainer,
-                retainer=self._retainer,
+                health=self._health,
+                listeners=[self._retainer, self._drainer],
                 read_rate=lambda: self._read_rate.bytes_per_s,
-                on_heard=partial(self._show_heard, asyncio.get_running_loop(), self._server),
+                on_connected=partial(self._show_connected, asyncio.get_running_loop(), self._server),
             )
             await self._server.show_serving(METADATA_SERVICE, serving=False)  # until it has registered
             self._publisher.start()
@@ -493,14 +495,14 @@ class NodeDaemon:
             links=self._links,
             checks=VolumeChecks(self.table, self.counters, self._clock, self._read_rate.of),
             retainer=self._retainer,
-            troubles=self._troubles,
+            health=self._health,
         )
         return NodeAdminServicer(parts)
 
     @staticmethod
-    def _show_heard(loop: asyncio.AbstractEventLoop, server: BoundServer, heard: bool) -> None:  # a callback
+    def _show_connected(loop: asyncio.AbstractEventLoop, server: BoundServer, connected: bool) -> None:  # a callback
         """Tells the health service, from any thread, whether the metadata server takes this node's reports."""
-        asyncio.run_coroutine_threadsafe(server.show_serving(METADATA_SERVICE, serving=heard), loop)
+        asyncio.run_coroutine_threadsafe(server.show_serving(METADATA_SERVICE, serving=connected), loop)
 
     async def _write_ready(self, path: Path) -> None:
         ready = {
@@ -571,16 +573,16 @@ class NodeDaemon:
 
     def _gauges(self) -> NodeGauges:
         publisher = self._publisher
-        heard = (lambda: True) if publisher is None else (lambda: publisher.heard)
+        is_connected = (lambda: True) if publisher is None else (lambda: publisher.connected)
         return NodeGauges(
             self.table,
             self.sessions,
             self._log,
             self._buffers,
-            heard,
+            is_connected,
             self._links,
             self._drainer,
-            self._troubles,
+            self._health,
             self._stall_detector,
         )
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.buffers import BlockBuffer
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
 
 Checksums = npt.NDArray[np.uint64]
@@ -136,58 +136,29 @@ good have failed and will not be hits. A good block may still fail at a later la
 """
 
 
-class ReadControl:
-    """Watches one read from another thread, and cancels it. Thread-safe.
+class ReadControl(CancelScope):
+    """Cancel scope of one read, which also counts the received bytes. Thread-safe.
 
     A read may take long because the wire is slow or because it is dead. The number of received bytes distinguishes the two cases.
+    A cancelled read returns soon, with the blocks that have arrived complete.
     """
 
+    __slots__ = ("_bytes", "_bytes_lock")
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
+        self._bytes_lock = threading.Lock()
         self._bytes = 0
-        self._cancelled = False
-        self._callback: Callable[[], None] | None = None
 
     @property
     def bytes_received(self) -> int:
         """Number of bytes received, including heads of frames."""
         return self._bytes
 
-    @property
-    def cancelled(self) -> bool:
-        """Whether ``cancel`` was called."""
-        return self._cancelled
-
-    def cancel(self) -> None:
-        """Cancel the read. It returns soon, with the blocks that have arrived complete."""
-        with self._lock:
-            self._cancelled = True
-            callback = self._callback
-        if callback is not None:
-            callback()
-
     def add_bytes(self, size: int) -> None:
         """For transports: count received bytes."""
-        with self._lock:
+        with self._bytes_lock:
             self._bytes += size
-
-    @contextmanager
-    def on_cancel(self, callback: Callable[[], None]) -> Iterator[None]:
-        """For transports: call ``callback`` if the read inside is cancelled, at once if it is cancelled already.
-
-        Args:
-            callback: ends the read from another thread; must not block.
-        """
-        with self._lock:
-            self._callback = callback
-            cancelled = self._cancelled
-        try:
-            if cancelled:
-                callback()
-            yield
-        finally:
-            with self._lock:
-                self._callback = None
 
 
 class LayerWrite(ABC):

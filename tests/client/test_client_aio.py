@@ -50,9 +50,9 @@ async def test_a_cancelled_load_touches_nothing_afterwards(
     keys = chain(spec, 6)
     near.blocks.hold(keys)
     blocking = make_client(near, copy_chunk_bytes=2 * spec.block_bytes)
-    session = blocking._core.local.session()  # type: ignore[union-attr]
+    session = blocking._context.local.session()  # type: ignore[union-attr]
     copying, go_on, copied = threading.Event(), threading.Event(), []
-    copy_out = session.arena.copy_out  # type: ignore[union-attr]
+    copy_out = session.arena.begin_copy_out  # type: ignore[union-attr]
 
     def slow(offsets: object, buffer: object, first: int, *layers: int) -> None:
         copying.set()
@@ -60,7 +60,7 @@ async def test_a_cancelled_load_touches_nothing_afterwards(
         copy_out(offsets, buffer, first, *layers)  # type: ignore[arg-type]
         copied.append(first)
 
-    monkeypatch.setattr(session.arena, "copy_out", slow)  # type: ignore[union-attr]
+    monkeypatch.setattr(session.arena, "begin_copy_out", slow)  # type: ignore[union-attr]
     near.load_script = lambda request, _: iter([near.progress(keys)])
     out = np.zeros((6, spec.block_bytes), np.uint8)
     task = asyncio.create_task(AsyncKVClient(blocking).load(keys, out))

@@ -11,7 +11,7 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode, payloads
 
 from kvclient import AsyncKVClient, CacheSpec, ClientOptions, KVClient
-from kvclient.call.operation import MOST_SECONDS, check_seconds
+from kvclient.call.arguments import MAX_SECONDS, check_seconds
 from kvstore.core.errors import DeadlineExceeded, InvalidArgument
 from kvstore.core.keys import KeyChain
 from kvstore.core.types import BlockKey
@@ -27,7 +27,7 @@ def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
 
 
 def test_spans_of_time_are_numbers_of_at_most_a_day() -> None:
-    assert [check_seconds("t", seconds) for seconds in LONG] == [MOST_SECONDS] * len(LONG)
+    assert [check_seconds("t", seconds) for seconds in LONG] == [MAX_SECONDS] * len(LONG)
     assert [check_seconds("t", seconds) for seconds in (1, 2.5, np.float32(0.5), 86_400)] == [1.0, 2.5, 0.5, 86_400.0]
     assert check_seconds("t", 0, zero=True) == 0.0
     for seconds in (*NO_SECONDS, 0, None):
@@ -38,7 +38,7 @@ def test_spans_of_time_are_numbers_of_at_most_a_day() -> None:
 def test_options_take_sensible_numbers() -> None:
     spans = ("default_deadline_s", "lookup_deadline_s", "connect_deadline_s", "breaker_pause_s", "reopen_pause_s")
     for name in (*spans, "room_wait_s", "lease_margin_s", "log_interval_s"):
-        assert getattr(ClientOptions(**{name: float("inf")}), name) == MOST_SECONDS
+        assert getattr(ClientOptions(**{name: float("inf")}), name) == MAX_SECONDS
         for seconds in NO_SECONDS:
             with pytest.raises(InvalidArgument):
                 ClientOptions(**{name: seconds})

@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup
-from kvclient.call.incidents import Incidents
-from kvclient.call.operation import Operation
-from kvclient.load.accounting import LoadAccounts, missed_reasons
-from kvclient.load.outcomes import Tally
+from kvclient.load.accounting import HitAccounting, LoadTrace, missed_reasons
+from kvclient.load.sink import BlockSink
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, Outcome, Tier
 from kvstore.lab.accounting_check import check_accounts
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions.label_values import MISS_REASONS, PATHS
 
 MakeClient = Callable[..., KVClient]
@@ -27,41 +26,41 @@ BLOCK_TOKENS = 16
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> tuple[Tally, Operation]:
+def loads(draw: st.DrawFn) -> tuple[BlockSink, LoadTrace, bool]:
     """A load with any fate of its blocks, from any mixture of sources."""
     blocks = draw(st.integers(0, 40))
-    tally, operation = Tally(blocks), Operation(MonotonicClock(), 1.0)
+    sink, trace = BlockSink(blocks, 1), LoadTrace(MonotonicClock())
     for _ in range(draw(st.integers(0, 6))):
         start = draw(st.integers(0, blocks))
         stop = draw(st.integers(start, blocks))
         path, tier = draw(st.sampled_from(PATHS)), draw(st.sampled_from([0, *map(int, Tier)]))
-        tally.record(slice(start, stop), draw(st.sampled_from(list(Outcome))), tier, tally.node_number("a"), path)
-    operation.named_blocks = draw(st.none() | st.integers(0, blocks))
-    operation.index_down = draw(st.booleans())
-    if draw(st.booleans()):
-        operation.cancel()
-    return tally, operation
+        sink.record(slice(start, stop), draw(st.sampled_from(list(Outcome))), tier, "a", path)
+    trace.named_blocks = draw(st.none() | st.integers(0, blocks))
+    trace.index_failed = draw(st.booleans())
+    return sink, trace, draw(st.booleans())
 
 
 @given(st.lists(loads(), max_size=5), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), max_size=5))
-def test_accounts_add_up_whatever_happens(done: list[tuple[Tally, Operation]], lookups: list[tuple[int, int, bool]]) -> None:
-    incidents = Incidents(MonotonicClock(), 10.0)
-    accounts = LoadAccounts(BLOCK_TOKENS, 4096, incidents, ClientOptions())
+def test_accounts_add_up_whatever_happens(
+    done: list[tuple[BlockSink, LoadTrace, bool]], lookups: list[tuple[int, int, bool]]
+) -> None:
+    incidents = LimitedLog(logging.getLogger("kvclient"))
+    accounts = HitAccounting(BLOCK_TOKENS, 4096, incidents, ClientOptions())
     asked = 0
-    for tally, operation in done:
-        accounts.account(tally.result(4096), tally.sources(), operation)
-        asked += len(tally.outcomes)
-        missed = missed_reasons(tally.outcomes, operation)
+    for sink, trace, cancelled in done:
+        accounts.account(sink.result(4096), sink.sources(), trace, cancelled=cancelled)
+        asked += len(sink.outcomes)
+        missed = missed_reasons(sink.outcomes, trace, cancelled=cancelled)
         assert set(missed) <= set(MISS_REASONS)
         assert all(missed.values())
         assert "other" not in missed, "every outcome has its reason"
-        assert sum(missed.values()) == int(np.count_nonzero(tally.outcomes != Outcome.HIT))
+        assert sum(missed.values()) == int(np.count_nonzero(sink.outcomes != Outcome.HIT))
     for hit, left, fails in lookups:
         error = Internal("x") if fails else None
         accounts.looked_up(Lookup([BlockKey(bytes(16))] * (hit + left), hit, error=error))
         asked += left
     accounts.refused(3, CapacityExceeded("full"))
-    check_accounts(incidents.snapshot(), BLOCK_TOKENS)
+    check_accounts(incidents.counters.snapshot(), BLOCK_TOKENS)
     assert incidents.counters.get("client_asked_blocks_total") == asked + 3
     assert incidents.counters.get("client_missed_capacity_blocks_total") >= 3
 

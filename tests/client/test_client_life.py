@@ -15,14 +15,14 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode, SkewedClock, payloads
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Outcome, StoreOutcome
-from kvclient.call.execution import Call, Caller
-from kvclient.call.incidents import Incidents
-from kvclient.call.operation import Operation
+from kvclient.call.execution import CallRunner
+from kvclient.call.scope import CallScope
 from kvclient.results import LoadResult
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.keys import KeyChain
 from kvstore.core.types import BlockKey
+from kvstore.observe.limited_log import LimitedLog
 from support.wait import wait_until
 
 MakeClient = Callable[..., KVClient]
@@ -282,61 +282,55 @@ def test_a_forked_child_is_told(
 # ---------------------------------------------------------------- small parts
 def test_incidents_are_all_counted_and_seldom_logged(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
-    incidents = Incidents(clock, 10.0)
+    incidents = LimitedLog(logging.getLogger("kvclient"), 10.0, clock.now_s)
     with caplog.at_level(logging.WARNING, "kvclient"):
         for _ in range(5):
             incidents.report("client_bugs_total", "a thing", Unavailable("x"), amount=2)
         clock.advance(10.0)
         incidents.report("client_bugs_total", "a thing")
         incidents.report("client_reports_dropped_total", "another")
-    assert incidents.snapshot() == {"client_bugs_total": 11, "client_reports_dropped_total": 1}
+    assert incidents.counters.snapshot() == {"client_bugs_total": 11, "client_reports_dropped_total": 1}
     assert [record.message for record in caplog.records] == [
-        "a thing: x [client_bugs_total; 0 such lines held back]",
-        "a thing [client_bugs_total; 4 such lines held back]",
-        "another [client_reports_dropped_total; 0 such lines held back]",
+        "a thing: x (counter=client_bugs_total, suppressed=0)",
+        "a thing (counter=client_bugs_total, suppressed=4)",
+        "another (counter=client_reports_dropped_total, suppressed=0)",
     ]
 
 
-def test_an_operation_ends_by_time_or_by_cancellation() -> None:
-    clock = ManualClock()
-    operation = Operation(clock, 2.0)
-    woken: list[str] = []
-    with operation.on_cancel(lambda: woken.append("in time")):
-        clock.advance(1.5)
-        assert (operation.over, operation.left_s(), operation.elapsed_s()) == (False, 0.5, 1.5)
-        operation.cancel()
-    assert (operation.over, operation.left_s(), operation.cancelled) == (True, 0.0, True)
-    with operation.on_cancel(lambda: woken.append("late")):
-        assert woken == ["in time", "late"]
-    late = Operation(clock, 1.0)
-    clock.advance(1.0)
-    assert late.over
-    assert isinstance(late.error(), DeadlineExceeded)
+class ScriptedCall:
+    """A ``PreparedCall`` that does what a test says."""
+
+    def __init__(self, clock: ManualClock, work: Callable[[], LoadResult]) -> None:
+        self.scope = CallScope.after(1.0, clock)
+        self._work = work
+
+    def run(self) -> LoadResult:
+        return self._work()
+
+    def refused(self, error: KVStoreError) -> LoadResult:
+        return LoadResult(np.full(1, Outcome.UNAVAILABLE, np.uint8), error=error)
 
 
 def test_the_edge_turns_bugs_and_crowds_into_misses() -> None:
     clock = ManualClock()
-    incidents = Incidents(clock, 0.0)
-    caller = Caller(incidents, workers=1, max_pending=1, strict=False)
-
-    def refused(error: KVStoreError) -> LoadResult:
-        return LoadResult(np.full(1, Outcome.UNAVAILABLE, np.uint8), error=error)
+    incidents = LimitedLog(logging.getLogger("kvclient"), 0.0, clock.now_s)
+    caller = CallRunner(incidents, workers=1, max_pending=1, strict=False)
 
     def bug() -> LoadResult:
         raise ZeroDivisionError
 
-    assert isinstance(caller.now(Call(Operation(clock, 1.0), bug, refused)).error, Internal)
-    assert incidents.snapshot()["client_bugs_total"] == 1
+    assert isinstance(caller.run(ScriptedCall(clock, bug)).error, Internal)
+    assert incidents.counters.snapshot()["client_bugs_total"] == 1
     go_on = threading.Event()
 
     def waits() -> LoadResult:
         go_on.wait(10)
         return LoadResult(np.full(1, Outcome.HIT, np.uint8))
 
-    first = caller.later(Call(Operation(clock, 1.0), waits, refused))
-    assert isinstance(caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).error, CapacityExceeded)
+    first = caller.start(ScriptedCall(clock, waits))
+    assert isinstance(caller.start(ScriptedCall(clock, waits)).result(5).error, CapacityExceeded)
     go_on.set()
     assert first.result(5).hit_blocks == 1
-    wait_until(lambda: caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).hit_blocks == 1)
+    wait_until(lambda: caller.start(ScriptedCall(clock, waits)).result(5).hit_blocks == 1)
     caller.close()
-    assert isinstance(caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).error, Unavailable)
+    assert isinstance(caller.start(ScriptedCall(clock, waits)).result(5).error, Unavailable)

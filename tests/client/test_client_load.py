@@ -118,8 +118,8 @@ def test_a_copy_that_outlived_its_lease_does_not_count_but_is_tried_again(
     keys = chain(spec, 8)
     node.blocks.hold(keys)
     client = make_client(node)
-    session = client._core.local.session()  # type: ignore[union-attr]
-    copy_out, slow = session.arena.copy_out, [5]  # type: ignore[union-attr]
+    session = client._context.local.session()  # type: ignore[union-attr]
+    copy_out, slow = session.arena.begin_copy_out, [5]  # type: ignore[union-attr]
 
     def copying(offsets: object, buffer: object, first: int, *layers: int) -> None:
         copy_out(offsets, buffer, first, *layers)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def test_a_copy_that_outlived_its_lease_does_not_count_but_is_tried_again(
             slow.remove(first)
             clock.ahead_s += 1.0
 
-    monkeypatch.setattr(session.arena, "copy_out", copying)  # type: ignore[union-attr]
+    monkeypatch.setattr(session.arena, "begin_copy_out", copying)  # type: ignore[union-attr]
     out = fresh(spec, 8)
     result = client.load(keys, out)
     assert result.hit_blocks == 8
@@ -278,14 +278,14 @@ def test_the_first_layer_comes_before_the_last_is_copied(
     keys = chain(spec, 8)
     near.blocks.hold(keys)
     client = make_client(near)
-    session = client._core.local.session()  # type: ignore[union-attr]
-    copy_out, may_go_on = session.arena.copy_out, threading.Event()  # type: ignore[union-attr]
+    session = client._context.local.session()  # type: ignore[union-attr]
+    copy_out, may_go_on = session.arena.begin_copy_out, threading.Event()  # type: ignore[union-attr]
 
     def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: int) -> None:
         assert first_layer == 0 or may_go_on.wait(10)
         copy_out(offsets, buffer, first, first_layer, *further)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(session.arena, "copy_out", paused)  # type: ignore[union-attr]
+    monkeypatch.setattr(session.arena, "begin_copy_out", paused)  # type: ignore[union-attr]
     out = fresh(spec, 8)
     handle = client.start_load(keys, out)
     assert handle.wait_layer(0, 5)
@@ -504,7 +504,7 @@ def test_a_lost_session_is_opened_anew(spec: CacheSpec, near: FakeNode, make_cli
     del near.fail["Load"]
     near.wait_called("OpenSession", 1)
     for _ in range(200):
-        client._core.local.wait_reopened(5)  # type: ignore[union-attr]
+        client._context.local.wait_reopened(5)  # type: ignore[union-attr]
         result = client.load(keys, out := fresh(spec, 3))
         if result.hit_blocks:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,18 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.call.incidents import Incidents
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.layerwise import LayerGate
-from kvclient.load.outcomes import Tally, spans
-from kvclient.load.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto, told_ranges
-from kvclient.load.plan_progress import MAX_PLANS, Reporter
+from kvclient.load.layer_progress import LayerTracker
+from kvclient.load.layerwise import LayerBarrier
+from kvclient.load.paths import Paths, Plan, PlannedPart, largest_ranges, plan_from_proto, replan_from_proto
+from kvclient.load.plan_progress import MAX_PLANS, PlanProgressReporter
+from kvclient.load.sink import BlockSink, spans
 from kvclient.results import PATH_DECODE, NodeRef
 from kvproto.v1 import metadata_pb2 as pb
-from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Internal, InvalidArgument, Unavailable
 from kvstore.core.limits import MAX_REPLAN_RANGES
 from kvstore.core.types import NodeId, Outcome, Tier
+from kvstore.observe.limited_log import LimitedLog
 
 LAYERS = 6
 WAIT_S = 10.0
@@ -102,10 +102,10 @@ def test_a_new_plan_is_for_what_is_missing_of_the_part_and_nothing_else() -> Non
 
 def test_no_more_ranges_are_told_than_a_server_takes() -> None:
     few = [(10, 3), (15, 1)]
-    assert told_ranges(few) == few
+    assert largest_ranges(few) == few
     many = [(3 * at, 2 if at % 4 else 1) for at in range(MAX_REPLAN_RANGES * 4 // 3 + 1)]
-    assert told_ranges(many) == [span for span in many if span[1] == 2], "the largest, in order"
-    assert len(told_ranges(many)) == MAX_REPLAN_RANGES
+    assert largest_ranges(many) == [span for span in many if span[1] == 2], "the largest, in order"
+    assert len(largest_ranges(many)) == MAX_REPLAN_RANGES
 
 
 def test_choices_are_checked() -> None:
@@ -158,11 +158,11 @@ STEPS = st.one_of(
 
 @given(st.lists(STEPS, max_size=40))
 def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], int, int] | int | frozenset[int]]) -> None:
-    gate = LayerGate(8)
-    board, naive = LayerBoard(8, LAYERS, gate), NaiveBoard(8)
+    gate = LayerBarrier(8)
+    board, naive = LayerTracker(8, LAYERS, gate), NaiveBoard(8)
     for step in steps:
         if isinstance(step, int):
-            board.lost(np.array([step]))
+            board.mark_failed(np.array([step]))
             naive.lost(step)
         elif isinstance(step, frozenset):
             positions = sorted(step)
@@ -173,7 +173,6 @@ def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], i
             naive.arrived(positions, first, count)
         assert board.ready(np.arange(8)).tolist() == naive.ready
         assert gate.promised_blocks == naive.promised
-        assert board.announced == (naive.announced > 0)
         for layer in range(LAYERS):
             assert gate.wait(layer, 0.0) == (layer < naive.announced)
             if layer < naive.announced:
@@ -181,20 +180,31 @@ def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], i
     assert board.complete().tolist() == [ready == LAYERS for ready in naive.ready]
 
 
-# ---- accounts ----
-def test_the_account_of_a_part_is_taken_over() -> None:
-    whole, part = Tally(6), Tally(3)
-    whole.record(np.array([0, 1]), Outcome.HIT, Tier.NVME, whole.node_number("a"), "prefill")
-    part.record(np.array([0, 2]), Outcome.HIT, Tier.DRAM, part.node_number("b"), "local")
+# ---- the sink ----
+def test_sink_result_adds_up_bytes_by_source() -> None:
+    sink = BlockSink(6, 1)
+    sink.record(np.array([0, 1]), Outcome.HIT, Tier.NVME, "a", "prefill")
+    sink.record(np.array([3, 5]), Outcome.HIT, Tier.DRAM, "b", "local")
     error = Unavailable("x")
-    part.note(error)
-    whole.absorb(3, part)
-    result = whole.result(10)
+    sink.record_error(error)
+    sink.record_error(Unavailable("later"))
+    result = sink.result(10)
     assert result.outcomes.tolist() == [1, 1, *[int(Outcome.MISS)], 1, *[int(Outcome.MISS)], 1]
     assert result.bytes_by_node == {"a": 20, "b": 20}
     assert result.bytes_by_path == {"prefill": 20, "local": 20}
     assert result.bytes_by_tier == {Tier.NVME: 20, Tier.DRAM: 20}
     assert result.error is error
+
+
+@given(blocks=st.integers(0, 12), data=st.data())
+def test_sink_missing_excludes_hits_and_given_up_blocks(blocks: int, data: st.DataObject) -> None:
+    some = st.sets(st.integers(0, blocks - 1)) if blocks else st.just(set[int]())
+    hits, lost, among = data.draw(some), data.draw(some), data.draw(some)
+    sink = BlockSink(blocks, 1)
+    sink.record(np.array(sorted(hits), np.intp), Outcome.HIT, Tier.DRAM, "a", "local")
+    sink.give_up(np.array(sorted(lost), np.intp))
+    assert sink.missing().tolist() == sorted(set(range(blocks)) - hits - lost)
+    assert sink.missing(np.array(sorted(among), np.intp)).tolist() == sorted(among - hits - lost)
 
 
 @given(st.sets(st.integers(0, 30)))
@@ -233,8 +243,8 @@ def told(request: pb.ReportLoadsRequest) -> Mapping[int, tuple[dict[int, int], b
 
 
 def test_reports_go_together_and_the_last_word_counts() -> None:
-    server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
-    reporter = Reporter(server, incidents)
+    server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
+    reporter = PlanProgressReporter(server, incidents)
     reporter.tell({1: [(0, 3)]}, finished=False)
     reporter.tell({1: [(0, 5), (1, 2)], 2: [(0, 1)]}, finished=False)
     reporter.tell({2: []}, finished=True)
@@ -244,8 +254,8 @@ def test_reports_go_together_and_the_last_word_counts() -> None:
 
 
 def test_a_server_that_fails_is_told_again_of_what_moves_later() -> None:
-    server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
-    reporter = Reporter(server, incidents)
+    server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
+    reporter = PlanProgressReporter(server, incidents)
     server.fail = True
     reporter.tell({1: [(0, 3)]}, finished=False)
     server.wait(1)
@@ -258,9 +268,9 @@ def test_a_server_that_fails_is_told_again_of_what_moves_later() -> None:
 
 
 def test_the_queue_of_reports_is_bounded_and_close_ends_the_thread() -> None:
-    server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
+    server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
     server.hold.clear()
-    reporter = Reporter(server, incidents)
+    reporter = PlanProgressReporter(server, incidents)
     for plan in range(3 * MAX_PLANS):
         reporter.tell({plan: [(0, 1)]}, finished=False)
     assert incidents.counters.get("client_reports_dropped_total") > 0

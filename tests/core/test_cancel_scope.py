@@ -48,6 +48,18 @@ def test_nested_scope_has_no_later_deadline() -> None:
     assert CancelScope.after(9.0, clock).left_s() == 9.0
 
 
+def test_nested_scope_ends_with_its_enclosing_scope() -> None:
+    clock = ManualClock()
+    outer = CancelScope.after(5.0, clock)
+    inner, early = outer.nested(), outer.nested(clock.now_s() + 1.0)
+    assert current() is not outer
+    assert (inner.left_s(), early.left_s()) == (5.0, 1.0)
+    early.cancel()
+    assert not outer.cancelled
+    outer.cancel()
+    assert inner.cancelled
+
+
 @given(parents=st.lists(st.integers(0, 30), max_size=12), cancelled=st.sets(st.integers(0, 12)), late=st.booleans())
 def test_cancel_reaches_exactly_the_nested_scopes(parents: list[int], cancelled: set[int], late: bool) -> None:
     calls: dict[int, int] = {}

@@ -26,6 +26,6 @@ def test_one_line_a_kind_and_interval_with_the_number_held_back(caplog: pytest.L
     assert [record.getMessage() for record in caplog.records] == [
         "refused a peer: 0 are open",
         "another kind",
-        "refused a peer: 101 are open [100 such lines held back]",
-        "refused a peer: 103 are open [1 such lines held back]",
+        "refused a peer: 101 are open (suppressed=100)",
+        "refused a peer: 103 are open (suppressed=1)",
     ]

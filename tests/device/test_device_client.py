@@ -153,17 +153,17 @@ def test_lease_is_held_until_device_copies_end(connect: Connect, layerwise: bool
     keys, _ = fill(connect, seed)
     engine = Engine(seed + 100)
     client = connect(engine)
-    local = client._core.local
+    local = client._context.local
     session = local.session() if local is not None else None
     assert session is not None
     given_back: list[int] = []
-    release = session.returner.release
+    release = session.releaser.release
 
     def watch(lease_ids: list[int], nbytes: int) -> None:
         given_back.append(sum(len(stream.work) for stream in engine.device.streams))
         release(lease_ids, nbytes)
 
-    session.returner.release = watch  # type: ignore[method-assign]
+    session.releaser.release = watch  # type: ignore[method-assign]
     engine.device.paused = True
     handle = client.start_load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise)
     if layerwise:  # the layers are on their way before one of them is there
@@ -227,7 +227,7 @@ def test_flipped_bit_in_arena_is_found_if_verified(connect: Connect) -> None:
     keys, _ = fill(connect, 80)
     engine = Engine(180)
     client = connect(engine)
-    local = client._core.local
+    local = client._context.local
     session = local.session() if local is not None else None
     assert session is not None
     copied = session.arena.begin_copy_out
@@ -246,11 +246,11 @@ def test_slots_of_hung_copies_are_not_released(cluster: LocalCluster, connect: C
     monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
     engine = Engine(90)
     client = connect(engine)
-    local = client._core.local
+    local = client._context.local
     session = local.session() if local is not None else None
     assert session is not None
     aborted: list[bytes] = []
-    session.returner.abort = aborted.append  # type: ignore[method-assign]
+    session.releaser.abort = aborted.append  # type: ignore[method-assign]
     engine.device.paused = True
     stored = client.store(keys_of(client, 90), engine.copier.blocks(engine.pages(BLOCKS)))
     assert stored.held_blocks == 0

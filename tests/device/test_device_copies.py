@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
-from kvclient.memory.device_buffer import FarBlocks
+from kvclient.memory.device_buffer import DeviceBuffer
 from kvstore.core.errors import Internal
 
 WAYS = ("staged", "batched")
@@ -212,7 +212,7 @@ def test_device_failure_waits_for_begun_copies() -> None:
     assert copier.stats()["device_errors_total"] == 1
 
 
-def begin(blocks: FarBlocks, arena: Arena, offsets: np.ndarray, *, store: bool) -> None:
+def begin(blocks: DeviceBuffer, arena: Arena, offsets: np.ndarray, *, store: bool) -> None:
     if store:
         blocks.write_arena(arena.view, offsets)
     else:

@@ -232,7 +232,7 @@ def test_fp8_on_device_matches_host(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pages_per_block", [1, 4])
 def test_pool_on_same_device_copies_without_host(layout: str, pages_per_block: int) -> None:
-    from kvclient.call.operation import Operation
+    from kvclient.call.scope import CallScope
     from kvclient.hbm import HbmPool
     from kvstore.core.buffers import DenseBlocks
     from kvstore.core.clock import MonotonicClock
@@ -252,11 +252,11 @@ def test_pool_on_same_device_copies_without_host(layout: str, pages_per_block: i
             slow = (slow @ slow).clamp_(-1, 1)
             near.keep(keys[:end], None, 0, copier.blocks(pages[: end * pages_per_block]).source(), None, checksums=False)
         rows = np.zeros((count, spec.layers, spec.layer_block_bytes), np.uint8)
-        assert near.fetch(keys, DenseBlocks(rows), Operation(MonotonicClock(), 60.0), verify=False) == count
+        assert near.fetch(keys, DenseBlocks(rows), CallScope.after(60.0, MonotonicClock()), verify=False) == count
         assert np.array_equal(rows.reshape(count, -1), expected)
         target = rng.sample(range(256), count * pages_per_block)
         blocks = copier.blocks(target)
-        assert near.fetch(keys, blocks, Operation(MonotonicClock(), 60.0), verify=False) == count
+        assert near.fetch(keys, blocks, CallScope.after(60.0, MonotonicClock()), verify=False) == count
         assert np.array_equal(block_bytes(cache, target), expected)
         assert blocks._host is None
         assert "hbm_by_host_blocks_total" not in pool.stats()

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import BlockKey, InvalidArgument, KVClient, Tier
-from kvclient.call.operation import Operation
+from kvclient.call.scope import CallScope
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.layouts import PagedCache
@@ -36,8 +36,8 @@ WAIT_S = 20.0
 BLOCKS = 8
 
 
-def in_time() -> Operation:
-    return Operation(MonotonicClock(), 60.0)
+def in_time() -> CallScope:
+    return CallScope.after(60.0, MonotonicClock())
 
 
 class Bed:
@@ -64,7 +64,7 @@ class Bed:
         assert source._rows is None, "bytes were fetched into host memory"
         return kept
 
-    def fetch(self, keys: Sequence[BlockKey], target: DeviceBlocks, operation: Operation | None = None) -> int:
+    def fetch(self, keys: Sequence[BlockKey], target: DeviceBlocks, operation: CallScope | None = None) -> int:
         found = self.near.fetch(keys, target, operation or in_time(), verify=False)
         assert target._host is None, "bytes went by host memory"
         return found
@@ -479,7 +479,7 @@ def test_disk_blocks_reach_pages_through_the_pool() -> None:
         pages = rng.sample(range(40), BLOCKS)
         expected = block_bytes(cache, pages)
         assert client.store(keys, copier.blocks(pages), durable=True).durable
-        near, session = client._core.near, client._core.local.session()  # type: ignore[union-attr]
+        near, session = client._context.pool, client._context.local.session()  # type: ignore[union-attr]
         assert near is not None
         assert session is not None
         end = time.monotonic() + WAIT_S

@@ -240,7 +240,7 @@ def test_drain_commands_report_errors(make_store: MakeStore) -> None:
     store_durably(store.engine("a"), "x", 5)
     alone = command(store, "drain", "a", "--move", "--wait")
     assert alone.returncode == 3
-    assert "5 to move, no other active node has free room on a volume" in alone.stdout.splitlines()[-1]
+    assert "5 to move, no other active node has free space on a volume" in alone.stdout.splitlines()[-1]
     assert command(store, "drain", "a", "--wait").returncode == 0, "they are durable where they are"
     assert command(store, "undrain", "a").stdout == "a: active\n"
     store.cluster.stop("a")

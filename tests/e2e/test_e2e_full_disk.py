@@ -98,7 +98,7 @@ def test_disk_full_is_reported_until_there_is_space(store: Store, small_disk: Pa
         return all(part in said for part in ("the index takes no changes", "volume a/nvme0 takes no blocks", "since"))
 
     wait_until(told, "the index and the volume are said to fail", 90.0)
-    wait_until(lambda: any(one.startswith("node a: the index does not take") for one in problems()), "so is publishing")
+    wait_until(lambda: any(one.startswith("node a: the index accepts no changes") for one in problems()), "so is publishing")
     assert gauge(metadata.metrics_address, "kvstore_index_changes_failing_seconds") > 0
     assert gauge(node.metrics_address, "kvstore_node_publish_failing_seconds") > 0
     assert gauge(node.metrics_address, "kvstore_volume_read_only") == 1

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Engine, Store
 from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
-from kvclient.handoff.sender import Handoff
+from kvclient.handoff.sender import PromptSender
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import NodeSpec
@@ -223,7 +223,7 @@ def test_handoff_taken_before_commit_is_complete(store: Store) -> None:
     one, other = engine(store, "prefill-0"), engine(store, "prefill-0")
     prompt = Prompt(writer, "taken", hit=1, new=4)
 
-    def put(handoff: Handoff, blocks: int, layers: range) -> None:
+    def put(handoff: PromptSender, blocks: int, layers: range) -> None:
         for layer in layers:
             handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:blocks, layer]))
 
@@ -380,7 +380,9 @@ def test_abandon_reaches_restarted_decode_node(store: Store) -> None:
     process = store.cluster.node("decode-0").process
     process.send_signal(signal.SIGSTOP)
     try:
-        wait_until(lambda: "decode-0" not in {one.node_id for one in prefill.client._directory.nodes(5.0)}, "the node is missed")
+        wait_until(
+            lambda: "decode-0" not in {one.node_id for one in prefill.client._context.metadata.nodes(5.0)}, "the node is missed"
+        )
         with ThreadPoolExecutor(1) as pool:
             telling = pool.submit(prefill.client.abandon_prompt, "stopped", "decode-0", deadline_s=30.0)
             time.sleep(0.1)

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Engine, Store
 from kvclient import LoadResult, Lookup, Paths
-from kvclient.load.layerwise import LayerGate
+from kvclient.load.layerwise import LayerBarrier
 from kvstore.core.types import Outcome
 from kvstore.embedded.cluster import NodeSpec
 
@@ -35,16 +35,16 @@ def store(make_store: MakeStore) -> Store:
 def looked_at(data: np.ndarray, wanted: np.ndarray) -> Iterator[list[tuple[int, int, bool]]]:  # type: ignore[type-arg]
     """Each announcement as (layers, promised blocks, whether their bytes are correct)."""
     seen: list[tuple[int, int, bool]] = []
-    advance = LayerGate.advance
+    advance = LayerBarrier.advance
 
-    def look(gate: LayerGate, layers: int) -> None:
+    def look(gate: LayerBarrier, layers: int) -> None:
         blocks = gate.promised_blocks
         upto = layers * (data.shape[1] // LAYERS)
         seen.append((layers, blocks, np.array_equal(data[:blocks, :upto], wanted[:blocks, :upto])))
         advance(gate, layers)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerGate, "advance", look)
+        patch.setattr(LayerBarrier, "advance", look)
         yield seen
 
 

@@ -22,10 +22,9 @@ import pytest
 from conftest import HANG_S, Engine, Store
 from kvclient import LoadResult, Lookup, Paths
 from kvclient.load.paths import Plan, PlannedPart
-from kvclient.load.sources.storage_path import Wanted
-from kvclient.nodes.metadata_client import Directory
+from kvclient.load.sources.node_stream import NodeLoadStream
+from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.results import NodeRef
-from kvproto.v1 import node_pb2
 from kvstore.core.types import Outcome, Tier
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
@@ -306,22 +305,19 @@ def test_paths_storage_link_of_others_fails(
         bad.to_client.cut_after = 700_000
     else:
         bad.to_client.stall_after = 700_000
-    local = engine.client._core.local
+    local = engine.client._context.local
     assert local is not None
     session = local.session()
     assert session is not None
-    asked = Wanted.request
+    build = NodeLoadStream.__init__
 
-    def request(
-        self: Wanted, session_id: bytes, start: int, stop: int, layer_group: int, first_layer: int
-    ) -> node_pb2.LoadRequest:
-        made = asked(self, session_id, start, stop, layer_group, first_layer)
-        if session_id != session.session_id:
-            for source in made.sources:
+    def build_with_bad_address(self: NodeLoadStream, *arguments: Any, **options: Any) -> None:
+        build(self, *arguments, **options)
+        if self.message.session_id != session.session_id:
+            for source in self.message.sources:
                 source.data_address = bad.address
-        return made
 
-    monkeypatch.setattr(Wanted, "request", request)
+    monkeypatch.setattr(NodeLoadStream, "__init__", build_with_bad_address)
     result = load_by_layers(engine, slowly(store, found, proxies), paths("split", layer_group))
     assert result.hit_blocks == BLOCKS
     assert result.bytes_by_path["prefill"] > 0
@@ -390,13 +386,13 @@ def test_paths_corrupt_block_shortens_the_hit(ready: Ready) -> None:
 def told_why(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Reasons reported to the planner for planning parts again."""
     said: list[str] = []
-    replan = Directory.replan_load
+    replan = MetadataClient.replan_load
 
-    def listen(self: Directory, plan: Plan, part: PlannedPart, arrived: Any, why: str, left_s: float) -> Plan:
+    def listen(self: MetadataClient, plan: Plan, part: PlannedPart, arrived: Any, why: str, left_s: float) -> Plan:
         said.append(why)
         return replan(self, plan, part, arrived, why, left_s)
 
-    monkeypatch.setattr(Directory, "replan_load", listen)
+    monkeypatch.setattr(MetadataClient, "replan_load", listen)
     return said
 
 
@@ -407,7 +403,7 @@ def test_paths_corruption_in_transit_uses_other_path(
     store, engine, found = ready
     bad = proxies(store.cluster.node("d").ready["data_address"])
     bad.to_client.flips = frozenset(range(100_000, 1 << 24, 100_000))
-    peers = engine.client._core.peers
+    peers = engine.client._context.peers
     straight = peers.peer
 
     def bent(node: NodeRef) -> BlockPeer:
@@ -450,9 +446,9 @@ def test_paths_expired_remote_session_costs_no_path(ready: Ready) -> None:
     how = paths("split", 2, relays=False)
     assert load(engine, found, how).bytes_by_path["decode"] > 0
     found = only_stored(store, engine, "c", BLOCKS)
-    open_stages = engine.client._core.stages._open
-    for node, stage in open_stages.items():  # the node forgot the session, as after a minute without use
-        open_stages[node] = replace(stage, session_id=os.urandom(16))
+    open_sessions = engine.client._context.remote_sessions._open
+    for node, session in open_sessions.items():  # the node forgot the session, as after a minute without use
+        open_sessions[node] = replace(session, session_id=os.urandom(16))
     results: list[LoadResult] = []
     threads = [threading.Thread(target=lambda: results.append(load(engine, found, how))) for _ in range(3)]
     for thread in threads:

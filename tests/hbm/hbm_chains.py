@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvclient import CacheSpec
-from kvclient.call.operation import Operation
+from kvclient.call.scope import CallScope
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import KVStoreError
@@ -29,8 +29,8 @@ def room(blocks: int, spec: CacheSpec = SPEC) -> DenseBlocks:
     return DenseBlocks(np.zeros((blocks, spec.layers, spec.layer_block_bytes), np.uint8))
 
 
-def in_time() -> Operation:
-    return Operation(MonotonicClock(), 60.0)
+def in_time() -> CallScope:
+    return CallScope.after(60.0, MonotonicClock())
 
 
 class Below:

@@ -22,10 +22,10 @@ from hbm_chains import SPEC as SMALL
 from hbm_chains import Below, chain, in_time, room
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
-from kvclient.call.operation import Operation
+from kvclient.call.scope import CallScope
 from kvclient.hbm import HbmPool
 from kvclient.hbm.gds_reader import GdsReader
-from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
+from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvclient.results import PATH_HBM, PATH_LOCAL
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core import checksum
@@ -83,10 +83,10 @@ class Disk:
         self.near.prepare_disks(self.volumes)
 
     def fetch(
-        self, out: Any, slots: Sequence[Slot] | None = None, operation: Operation | None = None, *, verify: bool = False
+        self, out: Any, slots: Sequence[Slot] | None = None, operation: CallScope | None = None, *, verify: bool = False
     ) -> int:
         slots = self.slots if slots is None else slots
-        places = StoredPlaces(
+        places = DiskLocations(
             np.zeros(len(slots), np.uint8),
             np.array([slot.offset for slot in slots], np.uint64),
             np.array([slot.generation for slot in slots], np.uint64),
@@ -149,7 +149,7 @@ def test_gds_chain_larger_than_pool_fills_the_pool(tmp_path: Path) -> None:
     """A head does not make way for its own tail: that is the node's."""
     with disk_of(tmp_path, blocks=30, room_for=8) as disk:
         out = room(30)
-        assert disk.fetch(out, operation=Operation(MonotonicClock(), 0.3), verify=True) == 8
+        assert disk.fetch(out, operation=CallScope.after(0.3, MonotonicClock()), verify=True) == 8
         assert np.array_equal(out.array[:8], disk.data.array[:8])
         assert disk.pool.usage().blocks == 8
 
@@ -172,7 +172,7 @@ def test_gds_late_read_keeps_slots_reserved(tmp_path: Path, monkeypatch: pytest.
 
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", late)
-        assert disk.fetch(room(12), operation=Operation(MonotonicClock(), 0.4)) == 0
+        assert disk.fetch(room(12), operation=CallScope.after(0.4, MonotonicClock())) == 0
         assert disk.pool.usage().blocks == 12, "slots that are still written to were given back"
         assert disk.pool.evict(demote=False) == 0
         assert not disk.near.reads_disks(disk.volumes)
@@ -222,12 +222,12 @@ def test_gds_hung_volume_keeps_all_slots_of_the_read(tmp_path: Path, monkeypatch
         slots = [(disk, other)[number].slots[at] for at, number in enumerate(numbers)]
 
         def fetch(out: Any, seconds: float) -> int:
-            places = StoredPlaces(
+            places = DiskLocations(
                 numbers,
                 np.array([slot.offset for slot in slots], np.uint64),
                 np.array([slot.generation for slot in slots], np.uint64),
             )
-            operation = Operation(MonotonicClock(), seconds)
+            operation = CallScope.after(seconds, MonotonicClock())
             return disk.near.fetch_stored(disk.keys, None, 0, volumes, places, out, 0, operation, verify=True)
 
         assert fetch(out := room(12), 30.0) == 12
@@ -279,7 +279,7 @@ def test_gds_interrupt_keeps_slots_being_written(tmp_path: Path, monkeypatch: py
             disk.volumes = disk.volumes * 2
         numbers = np.arange(12, dtype=np.uint8) % groups
         offsets = np.array([slot.offset for slot in disk.slots], np.uint64)
-        places = StoredPlaces(numbers, offsets, np.array([slot.generation for slot in disk.slots], np.uint64))
+        places = DiskLocations(numbers, offsets, np.array([slot.generation for slot in disk.slots], np.uint64))
         assert disk.near.fetch_stored(disk.keys, None, 0, disk.volumes, places, room(12), 0, in_time(), verify=False) == 0
         assert disk.pool.usage().blocks == 12
         release.set()
@@ -403,11 +403,11 @@ class Bed:
         )
         self.engine = stack.enter_context(self.connect(self.pool))
         self.writer = stack.enter_context(self.connect(None))
-        assert self.engine._core.local is not None
-        session = self.engine._core.local.session()
+        assert self.engine._context.local is not None
+        session = self.engine._context.local.session()
         assert session is not None
         self.volumes = session.volumes
-        near = self.engine._core.near
+        near = self.engine._context.pool
         assert near is not None
         wait_until(lambda: near.reads_disks(self.volumes))
 
@@ -502,7 +502,7 @@ def test_load_without_index_locates_blocks_at_node(bed: Bed) -> None:
 
 def test_damaged_block_is_a_miss_and_others_hit(bed: Bed) -> None:
     keys, data = bed.on_disk(5)
-    session = bed.engine._core.local.session()  # type: ignore[union-attr]
+    session = bed.engine._context.local.session()  # type: ignore[union-attr]
     assert session is not None
     answer = call(session.stub.Locate, node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys)), 10.0)
     offset = int(np.frombuffer(answer.runs[0].offsets, "<u8")[17])
@@ -547,7 +547,7 @@ def test_gds_hung_read_falls_back_to_node(bed: Bed, monkeypatch: pytest.MonkeyPa
 
 def test_located_blocks_are_kept_until_lease_ends(bed: Bed) -> None:
     keys, _ = bed.on_disk(8)
-    session = bed.engine._core.local.session()  # type: ignore[union-attr]
+    session = bed.engine._context.local.session()  # type: ignore[union-attr]
     assert session is not None
     request = node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys[10:20]))
     leases = []
@@ -565,8 +565,8 @@ def test_locate_over_network_is_rejected(bed: Bed) -> None:
     keys, data = bed.on_disk(9)
     options = ClientOptions(default_deadline_s=20.0)
     with KVClient.connect(None, SPEC, node=bed.cluster.node("n").address, options=options, hbm=bed.pool) as client:
-        assert client._core.local is not None
-        session = client._core.local.session()
+        assert client._context.local is not None
+        session = client._context.local.session()
         assert session is not None
         assert session.volumes == ()
         with pytest.raises(InvalidArgument, match="unix socket"):

@@ -15,7 +15,7 @@ from kvclient.engines.vllm.identity.engine_facts import GroupView
 from kvclient.engines.vllm.pd.options import PdOptions
 from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
 from kvclient.engines.vllm.pd.plan import AbandonJob, PdAnswer, PdPlan
-from kvclient.engines.vllm.pd.scheduler import PdScheduler, Stage
+from kvclient.engines.vllm.pd.scheduler import PdScheduler, RemoteSession
 from kvclient.engines.vllm.plan import StepAnswer
 
 CHAIN = KeyChain(SPEC)
@@ -111,17 +111,17 @@ def test_a_prompt_is_awaited_then_here_then_taken() -> None:
     assert job.transfer_id == "t1"
     full = CHAIN.keys(one.all_token_ids)
     assert job.keys == [*full, HERE.tail_key(CHAIN.tail(one.all_token_ids[8:], full[-1]))]
-    assert made.stage("r") is Stage.AWAITED
+    assert made.stage("r") is RemoteSession.AWAITED
     made.answered(PdAnswer(came={"r": 1}))
-    assert made.stage("r") is Stage.AWAITED, "the other worker does not know yet"
+    assert made.stage("r") is RemoteSession.AWAITED, "the other worker does not know yet"
     made.answered(PdAnswer(came={"r": 1}))
-    assert made.stage("r") is Stage.HERE
+    assert made.stage("r") is RemoteSession.HERE
     assert made.matched(one, 4) == 6
     made.allocated(one, [[7, 8, 9]], 6)
     (take,) = step(made).takes
     assert (take.first_blocks, take.block_ids) == ([1], [[8, 9]])
     assert made.takes_done({"r", "other"}) == [(one, 2)]
-    assert made.stage("r") is Stage.OVER
+    assert made.stage("r") is RemoteSession.OVER
     assert not made.gave_up("r")
 
 
@@ -130,7 +130,7 @@ def test_a_prompt_that_some_worker_lacks_is_given_up_by_all() -> None:
     made.arrived(one, HERE, CHAIN)
     step(made)
     made.answered(PdAnswer(came={"r": 2}, incomplete={"r"}))
-    assert made.stage("r") is Stage.OVER
+    assert made.stage("r") is RemoteSession.OVER
     assert step(made).drops == ["r"]
     assert made.gave_up("r")
     assert not made.gave_up("r"), "said once"

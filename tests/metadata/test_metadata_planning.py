@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import re
 import secrets
@@ -13,10 +14,9 @@ import pytest
 from metadata_harness import TIMEOUT_S, Peer, Running
 
 from kvclient import ClientOptions
-from kvclient.call.incidents import Incidents
 from kvclient.nodes import metadata_client as directory
 from kvclient.nodes.connect import watch_servers
-from kvclient.nodes.metadata_client import Directory
+from kvclient.nodes.metadata_client import MetadataClient
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.core import limits
@@ -29,6 +29,7 @@ from kvstore.dualpath.queues import QUEUE_S
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.server import MetadataServer
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import call_aio, connect_aio
 from support.wait import wait_until_async
 
@@ -106,10 +107,10 @@ async def test_a_client_hears_that_nobody_is_left_to_read(running: Running, monk
     monkeypatch.setattr(directory, "_PLAN_TIMEOUT_S", TIMEOUT_S)  # a busy machine is no reason
     await hosts(running)
     spec, clock = CacheSpec("m", 16, 1, 1 << 20), MonotonicClock()
-    incidents = Incidents(clock, 1.0)
+    incidents = LimitedLog(logging.getLogger("kvclient"), 1.0, clock.now_s)
     liveness = watch_servers(None, incidents.counters)
     server = liveness.server(running.address)
-    client = Directory(running.address, spec, None, clock, ClientOptions(), incidents, server)
+    client = MetadataClient(running.address, spec, None, clock, ClientOptions(), incidents, server)
     try:
         made = await asyncio.to_thread(client.plan_load, "p", None, None, 8, spec, TIMEOUT_S, relays=False)
         with pytest.raises(Unavailable, match="no node can read"):

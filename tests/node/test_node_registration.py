@@ -16,7 +16,7 @@ from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, VolumeId
-from kvstore.node.publish.publisher import BATCHES_IN_FLIGHT, Publisher
+from kvstore.node.publish.publisher import BATCHES_IN_FLIGHT, IndexPublisher
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
@@ -26,8 +26,8 @@ from kvstore.rpc.errors import abort_arguments
 PATIENCE_S = 20.0
 
 
-class Door(metadata_pb2_grpc.MetadataServicer):
-    """Refuses the first boots that come, by name."""
+class RefusingServer(metadata_pb2_grpc.MetadataServicer):
+    """A metadata server that refuses the first registrations."""
 
     def __init__(self, refusals: int) -> None:
         self.left = refusals
@@ -45,14 +45,14 @@ class Door(metadata_pb2_grpc.MetadataServicer):
         return metadata_pb2.RegisterNodeResponse(index_epoch=b"e" * 16, heartbeat_interval_ms=60_000)
 
 
-def test_a_refused_node_says_so_and_keeps_trying_as_the_same_boot(caplog: pytest.LogCaptureFixture) -> None:
-    door, counters = Door(3), Counters()
+def test_registration_refused_is_retried_as_the_same_boot(caplog: pytest.LogCaptureFixture) -> None:
+    servicer, counters = RefusingServer(3), Counters()
     server = grpc.server(ThreadPoolExecutor(4))
-    metadata_pb2_grpc.add_MetadataServicer_to_server(door, server)
+    metadata_pb2_grpc.add_MetadataServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     info = common_pb2.NodeInfo(node_id="n", boot_id=secrets.token_bytes(16))
-    publisher = Publisher(
+    publisher = IndexPublisher(
         f"127.0.0.1:{port}",
         info,
         cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id="n/dram"), node_volumes=[])),
@@ -60,21 +60,21 @@ def test_a_refused_node_says_so_and_keeps_trying_as_the_same_boot(caplog: pytest
         counters,
         tls=None,
         anti_entropy_interval_s=60.0,
-    )  # nothing is held, and what registers names no volumes: of the table only its names are read
+    )  # the node has no blocks and no volumes
     with caplog.at_level(logging.WARNING, "kvstore.node.publish.publisher"):
         publisher.start()
         assert publisher.wait_registered(PATIENCE_S)
         publisher.stop(PATIENCE_S)
     server.stop(None).wait()
-    assert len(door.boots) == 1
+    assert len(servicer.boots) == 1
     assert counters.get("registrations_refused_total") == 3
-    told = [record.getMessage() for record in caplog.records if "refuses this node" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "registration refused" in record.getMessage()]
     assert len(told) == 1
     assert "another living node has this id" in told[0]
 
 
-class Breaking(Door):
-    """Lets the first stream break after some messages, with none acknowledged; takes everything afterwards."""
+class BreakingServer(RefusingServer):
+    """A metadata server that breaks the first stream after some messages without acknowledging any."""
 
     def __init__(self, first_messages: int) -> None:
         super().__init__(0)
@@ -94,8 +94,8 @@ class Breaking(Door):
             yield metadata_pb2.PublishResponse(sequence=request.sequence)
 
 
-class Deaf(Breaking):
-    """Takes the first stream's messages, and acknowledges none of them."""
+class SilentServer(BreakingServer):
+    """A metadata server that does not acknowledge messages of the first stream."""
 
     def Publish(  # noqa: N802
         self, requests: Iterator[metadata_pb2.PublishRequest], context: grpc.ServicerContext
@@ -108,13 +108,13 @@ class Deaf(Breaking):
         yield from super().Publish(requests, context)
 
 
-@pytest.mark.parametrize("door", [Breaking(3), Deaf(0)], ids=["broken", "never acknowledged"])
-def test_a_stream_that_fails_within_a_round_loses_none_of_it(door: Breaking, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More batches in one round than may be in flight: those that were never sent go out over the next stream."""
+@pytest.mark.parametrize("servicer", [BreakingServer(3), SilentServer(0)], ids=["broken", "never acknowledged"])
+def test_publish_broken_stream_repeats_unsent_batches(servicer: BreakingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more batches than may be in flight. The next stream sends those that the first did not."""
     monkeypatch.setattr("kvstore.node.publish.publisher.ACK_TIMEOUT_S", 0.5)
     counters = Counters()
     server = grpc.server(ThreadPoolExecutor(4))
-    metadata_pb2_grpc.add_MetadataServicer_to_server(door, server)
+    metadata_pb2_grpc.add_MetadataServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     volumes = [VolumeId(f"n/{number}") for number in range(3 * BATCHES_IN_FLIGHT)]
@@ -125,7 +125,7 @@ def test_a_stream_that_fails_within_a_round_loses_none_of_it(door: Breaking, mon
     ]
     for volume, block in zip(volumes, held, strict=True):
         log.stored(volume, cast("Block", block))
-    publisher = Publisher(
+    publisher = IndexPublisher(
         f"127.0.0.1:{port}",
         common_pb2.NodeInfo(
             node_id="n", boot_id=secrets.token_bytes(16), volumes=[common_pb2.VolumeInfo(volume_id=volume) for volume in volumes]
@@ -136,12 +136,12 @@ def test_a_stream_that_fails_within_a_round_loses_none_of_it(door: Breaking, mon
         tls=None,
         anti_entropy_interval_s=60.0,
     )
-    publisher._heartbeat_s = PATIENCE_S  # no beat: there is no table whose fill it could tell
-    publisher._epoch = b"e" * 16  # the server knows this boot: no inventories, which would cover for what is lost
+    publisher._heartbeat_s = PATIENCE_S  # no heartbeats: the table is a stub
+    publisher._epoch = b"e" * 16  # the server knows this boot, so it requests no inventories, which would hide a loss
     publisher.start()
     try:
         assert log.wait_published(volumes, MonotonicClock().now_s() + PATIENCE_S)
-        assert door.shown == set(volumes)
+        assert servicer.shown == set(volumes)
         assert counters.get("publish_interrupted_total") == 1
     finally:
         publisher.stop(PATIENCE_S)

@@ -130,7 +130,7 @@ def test_blocks_of_a_node_that_drains_come_only_as_far_as_the_share_has_room(nod
         assert not fits
     node.told(("acme", None, 6))
     (outcomes, why) = puller.pull(namespace, [run(3, 5)], PeerAddress(NodeId("x"), "", ""), node.clock.now_s())
-    assert (outcomes, why) == ([SKIPPED] * 5, "no free room in the tenant's quota here")
+    assert (outcomes, why) == ([SKIPPED] * 5, "no free space in the tenant's quota here")
     assert node.table.are_durable(here) == [True] * 6
 
 

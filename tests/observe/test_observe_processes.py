@@ -111,11 +111,11 @@ def test_load_from_peer_is_one_trace(tmp_path: Path, traced: Callable[[], Path])
     assert [line["request_id"] for line in slow] == [record.request_id], "the node's log names the client's request"
     tracing.shut_down()
     spans = [json.loads(line) for path in (file, traced()) for line in path.read_text().splitlines()]
-    root = next(span for span in spans if span["name"] == "kvclient.load.load")
+    root = next(span for span in spans if span["name"] == "kvclient.load")
     mine = [span for span in spans if span["context"]["trace_id"] == root["context"]["trace_id"]]
     by_name = {span["name"]: span for span in mine}
     services = {span["resource"]["attributes"]["service.name"] for span in mine}
-    assert {"kvclient.load.load", "Lookup", "Load", "peer.read", "IssueTicket"} <= by_name.keys()
+    assert {"kvclient.load", "Lookup", "Load", "peer.read", "IssueTicket"} <= by_name.keys()
     assert services == {"engine", "kvstore-metadata", "kvstore-node"}
     for child in ("Lookup", "Load"):
         assert by_name[child]["parent_id"] == root["context"]["span_id"]

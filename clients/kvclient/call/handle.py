@@ -6,7 +6,8 @@ from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from kvclient.call.operation import Operation, check_seconds
+from kvclient.call.arguments import check_seconds
+from kvstore.core.cancel_scope import CancelScope
 
 Result = TypeVar("Result")
 
@@ -17,8 +18,8 @@ class CallHandle(Generic[Result]):
     The buffer belongs to the call until ``result`` or ``cancel`` has returned.
     """
 
-    def __init__(self, operation: Operation, future: Future[Result]) -> None:
-        self._operation = operation
+    def __init__(self, scope: CancelScope, future: Future[Result]) -> None:
+        self._scope = scope
         self._future = future
 
     @property
@@ -29,7 +30,7 @@ class CallHandle(Generic[Result]):
     @property
     def cancelled(self) -> bool:
         """Whether ``cancel`` was called, or ``result`` gave up waiting."""
-        return self._operation.cancelled
+        return self._scope.cancelled
 
     def result(self, timeout_s: float | None = None) -> Result:
         """Wait for the result. If it does not come in time, the call is cancelled and the result says what was done by then.
@@ -46,9 +47,13 @@ class CallHandle(Generic[Result]):
             return self.cancel()
         return self._future.result()
 
+    def request_cancel(self) -> None:
+        """Cancel the call without waiting. The buffer belongs to the call until ``result`` has returned."""
+        self._scope.cancel()
+
     def cancel(self) -> Result:
         """Cancel the call and return its result. After that nothing touches the buffer."""
-        self._operation.cancel()
+        self._scope.cancel()
         return self._future.result()  # bounded: the work checks its scope between two pieces
 
     def __enter__(self) -> Self:

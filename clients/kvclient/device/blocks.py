@@ -14,7 +14,7 @@ import torch
 from kvclient import BlockShape, CacheSpec, InvalidArgument
 from kvclient.device.driver import Addresses
 from kvclient.device.streams import Event
-from kvclient.memory.device_buffer import DeviceHung, FarBlocks, Offsets, PoolMemory
+from kvclient.memory.device_buffer import DeviceBuffer, DeviceHung, Offsets, PoolMemory
 from kvstore.core.errors import Internal
 from kvstore.transport.layout import address_of
 
@@ -83,8 +83,8 @@ class CopyEngine(Protocol):
         """Keep host memory for the life of the process, because unfinished copies may still access it."""
 
 
-class DeviceBlocks(FarBlocks):
-    """Buffer of one load or store in the pages of a cache; see ``FarBlocks``. ``DeviceCopier.blocks`` makes it.
+class DeviceBlocks(DeviceBuffer):
+    """Buffer of one load or store in the pages of a cache; see ``DeviceBuffer``. ``DeviceCopier.blocks`` makes it.
 
     Args:
         copier: copies of the cache.
@@ -292,7 +292,7 @@ class DeviceBlocks(FarBlocks):
             self._copier.wait_on_stream(event)
 
     # ---- subsets ----
-    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+    def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _Picked(self, np.asarray(blocks, np.intp))
 
     def source(self) -> BlockSource:
@@ -316,7 +316,7 @@ class DeviceBlocks(FarBlocks):
         return rows
 
 
-class BlockSource(FarBlocks):
+class BlockSource(DeviceBuffer):
     """Read-only view of blocks. Their bytes are copied to host memory at the first access."""
 
     def __init__(self, blocks: DeviceBlocks) -> None:
@@ -366,14 +366,14 @@ class BlockSource(FarBlocks):
     def follow(self, layer: int) -> None:
         self._blocks.follow(layer)
 
-    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+    def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _PickedSource(self, self._blocks, np.asarray(blocks, np.intp))
 
     def source(self) -> BlockSource:
         return self
 
 
-class _Picked(FarBlocks):
+class _Picked(DeviceBuffer):
     """Some blocks of a buffer, without a copy."""
 
     def __init__(self, blocks: DeviceBlocks, which: Positions) -> None:
@@ -418,10 +418,10 @@ class _Picked(FarBlocks):
     def follow(self, layer: int) -> None:
         self._blocks.follow(layer)
 
-    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+    def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _Picked(self._blocks, self._which[np.asarray(blocks, np.intp)])
 
-    def source(self) -> FarBlocks:
+    def source(self) -> DeviceBuffer:
         return self._blocks.source().pick(self._which.tolist())
 
 
@@ -435,8 +435,8 @@ class _PickedSource(_Picked):
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
         return self._source.segments(int(self._which[block]), first_layer, layer_count)
 
-    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+    def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _PickedSource(self._source, self._blocks, self._which[np.asarray(blocks, np.intp)])
 
-    def source(self) -> FarBlocks:
+    def source(self) -> DeviceBuffer:
         return self

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, TlsConfig
-from kvclient.call.operation import check_seconds
+from kvclient.call.arguments import check_seconds
 
 if TYPE_CHECKING:
     from kvclient.memory.device_buffer import ArenaPinner

@@ -2,7 +2,7 @@
 
 The block table decides: pins during copies, evictions for space, one writer per block. This module copies bytes, between the
 pool and host memory or other memory of the same device, and turns device failures into misses. Pages on the device are copied
-without leaving it (``FarBlocks.read_pool``), under the pins.
+without leaving it (``DeviceBuffer.read_pool``), under the pins.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient.call.operation import Operation
 from kvclient.hbm.gds_reader import DiskRead, GdsReader
 from kvclient.hbm.pool_state import PoolState
 from kvclient.hbm.tensors import gather, scatter, tensor_blocks, until_done
 from kvclient.hbm.volume import HbmVolume
 from kvclient.memory.buffers import pick_blocks
-from kvclient.memory.device_buffer import DeviceHung, FarBlocks, PoolMemory
-from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
+from kvclient.memory.device_buffer import DeviceBuffer, DeviceHung, PoolMemory
+from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvstore.core.buffers import BlockBuffer
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey
@@ -103,18 +103,18 @@ class NamespaceView:
         finally:
             parts.table.unpin(blocks)
 
-    def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, operation: Operation, *, verify: bool) -> int:
-        return self._counted(len(keys), self._copy_out(keys, buffer, 0, operation, verify=verify))
+    def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, scope: CancelScope, *, verify: bool) -> int:
+        return self._counted(len(keys), self._copy_out(keys, buffer, 0, scope, verify=verify))
 
-    def _copy_out(self, keys: Sequence[BlockKey], buffer: BlockBuffer, first: int, operation: Operation, *, verify: bool) -> int:
+    def _copy_out(self, keys: Sequence[BlockKey], buffer: BlockBuffer, first: int, scope: CancelScope, *, verify: bool) -> int:
         """Like ``fetch``, to the blocks of a buffer from ``first`` on."""
         good = 0
         with self._parts.guarded("read from"), self.pinned(keys) as found:
-            if len(found) and not operation.over and (pages := self._on_device(buffer, len(found), checksums=verify)):
+            if len(found) and not scope.ended and (pages := self._on_device(buffer, len(found), checksums=verify)):
                 with self._parts.disabled_if_hung("read from"):
                     pages.read_pool(self._memory, found.offsets, first)  # ends before the pins do
                 good = len(found)
-            while good < len(found) and not operation.over:
+            while good < len(found) and not scope.ended:
                 upto = min(len(found), good + self._step)
                 self.volume.copy_out(found.offsets[good:upto], buffer, first + good)
                 sound = self._sound(found.blocks[good:upto], buffer, first + good) if verify else upto - good
@@ -136,10 +136,10 @@ class NamespaceView:
         parent: BlockKey | None,
         depth: int,
         volumes: Sequence[StoredVolume],
-        places: StoredPlaces,
+        places: DiskLocations,
         buffer: BlockBuffer,
         first: int,
-        operation: Operation,
+        scope: CancelScope,
         *,
         verify: bool,
     ) -> int:
@@ -160,14 +160,14 @@ class NamespaceView:
                 )
                 for at, slot in zip(positions.tolist(), slots, strict=True)
             ]
-            rows = self._disks.read(self._namespace, volumes, wanted, parts.clock.now_s() + operation.left_s())
+            rows = self._disks.read(self._namespace, volumes, wanted, parts.clock.now_s() + scope.left_s())
             read += len(rows)
             return rows
 
-        while good < len(keys) and not operation.over:
+        while good < len(keys) and not scope.ended:
             some = keys[good : good + step]
-            self._insert(some, keys[good - 1] if good else parent, depth + good, move, operation, piece=len(some))
-            copied = self._copy_out(some, buffer, first + good, operation, verify=verify)
+            self._insert(some, keys[good - 1] if good else parent, depth + good, move, scope, piece=len(some))
+            copied = self._copy_out(some, buffer, first + good, scope, verify=verify)
             good += copied
             if copied < len(some):
                 break
@@ -203,12 +203,12 @@ class NamespaceView:
     def _memory(self) -> PoolMemory:
         return PoolMemory(str(self.volume.device), self.volume.memory)
 
-    def _on_device(self, buffer: BlockBuffer, blocks: int, *, checksums: bool) -> FarBlocks | None:
+    def _on_device(self, buffer: BlockBuffer, blocks: int, *, checksums: bool) -> DeviceBuffer | None:
         """Return a buffer of pages if bytes can stay on the device, else None (checksums need host memory).
 
         Counts copies through the host.
         """
-        if not isinstance(buffer, FarBlocks):
+        if not isinstance(buffer, DeviceBuffer):
             return None
         gap = buffer.pool_gap(self._memory)
         if gap or checksums:
@@ -241,7 +241,7 @@ class NamespaceView:
         parent: BlockKey | None,
         depth: int,
         buffer: BlockBuffer,
-        operation: Operation | None,
+        scope: CancelScope | None,
         *,
         checksums: bool,
     ) -> int:
@@ -259,7 +259,7 @@ class NamespaceView:
             self.volume.copy_in(offsets, pick_blocks(buffer, positions), sums)
             return [b""] * len(slots) if sums is None else [_packed(row) for row in sums]
 
-        return self._insert(keys, parent, depth, move, operation)
+        return self._insert(keys, parent, depth, move, scope)
 
     def keep_tensor(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, source: torch.Tensor) -> int:
         """Copy blocks from memory on the pool's device into the pool, like ``keep``, but without checksums.
@@ -292,7 +292,7 @@ class NamespaceView:
         parent: BlockKey | None,
         depth: int,
         move: FillSlots,
-        operation: Operation | None,
+        scope: CancelScope | None,
         *,
         piece: int | None = None,
     ) -> int:
@@ -303,7 +303,7 @@ class NamespaceView:
             parent: key before the first, None at the head.
             depth: position of the first.
             move: fills the slots.
-            operation: ends the copies early; None: no limit.
+            scope: ends the copies early; None: no limit.
             piece: blocks at a time; None: as many as are copied quickly.
 
         Returns:
@@ -323,9 +323,9 @@ class NamespaceView:
             with parts.guarded("write to"):
                 if wanted and (wanted[0] == 0 or wanted[0] - 1 in claim.resident):  # no gaps within a run
                     wanted = wanted[: next((at for at, one in enumerate(wanted) if one != wanted[0] + at), len(wanted))]
-                    wait_s = parts.room_wait_s if operation is None else min(parts.room_wait_s, operation.left_s())
+                    wait_s = parts.room_wait_s if scope is None else min(parts.room_wait_s, scope.left_s())
                     deadline_s = parts.clock.now_s() + wait_s
-                    while done < len(wanted) and not (operation is not None and operation.over):
+                    while done < len(wanted) and not (scope is not None and scope.ended):
                         slots = self._room(min(len(wanted) - done, piece or min(PIECE_BLOCKS, self._step)), deadline_s)
                         if not slots:
                             parts.counters.add("hbm_no_room_blocks_total", len(wanted) - done)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvclient.call.operation import check_seconds
+from kvclient.call.arguments import check_seconds
 from kvclient.hbm import memory
 from kvclient.hbm.demotion import Demoter
 from kvclient.hbm.gds_reader import GdsMode, GdsReader

@@ -19,7 +19,7 @@ from kvclient.hbm.volume import HbmVolume
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BootId
-from kvstore.node.publish.publisher import Publisher
+from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.observe.counters import Counters
@@ -110,7 +110,7 @@ class PoolNode:
         self.info = common_pb2.NodeInfo(node_id=node_id, boot_id=boot_id)
         self._servicer = _PoolServicer(self.info, namespaces, authority, parts.volume, io_engines, parts.counters)
         self._control: _ControlServer | None = None
-        self._publisher: Publisher | None = None
+        self._publisher: IndexPublisher | None = None
 
     def start(self) -> None:
         """Start serving and register. If the metadata server does not answer, registration continues in the background.
@@ -131,7 +131,7 @@ class PoolNode:
                 tier=cast("common_pb2.Tier", int(self._volume.tier)),
                 capacity_bytes=self._volume.usage().capacity_bytes,
             )
-            publisher = Publisher(
+            publisher = IndexPublisher(
                 self._metadata,
                 self.info,
                 self._table,

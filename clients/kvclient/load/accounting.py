@@ -8,16 +8,16 @@ loads what was found has asked for each block once. A lookup that is repeated as
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from kvclient.call.incidents import Incidents
-from kvclient.call.operation import Operation
 from kvclient.options import ClientOptions
 from kvclient.results import LoadResult, Lookup, Outcomes
+from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, KVStoreError
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe import tracing
@@ -74,27 +74,49 @@ def count_asked(counters: Counters, block_tokens: int, hits: Mapping[tuple[str, 
     counters.add_all(names, blocks)
 
 
-def missed_reasons(outcomes: Outcomes, operation: Operation) -> dict[str, int]:
-    """Blocks of a load that did not come, by reason."""
+class LoadTrace:
+    """Facts about one load that explain its result: what its lookup found, and the time of each phase."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.named_blocks: int | None = None
+        """Number of leading blocks that its lookup found; None: all, or there was no lookup."""
+        self.index_failed = False
+        """Whether its lookup failed."""
+        self.spent_s: dict[str, float] = {}
+        """Seconds by phase."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside the ``with`` statement to a phase. Concurrent phases count in full."""
+        began_s = self._clock.now_s()
+        try:
+            yield
+        finally:
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + self._clock.now_s() - began_s
+
+
+def missed_reasons(outcomes: Outcomes, trace: LoadTrace, *, cancelled: bool) -> dict[str, int]:
+    """Return the number of blocks of a load that did not come, by reason."""
     missed: dict[str, int] = {}
     found = np.bincount(outcomes, minlength=len(Outcome) + 1).tolist()
     for outcome, reason in _OUTCOME_REASONS.items():
         if found[outcome]:
             missed[reason] = found[outcome]
     if found[Outcome.MISS]:
-        named = len(outcomes) if operation.named_blocks is None else operation.named_blocks
+        named = len(outcomes) if trace.named_blocks is None else trace.named_blocks
         evicted = int(np.count_nonzero(outcomes[:named] == Outcome.MISS))
         if evicted:
             missed["evicted"] = evicted
         if found[Outcome.MISS] > evicted:
-            missed["index_down" if operation.index_down else "unknown"] = found[Outcome.MISS] - evicted
-    if operation.cancelled and "node_lost" in missed:  # it was the caller who left
+            missed["index_down" if trace.index_failed else "unknown"] = found[Outcome.MISS] - evicted
+    if cancelled and "node_lost" in missed:  # the caller cancelled the reads
         missed["deadline"] = missed.get("deadline", 0) + missed.pop("node_lost")
     left = len(outcomes) - found[Outcome.HIT] - sum(missed.values())
     return {**missed, "other": left} if left else missed
 
 
-class LoadAccounts:
+class HitAccounting:
     """What one client tells of its loads.
 
     Args:
@@ -104,7 +126,7 @@ class LoadAccounts:
         options: what is slow.
     """
 
-    def __init__(self, block_tokens: int, block_bytes: int, incidents: Incidents, options: ClientOptions) -> None:
+    def __init__(self, block_tokens: int, block_bytes: int, incidents: LimitedLog, options: ClientOptions) -> None:
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._counters = incidents.counters
@@ -124,17 +146,20 @@ class LoadAccounts:
             kinds = {CapacityExceeded: "capacity", DeadlineExceeded: "deadline"}
             count_asked(self._counters, self._block_tokens, {}, {kinds.get(type(error), "other"): blocks})
 
-    def account(self, result: LoadResult, sources: Mapping[tuple[str, int], int], operation: Operation) -> None:
-        """Counts a load that has ended, and keeps it among the recent ones.
+    def account(
+        self, result: LoadResult, sources: Mapping[tuple[str, int], int], trace: LoadTrace, *, cancelled: bool = False
+    ) -> None:
+        """Count a load that has ended, and keep it among the recent ones.
 
         Args:
             result: its result.
             sources: its hits by path and tier.
-            operation: how it went.
+            trace: facts about it.
+            cancelled: whether its caller cancelled it.
         """
         counters, blocks = self._counters, len(result.outcomes)
         hits = sum(sources.values())
-        missed = missed_reasons(result.outcomes, operation) if hits < blocks else {}
+        missed = missed_reasons(result.outcomes, trace, cancelled=cancelled) if hits < blocks else {}
         count_asked(counters, self._block_tokens, sources, missed)
         most = max(sources, key=lambda source: sources[source]) if sources else _NOTHING
         counters.observe(_HITS.get(most, _HITS[_NOTHING])[2], result.seconds)
@@ -148,7 +173,7 @@ class LoadAccounts:
             result.hit_blocks if missed else blocks,
             sources,
             missed,
-            operation.spent_s,
+            trace.spent_s,
             result.error,
             self._block_bytes,
         )

@@ -1,4 +1,4 @@
-"""How far each block of a load is, layer by layer, whichever path its bytes take."""
+"""The layers of each block that have arrived, whichever source brings them."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.load.layerwise import LayerGate
-from kvclient.memory.device_buffer import FarBlocks
-from kvstore.core.buffers import BlockBuffer
+from kvclient.load.layerwise import LayerBarrier
+from kvclient.memory.device_buffer import DeviceBuffer
 from kvstore.core.errors import KVStoreError
 
 
-class LayerBoard:
-    """Leading layers that have arrived, a block each; announces at a gate what has arrived of all blocks. Thread-safe.
+class LayerTracker:
+    """Number of leading layers that have arrived, per block. Opens a barrier for layers that all blocks have. Thread-safe.
 
     Args:
-        blocks: how many.
-        layers: layers of each.
-        gate: told of layers that all blocks have; None: nobody waits for layers.
-        buffer: where they arrive. Into a device's they are sent on before they are announced.
+        blocks: number of blocks.
+        layers: number of layers of each.
+        barrier: opened for layers that all blocks have; None: nobody waits for layers.
+        device: the load's buffer if it is a device's: layers are sent on to the device before they are announced.
     """
 
-    def __init__(self, blocks: int, layers: int, gate: LayerGate | None, buffer: BlockBuffer | None = None) -> None:
-        self._far = buffer if isinstance(buffer, FarBlocks) else None
+    def __init__(self, blocks: int, layers: int, barrier: LayerBarrier | None = None, device: DeviceBuffer | None = None) -> None:
+        self._device = device
         self._layers = layers
-        self._gate = gate
+        self._barrier = barrier
         self._lock = threading.Lock()
         self._ready = np.zeros(blocks, np.int32)
         self._promised = blocks
         self._announced = 0
 
     def arrived(self, positions: npt.NDArray[np.intp], first_layer: int, layer_count: int) -> None:
-        """Layers of some blocks are in the buffer, verified. Layers above a gap do not count until the gap is filled."""
-        if self._far is not None and len(positions):
+        """Record layers that are in the buffer, verified. Layers above a gap do not count until the gap is filled."""
+        if self._device is not None and len(positions):
             try:
-                self._far.landed(positions, first_layer, layer_count)
-            except KVStoreError:  # told by the end of the load, where it meets the same
-                self.lost(positions)
+                self._device.landed(positions, first_layer, layer_count)
+            except KVStoreError:  # the flush at the end of the load meets the same error and records it
+                self.mark_failed(positions)
                 return
         with self._lock:
             ready = self._ready[positions]
@@ -46,27 +45,22 @@ class LayerBoard:
             self._announce()
 
     def ready(self, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
-        """Leading layers that have arrived of some blocks."""
+        """Return the number of leading layers that have arrived, per block."""
         with self._lock:
             found: npt.NDArray[np.int32] = self._ready[positions]
             return found
 
     def complete(self) -> npt.NDArray[np.bool_]:
-        """Which blocks have all layers."""
+        """Return which blocks have all layers."""
         with self._lock:
             done: npt.NDArray[np.bool_] = self._ready == self._layers
             return done
 
-    @property
-    def announced(self) -> bool:
-        """Whether any layer has been announced: what was lost by then must not come later on."""
-        return self._announced > 0
-
     def restart(self, positions: npt.NDArray[np.intp]) -> bool:
-        """Some blocks are to be read once more from their first layer on: what has arrived of them does not count any more.
+        """Forget the layers of blocks that are about to be read again.
 
         Returns:
-            False: layers have been announced, an engine may be reading them, and nothing may be written over them.
+            False: layers have been announced, so an engine may be reading them and nothing may be written over them.
         """
         with self._lock:
             if self._announced:
@@ -74,22 +68,22 @@ class LayerBoard:
             self._ready[positions] = 0
             return True
 
-    def lost(self, positions: npt.NDArray[np.intp]) -> None:
-        """Some blocks will not come: only those before the first of them are promised any more."""
+    def mark_failed(self, positions: npt.NDArray[np.intp]) -> None:
+        """Record that some blocks will not come: only blocks before the first of them are still promised."""
         if not len(positions):
             return
         position = int(positions.min())
         with self._lock:
             if position < self._promised:
                 self._promised = position
-                if self._gate is not None:
-                    self._gate.shrink(position)
+                if self._barrier is not None:
+                    self._barrier.shrink(position)
                 self._announce()
 
     def _announce(self) -> None:
-        if self._gate is None or self._promised == 0:
+        if self._barrier is None or self._promised == 0:
             return
         layers = int(self._ready[: self._promised].min())
         if layers > self._announced:
             self._announced = layers
-            self._gate.advance(layers)
+            self._barrier.advance(layers)

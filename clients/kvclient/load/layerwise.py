@@ -6,13 +6,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from kvclient.call.arguments import check_seconds
 from kvclient.call.handle import CallHandle
-from kvclient.call.operation import Operation, check_seconds
+from kvclient.call.scope import CallScope
 from kvclient.results import LoadResult
 from kvstore.core.errors import InvalidArgument
 
 
-class LayerGate:
+class LayerBarrier:
     """How many leading layers have arrived. Opened by a ``LayerBoard`` alone, which knows each block; waited at by engines."""
 
     def __init__(self, blocks: int) -> None:
@@ -58,13 +59,13 @@ class LoadHandle(CallHandle[LoadResult]):
 
     def __init__(
         self,
-        operation: Operation,
-        gate: LayerGate,
+        scope: CallScope,
+        gate: LayerBarrier,
         future: Future[LoadResult],
         layers: int,
         follow: Callable[[int], None] | None = None,
     ) -> None:
-        super().__init__(operation, future)
+        super().__init__(scope, future)
         self._follow = follow
         self._gate = gate
         self._layers = layers
@@ -93,7 +94,7 @@ class LoadHandle(CallHandle[LoadResult]):
         """
         if not isinstance(layer, int) or not 0 <= layer < self._layers:
             raise InvalidArgument("no such layer", layer=layer, layers=self._layers)
-        left_s = self._operation.left_s() + _GRACE_S
+        left_s = self._scope.left_s() + _GRACE_S
         arrived = self._gate.wait(
             layer, left_s if timeout_s is None else min(check_seconds("timeout_s", timeout_s, zero=True), left_s)
         )

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvclient.call.operation import check_name, check_seconds
+from kvclient.call.arguments import check_name, check_seconds
 from kvclient.results import PATH_DECODE, PATH_PREFILL, PATH_RELAY, NodeRef
 from kvproto.v1 import metadata_pb2
 from kvstore.core.errors import Internal, InvalidArgument
@@ -77,7 +77,7 @@ class Plan:
     reason: str
 
 
-def told_ranges(arrived: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+def largest_ranges(arrived: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     """Of the (start, count) of what has arrived, as many as a server takes: the largest, in order.
 
     What is not told is planned again, and not read: whoever reads looks at what is missing.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from kvclient.call.incidents import Incidents
 from kvproto.v1 import metadata_pb2
 from kvstore.core.errors import KVStoreError
+from kvstore.observe.limited_log import LimitedLog
 
 MAX_PLANS = 4_096
 """Plans with something to tell; of more the planner hears nothing, and forgets them in time."""
@@ -17,7 +17,7 @@ _PAUSE_S = 0.005
 Send = Callable[[metadata_pb2.ReportLoadsRequest], object]
 
 
-class Reporter:
+class PlanProgressReporter:
     """Collects progress and sends it in a thread of its own. Thread-safe.
 
     Args:
@@ -25,7 +25,7 @@ class Reporter:
         incidents: where failures are counted.
     """
 
-    def __init__(self, send: Send, incidents: Incidents) -> None:
+    def __init__(self, send: Send, incidents: LimitedLog) -> None:
         self._send = send
         self._incidents = incidents
         self._changed = threading.Condition()

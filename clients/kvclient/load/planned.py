@@ -1,422 +1,324 @@
-"""A load over several hosts' storage links: what lies near comes the usual way, what lies in storage by plan.
+"""Loads over the storage links of several hosts.
 
-The plan is made by the metadata server at the last moment, from the queues that it has just charged. Each of its parts runs in a
-thread of its own; this one watches them. A part that fails, or in which nothing moves for ``stall_s``, is ended; when nothing
-writes to its memory any more, what it did not bring is planned anew over other hosts, and what it brought stays. Without a
-planner, or when no other host is left, this host's own node reads the rest.
+Blocks in DRAM or on this host come from the usual sources. Blocks that other hosts must read from storage come by a plan, which
+the metadata server makes from the queues of all links. Each part of the plan runs in a thread of its own; this one watches them:
+
+1. A part that fails, or makes no progress for ``stall_s``, is cancelled.
+2. When nothing writes to its blocks any more, the blocks that it did not bring are planned again over other hosts.
+3. Without a planner, or when no other host is left, this host's own node reads the rest. Nobody else could, so that part is not
+   cancelled for a stall: while its node answers at all, it has until the deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from kvclient.call.context import Core
-from kvclient.call.operation import Operation
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.layerwise import LayerGate
-from kvclient.load.load import Load, fetch_near, finished_load, keep_near
-from kvclient.load.outcomes import Tally, spans
-from kvclient.load.paths import Paths, Plan, PlannedPart, told_ranges
-from kvclient.load.sources.storage_path import LocalPart, Positions, RemotePart, StagedPart, Wanted
-from kvclient.memory.buffers import pick_blocks
-from kvclient.memory.device_buffer import land
-from kvclient.nodes.local_session import Session, means_lost
-from kvclient.nodes.metadata_client import Directory
-from kvclient.options import Verify
-from kvclient.results import PATH_PREFILL, LoadResult, Run, outcome_table
-from kvstore.core.buffers import BlockBuffer
+from kvclient.load.paths import Paths, Plan, PlannedPart, largest_ranges
+from kvclient.load.request import LoadRequest, LoadSource, fetch_from
+from kvclient.load.sink import BlockSink, Mask, Positions, spans
+from kvclient.load.sources.storage_path import PrefillPath, RemotePath, StoragePathSource
+from kvclient.nodes.local_session import LocalNode, Session, means_lost
+from kvclient.nodes.metadata_client import MetadataClient
+from kvclient.results import PATH_PREFILL, Run, outcome_table
 from kvstore.core.errors import KVStoreError, Unavailable
-from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
+from kvstore.core.types import Outcome, Tier
 
 _WATCH_S = 0.05
-"""How often stalls are looked for, and progress is told."""
-_AGAIN = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM)
-"""What is worth another path; a MISS or CORRUPT of storage is the same over every path. (What is bent on the way from
-another host's node is UNAVAILABLE over it.)"""
-
-
-@dataclass(slots=True)
-class _Running:
-    """A part under way."""
-
-    part: StagedPart
-    planned: PlannedPart | None
-    """None: not of a plan, but what this host reads after planning failed."""
-    plan: Plan | None
-    future: Future[None]
-    told: int = 0
-    stalled: bool = False
-    last: bool = False
-    """Nobody else is left to read its blocks: while its node answers at all, it has until the deadline."""
+"""Interval of the checks for stalls, and of progress reports."""
+_RETRIED = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM)
+"""Outcomes after which another path is tried. MISS and CORRUPT in storage are the same over every path; damage between another
+host's node and this one is reported as UNAVAILABLE."""
 
 
 @dataclass(slots=True)
 class PlanTrace:
-    """How a load went, for people and benchmarks: its plans, and what became of parts."""
+    """What happened to the plans of a load, for people and benchmarks."""
 
     plans: list[Plan] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
-class PlannedLoad:
-    """One load by plan. ``run`` once, in any thread; arguments as for ``Load``.
+class PlannedSource:
+    """Storage links by plan, beside the usual sources for what is near.
 
     Args:
-        core: the client's parts.
-        directory: the metadata server.
-        pool: threads for parts.
-        keys: consecutive keys of a chain.
-        packed: the same, packed.
-        runs: who is said to hold what.
-        parent: key before the first, None at the head.
-        depth: position of the first.
-        buffer: room for all of them.
-        operation: deadline and cancellation.
-        verify: see ``Verify``.
-        gate: layer-wise: where arrived layers are announced.
-        paths: the caller's choices.
+        usual: sources for blocks that need no plan, nearest first.
+        local: the local node; without it nothing is planned.
+        metadata: the planner.
+        paths: choices of the caller.
     """
+
+    def __init__(self, usual: Sequence[LoadSource], local: LocalNode | None, metadata: MetadataClient, paths: Paths) -> None:
+        self._usual = usual
+        self._local = local
+        self._metadata = metadata
+        self._paths = paths
+        self.trace = PlanTrace()
+
+    def fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
+        """See ``LoadSource``."""
+        session = self._local.session() if self._local is not None else None
+        planned = missing[_needs_plan(request, session)[missing]]
+        if self._local is None or session is None or not len(planned):
+            fetch_from(self._usual, request, sink, missing)
+            return
+        near = np.setdiff1d(missing, planned, assume_unique=True)
+        near_done = None
+        if len(near):
+            threads = request.context.part_threads
+            near_done = threads.submit(copy_context().run, self._fetch_near, request, near, sink)
+        try:
+            load = _PlannedLoad(request, sink, self._local, session, self._metadata, self._paths, planned, self.trace)
+            load.run()
+        finally:
+            if near_done is not None:
+                near_done.result()
+
+    def _fetch_near(self, request: LoadRequest, near: Positions, sink: BlockSink) -> None:
+        """Load blocks that need no plan, block by block, while the planned ones are on their way."""
+        fetch_from(self._usual, replace(request, layerwise=False), sink, near)
+        sink.settle(near)
+        sink.give_up(near[sink.outcomes[near] != Outcome.HIT])
+
+
+@dataclass(slots=True)
+class _RunningPart:
+    """A part under way."""
+
+    source: StoragePathSource
+    positions: Positions
+    planned: PlannedPart | None
+    """None: not of a plan. This host reads these blocks after planning failed, and nobody else is left to read them."""
+    plan: Plan | None
+    future: Future[None]
+    reported: int = 0
+    stalled: bool = False
+
+
+class _PlannedLoad:
+    """The planned blocks of one load. ``run`` once."""
 
     def __init__(
         self,
-        core: Core,
-        directory: Directory,
-        pool: ThreadPoolExecutor,
-        keys: Sequence[BlockKey],
-        packed: bytes,
-        runs: Sequence[Run],
-        parent: BlockKey | None,
-        depth: int,
-        buffer: BlockBuffer,
-        operation: Operation,
-        verify: Verify,
-        gate: LayerGate | None,
+        request: LoadRequest,
+        sink: BlockSink,
+        local: LocalNode,
+        session: Session,
+        metadata: MetadataClient,
         paths: Paths,
+        blocks: Positions,
+        trace: PlanTrace,
     ) -> None:
-        self._core = core
-        self._directory = directory
-        self._pool = pool
-        self._keys = keys
-        self._packed = packed
-        self._runs = sorted(runs, key=lambda run: run.distance)
-        self._parent = parent
-        self._depth = depth
-        self._buffer = buffer
-        self._operation = operation
-        self._verify = verify
-        self._paths = paths
-        self._tally = Tally(len(keys))
-        self._gate = gate
-        self._board = LayerBoard(len(keys), core.shape.layers, gate, buffer)
-        self._session: Session | None = None
-        self._running: list[_Running] = []
-        self._final = np.zeros(len(keys), bool)  # given up: the engine was told that they will not come
-        self._replans = 0
-        self.trace = PlanTrace()
-
-    def run(self) -> LoadResult:
-        """Does it. Errors of ours end in outcomes and ``error``."""
-        session = self._core.local.session() if self._core.local is not None else None
+        self._request = replace(request, runs=_storage_runs(request.runs, session))
+        self._context = request.context
+        self._scope = request.scope
+        self._sink = sink
+        self._local = local
         self._session = session
-        far = self._far(session)
-        if session is None or not len(far):
-            return self._plainly()
-        here = self._from_pool()
-        far = far[far >= here]
-        near_done = self._start_near(far, here)
-        wanted = Wanted(
-            self._core,
-            self._keys,
-            self._packed,
-            self._parent,
-            self._depth,
-            self._stored(session),
-            self._buffer,
-            self._operation,
-            self._tally,
-            self._board,
-            verify_copies=session.verifies_copies(self._verify),
-            verify_wire=self._verify != "never",
-        )
+        self._metadata = metadata
+        self._paths = paths
+        self._blocks = blocks
+        """Positions of the planned blocks in the load; plans number them from 0."""
+        self._trace = trace
+        self._parts: list[_RunningPart] = []
+        self._replans = 0
+
+    def run(self) -> None:
+        """Bring what can be brought."""
         try:
-            if len(far):
-                self._start_far(wanted, far)
-            with self._operation.phase("parts over storage links"):
-                self._watch(wanted, far)
+            self._start()
+            with self._request.trace.phase("parts over storage links"):
+                self._watch()
         finally:
-            for one in self._running:
-                one.part.cancel()
-            wait([one.future for one in self._running])  # nobody may have the buffer back before
-            try:
-                near_done()
-            finally:
-                self._report(far, finished=True)
-        land(self._buffer, self._tally)
-        place = (self._keys, self._parent, self._depth, self._buffer)
-        keep_near(self._core, *place, self._operation, self._verify, self._tally, here)
-        return self._result()
+            for part in self._parts:
+                part.source.scope.cancel()
+            wait([part.future for part in self._parts])  # until then they may write to the buffer
+            self._report(finished=True)
 
-    def note(self, error: KVStoreError) -> None:
-        """Something went wrong before the load began: kept for the result."""
-        self._tally.note(error)
-
-    # ---- what goes where ----
-    def _far(self, session: Session | None) -> Positions:
-        """Blocks that lie beyond storage links only: in no engine host's DRAM and on no volume of this one, says the lookup."""
-        far = np.zeros(len(self._keys), bool)
-        near = np.zeros(len(self._keys), bool)
-        for run in self._runs:
-            own = session is not None and run.node_id == session.node_id
-            (near if own or not _beyond(run) else far)[run.start : run.end] = True
-        return np.flatnonzero(far & ~near)
-
-    def _stored(self, session: Session) -> list[Run]:
-        """Runs that are read over storage links: what a node has on NVMe is asked of it once, whatever lies in its DRAM too."""
-        stored: list[Run] = []
-        for run in sorted((run for run in self._runs if _beyond(run)), key=lambda run: run.distance, reverse=True):
-            covered = any(one.node_id == run.node_id and one.start <= run.start and run.end <= one.end for one in stored)
-            if run.node_id != session.node_id and not covered:
-                stored.append(run)
-        return stored
-
-    def _plainly(self) -> LoadResult:
-        """Everything the usual way: there is nothing to plan, or no node on this host."""
-        load = Load(
-            self._core,
-            self._keys,
-            self._packed,
-            self._runs,
-            self._parent,
-            self._depth,
-            self._buffer,
-            self._operation,
-            self._verify,
-            self._board if self._gate is not None else None,
-        )
-        if self._tally.error is not None:
-            load.note(self._tally.error)
-        return load.run()
-
-    def _from_pool(self) -> int:
-        """Leading blocks that the engine's own pool gave: whatever the index says of them, no link is needed."""
-        here = fetch_near(self._core, self._keys, self._buffer, self._operation, self._verify, self._tally)
-        self._board.arrived(np.arange(here), 0, self._core.shape.layers)
-        return here
-
-    def _start_near(self, far: Positions, first: int) -> Callable[[], None]:
-        """Loads what lies near from position ``first`` on, in a thread of its own; returns how to wait for it."""
-        near = np.setdiff1d(np.arange(first, len(self._keys)), far, assume_unique=True)
-        if not len(near):
-            return lambda: None
-        future = self._pool.submit(copy_context().run, self._load_near, near)
-        return lambda: future.result()
-
-    def _load_near(self, near: Positions) -> None:
-        for start, stop in spans(near):
-            if self._operation.over:
-                self._tally.outcomes[start:stop] = Outcome.TIMEOUT
-                continue
-            runs = [
-                Run(max(run.start, start) - start, min(run.end, stop) - max(run.start, start), run.node, run.tier, run.volume_id)
-                for run in self._runs
-                if max(run.start, start) < min(run.end, stop)
-            ]
-            load = Load(
-                self._core,
-                self._keys[start:stop],
-                self._packed[start * KEY_BYTES : stop * KEY_BYTES],
-                runs,
-                self._keys[start - 1] if start else self._parent,
-                self._depth + start,
-                pick_blocks(self._buffer, np.arange(start, stop)),
-                self._operation,
-                self._verify,
-                None,
-            )
-            load.bring()
-            self._tally.absorb(start, load.tally)
-            good = np.flatnonzero(load.tally.outcomes == Outcome.HIT) + start
-            self._board.arrived(good, 0, self._core.shape.layers)
-            self._board.lost(np.flatnonzero(load.tally.outcomes != Outcome.HIT) + start)
-
-    # ---- parts ----
-    def _start_far(self, wanted: Wanted, far: Positions) -> None:
+    # ---- starting parts ----
+    def _start(self) -> None:
         try:
-            with self._operation.phase("plan"):
-                plan = self._directory.plan_load(
-                    self._session.node_id if self._session is not None else "",
+            with self._request.trace.phase("plan"):
+                plan = self._metadata.plan_load(
+                    self._session.node_id,
                     self._paths.decode_node,
                     self._paths.policy,
-                    len(far),
-                    self._core.spec,
-                    self._operation.left_s(),
+                    len(self._blocks),
+                    self._context.spec,
+                    self._scope.left_s(),
                     relays=self._paths.relays,
                 )
         except KVStoreError as error:
-            self._core.incidents.report("client_plans_failed_total", "no plan: this host reads everything", error)
-            self._start_own(wanted, far)
+            self._context.incidents.report("client_plans_failed_total", "load not planned: this host reads all blocks", error)
+            self._start_here(self._blocks)
             return
-        self.trace.plans.append(plan)
-        if not plan.parts:  # the oracle reads nothing
-            self._core.incidents.counters.add("client_oracle_loads_total")
+        self._trace.plans.append(plan)
+        if not plan.parts:  # the oracle policy reads nothing
+            self._context.incidents.counters.add("client_oracle_loads_total")
             return
-        self._start_parts(wanted, plan, far)
+        self._start_parts(plan)
 
-    def _start_parts(self, wanted: Wanted, plan: Plan, far: Positions) -> None:
+    def _start_parts(self, plan: Plan) -> None:
         for planned in plan.parts:
-            positions = far[planned.start : planned.start + planned.count]
-            positions = positions[self._missing(positions)]
+            positions = self._missing(self._positions(planned))
             if not len(positions):
                 continue
-            if planned.path == PATH_PREFILL or (self._session is not None and planned.node.node_id == self._session.node_id):
-                self._start_own(wanted, positions, planned, plan)
+            if planned.path == PATH_PREFILL or planned.node.node_id == self._session.node_id:
+                self._start_here(positions, planned, plan)
                 continue
-            part = RemotePart(wanted, positions, planned.path, planned.node, self._paths.layer_group, self._paths.stall_s)
-            self._submit(part, planned, plan)
+            source = RemotePath(self._scope, planned.path, planned.node, self._paths.layer_group, self._paths.stall_s)
+            self._submit(source, positions, planned, plan)
 
-    def _missing(self, positions: Positions) -> npt.NDArray[np.bool_]:
-        """Which of some blocks are not here, and may still come."""
-        missing: npt.NDArray[np.bool_] = (self._board.ready(positions) < self._core.shape.layers) & ~self._final[positions]
-        return missing
+    def _start_here(self, positions: Positions, planned: PlannedPart | None = None, plan: Plan | None = None) -> None:
+        source = PrefillPath(self._scope, PATH_PREFILL, self._session, self._paths.layer_group, self._paths.stall_s)
+        self._submit(source, positions, planned, plan)
 
-    def _give_up(self, positions: Positions) -> None:
-        """Some blocks will not come, and the engine is told so: nothing may bring them later on."""
-        if len(positions):
-            self._final[positions] = True
-            self._board.lost(positions)
+    def _submit(self, source: StoragePathSource, positions: Positions, planned: PlannedPart | None, plan: Plan | None) -> None:
+        run = copy_context().run
+        future = self._context.part_threads.submit(run, source.fetch, self._request, positions, self._sink)
+        self._parts.append(_RunningPart(source, positions, planned, plan, future))
 
-    def _start_own(
-        self, wanted: Wanted, positions: Positions, planned: PlannedPart | None = None, plan: Plan | None = None
-    ) -> None:
-        session = self._session
-        assert session is not None
-        part = LocalPart(wanted, positions, PATH_PREFILL, session, self._paths.layer_group, self._paths.stall_s)
-        self._submit(part, planned, plan)
+    def _positions(self, planned: PlannedPart) -> Positions:
+        return self._blocks[planned.start : planned.start + planned.count]
 
-    def _submit(self, part: StagedPart, planned: PlannedPart | None, plan: Plan | None) -> None:
-        future = self._pool.submit(copy_context().run, part.run)
-        self._running.append(_Running(part, planned, plan, future, last=planned is None))
+    def _missing(self, positions: Positions) -> Positions:
+        """Return which blocks are not complete and may still come."""
+        open_ = self._sink.missing(positions)
+        return open_[self._sink.ready_layers(open_) < self._context.shape.layers]
 
-    def _watch(self, wanted: Wanted, far: Positions) -> None:
-        """Until all parts have ended: finds stalls, plans again what failed, tells the planner how far everything is."""
-        clock, stall_s = self._core.clock, self._paths.stall_s
-        while self._running:
-            done, _ = wait([one.future for one in self._running], _WATCH_S, FIRST_COMPLETED)
-            ended = [one for one in self._running if one.future in done]
-            self._running = [one for one in self._running if one.future not in done]
-            for one in ended:
-                self._ended(wanted, one, far)
-            for one in self._running:
-                if not one.last and one.part.still_for(clock.now_s()) > stall_s and not one.part.over:
-                    self._core.incidents.report("client_parts_stalled_total", f"nothing moves over {one.part.node_id}")
-                    one.stalled = True
-                    one.part.cancel()
-            self._report(far, finished=False)
+    # ---- watching parts ----
+    def _watch(self) -> None:
+        """Until all parts have ended: cancel parts that stall, plan failed ones again, report progress."""
+        clock, stall_s = self._context.clock, self._paths.stall_s
+        while self._parts:
+            done, _ = wait([part.future for part in self._parts], _WATCH_S, FIRST_COMPLETED)
+            ended = [part for part in self._parts if part.future in done]
+            self._parts = [part for part in self._parts if part.future not in done]
+            for part in ended:
+                self._handle_end(part)
+            for part in self._parts:
+                source = part.source
+                replaceable = part.planned is not None
+                if replaceable and source.still_for(clock.now_s()) > stall_s and not source.scope.ended:
+                    message = f"part of a load stalled: node {source.node_id}"
+                    self._context.incidents.report("client_parts_stalled_total", message)
+                    part.stalled = True
+                    source.scope.cancel()
+            self._report(finished=False)
 
-    def _ended(self, wanted: Wanted, one: _Running, far: Positions) -> None:
-        """A part has ended, and nothing writes to its memory: what it did not bring goes over another path."""
-        one.future.result()  # a bug of ours is raised here
-        part, tally = one.part, self._tally
-        left = part.positions[self._missing(part.positions)]
+    def _handle_end(self, part: _RunningPart) -> None:
+        """Handle a part that has ended: nothing writes to its blocks any more. Find another path for what it did not bring."""
+        part.future.result()  # raises a bug of ours
+        source, sink = part.source, self._sink
+        left = self._missing(part.positions)
         if not len(left):
-            self._tell_arrived(one, far)
+            self._report_end(part)
             return
-        if part.error is not None:
-            tally.note(part.error)
-            own = isinstance(part, LocalPart)
-            hung = self._session is not None and self._session.server.hung
-            if own and self._session is not None and means_lost(part.error) and self._core.local is not None and not hung:
-                self._core.local.lost(self._session, part.error)
-        unanswered = left[tally.outcomes[left] == Outcome.MISS] if part.error is not None or part.over else left[:0]
-        tally.outcomes[unanswered] = Outcome.UNAVAILABLE  # never answered: a failure, not a miss
-        again = left[_AGAIN[tally.outcomes[left]]]
-        final = np.setdiff1d(left, again, assume_unique=True)
-        self._give_up(final)
-        if not len(again) or self._operation.over:
-            self._tell_arrived(one, far)
-            if len(again):
-                tally.outcomes[again] = Outcome.TIMEOUT
-                tally.note(self._operation.error())
-                self._give_up(again)
+        if source.error is not None:
+            sink.record_error(source.error)
+            if source.on_this_host and means_lost(source.error) and not self._session.server.hung:
+                self._local.lost(self._session, source.error)
+        if source.error is not None or source.scope.ended:  # never answered: a failure, not a miss
+            sink.outcomes[left[sink.outcomes[left] == Outcome.MISS]] = Outcome.UNAVAILABLE
+        retried = _RETRIED[sink.outcomes[left]]
+        sink.give_up(left[~retried])
+        left = left[retried]
+        if not len(left) or self._scope.ended:
+            self._report_end(part)
+            if len(left):
+                sink.outcomes[left] = Outcome.TIMEOUT
+                sink.record_error(self._scope.error())
+                sink.give_up(left)
             return
-        trouble = f"nothing moved for {self._paths.stall_s:g} s" if one.stalled else part.trouble
-        why = f"{part.node_id} over {part.path}: {trouble}"
-        self._core.incidents.report("client_parts_failed_total", f"a part of a load goes over another path; {why}")
-        if one.planned is not None and one.plan is not None:
-            self._failed(wanted, one.planned, one.plan, far, why, stalled=one.stalled)
+        cause = f"no progress for {self._paths.stall_s:g} s" if part.stalled else source.failure
+        why = f"{source.node_id} over {source.path}: {cause}"
+        self._context.incidents.report("client_parts_failed_total", f"part of a load failed, another path is tried: {why}")
+        if part.planned is None or part.plan is None:
+            self._no_path(left)
         else:
-            self._no_path(again)
+            self._replan(part.planned, part.plan, why, stalled=part.stalled)
 
-    def _failed(self, wanted: Wanted, planned: PlannedPart, plan: Plan, far: Positions, why: str, *, stalled: bool) -> None:
-        """Plans a failed part again. Without a plan this host reads it, unless it has just failed to; a stall is no failure."""
-        self.trace.failures.append(why)
-        positions = far[planned.start : planned.start + planned.count]
-        here = ~self._missing(positions)
+    def _replan(self, planned: PlannedPart, plan: Plan, why: str, *, stalled: bool) -> None:
+        """Plan a failed part again. Without a plan this host reads it, unless it has just failed to; a stall is not a failure."""
+        self._trace.failures.append(why)
+        positions = self._positions(planned)
+        left = self._missing(positions)
         self._replans += 1
         if self._replans <= self._paths.attempts:
-            arrived = told_ranges([(planned.start + first, last - first) for first, last in spans(np.flatnonzero(here))])
+            arrived = np.flatnonzero(~np.isin(positions, left, assume_unique=True))
+            ranges = largest_ranges([(planned.start + first, last - first) for first, last in spans(arrived)])
             try:
-                again = self._directory.replan_load(plan, planned, arrived, why, self._operation.left_s())
+                again = self._metadata.replan_load(plan, planned, ranges, why, self._scope.left_s())
             except KVStoreError as error:
-                self._core.incidents.report("client_plans_failed_total", "no other path: this host reads the rest", error)
+                message = "part of a load not planned again: this host reads it"
+                self._context.incidents.report("client_plans_failed_total", message, error)
             else:
-                self.trace.plans.append(again)
-                self._start_parts(wanted, again, far)
+                self._trace.plans.append(again)
+                self._start_parts(again)
                 return
         session = self._session
-        if (stalled or planned.path != PATH_PREFILL) and session is not None and session.alive and not session.server.hung:
-            self._start_own(wanted, positions[~here])
+        if (stalled or planned.path != PATH_PREFILL) and session.alive and not session.server.hung:
+            self._start_here(left)
         else:
-            self._no_path(positions[~here])
+            self._no_path(left)
 
     def _no_path(self, positions: Positions) -> None:
-        """Nobody is left to read some blocks."""
-        self._tally.outcomes[positions] = Outcome.UNAVAILABLE
-        self._tally.note(Unavailable("no path to storage is left for a part of the load"))
-        self._give_up(positions)
+        """Give up blocks that no host is left to read."""
+        self._sink.outcomes[positions] = Outcome.UNAVAILABLE
+        self._sink.record_error(Unavailable("no path to storage is left for a part of the load"))
+        self._sink.give_up(positions)
 
     # ---- the planner's queues ----
-    def _report(self, far: Positions, *, finished: bool) -> None:
-        plans = {plan.plan_id for plan in self.trace.plans}
-        moved: dict[int, list[tuple[int, int]]] = {plan_id: [] for plan_id in plans} if finished else {}
-        for one in self._running:
-            if one.planned is None or one.plan is None:
+    def _report(self, *, finished: bool) -> None:
+        """Report progress of the parts under way."""
+        moved: dict[int, list[tuple[int, int]]] = {plan.plan_id: [] for plan in self._trace.plans} if finished else {}
+        for part in self._parts:
+            if part.planned is None or part.plan is None:
                 continue
-            done = self._arrived(one.planned, far)
-            if done > one.told:
-                one.told = done
-                moved.setdefault(one.plan.plan_id, []).append((one.planned.index, done))
+            done = self._arrived(part.planned)
+            if done > part.reported:
+                part.reported = done
+                moved.setdefault(part.plan.plan_id, []).append((part.planned.index, done))
         if moved:
-            self._directory.report_loads(moved, finished=finished)
+            self._metadata.report_loads(moved, finished=finished)
 
-    def _tell_arrived(self, one: _Running, far: Positions) -> None:
-        """Of a part that has ended: no more than what came, for the planner learns from it how fast a link is."""
-        if one.planned is not None and one.plan is not None:
-            done = self._arrived(one.planned, far)
-            self._directory.report_loads({one.plan.plan_id: [(one.planned.index, done)]}, finished=False)
+    def _report_end(self, part: _RunningPart) -> None:
+        """Report a part that has ended with no more than what came: the planner learns from it how fast a link is."""
+        if part.planned is not None and part.plan is not None:
+            done = self._arrived(part.planned)
+            self._metadata.report_loads({part.plan.plan_id: [(part.planned.index, done)]}, finished=False)
 
-    def _arrived(self, planned: PlannedPart, far: Positions) -> int:
-        """How much of a part has come, in blocks: layers of several add up."""
-        positions = far[planned.start : planned.start + planned.count]
-        return int(self._board.ready(positions).sum()) // self._core.shape.layers
-
-    # ---- the end ----
-    def _result(self) -> LoadResult:
-        for index, done in enumerate(self._board.complete().tolist()):
-            if not done and self._tally.outcomes[index] == Outcome.HIT:
-                self._tally.outcomes[index] = Outcome.UNAVAILABLE  # by construction there is none; never a hit without its bytes
-        return finished_load(self._core, self._tally, self._operation)
+    def _arrived(self, planned: PlannedPart) -> int:
+        """Return how much of a part has come, in blocks: layers of several blocks add up."""
+        return int(self._sink.ready_layers(self._positions(planned)).sum()) // self._context.shape.layers
 
 
-def _beyond(run: Run) -> bool:
+def _needs_plan(request: LoadRequest, session: Session | None) -> Mask:
+    """Return which blocks only other hosts' storage links reach, according to the lookup."""
+    beyond = np.zeros(len(request.chain), bool)
+    near = np.zeros(len(request.chain), bool)
+    for run in request.runs:
+        own = session is not None and run.node_id == session.node_id
+        (near if own or not _over_storage_link(run) else beyond)[run.start : run.end] = True
+    needed: Mask = beyond & ~near
+    return needed
+
+
+def _storage_runs(runs: Sequence[Run], session: Session) -> list[Run]:
+    """Return runs that other hosts read over storage links. A node is asked once for its blocks on NVMe."""
+    stored: list[Run] = []
+    for run in sorted((run for run in runs if _over_storage_link(run)), key=lambda run: run.distance, reverse=True):
+        covered = any(one.node_id == run.node_id and one.start <= run.start and run.end <= one.end for one in stored)
+        if run.node_id != session.node_id and not covered:
+            stored.append(run)
+    return stored
+
+
+def _over_storage_link(run: Run) -> bool:
     """Whether another host would read a run over its storage link."""
     return run.tier is Tier.NVME or run.node.storage_only
-
-
-__all__ = ["PlanTrace", "PlannedLoad"]

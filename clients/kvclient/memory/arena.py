@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.memory.buffers import LayersOf
-from kvclient.memory.device_buffer import ArenaPinner, FarBlocks
+from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
 from kvstore.core.buffers import BlockBuffer, ScatteredBlocks
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import Internal, KVStoreError
@@ -96,29 +96,32 @@ class ClientArena:
     def copy_out(
         self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int, threads: int
     ) -> None:
-        """Copies layers of blocks from the arena to blocks ``[first, first + len(offsets))`` of a buffer."""
-        if isinstance(buffer, FarBlocks):
-            self.begin_copy_out(offsets, buffer, first, first_layer, layer_count)
+        """Copy layers of blocks from the arena to blocks ``[first, first + len(offsets))`` of a buffer."""
+        self.begin_copy_out(offsets, buffer, first, first_layer, layer_count, threads)
+        if isinstance(buffer, DeviceBuffer):
             buffer.drain()
+
+    def begin_copy_out(
+        self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int, threads: int
+    ) -> None:
+        """Copy as ``copy_out``, but do not wait for a device: its ``drain`` must return before the lease ends."""
+        if isinstance(buffer, DeviceBuffer):
+            buffer.read_arena(self._mapping.view, offsets, first, first_layer, layer_count)
             return
         blocks = np.arange(first, first + len(offsets), dtype=np.int64)
         copy_from_arena(
             self._mapping.view, offsets, buffer, blocks, first_layer=first_layer, layer_count=layer_count, threads=threads
         )
 
-    def begin_copy_out(self, offsets: Offsets, buffer: FarBlocks, first: int, first_layer: int, layer_count: int) -> None:
-        """The same by the buffer's device, without waiting for it: the lease is needed until ``drain`` has returned."""
-        buffer.read_arena(self._mapping.view, offsets, first, first_layer, layer_count)
-
     def copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
         """Copies all blocks of a buffer to the arena, each to its offset; checksums of the bytes, ``[blocks, layers]``."""
-        if isinstance(buffer, FarBlocks):
+        if isinstance(buffer, DeviceBuffer):
             return self._copy_in_from_far(buffer, offsets)
         checksums = np.empty((buffer.count, buffer.shape.layers), np.uint64)
         copy_to_arena(buffer, self._mapping.view, offsets, checksums=checksums)
         return checksums
 
-    def _copy_in_from_far(self, buffer: FarBlocks, offsets: Offsets) -> npt.NDArray[np.uint64]:
+    def _copy_in_from_far(self, buffer: DeviceBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
         """Checksums are of what has arrived in the arena: a device's bytes can be summed nowhere else."""
         try:
             buffer.write_arena(self._mapping.view, offsets)
@@ -137,7 +140,7 @@ class ClientArena:
 
         What a device was given is looked at here in the arena, where it was taken from.
         """
-        if isinstance(buffer, FarBlocks):
+        if isinstance(buffer, DeviceBuffer):
             return mismatches(self.blocks(offsets, buffer.shape), 0, len(offsets), first_layer, checksums)
         return mismatches(buffer, first, len(offsets), first_layer, checksums)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.memory.device_buffer import FarBlocks
+from kvclient.memory.device_buffer import DeviceBuffer
 from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec
@@ -52,7 +52,7 @@ def as_block_buffer(
         return _from_array(obj, shape, count, writable)
     if _is_tensor(obj):
         return _from_array(_tensor_bytes(obj), shape, count, writable)
-    if isinstance(obj, FarBlocks):
+    if isinstance(obj, DeviceBuffer):
         _check_fits(obj, shape, count)
         if spec is not None:
             obj.check(spec)
@@ -284,7 +284,7 @@ def pick_blocks(buffer: BlockBuffer, blocks: npt.NDArray[np.intp]) -> BlockBuffe
     count = len(blocks)
     if count == buffer.count:
         return buffer
-    if isinstance(buffer, FarBlocks):
+    if isinstance(buffer, DeviceBuffer):
         return buffer.pick(blocks.tolist())
     if isinstance(buffer, DenseBlocks) and count and int(blocks[-1]) - int(blocks[0]) == count - 1:
         return DenseBlocks(buffer.array[int(blocks[0]) : int(blocks[-1]) + 1])

@@ -17,11 +17,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.load.outcomes import Tally
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.errors import Internal, KVStoreError
+from kvstore.core.errors import Internal
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockShape, Outcome
+from kvstore.core.types import BlockShape
 
 Offsets = npt.NDArray[np.uint64] | npt.NDArray[np.int64]
 
@@ -43,7 +42,7 @@ class PoolMemory:
     tensor: object
 
 
-class FarBlocks(ABC):
+class DeviceBuffer(ABC):
     """A ``BlockBuffer`` behind a device's copies. Used by one load or store; its methods by one thread at a time or another."""
 
     @property
@@ -125,30 +124,12 @@ class FarBlocks(ABC):
         """Whatever the caller asks its device to do next waits, on the device, for what was begun of a layer."""
 
     @abstractmethod
-    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+    def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         """Some of its blocks as a buffer of their own."""
 
     @abstractmethod
     def source(self) -> BlockBuffer:
         """The same blocks to be read from."""
-
-
-def land(buffer: BlockBuffer, tally: Tally) -> None:
-    """The end of a load into a buffer: what it counts as hits is in the device's memory, or counts no more.
-
-    Args:
-        buffer: of the load; nothing is done unless it is far.
-        tally: of the load.
-    """
-    if not isinstance(buffer, FarBlocks):
-        return
-    hits = np.flatnonzero(tally.outcomes == Outcome.HIT)
-    try:
-        buffer.landed(hits, 0, buffer.shape.layers)
-        buffer.drain()
-    except KVStoreError as error:
-        tally.outcomes[hits] = Outcome.UNAVAILABLE
-        tally.note(error)
 
 
 class ArenaPin(Protocol):

@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.operation import Operation
 from kvstore.core.buffers import BlockBuffer
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, VolumeId
 
@@ -29,7 +29,7 @@ class StoredVolume:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPlaces:
+class DiskLocations:
     """Where some consecutive blocks lie on such volumes; one entry a block each."""
 
     volumes: npt.NDArray[np.uint8]
@@ -40,20 +40,20 @@ class StoredPlaces:
     """Of its slot."""
 
 
-class NearBlocks(Protocol):
+class PoolNamespace(Protocol):
     """The blocks of one namespace in the pool. Thread-safe; failures of the pool are misses and skips, never errors."""
 
     @property
     def node_id(self) -> str:
         """What the index calls the pool: nobody reads from its own pool over a wire."""
 
-    def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, operation: Operation, *, verify: bool) -> int:
+    def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, scope: CancelScope, *, verify: bool) -> int:
         """Copies leading blocks of some keys into a buffer; on the device, if it is of pages beside the pool.
 
         Args:
             keys: consecutive keys of a chain.
             buffer: room for them.
-            operation: ends the copying early.
+            scope: ends the copying early.
             verify: compare checksums of what was copied; what came in without any is left to the tiers below then.
 
         Returns:
@@ -66,7 +66,7 @@ class NearBlocks(Protocol):
         parent: BlockKey | None,
         depth: int,
         buffer: BlockBuffer,
-        operation: Operation | None,
+        scope: CancelScope | None,
         *,
         checksums: bool,
     ) -> int:
@@ -77,7 +77,7 @@ class NearBlocks(Protocol):
             parent: key before the first, None at the head.
             depth: position of the first.
             buffer: their bytes.
-            operation: ends the copying early; None: nothing does.
+            scope: ends the copying early; None: nothing does.
             checksums: make checksums of them now, for ``fetch`` to compare; also of those that were there without any.
 
         Returns:
@@ -100,10 +100,10 @@ class NearBlocks(Protocol):
         parent: BlockKey | None,
         depth: int,
         volumes: Sequence[StoredVolume],
-        places: StoredPlaces,
+        places: DiskLocations,
         buffer: BlockBuffer,
         first: int,
-        operation: Operation,
+        scope: CancelScope,
         *,
         verify: bool,
     ) -> int:
@@ -117,7 +117,7 @@ class NearBlocks(Protocol):
             places: where on them the blocks lie.
             buffer: where they go; and
             first: the position there of the first.
-            operation: bounds it; a part of its time is left for who is asked for what does not come.
+            scope: bounds it; a part of its time is left for who is asked for what does not come.
             verify: compare checksums of what was copied out of the pool, too.
 
         Returns:
@@ -129,10 +129,10 @@ class NearBlocks(Protocol):
 
 
 @runtime_checkable
-class NearPool(Protocol):
+class EnginePool(Protocol):
     """A pool that clients of several namespaces share."""
 
-    def attach(self, spec: CacheSpec, demote: Demote) -> NearBlocks:
+    def attach(self, spec: CacheSpec, demote: Demote) -> PoolNamespace:
         """Makes a namespace known to it.
 
         Raises:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kvclient.call.incidents import Incidents
-from kvclient.memory.engine_pool import NearPool
+from kvclient.memory.engine_pool import EnginePool
 from kvclient.nodes.local_session import local_address
-from kvclient.nodes.metadata_client import Directory, by_roles
+from kvclient.nodes.metadata_client import MetadataClient, by_roles
 from kvclient.options import ClientOptions
 from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.spec import CacheSpec
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect
 from kvstore.rpc.health_probe import HealthProbe
@@ -22,18 +22,18 @@ from kvstore.transport.liveness import LivenessMonitor
 class NodeFinder:
     """Where the local node is: as named, or found through the metadata server; without that, where it was last."""
 
-    def __init__(self, node: str, directory: Directory | None, options: ClientOptions) -> None:
+    def __init__(self, node: str, metadata: MetadataClient | None, options: ClientOptions) -> None:
         self._named = None if node == "auto" else node
-        self._directory = directory
+        self._metadata = metadata
         self._options = options
         self._last: str | None = None
 
     def find(self) -> str | None:
         """Its address, or None where this host has none."""
-        if self._named is not None or self._directory is None:
+        if self._named is not None or self._metadata is None:
             return self._named
         try:
-            nodes = self._directory.nodes(self._options.lookup_deadline_s)
+            nodes = self._metadata.nodes(self._options.lookup_deadline_s)
         except KVStoreError:
             if self._last is None:
                 raise
@@ -48,7 +48,7 @@ def watch_servers(tls: TlsConfig | None, counters: Counters) -> LivenessMonitor:
     return LivenessMonitor(probe, counters, on_close=probe.close)
 
 
-def attempt(options: ClientOptions, incidents: Incidents, work: partial[None] | object) -> object:
+def attempt(options: ClientOptions, incidents: LimitedLog, work: partial[None] | object) -> object:
     """A step of ``connect`` that may fail where ``require_store`` is False; then None."""
     try:
         return work()  # type: ignore[operator]
@@ -67,7 +67,7 @@ def check_types(metadata: object, spec: object, node: object, tls: object, optio
         ("node", node, str | None),
         ("tls", tls, TlsConfig | None),
         ("options", options, ClientOptions),
-        ("hbm", hbm, NearPool | None),
+        ("hbm", hbm, EnginePool | None),
     )
     for name, value, kind in wanted:
         if not isinstance(value, kind):

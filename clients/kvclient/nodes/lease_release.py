@@ -1,48 +1,144 @@
-"""When leases that nobody reads any more go back to their node."""
+"""Release of leases and unwritten slots to a node, off the critical path."""
 
 from __future__ import annotations
 
 import math
+import threading
+import time
+
+from kvclient.options import ClientOptions
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvstore.core.errors import KVStoreError
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.rpc.client import call
 
 QUIET_S = 0.005
-"""So long after the last lease that was done with, no other is coming: the load waits, perhaps for this very room."""
+"""If no lease was released for this long, no more are coming: the loads wait, perhaps for the very space that these hold."""
 LONGEST_S = 0.05
-"""No lease that is done with is kept for longer, however many come."""
+"""Maximum time between the release of a lease and the call."""
+MAX_PENDING_RELEASES = 4_096
+"""Leases and slots waiting to be given back; more are left to the end of the session."""
+_ARENA_SHARE = 16
+"""Leases are sent at the latest when they hold 1/16 of the arena, so that large loads flow through it."""
+_TIMEOUT_S = 2.0
 
 
-class ReturnTimes:
-    """Says when what has gathered is to be sent. Not thread-safe.
+class ReleaseBatcher:
+    """Decides when released leases are sent to the node. Not thread-safe.
 
-    A call for each lease would take time from the loads; but whatever is kept here keeps blocks in the arena, and their ancestors
-    with them, which in a small arena may be all there is: no load must wait for room that leases keep which it has done with.
-    So they go once they hold ``most_bytes``, and else as soon as no others come, at the latest after ``LONGEST_S``.
+    One call per lease would slow the loads down. But a lease keeps blocks in the arena, and their ancestors with them, which in a
+    small arena may be all there is, and a load must not wait for space that is held by leases nobody needs. So leases are sent as
+    soon as they hold ``max_bytes``, or no more of them come, and at the latest after ``LONGEST_S``.
 
     Args:
-        most_bytes: of blocks that may be kept, over all loads of the session.
+        max_bytes: bytes of blocks that may be held, over all loads of the session.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._first_s = self._last_s = math.inf
-        self._nbytes = 0
+        self._bytes = 0
         self._urgent = False
 
     def added(self, now_s: float, nbytes: int, *, urgent: bool) -> None:
-        """Something to send has come, which holds so many bytes in the arena; ``urgent``: it may not wait for company."""
+        """Record a release of blocks with ``nbytes`` bytes in the arena. If it is urgent, it must not wait for others."""
         if self._first_s == math.inf:
             self._first_s = now_s
         self._last_s = now_s
-        self._nbytes += nbytes
-        self._urgent |= urgent or self._nbytes >= self._most_bytes
+        self._bytes += nbytes
+        self._urgent |= urgent or self._bytes >= self._max_bytes
 
     def left_s(self, now_s: float) -> float:
-        """Seconds until what has gathered is to be sent: 0 or less: now; infinity: there is nothing."""
+        """Return the seconds until the next call; 0 or less: now; infinite: nothing to send."""
         if self._urgent:
             return 0.0
         return min(self._last_s + QUIET_S, self._first_s + LONGEST_S) - now_s
 
     def sent(self) -> None:
-        """What had gathered was taken to be sent."""
+        """Record that everything was sent."""
         self._first_s = self._last_s = math.inf
-        self._nbytes = 0
+        self._bytes = 0
         self._urgent = False
+
+
+class LeaseReleaser:
+    """Releases leases and unwritten slots in a thread of its own. Thread-safe.
+
+    Leases of many loads are sent in one call (see ``ReleaseBatcher``). ``stub.Release.future`` would not do: starting a call that
+    way costs the loading thread a good part of a millisecond, and gRPC cancels it when the future is dropped.
+    """
+
+    def __init__(
+        self, stub: node_pb2_grpc.NodeStub, opened: node_pb2.OpenSessionResponse, options: ClientOptions, incidents: LimitedLog
+    ) -> None:
+        self._stub = stub
+        self._session_id = opened.session_id
+        self._counters = incidents.counters
+        self._batcher = ReleaseBatcher(min(options.release_bytes, opened.arena_bytes // _ARENA_SHARE))
+        self._changed = threading.Condition()
+        self._leases: list[int] = []
+        self._aborts: list[bytes] = []
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def release(self, lease_ids: list[int], nbytes: int = 0, *, urgent: bool = False) -> None:
+        """Release leases of blocks with ``nbytes`` bytes: now if ``urgent``, otherwise after a moment, together with others."""
+        with self._changed:
+            if self._rejects(len(lease_ids)):
+                return
+            self._leases += lease_ids
+            self._added(nbytes, urgent=urgent)
+
+    def abort(self, operation_id: bytes) -> None:
+        """Give the slots of a ``Prepare`` back. Nothing may write to them any more."""
+        with self._changed:
+            if self._rejects(1):
+                return
+            self._aborts.append(operation_id)
+            self._added(0, urgent=True)
+
+    def close(self) -> None:
+        """Stop the thread. The end of the session gives everything back that is pending."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _rejects(self, more: int) -> bool:
+        """Whether nothing more is accepted. Leases then end by time, and slots with the session."""
+        if not self._closed and len(self._leases) + len(self._aborts) + more > MAX_PENDING_RELEASES:
+            self._counters.add("client_returns_dropped_total", more)
+            return True
+        return self._closed
+
+    def _added(self, nbytes: int, *, urgent: bool) -> None:
+        now_s = time.monotonic()
+        before_s = self._batcher.left_s(now_s)
+        self._batcher.added(now_s, nbytes, urgent=urgent)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvclient-release", daemon=True)
+            self._thread.start()
+        elif self._batcher.left_s(now_s) < before_s:  # otherwise the thread wakes up in time
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (left_s := self._batcher.left_s(time.monotonic())) > 0:
+                    self._changed.wait(None if left_s == math.inf else left_s)
+                if self._closed:
+                    return
+                leases, self._leases = self._leases, []
+                aborts, self._aborts = self._aborts, []
+                self._batcher.sent()
+            try:
+                self._send(leases, aborts)
+            except KVStoreError:  # the next load or store finds a lost session, whose end gives everything back
+                self._counters.add("client_returns_failed_total")
+
+    def _send(self, leases: list[int], aborts: list[bytes]) -> None:
+        for operation_id in aborts:
+            abort = node_pb2.AbortRequest(session_id=self._session_id, operation_id=operation_id)
+            call(self._stub.Abort, abort, _TIMEOUT_S)
+        if leases:
+            release = node_pb2.ReleaseRequest(session_id=self._session_id, lease_ids=leases)
+            call(self._stub.Release, release, _TIMEOUT_S)

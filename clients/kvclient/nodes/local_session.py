@@ -8,27 +8,25 @@ into slots, and the end of that connection is what tells the node that they may 
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
 
-from kvclient.call.incidents import Incidents
 from kvclient.memory.arena import ClientArena
 from kvclient.memory.device_buffer import ArenaPinner
 from kvclient.memory.engine_pool import StoredVolume
-from kvclient.nodes.lease_release import ReturnTimes
+from kvclient.nodes.lease_release import LeaseReleaser
 from kvclient.options import ClientOptions, Verify
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, LeaseLost, NotFound, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import NodeId, SessionId, VolumeId
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
@@ -37,99 +35,11 @@ from kvstore.transport.liveness import LivenessMonitor, WatchedServer
 
 _log = logging.getLogger(__name__)
 
-MAX_PENDING_RETURNS = 4_096
-"""Leases and stores waiting to be given back; more are left to the session's end."""
 MAX_STORED_VOLUMES = 255
 """Of one node; a byte numbers them."""
-_ARENA_SHARE = 16
-"""Leases are given back at the latest when they hold 1/16 of the arena, so that large loads flow through it."""
-_RETURN_TIMEOUT_S = 2.0
 _LEAST_S = 0.001
 _WHILE_CONNECTING = RetryPolicy(attempts=100)
 """A node just restarted may be refused for a moment, by a connection in back-off: tried again, within the deadline."""
-
-
-class Returner:
-    """Gives leases and unwritten slots back, off the critical path, in a thread of its own.
-
-    Leases of many loads go in one call where nothing presses (``lease_release``). (Not with ``stub.Release.future``: starting
-    a call that way costs the loading thread a good part of a millisecond, and gRPC cancels it when the future is dropped.)
-    """
-
-    def __init__(
-        self, stub: node_pb2_grpc.NodeStub, opened: node_pb2.OpenSessionResponse, options: ClientOptions, incidents: Incidents
-    ) -> None:
-        self._stub = stub
-        self._session_id = opened.session_id
-        self._incidents = incidents
-        self._times = ReturnTimes(min(options.release_bytes, opened.arena_bytes // _ARENA_SHARE))
-        self._changed = threading.Condition()
-        self._leases: list[int] = []
-        self._aborts: list[bytes] = []
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    def release(self, lease_ids: list[int], nbytes: int = 0, *, urgent: bool = False) -> None:
-        """Ends leases, of blocks of so many bytes. ``urgent``: now; otherwise the call may wait a moment for company."""
-        with self._changed:
-            if self._dropped(len(lease_ids)):
-                return
-            self._leases += lease_ids
-            self._added(nbytes, urgent=urgent)
-
-    def abort(self, operation_id: bytes) -> None:
-        """Gives the slots of a ``Prepare`` back. Nobody may touch them any more."""
-        with self._changed:
-            if self._dropped(1):
-                return
-            self._aborts.append(operation_id)
-            self._added(0, urgent=True)
-
-    def close(self) -> None:
-        """Ends the thread; what is pending is given back by the session's end."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-    def _dropped(self, more: int) -> bool:
-        """Whether nothing more is taken. Leases end by time; slots rest until the session ends."""
-        if not self._closed and len(self._leases) + len(self._aborts) + more > MAX_PENDING_RETURNS:
-            self._incidents.counters.add("client_returns_dropped_total", more)
-            return True
-        return self._closed
-
-    def _added(self, nbytes: int, *, urgent: bool) -> None:
-        now_s = time.monotonic()
-        before_s = self._times.left_s(now_s)
-        self._times.added(now_s, nbytes, urgent=urgent)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvclient-return", daemon=True)
-            self._thread.start()
-        elif self._times.left_s(now_s) < before_s:  # else it looks again by itself
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and (left_s := self._times.left_s(time.monotonic())) > 0:
-                    self._changed.wait(None if left_s == math.inf else left_s)
-                if self._closed:
-                    return
-                leases, self._leases = self._leases, []
-                aborts, self._aborts = self._aborts, []
-                self._times.sent()
-            try:
-                self._send(leases, aborts)
-            except KVStoreError:  # a lost session is found by the next load or store, and its end gives everything back
-                self._incidents.counters.add("client_returns_failed_total")
-
-    def _send(self, leases: list[int], aborts: list[bytes]) -> None:
-        for operation_id in aborts:
-            abort = node_pb2.AbortRequest(session_id=self._session_id, operation_id=operation_id)
-            call(self._stub.Abort, abort, _RETURN_TIMEOUT_S)
-        if leases:
-            release = node_pb2.ReleaseRequest(session_id=self._session_id, lease_ids=leases)
-            call(self._stub.Release, release, _RETURN_TIMEOUT_S)
 
 
 class Session:
@@ -143,7 +53,7 @@ class Session:
         volumes: Sequence[StoredVolume],
         arena: ClientArena,
         options: ClientOptions,
-        incidents: Incidents,
+        incidents: LimitedLog,
     ) -> None:
         self.stub = stub
         self.server = server
@@ -155,7 +65,7 @@ class Session:
         self.volumes = volumes
         """The node's on NVMe, where it tells of them."""
         self._arena_exposed = opened.arena_exposed
-        self.returner = Returner(stub, opened, options, incidents)
+        self.releaser = LeaseReleaser(stub, opened, options, incidents)
         self._lock = threading.Lock()
         self._users = 0
         self._retired = False
@@ -201,7 +111,7 @@ class Session:
             self._let_go()
 
     def _let_go(self) -> None:
-        self.returner.close()
+        self.releaser.close()
         self.arena.close()
 
     @property
@@ -231,7 +141,7 @@ class LocalNode:
         tls: TlsConfig | None,
         clock: Clock,
         options: ClientOptions,
-        incidents: Incidents,
+        incidents: LimitedLog,
         liveness: LivenessMonitor,
         watcher: ArenaPinner | None = None,
     ) -> None:

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvclient.call.incidents import Incidents
 from kvclient.load.paths import Plan, PlannedPart, plan_from_proto, replan_from_proto
-from kvclient.load.plan_progress import Reporter
+from kvclient.load.plan_progress import PlanProgressReporter
 from kvclient.options import ClientOptions
 from kvclient.results import Lookup, NodeRef, Run
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
+from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import Clock
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFound, Unavailable
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockKey, NodeId, Tier, VolumeId
+from kvstore.core.types import NodeId, Tier, VolumeId
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call, connect
@@ -49,7 +49,7 @@ _TELLING_S = 0.05
 """A server that does not answer within less is not taken to be gone: it was the caller who had no time."""
 
 
-class Directory:
+class MetadataClient:
     """One metadata server. Thread-safe.
 
     Args:
@@ -69,7 +69,7 @@ class Directory:
         tls: TlsConfig | None,
         clock: Clock,
         options: ClientOptions,
-        incidents: Incidents,
+        incidents: LimitedLog,
         server: WatchedServer,
     ) -> None:
         self.address = address
@@ -87,7 +87,9 @@ class Directory:
         self._reviving_lock = threading.Lock()
         self._reviving: threading.Thread | None = None
         self._nodes: tuple[dict[str, NodeRef], float] = ({}, 0.0)
-        self._reporter = Reporter(lambda report: self._call(self._stub.ReportLoads, report, _PLAN_TIMEOUT_S), incidents)
+        self._reporter = PlanProgressReporter(
+            lambda report: self._call(self._stub.ReportLoads, report, _PLAN_TIMEOUT_S), incidents
+        )
 
     def introduce(self, timeout_s: float) -> None:
         """Make the namespace known, when a client connects: as ``register``, with an error that says why it failed.
@@ -112,8 +114,8 @@ class Directory:
             raise Internal("the metadata server derives another namespace from this spec: its version differs")
         self._registered = True
 
-    def lookup(self, keys: Sequence[BlockKey], packed: bytes, timeout_s: float) -> Lookup:
-        """The longest hit of a chain, from its head; ``packed`` are the same keys.
+    def lookup(self, chain: ChainSlice, timeout_s: float) -> Lookup:
+        """Return the longest hit of a chain, from its head.
 
         Raises:
             KVStoreError: the server does not answer, or not sensibly.
@@ -121,15 +123,15 @@ class Directory:
         started_s = self._clock.now_s()
         if not self._registered:  # connect() found no server
             self.register(timeout_s)
-        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=packed)
+        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=chain.packed)
         try:
             answer = self._call(self._stub.Lookup, request, timeout_s)
         except NotFound:  # the server lost its index and with it the namespace
             self._registered = False
             self.register(timeout_s)
             answer = self._call(self._stub.Lookup, request, timeout_s)
-        runs = _runs(answer, len(keys))
-        return Lookup(keys, answer.hit_blocks, runs, seconds=self._clock.now_s() - started_s)
+        runs = _runs(answer, len(chain))
+        return Lookup(chain.keys, answer.hit_blocks, runs, seconds=self._clock.now_s() - started_s)
 
     def nodes(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
         """Living nodes, by node id.
@@ -140,7 +142,7 @@ class Directory:
         answer = self._call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), timeout_s)
         return [status.node for status in answer.nodes if status.alive]
 
-    def takers(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
+    def writable_nodes(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
         """Living nodes that take stores, by node id: those that drain do not.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvclient.call.operation import check_seconds
+from kvclient.call.arguments import check_seconds
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.spec import CacheSpec
 from kvstore.process.tls import TlsConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
@@ -13,12 +13,13 @@ from typing import TypeVar
 
 import grpc
 
-from kvclient.call.incidents import Incidents
+from kvclient.call.threads import LazyThreadPool
 from kvclient.options import ClientOptions
 from kvclient.results import NodeRef
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.spec import CacheSpec
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
@@ -41,7 +42,7 @@ class PeerPool:
     """Open peers of one client. Thread-safe."""
 
     def __init__(
-        self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents, liveness: LivenessMonitor
+        self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: LimitedLog, liveness: LivenessMonitor
     ) -> None:
         self._liveness = liveness
         self._ticket_request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
@@ -52,7 +53,7 @@ class PeerPool:
         self._lock = threading.Lock()
         self._traffic = KvTraffic(options.traffic_class(), incidents.counters)
         self._open: OrderedDict[NodeRef, tuple[BlockPeer, grpc.Channel]] = OrderedDict()
-        self._readers: ThreadPoolExecutor | None = None
+        self._readers = LazyThreadPool(options.read_streams, "kvclient-read")
         self._closed = False
         nixl = options.nixl
         if nixl is not None and tls is not None:
@@ -136,14 +137,13 @@ class PeerPool:
         )
         return peer, channel
 
-    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
-        """Runs work in one of the reading threads. The caller waits for it, always: it writes into a caller's buffer."""
-        with self._lock:
-            if self._closed:
-                raise Unavailable("the client is closed")
-            if self._readers is None:
-                self._readers = ThreadPoolExecutor(self._options.read_streams, thread_name_prefix="kvclient-read")
-            return self._readers.submit(copy_context().run, work)
+    def submit(self, work: Callable[..., _Result], *arguments: object) -> Future[_Result]:
+        """Run work in a reading thread. The caller must wait for it: it writes to a caller's buffer.
+
+        Raises:
+            Unavailable: the client is closed.
+        """
+        return self._readers.submit(copy_context().run, work, *arguments)
 
     def close(self) -> None:
         """Closes all connections; reads under way end with UNAVAILABLE."""
@@ -151,11 +151,9 @@ class PeerPool:
             self._closed = True
             entries = list(self._open.values())
             self._open.clear()
-            readers, self._readers = self._readers, None
         for entry in entries:
             _close(entry)
-        if readers is not None:
-            readers.shutdown(wait=True)
+        self._readers.close()
         if self._nixl is not None:
             self._nixl.close()
 

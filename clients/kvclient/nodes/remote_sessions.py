@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvclient.call.incidents import Incidents
-from kvclient.nodes.local_session import Returner
+from kvclient.nodes.lease_release import LeaseReleaser
 from kvclient.options import ClientOptions
 from kvclient.results import NodeRef
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import Internal, Unavailable
 from kvstore.core.spec import CacheSpec
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.liveness import LivenessMonitor, WatchedServer
 
-MAX_STAGES = 64
+MAX_SESSIONS = 64
 """Nodes with open sessions; the least recently used is let go beyond it."""
 _SESSION_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RemoteSession:
     """A session with another host's node."""
 
     node: NodeRef
@@ -34,14 +34,14 @@ class Stage:
     session_id: bytes
     server: WatchedServer
     channel: grpc.Channel
-    returner: Returner
+    releaser: LeaseReleaser
 
 
-class Stages:
-    """Open stages of one client. Thread-safe."""
+class RemoteSessionCache:
+    """Open sessions of one client with nodes of other hosts. Thread-safe."""
 
     def __init__(
-        self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents, liveness: LivenessMonitor
+        self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: LimitedLog, liveness: LivenessMonitor
     ) -> None:
         self._liveness = liveness
         self._request = node_pb2.OpenSessionRequest(client_name=options.client_name, spec=spec_to_proto(spec), remote=True)
@@ -49,10 +49,10 @@ class Stages:
         self._options = options
         self._incidents = incidents
         self._lock = threading.Lock()
-        self._open: OrderedDict[NodeRef, Stage] = OrderedDict()
+        self._open: OrderedDict[NodeRef, RemoteSession] = OrderedDict()
         self._closed = False
 
-    def stage(self, node: NodeRef, timeout_s: float) -> Stage:
+    def session(self, node: NodeRef, timeout_s: float) -> RemoteSession:
         """A session with a node; opened when first used.
 
         Raises:
@@ -77,41 +77,43 @@ class Stages:
         if len(opened.session_id) != _SESSION_BYTES:
             channel.close()
             raise Internal("the node opened a session that makes no sense")
-        stage = Stage(node, stub, opened.session_id, server, channel, Returner(stub, opened, self._options, self._incidents))
+        session = RemoteSession(
+            node, stub, opened.session_id, server, channel, LeaseReleaser(stub, opened, self._options, self._incidents)
+        )
         retired = None
         with self._lock:
             if self._closed or node in self._open:
-                retired = stage
-                stage = self._open.get(node, stage)
+                retired = session
+                session = self._open.get(node, session)
             else:
-                self._open[node] = stage
-                retired = self._open.popitem(last=False)[1] if len(self._open) > MAX_STAGES else None
+                self._open[node] = session
+                retired = self._open.popitem(last=False)[1] if len(self._open) > MAX_SESSIONS else None
         if retired is not None:
             _close(retired)
-        return stage
+        return session
 
-    def holds(self, stage: Stage) -> bool:
+    def holds(self, session: RemoteSession) -> bool:
         """Whether nobody has found it lost yet."""
         with self._lock:
-            return self._open.get(stage.node) is stage
+            return self._open.get(session.node) is session
 
-    def lost(self, stage: Stage) -> None:
+    def lost(self, session: RemoteSession) -> None:
         """The session proved to be over, or its node does not answer: the next use opens another."""
         with self._lock:
-            if self._open.get(stage.node) is stage:
-                del self._open[stage.node]
-        _close(stage)
+            if self._open.get(session.node) is session:
+                del self._open[session.node]
+        _close(session)
 
     def close(self) -> None:
         """Closes all; loads under way fail."""
         with self._lock:
             self._closed = True
-            stages = list(self._open.values())
+            sessions = list(self._open.values())
             self._open.clear()
-        for stage in stages:
-            _close(stage)
+        for session in sessions:
+            _close(session)
 
 
-def _close(stage: Stage) -> None:
-    stage.returner.close()
-    stage.channel.close()
+def _close(session: RemoteSession) -> None:
+    session.releaser.close()
+    session.channel.close()

@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from kvclient.call.operation import check_seconds
+from kvclient.call.arguments import check_seconds
 from kvclient.options import ClientOptions
 from kvclient.scheduling.types import (
     Assignment,

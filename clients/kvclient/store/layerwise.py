@@ -15,16 +15,17 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.context import Core
-from kvclient.call.operation import Operation
-from kvclient.load.outcomes import spans
+from kvclient.call.context import ClientContext
+from kvclient.call.scope import CallScope
+from kvclient.load.sink import spans
 from kvclient.memory.buffers import as_block_buffer, pick_blocks
 from kvclient.nodes.local_session import Session, means_lost
 from kvclient.results import StoreResult
-from kvclient.store.store import FindStoreNode, Grant, Store, count_store
+from kvclient.store.store import Store, StoreGrant, count_store
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
+from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import InvalidArgument, KVStoreError
-from kvstore.core.types import KEY_BYTES, BlockKey, BlockShape, StoreOutcome
+from kvstore.core.types import BlockShape, StoreOutcome
 from kvstore.rpc.codec import pack_u64
 
 
@@ -35,54 +36,44 @@ class LayerwiseStore:
     or a wrong order of calls raises.
     """
 
-    def __init__(
-        self,
-        core: Core,
-        keys: Sequence[BlockKey],
-        packed: bytes,
-        parent: BlockKey | None,
-        depth: int,
-        operation: Operation,
-        find_node: FindStoreNode,
-    ) -> None:
-        self._core = core
-        self._keys = keys
-        self._packed = packed
-        self._parent = parent
-        self._depth = depth
-        self._operation = operation
-        self._find_node = find_node
-        self._layer_shape = BlockShape(1, core.shape.layer_block_bytes)
+    def __init__(self, context: ClientContext, chain: ChainSlice, scope: CallScope) -> None:
+        self._context = context
+        self._chain = chain
+        self._scope = scope
+        self._layer_shape = BlockShape(1, context.shape.layer_block_bytes)
         self._lock = threading.Lock()
-        self._result = StoreResult(np.full(len(keys), StoreOutcome.SKIPPED, np.uint8))
+        self._result = StoreResult(np.full(len(chain), StoreOutcome.SKIPPED, np.uint8))
         self._put: set[int] = set()
         self._finished = False
-        self._grant: Grant | None = None
+        self._grant: StoreGrant | None = None
         self._session: Session | None = None
         self._checksums = np.empty((0, 0), np.uint64)
         self._staging: npt.NDArray[np.uint8] | None = None
-        self._give_back: weakref.finalize[..., LayerwiseStore] | None = None
-        try:
-            if keys:
+        self._release: weakref.finalize[..., LayerwiseStore] | None = None
+
+    def begin(self) -> None:
+        """Ask the local node for slots, or allocate staging memory. For ``KVClient.begin_store``; called once."""
+        if len(self._chain):
+            try:
                 self._begin()
-        except KVStoreError as error:
-            self._give_up(error)
+            except KVStoreError as error:
+                self._give_up(error)
 
     def _begin(self) -> None:
-        core, shape = self._core, self._core.shape
-        if core.local is None:
-            staged = min(len(self._keys), core.options.store_chunk_bytes // shape.block_bytes)
+        context, shape = self._context, self._context.shape
+        if context.local is None:
+            staged = min(len(self._chain), context.options.store_chunk_bytes // shape.block_bytes)
             self._staging = np.empty((staged, shape.layers, shape.layer_block_bytes), np.uint8)
             return
-        session = core.local.session()
+        session = context.local.session()
         if session is None:
-            raise core.local.unavailable()
+            raise context.local.unavailable()
         session.acquire()
         self._session = session
-        grants: list[Grant] = []
-        self._give_back = weakref.finalize(self, _give_back, session, grants)  # also where the engine forgets the handle
-        self._give_back.atexit = False  # the process's end gives everything back by itself
-        self._grant = Grant(core, session, self._packed, self._parent, self._depth, self._operation)
+        grants: list[StoreGrant] = []
+        self._release = weakref.finalize(self, _release, session, grants)  # also if the engine drops the handle
+        self._release.atexit = False  # at exit the operating system releases everything
+        self._grant = StoreGrant.prepare(context, session, self._chain, self._scope)
         grants.append(self._grant)
         self._checksums = np.empty((len(self._grant.positions), shape.layers), np.uint64)
 
@@ -104,15 +95,15 @@ class LayerwiseStore:
         Raises:
             InvalidArgument: wrong size or layer, a layer put twice, or a handle that is finished.
         """
-        if not isinstance(layer, int) or not 0 <= layer < self._core.shape.layers:
-            raise InvalidArgument("no such layer", layer=layer, layers=self._core.shape.layers)
-        rows = as_block_buffer(data, self._layer_shape, len(self._keys), writable=False, spec=self._core.spec)
+        if not isinstance(layer, int) or not 0 <= layer < self._context.shape.layers:
+            raise InvalidArgument("no such layer", layer=layer, layers=self._context.shape.layers)
+        rows = as_block_buffer(data, self._layer_shape, len(self._chain), writable=False, spec=self._context.spec)
         with self._lock:
             if self._finished or layer in self._put:
                 raise InvalidArgument("the layer was put before, or the store is finished", layer=layer)
             self._put.add(layer)
-            if self._operation.over:
-                self._give_up(self._operation.error())
+            if self._scope.ended:
+                self._give_up(self._scope.error())
             if self._grant is not None and self._session is not None and len(self._grant.positions):
                 rows = pick_blocks(rows, self._grant.positions)
                 at = np.uint64(layer * self._layer_shape.layer_block_bytes)
@@ -132,8 +123,8 @@ class LayerwiseStore:
         with self._lock:
             if self._finished:
                 raise InvalidArgument("the store is finished")
-            if self._keys and len(self._put) != self._core.shape.layers:
-                raise InvalidArgument("layers are missing", put=len(self._put), layers=self._core.shape.layers)
+            if len(self._chain) and len(self._put) != self._context.shape.layers:
+                raise InvalidArgument("layers are missing", put=len(self._put), layers=self._context.shape.layers)
             self._finished = True
             try:
                 if self._grant is not None:
@@ -143,81 +134,66 @@ class LayerwiseStore:
             except KVStoreError as error:
                 self._give_up(error)
             finally:
-                self._let_go()
-            self._result.seconds = self._operation.elapsed_s()
-            count_store(self._core, self._result)
+                self._clean_up()
+            self._result.seconds = self._scope.elapsed_s()
+            count_store(self._context, self._result)
             return self._result
 
-    def _commit_slots(self, grant: Grant, *, wait_visible: bool) -> None:
+    def _commit_slots(self, grant: StoreGrant, *, wait_visible: bool) -> None:
         result = self._result
-        if self._operation.over:
-            raise self._operation.error()
-        self._keep_near(grant)  # now: the slots are the node's as soon as it is told
+        if self._scope.ended:
+            raise self._scope.error()
+        self._keep_in_pool(grant)  # now: the slots are the node's as soon as it is told
         result.draining = grant.draining
         result.outcomes = grant.outcomes.copy()
         result.outcomes[grant.positions] = StoreOutcome.LOST  # until the answer is here
-        grant.complete(pack_u64(self._checksums.reshape(-1)), self._operation.left_s(), wait_visible=wait_visible)
+        grant.complete(pack_u64(self._checksums.reshape(-1)), self._scope.left_s(), wait_visible=wait_visible)
         result.outcomes = grant.outcomes
         stored = int(np.count_nonzero(grant.outcomes[grant.positions] == StoreOutcome.STORED))
-        result.bytes_stored = stored * self._core.shape.block_bytes
+        result.bytes_stored = stored * self._context.shape.block_bytes
 
-    def _keep_near(self, grant: Grant) -> None:
+    def _keep_in_pool(self, grant: StoreGrant) -> None:
         """Leaves a copy of what was written in the engine's own pool, stretch by stretch."""
-        near, session = self._core.near, self._session
-        if near is None or session is None:
+        pool, session = self._context.pool, self._session
+        if pool is None or session is None:
             return
-        checksums = self._core.options.verify == "always"
+        checksums = self._context.options.verify == "always"
         done = 0
         for start, stop in spans(grant.positions):
-            blocks = session.arena.blocks(grant.offsets[done : done + stop - start], self._core.shape)
-            parent = self._keys[start - 1] if start else self._parent
-            near.keep(self._keys[start:stop], parent, self._depth + start, blocks, self._operation, checksums=checksums)
+            blocks = session.arena.blocks(grant.offsets[done : done + stop - start], self._context.shape)
+            part = self._chain.part(start, stop)
+            pool.keep(part.keys, part.parent, part.depth, blocks, self._scope, checksums=checksums)
             done += stop - start
 
     def _commit_staged(self, staging: npt.NDArray[np.uint8]) -> StoreResult:
         staged = len(staging)
-        store = Store(
-            self._core,
-            self._keys[:staged],
-            self._packed[: staged * KEY_BYTES],
-            self._parent,
-            self._depth,
-            DenseBlocks(staging),
-            self._operation,
-            self._find_node,
-            durable=False,
-            wait_visible=False,
-        )
+        store = Store(self._context, self._chain.part(0, staged), DenseBlocks(staging), self._scope, keep_in_pool=True)
         result = store.run()
-        near, verify = self._core.near, self._core.options.verify
-        if near is not None:
-            keys, blocks = self._keys[:staged], DenseBlocks(staging)
-            near.keep(keys, self._parent, self._depth, blocks, self._operation, checksums=verify == "always")
-        skipped = np.full(len(self._keys) - staged, StoreOutcome.SKIPPED, np.uint8)
+        skipped = np.full(len(self._chain) - staged, StoreOutcome.SKIPPED, np.uint8)
         result.outcomes = np.concatenate([result.outcomes, skipped])
         return result
 
     def abort(self) -> None:
         """Stores nothing. No effect on a finished store."""
-        self._operation.cancel()  # a commit that waits for the node gives up soon
+        self._scope.cancel()  # a commit that waits for the node gives up soon
         with self._lock:
             self._finished = True
-            self._let_go()
+            self._clean_up()
 
     def _give_up(self, error: KVStoreError) -> None:
         """A failure of ours: what is still put is dropped."""
         if self._result.error is None:
             self._result.error = error
-        self._core.incidents.report("client_store_failed_total", "a store was given up", error)
-        if self._session is not None and means_lost(error) and self._core.local is not None:
-            self._core.local.lost(self._session, error)
-        self._let_go()
+        self._context.incidents.report("client_store_failed_total", "a store was given up", error)
+        if self._session is not None and means_lost(error) and self._context.local is not None:
+            self._context.local.lost(self._session, error)
+        self._clean_up()
 
-    def _let_go(self) -> None:
+    def _clean_up(self) -> None:
         """Gives back slots, session and memory. Nobody touches the slots any more: all copies happen under the lock."""
         self._grant = self._session = self._staging = None
-        if self._give_back is not None:
-            self._give_back()  # once
+        if self._release is not None:
+            self._release()  # once
 
     def __enter__(self) -> Self:
         return self
@@ -227,7 +203,7 @@ class LayerwiseStore:
             self.abort()
 
 
-def _give_back(session: Session, grants: Sequence[Grant]) -> None:
+def _release(session: Session, grants: Sequence[StoreGrant]) -> None:
     for grant in grants:
         grant.abort()  # no effect once completed
     session.release()

@@ -1,18 +1,19 @@
-"""Draining: this node takes nothing new, serves what it holds, and sees to it that nothing is lost when it is stopped.
+"""Drain: the node accepts no new blocks, serves those it holds, and makes sure that stopping it loses none.
 
-The order comes with answers of the metadata server, and how far it is goes out with heartbeats. In rounds: what lies in DRAM
-only is written behind; with ``move``, others take what lies nowhere else (``kvstore.node.control.migrator``). Once there is
-nothing left to do the node is *drained*, and looks again now and then, for others may leave as well. Where it can do no more and
-blocks would be lost, it is *blocked*, says why, and tries again: a disk may take writes again, another node may get room.
+The order arrives with responses of the metadata server, and heartbeats report the progress. The drain works in rounds: it writes
+DRAM-only blocks back, and, with ``move``, other nodes pull blocks that no other volume holds
+(``kvstore.node.control.migrator``). If nothing remains, the node is *drained*, and checks again from time to time because other
+nodes may leave too. If it makes no progress and blocks would be lost, it is *blocked*, reports why, and retries: a disk may
+accept writes again, or another node may get free space.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvproto.v1 import common_pb2
+from kvproto.v1 import common_pb2, metadata_pb2
 from kvproto.v1.common_pb2 import (
     NODE_STATE_DRAIN_BLOCKED,
     NODE_STATE_DRAINED,
@@ -24,9 +25,8 @@ from kvproto.v1.common_pb2 import (
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_REASON
-from kvstore.core.types import BlockKey
 from kvstore.node.base.admission_gate import Gate
-from kvstore.node.control.migrator import Mover
+from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.durability.shutdown_flush import by_namespace
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
@@ -35,32 +35,34 @@ from kvstore.observe.counters import Counters
 log = logging.getLogger(__name__)
 
 BUSY_S = 0.1
-"""Between rounds while something moves."""
+"""Pause between rounds that make progress."""
 BLOCKED_S = 3.0
-"""Between rounds while nothing can be done."""
+"""Pause between rounds of a blocked drain."""
 WRITTEN_S = 0.5
-"""Between looks at what is being written behind."""
+"""Interval of progress updates while blocks are written back."""
 DRAINED_S = 30.0
-"""Between looks at what was drained."""
+"""Pause between rounds of a drained node."""
 TRIES = 3
-"""Rounds that bring nothing before the node says that it is blocked."""
+"""Rounds without progress after which the drain is blocked."""
 
 
 class Drainer:
-    """Carries out the order. ``told`` from any thread; ``start`` and ``stop`` once each.
+    """Executes drain orders. A ``HeartbeatListener``. ``apply`` from any thread; ``start`` and ``stop`` once each.
 
     Args:
-        gate: shut while there is an order.
-        table: what this node holds.
-        busy: whether something that began before still goes on here: stores, staged loads, awaited prompts.
-        writes_behind: whether blocks become durable here at all.
-        counters: events.
+        node_id: this node.
+        gate: closed while there is an order.
+        table: the blocks of this node.
+        busy: whether earlier work goes on: stores, layered loads, waits for prompts.
+        writes_behind: whether blocks of this node become durable at all.
+        counters: metrics.
         clock: time.
-        patience_s: how long ``busy`` is waited for: an engine that was stopped in a store never ends it.
+        patience_s: how long the drain waits for ``busy``: an engine that died during a store never completes it.
     """
 
     def __init__(
         self,
+        node_id: str,
         gate: Gate,
         table: BlockTable,
         busy: Callable[[], bool],
@@ -70,6 +72,7 @@ class Drainer:
         writes_behind: bool,
         patience_s: float,
     ) -> None:
+        self._node_id = node_id
         self._gate = gate
         self._table = table
         self._busy = busy
@@ -81,73 +84,90 @@ class Drainer:
         self._order: DrainOrder | None = None
         self._stopping = False
         self._state: NodeState = NODE_STATE_DRAINING
-        self._why = ""
+        self._reason = ""
         self._not_durable = 0
-        self.mover: Mover | None = None
-        """Set before ``start``; None: there is no metadata server, and so nobody to move anything to."""
+        self.migrator: BlockMigrator | None = None
+        """Set before ``start``; None: without a metadata server there is no other node to move blocks to."""
         self._thread = threading.Thread(target=self._run, name="kvstore-drain", daemon=True)
 
     def start(self) -> None:
-        """Begins to carry out orders."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Ends; what is under way is left at the next batch."""
+        """Stop the thread. A migration stops after its current batch."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        if self.mover is not None:
-            self.mover.close()
+        if self.migrator is not None:
+            self.migrator.close()
 
-    # ---- what is to be done, and how far it is ----
-    def told(self, order: DrainOrder | None) -> None:
-        """What the metadata server says that this node is to do; the same again changes nothing."""
+    # ---- order and progress ----
+    def report(self, heartbeat: metadata_pb2.HeartbeatRequest) -> None:
+        progress = self.progress()
+        if progress is not None:
+            heartbeat.drain.CopyFrom(progress)
+
+    def on_heartbeat(self, response: metadata_pb2.HeartbeatResponse) -> None:
+        self.apply(response.drain if response.HasField("drain") else None)
+
+    def on_registered(
+        self, response: metadata_pb2.RegisterNodeResponse, *, new_index: bool
+    ) -> Sequence[metadata_pb2.DrainNodeRequest]:
+        order = self._order
+        if order is not None and new_index and not response.HasField("drain"):
+            return [metadata_pb2.DrainNodeRequest(operation_id=order.operation_id, node_id=self._node_id, move=order.move)]
+        self.apply(response.drain if response.HasField("drain") else None)
+        return []
+
+    def apply(self, order: DrainOrder | None) -> None:
+        """Set the order; None: none. The same order again has no effect."""
         with self._changed:
             if order == self._order:
                 return
             self._order = order
-            self._state, self._why = NODE_STATE_DRAINING, ""
+            self._state, self._reason = NODE_STATE_DRAINING, ""
             self._gate.draining = order is not None
             self._changed.notify_all()
         if order is None:
-            log.warning("this node no longer drains")
+            log.warning("drain cancelled: the node accepts blocks again")
         else:
             self._counters.add("drains_begun_total")
-            log.warning("this node drains%s", ", and its blocks move to others" if order.move else "")
+            log.warning("drain started: the node accepts no new blocks (move=%s)", order.move)
 
     @property
     def order(self) -> DrainOrder | None:
-        """What this node is to do."""
+        """The current order; None: none."""
         return self._order
 
     def progress(self) -> DrainProgress | None:
-        """How far it is; None: there is no order."""
+        """Return the progress; None: there is no order."""
         with self._changed:
-            order, state, why = self._order, self._state, self._why
+            order, state, why = self._order, self._state, self._reason
         if order is None:
             return None
-        mover = self.mover if order.move else None
+        migrator = self.migrator if order.move else None
         return DrainProgress(
             operation_id=order.operation_id,
             state=state,
             waiting_blocks=self._table.counts()[1],
             not_durable_blocks=self._not_durable,
-            left_blocks=mover.left if mover is not None else 0,
-            moved_blocks=mover.moved_blocks if mover is not None else 0,
-            moved_bytes=mover.moved_bytes if mover is not None else 0,
+            left_blocks=migrator.remaining if migrator is not None else 0,
+            moved_blocks=migrator.moved_blocks if migrator is not None else 0,
+            moved_bytes=migrator.moved_bytes if migrator is not None else 0,
             why=why[:MAX_REASON],
         )
 
     def pause(self, seconds: float) -> bool:
-        """Waits, for the mover; True: the order is another than when it began, or the node ends."""
+        """Wait between batches of a migration. Returns whether to stop: the order changed, or the node stops."""
         order = self._order
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._order is not order, seconds)
             return self._stopping or self._order is not order
 
-    # ---- doing it ----
+    # ---- rounds ----
     def _run(self) -> None:
         while not self._stopping:
             with self._changed:
@@ -156,78 +176,79 @@ class Drainer:
             if order is None or self._stopping:
                 continue
             try:
-                self._carry_out(order)
-            except Exception:  # process edge: an order that nobody works on any more would never end
+                self._execute(order)
+            except Exception:  # thread edge: the drain must go on after a bug
                 self._counters.add("drain_bugs_total")
-                log.exception("draining failed, trying again")
+                log.exception("drain failed: unexpected error, trying again")
                 self.pause(BLOCKED_S)
 
-    def _over(self, order: DrainOrder) -> bool:
+    def _is_over(self, order: DrainOrder) -> bool:
         return self._stopping or self._order is not order
 
-    def _carry_out(self, order: DrainOrder) -> None:
-        """Rounds, until the order changes or the node ends."""
+    def _execute(self, order: DrainOrder) -> None:
+        """Do rounds until the order changes or the node stops."""
         began_s = self._clock.now_s()
-        if self.mover is not None:
-            self.mover.forget()
-        tries, before = 0, -1
-        while not self._over(order):
-            undone, why = self._round(order)
-            if self._over(order):
+        if self.migrator is not None:
+            self.migrator.reset()
+        stuck_rounds, before = 0, -1
+        while not self._is_over(order):
+            remaining, why = self._round(order)
+            if self._is_over(order):
                 return
             busy = self._busy() and self._clock.now_s() < began_s + self._patience_s
             if busy:
-                self._say(order, NODE_STATE_DRAINING, "stores, staged loads or awaited prompts that began before")
+                self._set_state(order, NODE_STATE_DRAINING, "waits for stores, layered loads or prompts that began earlier")
                 self.pause(BUSY_S)
-            elif not undone:
-                tries, before = 0, -1
-                self._say(order, NODE_STATE_DRAINED, "")
+            elif not remaining:
+                stuck_rounds, before = 0, -1
+                self._set_state(order, NODE_STATE_DRAINED, "")
                 self.pause(DRAINED_S)
             else:
-                tries = tries + 1 if undone == before else 0
-                before = undone
-                blocked = tries >= TRIES
-                self._say(order, NODE_STATE_DRAIN_BLOCKED if blocked else NODE_STATE_DRAINING, why)
-                self.pause(BLOCKED_S if blocked else BLOCKED_S / TRIES if tries else BUSY_S)
+                stuck_rounds = stuck_rounds + 1 if remaining == before else 0
+                before = remaining
+                blocked = stuck_rounds >= TRIES
+                self._set_state(order, NODE_STATE_DRAIN_BLOCKED if blocked else NODE_STATE_DRAINING, why)
+                self.pause(BLOCKED_S if blocked else BLOCKED_S / TRIES if stuck_rounds else BUSY_S)
 
     def _round(self, order: DrainOrder) -> tuple[int, str]:
-        """Once through everything. How many blocks would still be lost (or are to move), and why."""
-        self._write_behind(order)
-        left, why = 0, ""
-        if order.move and self.mover is None:
-            left, why = 1, "there is no metadata server to find other nodes by"
-        elif order.move and self.mover is not None:
+        """Do one round. Returns how many blocks would be lost or must still move, and why."""
+        self._write_back(order)
+        remaining, why = 0, ""
+        if order.move and self.migrator is None:
+            remaining, why = 1, "without a metadata server there is no other node"
+        elif order.move and self.migrator is not None:
             try:
-                done = self.mover.round(self._table.snapshot())
-                left, why = done.left, done.why
+                done = self.migrator.round(self._table.snapshot())
+                remaining, why = done.remaining, done.why
             except KVStoreError as error:
-                left, why = max(1, self.mover.left), f"the metadata server does not answer: {error}"
+                remaining, why = max(1, self.migrator.remaining), f"the metadata server does not answer: {error}"
         self._not_durable = len(self._volatile(order))
         if self._not_durable and not why:
-            why = "no volume or storage node takes them" if self._writes_behind else "this node keeps blocks in DRAM only"
-        return left + self._not_durable, why
+            why = "no volume or storage node accepts them" if self._writes_behind else "this node keeps blocks in DRAM only"
+        return remaining + self._not_durable, why
 
     def _volatile(self, order: DrainOrder) -> list[Block]:
-        """Blocks stored here that would be lost with this process."""
+        """Return blocks stored on this node that would be lost with the process."""
         for node_volume in self._table.node_volumes:
             node_volume.volume.check_files()
-        moved: Callable[[BlockKey], bool] = self.mover.is_safe if order.move and self.mover is not None else lambda _key: False
-        return [block for block in self._table.snapshot() if block.ours and not block.durable and not moved(block.key)]
+        migrator = self.migrator if order.move else None
+        volatile = [block for block in self._table.snapshot() if block.ours and not block.durable]
+        return [block for block in volatile if migrator is None or not migrator.is_safe(block.key)]
 
-    def _write_behind(self, order: DrainOrder) -> None:
-        """Sends what lies in DRAM only to where it is durable, and waits for it, as long as this order holds."""
+    def _write_back(self, order: DrainOrder) -> None:
+        """Write DRAM-only blocks back, and wait for them while this order is in force."""
         if not self._writes_behind:
             return
         for namespace, keys in by_namespace(sorted(self._volatile(order), key=lambda block: block.depth)):
             self._table.write_again(namespace, keys)
-        while not self._over(order) and not self._table.wait_written(self._clock.now_s() + WRITTEN_S):
+        while not self._is_over(order) and not self._table.wait_written(self._clock.now_s() + WRITTEN_S):
             self._not_durable = len(self._volatile(order))
 
-    def _say(self, order: DrainOrder, state: NodeState, why: str) -> None:
+    def _set_state(self, order: DrainOrder, state: NodeState, why: str) -> None:
         with self._changed:
             if self._order is not order:
                 return
-            changed, self._state, self._why = state != self._state, state, why
+            changed, self._state, self._reason = state != self._state, state, why
         if changed:
             name = common_pb2.NodeState.Name(state).removeprefix("NODE_STATE_").lower().replace("_", " ")
-            log.warning("draining: %s%s; %d blocks would be lost", name, f" ({why})" if why else "", self._not_durable)
+            log.warning("drain state changed: %s (not_durable=%d, reason=%s)", name, self._not_durable, why or "none")

@@ -1,8 +1,8 @@
-"""Which blocks of a node that drains must go to others, and who takes what. Pure.
+"""Plan of a migration: which blocks of a draining node move to which node. Pure.
 
-Must go: what was stored there and lies on no other volume that stays. A volume takes as much as it has room for and no more, for
-what it holds is as good as what comes. So there may be blocks left; a child never goes without its parent, or nobody would find
-it.
+A block moves if it was stored on the node and no volume of a remaining node holds it. A volume gets only as many blocks as fit in
+its free space, because its own blocks are worth as much. So some blocks may be unplaced. A child never moves without its parent,
+as no lookup would find it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from kvstore.core.types import BlockKey, NamespaceId, NodeId
 from kvstore.node.state.change_log import Described, in_chains
 
 SLOT_PAGE = 4096
-"""Volumes give room in such pages, and a header takes one."""
+"""Volumes allocate in units of this size, and the slot header needs one."""
 RESERVE = 16
-"""A volume is filled up to 1/n of its capacity: rounding, and slots of other sizes, take room too."""
+"""1/n of a volume's capacity is not planned with: rounding and slots of other sizes need space too."""
 
 
 class Sized(Described, Protocol):
-    """A block and how large it is."""
+    """A block with its size."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the Full Block."""
+        """Bytes of the full block."""
 
 
 Held = TypeVar("Held", bound=Sized)
@@ -33,7 +33,7 @@ Held = TypeVar("Held", bound=Sized)
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[Held]):
-    """Blocks of one namespace that one node is to take, parents before their children."""
+    """Blocks of one namespace for one node, parents before their children."""
 
     node_id: NodeId
     namespace_id: NamespaceId
@@ -42,63 +42,63 @@ class Batch(Generic[Held]):
 
 @dataclass(slots=True)
 class Moves(Generic[Held]):
-    """What is to go where, in this order; and what finds no room, or stays with a parent that finds none."""
+    """Batches in order, and blocks without a target: no node has space for them or for their parent."""
 
     batches: list[Batch[Held]] = field(default_factory=list)
-    left: list[Held] = field(default_factory=list)
+    unplaced: list[Held] = field(default_factory=list)
 
 
-def room_of(nbytes: int) -> int:
-    """Bytes of a volume that a block takes."""
+def slot_space(nbytes: int) -> int:
+    """Return the bytes of a volume that a block needs."""
     return SLOT_PAGE + -(-nbytes // SLOT_PAGE) * SLOT_PAGE
 
 
-def free_room(capacity_bytes: int, used_bytes: int) -> int:
-    """Bytes that a volume has for blocks of others."""
+def free_space(capacity_bytes: int, used_bytes: int) -> int:
+    """Return the bytes of a volume that a migration may use."""
     return max(0, capacity_bytes - capacity_bytes // RESERVE - used_bytes)
 
 
 def plan_moves(
-    held: Iterable[Held], safe: Container[BlockKey], room: Mapping[NodeId, int], window_bytes: int, window_blocks: int
+    held: Iterable[Held], safe: Container[BlockKey], free_bytes: Mapping[NodeId, int], window_bytes: int, window_blocks: int
 ) -> Moves[Held]:
-    """Who takes what.
+    """Plan the migration.
 
     Args:
-        held: what was stored on the node.
-        safe: keys that lie on another volume that stays.
-        room: bytes free on each node that may take some.
-        window_bytes: the most in one batch; a larger block is one by itself.
-        window_blocks: the most blocks in one batch.
+        held: blocks stored on the node.
+        safe: keys that a volume of a remaining node holds.
+        free_bytes: free space of each target node.
+        window_bytes: maximum size of a batch; a larger block is a batch on its own.
+        window_blocks: maximum number of blocks in a batch.
     """
     moves: Moves[Held] = Moves()
-    free = dict(room)
-    stays: set[BlockKey] = set()
-    taker: NodeId | None = None
+    free = dict(free_bytes)
+    unplaced: set[BlockKey] = set()
+    target: NodeId | None = None
     batch: list[Held] = []
     batch_bytes = 0
 
     def close() -> None:
-        nonlocal taker, batch_bytes
-        if taker is not None and batch:
-            moves.batches.append(Batch(taker, batch[0].namespace_id, list(batch)))
+        nonlocal target, batch_bytes
+        if target is not None and batch:
+            moves.batches.append(Batch(target, batch[0].namespace_id, list(batch)))
         batch.clear()
-        taker, batch_bytes = None, 0
+        target, batch_bytes = None, 0
 
     for block in in_chains(sorted((one for one in held if one.key not in safe), key=lambda one: (one.namespace_id, one.depth))):
-        size = room_of(block.nbytes)
+        size = slot_space(block.nbytes)
         full = batch_bytes + block.nbytes > window_bytes or len(batch) >= window_blocks
         if batch and (full or batch[0].namespace_id != block.namespace_id):
             close()
-        if taker is None or free[taker] < size:
+        if target is None or free[target] < size:
             close()
-            taker = max(free, key=lambda node_id: (free[node_id], node_id), default=None)
-        if taker is None or free[taker] < size or block.parent in stays:
+            target = max(free, key=lambda node_id: (free[node_id], node_id), default=None)
+        if target is None or free[target] < size or block.parent in unplaced:
             if not batch:
-                taker = None
-            stays.add(block.key)
-            moves.left.append(block)
+                target = None
+            unplaced.add(block.key)
+            moves.unplaced.append(block)
             continue
-        free[taker] -= size
+        free[target] -= size
         batch.append(block)
         batch_bytes += block.nbytes
     close()

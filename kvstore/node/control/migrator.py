@@ -1,9 +1,9 @@
-"""Moves what lies on no other volume off a node that drains: asks where each block lies, and others to take what must go.
+"""Migration of blocks off a draining node: other nodes pull the blocks that no other volume holds.
 
-The others pull, over the data plane, one batch at a time in all: that bounds what is in flight, and a pause after each batch
-bounds the bandwidth. Nothing is remembered that must be right: each round asks the index anew, so a round that was cut off (a
-restart of anybody) is gone on with. What a node has said to be durable there counts until that node leaves, for the index is
-told a moment later.
+The other nodes pull one batch at a time over the data plane. That bounds the bytes in flight, and a pause after each batch
+bounds the bandwidth. The migrator keeps no state that must be correct: each round reads the index again, so an interrupted round
+continues, e.g. after a restart. Blocks that a node has reported durable count as moved until that node leaves, because the index
+learns of them later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, no
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError, NotFound
 from kvstore.core.types import BlockKey, NamespaceId, NodeId, StoreOutcome, pack_keys
-from kvstore.node.control.migration_plan import Batch, free_room, plan_moves
+from kvstore.node.control.migration_plan import Batch, free_space, plan_moves
 from kvstore.node.state.change_log import runs_of
 from kvstore.node.state.model import Block
 from kvstore.observe.counters import Counters
@@ -39,28 +39,28 @@ _RETRY = RetryPolicy(attempts=3)
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What a round left."""
+class MigrationRound:
+    """Result of a round."""
 
-    left: int
-    """Blocks that lie on no other volume that stays."""
+    remaining: int
+    """Blocks that no volume of a remaining node holds."""
     why: str
-    """Why, in a few words."""
+    """Why they remain."""
 
 
-class Mover:
-    """Of one node. Driven by one thread.
+class BlockMigrator:
+    """Migrates the blocks of one node. One thread may use it.
 
     Args:
-        node: this node, as others reach it.
+        node: this node, as other nodes reach it.
         metadata: address of the metadata server.
-        counters: events.
+        counters: metrics.
         clock: time.
         tls: as for every channel of the node.
-        token: likewise.
-        window_bytes: the most in flight.
-        bytes_per_s: the most over time; 0: no bound.
-        pause: waits so many seconds; True: stop what you are doing.
+        token: of the node.
+        window_bytes: maximum bytes in flight.
+        bytes_per_s: maximum bandwidth; 0: no limit.
+        pause: waits some seconds; True: the migration must stop.
     """
 
     def __init__(
@@ -86,54 +86,55 @@ class Mover:
         self._pause = pause
         self._channel = connect(metadata, tls=tls, token=token)
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
-        self._taken: dict[BlockKey, NodeId] = {}
-        self.left = 0
+        self._moved: dict[BlockKey, NodeId] = {}
+        """Blocks that another node has reported durable."""
+        self.remaining = 0
         self.moved_blocks = 0
         self.moved_bytes = 0
 
     def close(self) -> None:
-        """Closes the channel."""
+        """Close the channel to the metadata server."""
         self._channel.close()
 
-    def forget(self) -> None:
-        """A new order: what was counted belongs to the one before."""
-        self._taken.clear()
-        self.left = self.moved_blocks = self.moved_bytes = 0
+    def reset(self) -> None:
+        """Reset the progress, because a new order begins."""
+        self._moved.clear()
+        self.remaining = self.moved_blocks = self.moved_bytes = 0
 
     def is_safe(self, key: BlockKey) -> bool:
-        """Whether another node has said that it is durable there, in this round or the one before."""
-        return key in self._taken
+        """Return whether another node has reported the block durable, in this round or an earlier one."""
+        return key in self._moved
 
-    def round(self, blocks: Sequence[Block]) -> Round:
-        """Moves what must go, as far as it can. Ends early where ``pause`` says so.
+    def round(self, blocks: Sequence[Block]) -> MigrationRound:
+        """Move as many blocks as other nodes accept. Stops early if ``pause`` returns True.
 
         Raises:
             KVStoreError: the metadata server does not answer.
         """
-        takers = self._takers()
-        stays = {status.node.node_id for status in takers}
-        self._taken = {key: node_id for key, node_id in self._taken.items() if node_id in stays}
+        targets = self._target_nodes()
+        staying = {status.node.node_id for status in targets}
+        self._moved = {key: node_id for key, node_id in self._moved.items() if node_id in staying}
         ours = [block for block in blocks if block.ours and not block.elsewhere and not block.leaving]
         safe = self._safe(ours)
-        room = {NodeId(status.node.node_id): _room(status) for status in takers}
-        moves = plan_moves(ours, safe, {one: size for one, size in room.items() if size}, self._window_bytes, BATCH_BLOCKS)
-        self.left = len(moves.left) + sum(len(batch.blocks) for batch in moves.batches)
-        why = "no other active node has free room on a volume" if moves.left else ""
-        if self.left:
+        free = {NodeId(status.node.node_id): _free_bytes(status) for status in targets}
+        moves = plan_moves(ours, safe, {one: size for one, size in free.items() if size}, self._window_bytes, BATCH_BLOCKS)
+        self.remaining = len(moves.unplaced) + sum(len(batch.blocks) for batch in moves.batches)
+        why = "no other active node has free space on a volume" if moves.unplaced else ""
+        if self.remaining:
             specs = self._specs()
-            nodes = {status.node.node_id: status.node for status in takers}
+            nodes = {status.node.node_id: status.node for status in targets}
             for batch in moves.batches:
                 why = self._send(batch, nodes[batch.node_id], specs.get(batch.namespace_id)) or why
-                if self._pause(self._rest_s(batch)):
-                    return Round(self.left, "")
-        return Round(self.left, why)
+                if self._pause(self._pause_s(batch)):
+                    return MigrationRound(self.remaining, "")
+        return MigrationRound(self.remaining, why)
 
-    def _rest_s(self, batch: Batch[Block]) -> float:
+    def _pause_s(self, batch: Batch[Block]) -> float:
         return sum(block.nbytes for block in batch.blocks) / self._bytes_per_s if self._bytes_per_s else 0.0
 
-    # ---- asking ----
-    def _takers(self) -> list[metadata_pb2.NodeStatus]:
-        """Other nodes that stay."""
+    # ---- metadata server ----
+    def _target_nodes(self) -> list[metadata_pb2.NodeStatus]:
+        """Return the other active nodes."""
         statuses = call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S, _RETRY).nodes
         return [
             status
@@ -142,13 +143,13 @@ class Mover:
         ]
 
     def _safe(self, blocks: Sequence[Block]) -> set[BlockKey]:
-        """Keys that lie on a durable volume of another node that stays."""
-        safe = set(self._taken)
-        asked: dict[NamespaceId, list[BlockKey]] = defaultdict(list)
+        """Return the keys that a durable volume of another active node holds."""
+        safe = set(self._moved)
+        unknown: dict[NamespaceId, list[BlockKey]] = defaultdict(list)
         for block in blocks:
             if block.key not in safe:
-                asked[block.namespace_id].append(block.key)
-        for namespace_id, keys in asked.items():
+                unknown[block.namespace_id].append(block.key)
+        for namespace_id, keys in unknown.items():
             for at in range(0, len(keys), LOCATE_KEYS):
                 part = keys[at : at + LOCATE_KEYS]
                 request = metadata_pb2.LocateBlocksRequest(namespace_id=namespace_id, keys=pack_keys(part))
@@ -167,14 +168,14 @@ class Mover:
         answer = call(self._stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), RPC_TIMEOUT_S, _RETRY)
         return {NamespaceId(one.namespace_id): one.spec for one in answer.namespaces}
 
-    # ---- moving ----
-    def _send(self, batch: Batch[Block], taker: common_pb2.NodeInfo, spec: common_pb2.CacheSpec | None) -> str:
-        """Has a node take a batch. Why it did not take all of it; empty: it did."""
+    # ---- batches ----
+    def _send(self, batch: Batch[Block], target: common_pb2.NodeInfo, spec: common_pb2.CacheSpec | None) -> str:
+        """Let a node pull a batch. Returns why it did not pull all blocks; empty: it did."""
         known = batch.blocks[0].namespace.spec
         try:
             if spec is None and known is None:
                 raise NotFound(
-                    "nobody knows the spec of the namespace, so no ticket is to be had", namespace=batch.namespace_id.hex()
+                    "the spec of the namespace is unknown, so no ticket can be issued", namespace=batch.namespace_id.hex()
                 )
             request = node_pb2.PullBlocksRequest(
                 operation_id=secrets.token_bytes(16),
@@ -184,33 +185,33 @@ class Mover:
                 control_address=self._node.control_address,
                 data_address=self._node.data_address,
             )
-            with connect(taker.control_address, tls=self._tls, token=self._token) as channel:
+            with connect(target.control_address, tls=self._tls, token=self._token) as channel:
                 answer = call(node_pb2_grpc.NodeStub(channel).PullBlocks, request, PULL_TIMEOUT_S, _RETRY)
         except KVStoreError as error:
             self._counters.add("drain_moves_failed_total")
-            _limited.warning("node %s does not take over blocks: %s", taker.node_id, error)
-            return f"{taker.node_id}: {error}"
+            _limited.warning("blocks not moved to node %s: %s", target.node_id, error)
+            return f"{target.node_id}: {error}"
         moved = [
             block
             for block, outcome in zip(batch.blocks, answer.outcomes, strict=False)
             if outcome in (StoreOutcome.STORED, StoreOutcome.EXISTS)
         ]
         for block in moved:
-            self._taken[block.key] = batch.node_id
-        self.left -= len(moved)
+            self._moved[block.key] = batch.node_id
+        self.remaining -= len(moved)
         self.moved_blocks += len(moved)
         self.moved_bytes += (nbytes := sum(block.nbytes for block in moved))
         self._counters.add("drain_moved_blocks_total", len(moved))
         self._counters.add("drain_moved_bytes_total", nbytes)
-        return "" if len(moved) == len(batch.blocks) else f"{taker.node_id}: {answer.why or 'did not take all'}"
+        return "" if len(moved) == len(batch.blocks) else f"{target.node_id}: {answer.why or 'did not pull all blocks'}"
 
 
-def _room(status: metadata_pb2.NodeStatus) -> int:
-    """Bytes free on the roomiest volume of a node: what one batch goes to."""
+def _free_bytes(status: metadata_pb2.NodeStatus) -> int:
+    """Return the free bytes of the node's emptiest volume, which takes one batch."""
     used = {usage.volume_id: usage for usage in status.usages}
-    rooms = [
-        free_room(volume.capacity_bytes, used[volume.volume_id].used_bytes)
+    free = [
+        free_space(volume.capacity_bytes, used[volume.volume_id].used_bytes)
         for volume in status.node.volumes
         if volume.tier == common_pb2.TIER_NVME and volume.volume_id in used and not used[volume.volume_id].read_only
     ]
-    return max(rooms, default=0)
+    return max(free, default=0)

@@ -1,7 +1,7 @@
-"""Takes over blocks of another node, which drains: reads them from it, verifies them, and says which are durable here now.
+"""Pull of blocks from a draining node: this node reads them, verifies them, and reports which are durable here.
 
-It is a store like any other, but that this node fetches the bytes itself, and that it takes free room alone: on a volume, and in
-its tenant's share. What is refused for the share is asked for again, and the share follows what is held here.
+A pull is a store whose bytes this node reads itself. It uses only free space, of a volume and of the tenant's quota share. The
+draining node retries blocks that the share refused, and the share follows the blocks that this node holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockRun, Outcome, StoreOutcome
 from kvstore.node.base.admission_gate import Gate
-from kvstore.node.control.migration_plan import free_room, room_of
+from kvstore.node.control.migration_plan import free_space, slot_space
 from kvstore.node.eviction.quotas import Account, free_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.provider import NodeProvider
@@ -31,7 +31,7 @@ _limited = LimitedLog(log)
 
 
 class Puller:
-    """One node's part in the draining of others. Thread-safe."""
+    """Pulls blocks from draining nodes. Thread-safe."""
 
     def __init__(self, table: BlockTable, provider: NodeProvider, peers: Peers, gate: Gate, counters: Counters) -> None:
         self._table = table
@@ -40,15 +40,16 @@ class Puller:
         self._gate = gate
         self._counters = counters
         self._lock = threading.Lock()
-        self._coming: Counter[Account | None] = Counter()  # bytes that pulls under way bring to a tenant with a quota
+        self._pulling: Counter[Account | None] = Counter()
+        """Bytes of pulls in progress per tenant with a quota."""
 
     def pull(
         self, namespace: NodeNamespace, runs: Sequence[BlockRun], source: PeerAddress, deadline_s: float
     ) -> tuple[list[StoreOutcome], str]:
-        """Copies runs, in order; waits until they are durable, or the deadline.
+        """Pull runs in order, and wait until they are durable, or the deadline.
 
         Returns:
-            One outcome a key, run after run: STORED and EXISTS are durable here; and why not all are, empty if they are.
+            One outcome per key (STORED and EXISTS are durable here), and why some are not durable; empty if all are.
         """
         outcomes: list[StoreOutcome] = []
         why = ""
@@ -56,48 +57,48 @@ class Puller:
             refusal = self._refusal(namespace, run)
             with self._within_share(namespace, run) as fits:
                 if refusal or not fits:
-                    came, reason = [StoreOutcome.SKIPPED] * len(run.keys), refusal or "no free room in the tenant's quota here"
+                    pulled, reason = [StoreOutcome.SKIPPED] * len(run.keys), refusal or "no free space in the tenant's quota here"
                 else:
-                    came, reason = self._pull(namespace, run, source, deadline_s)
-            outcomes += came
+                    pulled, reason = self._pull(namespace, run, source, deadline_s)
+            outcomes += pulled
             why = why or reason
         good = sum(outcome in (StoreOutcome.STORED, StoreOutcome.EXISTS) for outcome in outcomes)
         self._counters.add("drain_pulled_blocks_total", good)
         self._counters.add("drain_not_pulled_blocks_total", len(outcomes) - good)
         if why:
-            _limited.warning("did not take over all blocks of node %s, which drains: %s", source.node_id, why)
+            _limited.warning("blocks not pulled: from draining node %s (reason=%s)", source.node_id, why)
         return outcomes, why
 
     def _refusal(self, namespace: NodeNamespace, run: BlockRun) -> str:
-        """Why the volumes here do not take a run; empty: they do."""
+        """Return why the volumes of this node cannot take a run; empty: they can."""
         if self._gate.shut:
-            return "this node drains or ends too"
+            return "this node drains or stops too"
         volumes = [node_volume.volume for node_volume in self._table.node_volumes if node_volume.volume.read_only is None]
         if not volumes:
-            return "no volume here takes blocks"
+            return "no volume of this node accepts blocks"
         usages = [volume.usage() for volume in volumes]
-        if max(free_room(one.capacity_bytes, one.used_bytes) for one in usages) < len(run.keys) * room_of(
+        if max(free_space(one.capacity_bytes, one.used_bytes) for one in usages) < len(run.keys) * slot_space(
             namespace.shape.block_bytes
         ):
-            return "no free room on a volume here"
+            return "no free space on a volume of this node"
         return ""
 
     @contextmanager
     def _within_share(self, namespace: NodeNamespace, run: BlockRun) -> Iterator[bool]:
-        """Whether a run fits what is free in its tenant's share, with all others that come meanwhile."""
+        """Yield whether a run fits in its tenant's free share, together with concurrent pulls."""
         size = self._table.volumes_of(namespace, run.keys).count(None) * namespace.shape.block_bytes
         account = namespace.account
         with self._lock:
             free = free_durable(self._table, namespace)
-            fits = not size or free is None or self._coming[account] + size <= free
+            fits = not size or free is None or self._pulling[account] + size <= free
             if fits:
-                self._coming[account] += size
+                self._pulling[account] += size
         try:
             yield fits
         finally:
             if fits:
                 with self._lock:
-                    self._coming[account] -= size
+                    self._pulling[account] -= size
 
     def _pull(
         self, namespace: NodeNamespace, run: BlockRun, source: PeerAddress, deadline_s: float
@@ -105,7 +106,7 @@ class Puller:
         shape = namespace.shape
         try:
             grant = self._provider.write(WriteRequest(run, shape, durable=True, deadline_s=deadline_s))
-        except KVStoreError as error:  # a key is held at another place here
+        except KVStoreError as error:  # a key is held with another parent
             return [StoreOutcome.SKIPPED] * len(run.keys), str(error)
         outcomes = list(grant.outcomes)
         granted = [at for at, outcome in enumerate(outcomes) if outcome is StoreOutcome.STORED]
@@ -135,11 +136,11 @@ class Puller:
 
 
 def _reason(outcomes: Sequence[StoreOutcome]) -> str:
-    """Why not all are durable here, in a few words."""
-    words = {
-        StoreOutcome.SKIPPED: "no room here, or not durable in time",
-        StoreOutcome.IN_PROGRESS: "being written here by somebody else",
+    """Return why some blocks are not durable on this node."""
+    reasons = {
+        StoreOutcome.SKIPPED: "no free space, or not durable in time",
+        StoreOutcome.IN_PROGRESS: "another store writes them",
         StoreOutcome.LOST: "the draining node did not deliver",
         StoreOutcome.CORRUPT: "corrupt at the draining node",
     }
-    return next((said for outcome, said in words.items() if outcome in outcomes), "")
+    return next((reason for outcome, reason in reasons.items() if outcome in outcomes), "")

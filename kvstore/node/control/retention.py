@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Final
 
 from kvproto.v1.common_pb2 import CacheSpec
-from kvproto.v1.metadata_pb2 import HeartbeatRequest, NamespaceRule, Retention, TenantUsage
+from kvproto.v1.metadata_pb2 import (
+    DrainNodeRequest,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    NamespaceRule,
+    RegisterNodeResponse,
+    Retention,
+    TenantUsage,
+)
 from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import NamespaceId, Tier
@@ -161,6 +169,13 @@ class Retainer:
                 del self._joining[namespace]
         self._shares = shares
         self._wake.set()
+
+    def on_heartbeat(self, response: HeartbeatResponse) -> None:
+        if response.HasField("retention"):  # an older server has no rules
+            self.told(response.retention)
+
+    def on_registered(self, response: RegisterNodeResponse, *, new_index: bool) -> Sequence[DrainNodeRequest]:  # noqa: ARG002
+        return []
 
     def report(self, heartbeat: HeartbeatRequest) -> None:
         """Puts what tenants hold here into a heartbeat: of very many those with a quota, then those that hold most.

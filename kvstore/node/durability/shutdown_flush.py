@@ -31,7 +31,7 @@ import numpy as np
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey
-from kvstore.node.control.migration_plan import room_of
+from kvstore.node.control.migration_plan import slot_space
 from kvstore.node.durability.shutdown_selection import what_stays
 from kvstore.node.durability.writeback import BATCH_BLOCKS, BATCH_BYTES
 from kvstore.node.state.change_log import in_chains
@@ -159,7 +159,7 @@ def _send(
             fit = [block for block in refused if _fits(block.namespace, working)]
             left.extendleft(reversed(fit))
             gone = [block for block in refused if not _fits(block.namespace, working)]
-            gone += _give_way(stays, sum(room_of(block.nbytes) for block in fit), working)
+            gone += _give_way(stays, sum(slot_space(block.nbytes) for block in fit), working)
             back.extend(gone if fails else ())
     return False, won
 
@@ -247,7 +247,7 @@ def _fits(namespace: NodeNamespace, node_volumes: Iterable[NodeVolume]) -> bool:
 def _room_for(block: Block, node_volumes: Sequence[NodeVolume]) -> int:
     """Bytes that a block takes of some volumes, or would; none where it lies elsewhere, or nobody here owes it to be durable."""
     takes = block.ours if block.nvme_volume is None else any(block.nvme_volume is node_volume for node_volume in node_volumes)
-    return room_of(block.nbytes) if takes else 0
+    return slot_space(block.nbytes) if takes else 0
 
 
 def _give_way(stays: dict[BlockKey, Block], needed: int, node_volumes: Sequence[NodeVolume]) -> list[Block]:

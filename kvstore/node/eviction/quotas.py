@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.core.types import BlockKey, Tier
-from kvstore.node.control.migration_plan import room_of
+from kvstore.node.control.migration_plan import slot_space
 from kvstore.node.state.eviction_reason import Leaving
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -343,7 +343,7 @@ def _slot_bytes(table: BlockTable, namespace: NodeNamespace, tier: Tier) -> int:
     """What a namespace takes of the room of a tier: whole slots, without what is on its way out."""
     if tier is Tier.DRAM:
         return held_bytes(table, [namespace], tier)
-    return (table._durable.held(namespace) - namespace.parting) * room_of(namespace.shape.block_bytes)
+    return (table._durable.held(namespace) - namespace.parting) * slot_space(namespace.shape.block_bytes)
 
 
 def give_first(table: BlockTable) -> bool:

@@ -1,11 +1,14 @@
-"""Tells the metadata server what this node holds: registration, heartbeats, the stream of changes, anti-entropy.
+"""Publication of this node's blocks to the metadata server: registration, heartbeats, the stream of changes, anti-entropy.
 
-Three threads. The *publisher* registers, sends inventories where the server lacks them, then streams the ``ReplicaChangeLog`` in
-numbered batches, a few unacknowledged at a time; after a broken stream it sends again what was not acknowledged, and the server
-ignores what it has seen. The *heart* beats, and notices a server that forgot this node or made its index anew: then everything
-begins again with a registration. The third is ``antientropy``: it compares digests with the index and repairs what differs.
+Theory of operation. There are three threads.
 
-Nothing here is on the path of a load or store: a server that is away costs remote hits, never a wait.
+1. The *publisher* registers the node, sends the inventories that the server requests, and then streams the ``ReplicaChangeLog``
+   in numbered batches, a few of them unacknowledged. After a broken stream it repeats unacknowledged batches. The server ignores
+   batches that it has applied.
+2. The *heart* sends heartbeats. If the server has forgotten this node or has a new index, the node registers again.
+3. *Anti-entropy* compares digests with the index and repairs ranges that differ.
+
+No load or store waits for the metadata server. While it is down, other nodes find fewer blocks here.
 """
 
 from __future__ import annotations
@@ -24,10 +27,9 @@ from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.core.types import BlockRun, BootId, VolumeId
-from kvstore.node.control.drain import Drainer
-from kvstore.node.control.retention import Retainer
 from kvstore.node.publish.anti_entropy import AntiEntropy, held_by
-from kvstore.node.publish.health import Troubles
+from kvstore.node.publish.health import HealthReporter
+from kvstore.node.publish.heartbeat import HeartbeatListener
 from kvstore.node.state.change_log import ReplicaChangeLog, Taken, in_chains, runs_of
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
@@ -47,18 +49,33 @@ limited = LimitedLog(log)
 
 BATCH_EVENTS = 4096
 BATCHES_IN_FLIGHT = 8
-_BEYOND_QUOTA = ("store_skipped_quota_blocks_total", "write_behind_beyond_quota_blocks_total")
+_OVER_QUOTA = ("store_skipped_quota_blocks_total", "write_behind_beyond_quota_blocks_total")
 RPC_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 30.0
-"""A stream on which nothing is acknowledged for so long is given up for a new one."""
+"""A stream without an acknowledgement for this long is replaced by a new one."""
 JOIN_S = 10.0
-_NOT_LET_IN = (Unauthenticated, PermissionDenied)
+_ACCESS_ERRORS = (Unauthenticated, PermissionDenied)
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0
 
 
-class Publisher:
-    """Keeps the index true to this node. ``start`` and ``stop`` once each."""
+class IndexPublisher:
+    """Keeps the index up to date with this node. ``start`` and ``stop`` once each.
+
+    Args:
+        address: of the metadata server.
+        node: this node, as it is registered.
+        table: its blocks.
+        replica_log: changes of its replicas.
+        counters: metrics.
+        tls: of the channel.
+        token: of the node, for the server; None: none is required.
+        anti_entropy_interval_s: time between two comparisons.
+        health: receives failures of the publication, and describes the node's problems.
+        listeners: add to heartbeats, and apply the server's orders.
+        read_rate: bytes per second that the volumes deliver; None: not measured.
+        on_connected: called if the server begins or stops to accept heartbeats.
+    """
 
     def __init__(
         self,
@@ -71,27 +88,23 @@ class Publisher:
         tls: TlsConfig | None,
         token: TokenSource | None = None,
         anti_entropy_interval_s: float,
-        troubles: Troubles | None = None,
-        drainer: Drainer | None = None,
-        retainer: Retainer | None = None,
+        health: HealthReporter | None = None,
+        listeners: Sequence[HeartbeatListener] = (),
         read_rate: Callable[[], float | None] = lambda: None,
-        on_heard: Callable[[bool], None] = lambda _heard: None,
+        on_connected: Callable[[bool], None] = lambda _connected: None,
     ) -> None:
         self._read_rate = read_rate
         self._node = node
-        self._troubles = troubles or Troubles(table, replica_log, MonotonicClock(), FailureTracker())
-        self._drainer = drainer
-        self._retainer = retainer
-        self._beyond_quota = 0
+        self._health = health or HealthReporter(table, replica_log, MonotonicClock(), FailureTracker())
+        self._listeners = listeners
+        self._over_quota = 0
         self._boot_id = BootId(node.boot_id)
         self._table = table
         self._log = replica_log
         self._counters = counters
         self._anti_entropy_interval_s = anti_entropy_interval_s
         self._channel = connect(address, tls=tls, token=token, node_id=node.node_id)
-        self._diagnoser = Diagnoser(
-            Target("the metadata server", address, tls, token, "[node.tls]", "node.token_file")  # its name
-        )
+        self._diagnoser = Diagnoser(Target("the metadata server", address, tls, token, "[node.tls]", "node.token_file"))
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._anti_entropy = AntiEntropy(self._stub, node.node_id, table, replica_log, counters)
         self._comparing = threading.Lock()
@@ -101,42 +114,42 @@ class Publisher:
         self._registering = threading.Lock()
         self._again = threading.Event()
         self._registered = threading.Event()
-        self.heard = False
-        """Whether the metadata server took the last heartbeat, or a registration since."""
-        self._on_heard = on_heard
+        self.connected = False
+        """Whether the metadata server accepted the last heartbeat or registration."""
+        self._on_connected = on_connected
         self.refused: Conflict | None = None
-        """Why the metadata server does not take this node; None: it does, or has not answered."""
+        """Why the metadata server refuses this node; None: it does not, or has not answered."""
         self._epoch = b""
         self._heartbeat_s = 0.5
         self._sequence = 0
         self._unacknowledged: deque[tuple[metadata_pb2.PublishRequest, int]] = deque()
-        # What a stream that broke left unsent, for the next one.
+        # work that a broken stream leaves to the next one
         self._inventories_due: dict[VolumeId, None] = {}
         self._round: deque[Taken] = deque()
         self._threads = [
-            threading.Thread(target=self._publish_for_ever, name="kvstore-publish", daemon=True),
-            threading.Thread(target=self._beat_for_ever, name="kvstore-heart", daemon=True),
-            threading.Thread(target=self._compare_for_ever, name="kvstore-anti-entropy", daemon=True),
+            threading.Thread(target=self._publish_loop, name="kvstore-publish", daemon=True),
+            threading.Thread(target=self._heartbeat_loop, name="kvstore-heart", daemon=True),
+            threading.Thread(target=self._anti_entropy_loop, name="kvstore-anti-entropy", daemon=True),
         ]
 
     def start(self) -> None:
-        """Begins."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def wait_registered(self, timeout_s: float) -> bool:
-        """Waits for the first registration."""
+        """Wait for the first registration. Returns whether it succeeded in time."""
         return self._registered.wait(timeout_s)
 
     def compare_now(self) -> int:
-        """A round of anti-entropy, at once. Returns how many ranges of key space differed and were mended.
+        """Compare and repair now. Returns the number of repaired ranges.
 
         Raises:
-            Unavailable: the metadata server does not know this node now.
-            KVStoreError: it does not answer.
+            Unavailable: this node is not registered.
+            KVStoreError: the metadata server does not answer.
         """
-        if not self._registered.is_set() or not self.heard:
-            raise Unavailable("the metadata server does not answer this node now", node_id=self._node.node_id)
+        if not self._registered.is_set() or not self.connected:
+            raise Unavailable("this node is not connected to the metadata server; try again later", node_id=self._node.node_id)
         return self._compare()
 
     def _compare(self) -> int:
@@ -144,15 +157,15 @@ class Publisher:
             return self._anti_entropy.compare(self._boot_id)
 
     def leave(self, timeout_s: float) -> bool:
-        """Tells the metadata server that this node ends: lookups stop naming it. What changes is published until ``stop``.
+        """Unregister the node, so that lookups stop naming it. Changes are published until ``stop``.
 
         Returns:
-            Whether it was told; if not, the node is hidden once it has been silent for long.
+            Whether the server knows. If not, it hides the node after some time without heartbeats.
         """
         self._leaving.set()
         if not self._registered.is_set():
             return False
-        if self._registering.acquire(timeout=timeout_s):  # a registration that came in later would bring the node back
+        if self._registering.acquire(timeout=timeout_s):  # a later registration would show the node again
             self._registering.release()
         operation = secrets.token_bytes(16)
         request = metadata_pb2.UnregisterNodeRequest(operation_id=operation, node_id=self._node.node_id, boot_id=self._boot_id)
@@ -160,12 +173,12 @@ class Publisher:
             answer: metadata_pb2.UnregisterNodeResponse = call(self._stub.UnregisterNode, request, timeout_s, RetryPolicy())
         except KVStoreError as error:
             self._counters.add("unregister_failed_total")
-            log.warning("cannot tell the metadata server that this node ends: %s", error)
+            log.warning("node not unregistered: %s", error)
             return False
         return answer.known
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the threads."""
+        """Stop the threads."""
         self._stopping.set()
         self._again.set()
         self._log.wake()
@@ -174,42 +187,41 @@ class Publisher:
             thread.join(timeout_s)
 
     # ---------------------------------------------------------------- publishing
-    def _publish_for_ever(self) -> None:
+    def _publish_loop(self) -> None:
         pause_s = RETRY_FIRST_S
         while not (self._stopping.is_set() or self._leaving.is_set()):
             try:
                 try:
                     needed = self._register()
-                except Conflict as refused:  # another node has our id or a volume: until somebody does something about it
+                except Conflict as refused:  # another node has this id or volume: retry until an operator has fixed it
                     self.refused = refused
                     self._counters.add("registrations_refused_total")
-                    limited.warning("the metadata server refuses this node, trying again: %s", refused)
+                    limited.warning("registration refused, trying again: %s", refused)
                     self._stopping.wait(pause_s)
                     pause_s = min(RETRY_MOST_S, pause_s * 2)
                     continue
                 self._again.clear()
                 self.refused = None
                 self._registered.set()
-                self._hear(heard=True)
+                self._set_connected(connected=True)
                 self._diagnoser.answered()
                 pause_s = RETRY_FIRST_S
                 self._stream(needed)
             except KVStoreError as failed:
                 error = self._diagnoser.explain(failed)
                 self._counters.add("publish_interrupted_total")
-                self._troubles.interrupted(error)
+                self._health.publish_failed(error)
                 limited.warning("publishing interrupted, trying again: %s", error)
-                # a token that is refused now may be taken later, and says nothing about what was published
-                if not error.retryable and not isinstance(
-                    error, _NOT_LET_IN
-                ):  # sequence numbers no longer match the server's: begin as if booted anew
+                # a refused token says nothing about published batches, and may be accepted later
+                if not error.retryable and not isinstance(error, _ACCESS_ERRORS):
+                    # the sequence numbers no longer match the server's: begin as after a restart
                     self._boot_id = BootId(secrets.token_bytes(16))
                     self._node.boot_id = self._boot_id
                     self._epoch = b""
-            except Exception:  # process edge: a bug must not end publishing for good
+            except Exception:  # thread edge: publication must go on after a bug
                 self._counters.add("publish_bugs_total")
-                self._troubles.interrupted("a bug: the node's log has it")
-                log.exception("publishing failed, trying again")
+                self._health.publish_failed("unexpected error; see the log of the node")
+                log.exception("publishing failed: unexpected error, trying again")
             self._stopping.wait(pause_s)
             pause_s = min(RETRY_MOST_S, pause_s * 2)
 
@@ -217,53 +229,45 @@ class Publisher:
         request = metadata_pb2.RegisterNodeRequest(operation_id=secrets.token_bytes(16), node=self._node)
         with self._registering:
             if self._leaving.is_set():
-                raise Unavailable("this node ends")
+                raise Unavailable("this node stops")
             response: metadata_pb2.RegisterNodeResponse = call(self._stub.RegisterNode, request, RPC_TIMEOUT_S)
         self._heartbeat_s = max(0.01, response.heartbeat_interval_ms / 1000)
         needed = [VolumeId(need.volume_id) for need in response.volume_needs if need.inventory_needed]
-        self._take_order(response.index_epoch, response.drain if response.HasField("drain") else None)
+        new_index = bool(self._epoch) and response.index_epoch != self._epoch
+        for listener in self._listeners:
+            for order in listener.on_registered(response, new_index=new_index):
+                call(self._stub.DrainNode, order, RPC_TIMEOUT_S)
         if response.index_epoch != self._epoch:
             self._epoch = response.index_epoch
             self._sequence = 0
-            for request_sent, events in self._unacknowledged:  # the inventories cover them
+            for request_sent, events in self._unacknowledged:  # the inventories include them
                 self._log.acknowledge(VolumeId(request_sent.volume_id), events)
             self._unacknowledged.clear()
             needed = list(self._volumes)
         return needed
 
-    def _take_order(self, epoch: bytes, order: common_pb2.DrainOrder | None) -> None:
-        """What the server says that this node is to do. One whose index was made anew has forgotten the order: it is told."""
-        if self._drainer is None:
-            return
-        had = self._drainer.order
-        if order is None and had is not None and self._epoch and epoch != self._epoch:
-            request = metadata_pb2.DrainNodeRequest(operation_id=had.operation_id, node_id=self._node.node_id, move=had.move)
-            call(self._stub.DrainNode, request, RPC_TIMEOUT_S)
-            return
-        self._drainer.told(order)
-
     def _stream(self, inventories: Sequence[VolumeId]) -> None:
-        """Publishes until the stream breaks, the server wants a registration, or ``stop``."""
+        """Publish until the stream breaks, the server requires a registration, or ``stop``."""
         outbox: queue.Queue[metadata_pb2.PublishRequest | None] = queue.Queue(BATCHES_IN_FLIGHT + 1)
         slots = threading.Semaphore(BATCHES_IN_FLIGHT)
         lock = threading.Lock()
         broken: list[grpc.RpcError] = []
         ended = threading.Event()
-        heard_s = time.monotonic()  # when something was acknowledged last, or when the wait for it began
+        acknowledged_s = time.monotonic()  # time of the last acknowledgement, or when the wait for it began
 
-        def outgoing() -> Iterator[metadata_pb2.PublishRequest]:
+        def requests() -> Iterator[metadata_pb2.PublishRequest]:
             while (message := outbox.get()) is not None:
                 yield message
 
-        responses = self._stub.Publish(outgoing())
+        responses = self._stub.Publish(requests())
 
         def receive() -> None:
-            nonlocal heard_s
+            nonlocal acknowledged_s
             try:
                 for response in responses:
-                    self._troubles.acknowledged()
+                    self._health.publish_acknowledged()
                     with lock:
-                        heard_s = time.monotonic()
+                        acknowledged_s = time.monotonic()
                         while self._unacknowledged and self._unacknowledged[0][0].sequence <= response.sequence:
                             message, events = self._unacknowledged.popleft()
                             self._log.acknowledge(VolumeId(message.volume_id), events)
@@ -276,16 +280,16 @@ class Publisher:
         receiver = threading.Thread(target=receive, name="kvstore-publish-acks", daemon=True)
         receiver.start()
 
-        def over() -> bool:
-            return ended.is_set() or self._again.is_set() or silent()
+        def is_over() -> bool:
+            return ended.is_set() or self._again.is_set() or is_silent()
 
-        def silent() -> bool:
+        def is_silent() -> bool:
             with lock:
-                return bool(self._unacknowledged) and time.monotonic() - heard_s > ACK_TIMEOUT_S
+                return bool(self._unacknowledged) and time.monotonic() - acknowledged_s > ACK_TIMEOUT_S
 
         def send(message: metadata_pb2.PublishRequest) -> bool:
             while not slots.acquire(timeout=0.1):
-                if over():
+                if is_over():
                     return False
             outbox.put(message)
             return True
@@ -295,20 +299,20 @@ class Publisher:
                 resend = [message for message, _ in self._unacknowledged]
             alive = all(send(message) for message in resend)
             batches = self._batches(inventories)
-            while alive and not over():
+            while alive and not is_over():
                 message, events = next(batches)
                 if message is None:
                     self._log.wait(0.2)
                     continue
                 with lock:
                     if not self._unacknowledged:
-                        heard_s = time.monotonic()
+                        acknowledged_s = time.monotonic()
                     self._sequence += 1
                     message.sequence = self._sequence
                     self._unacknowledged.append((message, events))
                 alive = send(message)
         finally:
-            while True:  # the outbox is bounded: make sure that the end gets in
+            while True:  # the outbox is bounded: make room for the end marker
                 try:
                     outbox.put_nowait(None)
                     break
@@ -316,13 +320,13 @@ class Publisher:
                     outbox.get_nowait()
             responses.cancel()
             receiver.join(JOIN_S)
-        if not self._stopping.is_set() and not self._again.is_set() and silent():
-            raise Unavailable("what is published is not acknowledged", seconds=ACK_TIMEOUT_S)
+        if not self._stopping.is_set() and not self._again.is_set() and is_silent():
+            raise Unavailable("published changes are not acknowledged", seconds=ACK_TIMEOUT_S)
         if broken and not self._stopping.is_set() and not self._again.is_set():
             raise from_rpc_error(broken[0])
 
     def _batches(self, inventories: Sequence[VolumeId]) -> Iterator[tuple[metadata_pb2.PublishRequest | None, int]]:
-        """What to send, one batch after the other: inventories first, then the log; (None, 0) where more is to be waited for."""
+        """Return the messages to send, with their number of events: inventories, then the log. (None, 0): no changes now."""
         self._inventories_due.update(dict.fromkeys(inventories))
         while True:
             self._inventories_due.update(dict.fromkeys(volume for volume in self._volumes if self._log.needs_inventory(volume)))
@@ -336,15 +340,15 @@ class Publisher:
                 yield self._message(taken.volume, taken.stored, b"".join(taken.removed)), taken.events
             if not any(self._log.behind(volume) for volume in self._volumes):
                 if not self._log.waiting() and not self._unacknowledged:
-                    self._troubles.caught_up()
+                    self._health.publish_caught_up()
                 yield None, 0
 
     def _inventory(self, volume: VolumeId) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
-        """Everything a volume holds. What changes meanwhile is in the log, which is sent after it."""
+        """Return the messages with all blocks of a volume. Concurrent changes are in the log, which is sent afterwards."""
         held = held_by(self._table, volume)
         held.sort(key=lambda block: block.depth)  # parents before children
         held = in_chains(held)
-        log.info("sending the inventory of %s: %d blocks", volume, len(held))
+        log.info("inventory sent: volume %s (blocks=%d)", volume, len(held))
         self._counters.add("inventories_sent_total")
         for at in range(0, len(held), BATCH_EVENTS):
             yield self._message(volume, runs_of(held[at : at + BATCH_EVENTS])), 0
@@ -362,33 +366,33 @@ class Publisher:
             sync_end=sync_end,
         )
 
-    def _hear(self, *, heard: bool) -> None:
-        """Note whether the metadata server takes what this node tells it."""
-        if heard != self.heard:
-            self.heard = heard
-            self._on_heard(heard)
+    def _set_connected(self, *, connected: bool) -> None:
+        """Note whether the metadata server accepts this node's heartbeats."""
+        if connected != self.connected:
+            self.connected = connected
+            self._on_connected(connected)
 
     # ---------------------------------------------------------------- heart
-    def _beat_for_ever(self) -> None:
+    def _heartbeat_loop(self) -> None:
         while not self._stopping.wait(self._heartbeat_s):
             if not self._registered.is_set() or self._leaving.is_set():
                 continue
             try:
                 self._beat()
-                self._hear(heard=True)
+                self._set_connected(connected=True)
             except KVStoreError as error:
-                self._hear(heard=False)
+                self._set_connected(connected=False)
                 self._counters.add("heartbeats_failed_total")
-                if isinstance(error, _NOT_LET_IN):
+                if isinstance(error, _ACCESS_ERRORS):
                     limited.warning("heartbeat refused: %s", self._diagnoser.explain(error))
                 else:
                     log.debug("heartbeat failed: %s", error)
-            except Exception:  # process edge: a node whose heart stops is hidden from lookups
+            except Exception:  # thread edge: without heartbeats, lookups would hide the node
                 self._counters.add("heartbeat_bugs_total")
-                log.exception("heartbeat failed, trying again")
+                log.exception("heartbeat failed: unexpected error, trying again")
 
     # ---------------------------------------------------------------- anti-entropy
-    def _compare_for_ever(self) -> None:
+    def _anti_entropy_loop(self) -> None:
         while not self._stopping.wait(self._anti_entropy_interval_s):
             if not self._registered.is_set():
                 continue
@@ -396,56 +400,50 @@ class Publisher:
                 self._compare()
             except KVStoreError as error:
                 self._counters.add("anti_entropy_failed_total")
-                log.warning("anti-entropy interrupted: %s", error)
-            except Exception:  # process edge, as above
+                log.warning("anti-entropy failed: %s", error)
+            except Exception:  # thread edge: as above
                 self._counters.add("anti_entropy_bugs_total")
-                log.exception("anti-entropy failed, trying again")
+                log.exception("anti-entropy failed: unexpected error, trying again")
 
-    def _tell_of_quotas(self) -> None:
-        """An engine sees no error of them: the log says why its blocks are not there."""
-        beyond = sum(map(self._counters.get, _BEYOND_QUOTA))
-        if beyond != self._beyond_quota:
-            self._beyond_quota = beyond
+    def _log_quota_skips(self) -> None:
+        """Log blocks that quotas kept out: engines get no error for them."""
+        over_quota = sum(map(self._counters.get, _OVER_QUOTA))
+        if over_quota != self._over_quota:
+            self._over_quota = over_quota
             limited.warning(
-                "%d blocks until now were not stored, or not made durable, as their tenants are at their quotas: kvstore tenants"
-                " shows them",
-                beyond,
+                "tenants at their quotas: blocks not stored or not made durable (total=%d); see kvstore tenants", over_quota
             )
 
     def _beat(self) -> None:
-        self._tell_of_quotas()
+        self._log_quota_skips()
+        volumes: list[tuple[Volume, NodeVolume | None]] = [(self._table.dram, None)]
+        volumes += [(node_volume.volume, node_volume) for node_volume in self._table.node_volumes]
         usages = []
-        places: list[tuple[Volume, NodeVolume | None]] = [
-            (node_volume.volume, node_volume) for node_volume in self._table.node_volumes
-        ]
-        for volume, node_volume in [(self._table.dram, None), *places]:
+        for volume, node_volume in volumes:
             usage = volume.usage()
             usages.append(
                 metadata_pb2.VolumeUsage(
                     volume_id=volume.volume_id,
                     used_bytes=usage.used_bytes,
                     blocks=usage.blocks,
-                    read_only=self._troubles.why_no_blocks(node_volume) if node_volume is not None else "",
+                    read_only=self._health.why_read_only(node_volume) if node_volume is not None else "",
                 )
             )
-        drain = self._drainer.progress() if self._drainer is not None else None
         request = metadata_pb2.HeartbeatRequest(
             node_id=self._node.node_id,
             boot_id=self._boot_id,
             usages=usages,
-            drain=drain,
-            problems=self._troubles.told(),
+            problems=self._health.problems(),
             read_bytes_per_s=int(self._read_rate() or 0),
         )
-        if self._retainer is not None:
-            self._retainer.report(request)
+        for listener in self._listeners:
+            listener.report(request)
         response: metadata_pb2.HeartbeatResponse = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
-        if self._retainer is not None and response.HasField("retention"):  # a server that knows no such rules says nothing
-            self._retainer.told(response.retention)
         if response.register_again or (self._epoch and response.index_epoch != self._epoch):
-            limited.warning("the metadata server has a new index, or forgot or removed this node: registering again")
+            limited.warning("registering again: the metadata server has a new index, or no longer knows this node")
             self._counters.add("registered_again_total")
             self._again.set()
             self._log.wake()
-        elif self._drainer is not None:
-            self._drainer.told(response.drain if response.HasField("drain") else None)
+            return
+        for listener in self._listeners:
+            listener.on_heartbeat(response)

@@ -19,8 +19,8 @@ from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.node.control.retention import Retainer
 from kvstore.node.durability.scrub import Check, CheckState, VolumeChecks
 from kvstore.node.eviction.on_demand import Evicted, evict_down_to, evict_namespace, invalidate
-from kvstore.node.publish.health import Troubles
-from kvstore.node.publish.publisher import Publisher
+from kvstore.node.publish.health import HealthReporter
+from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.rpc.gauges import Links
 from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.state.change_log import ReplicaChangeLog
@@ -64,7 +64,7 @@ class AdminParts:
     buffers: Mapping[str, StagingBudget]
     recent: RecentLoads
     traffic: KvTraffic
-    publisher: Callable[[], Publisher | None]
+    publisher: Callable[[], IndexPublisher | None]
     """None: the node publishes to nobody."""
     io_engines: Callable[[], Sequence[str]]
     clock: Clock
@@ -73,7 +73,7 @@ class AdminParts:
     links: Links
     checks: VolumeChecks
     retainer: Retainer
-    troubles: Troubles
+    health: HealthReporter
 
 
 class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
@@ -126,9 +126,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         described = [_volume(table.dram)]
         described[0].tenants.extend(by_tenant(table._arena.room.held, Tier.DRAM))
         for node_volume in table.node_volumes:
-            described.append(
-                _volume(node_volume.volume, self._parts.troubles.why_no_blocks(node_volume), node_volume.quarantined)
-            )
+            described.append(_volume(node_volume.volume, self._parts.health.why_read_only(node_volume), node_volume.quarantined))
             described[-1].tenants.extend(by_tenant(table._durable.held_on(node_volume), Tier.NVME))
         return described
 

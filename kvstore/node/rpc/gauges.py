@@ -13,7 +13,7 @@ from kvstore.core.errors import Unsupported
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.node.control.drain import Drainer
-from kvstore.node.publish.health import Troubles
+from kvstore.node.publish.health import HealthReporter
 from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.table import BlockTable
@@ -56,7 +56,7 @@ class NodeGauges:
         registered: whether the metadata server answers.
         links: the NICs of its data planes.
         drainer: how far it is, where the node drains.
-        troubles: what fails.
+        health: problems of the node.
         process_stall: how long the process did not run.
     """
 
@@ -69,11 +69,11 @@ class NodeGauges:
         registered: Callable[[], bool],
         links: Links,
         drainer: Drainer,
-        troubles: Troubles,
+        health: HealthReporter,
         process_stall: ProcessStallDetector,
     ) -> None:
         self._process_stall = process_stall
-        self._troubles = troubles
+        self._health = health
         self._drainer = drainer
         self._table = table
         self._sessions = sessions
@@ -84,9 +84,7 @@ class NodeGauges:
 
     def __call__(self) -> Iterator[Sample]:
         yield Sample("build_info", 1, {"version": kvstore.__version__})
-        read_only = {
-            node_volume.volume_id for node_volume in self._table.node_volumes if self._troubles.why_no_blocks(node_volume)
-        }
+        read_only = {node_volume.volume_id for node_volume in self._table.node_volumes if self._health.why_read_only(node_volume)}
         stalled = {node_volume.volume_id for node_volume in self._table.node_volumes if node_volume.guard.stalled}
         for volume in (self._table.dram, *(node_volume.volume for node_volume in self._table.node_volumes)):
             labels = {"volume": str(volume.volume_id), "tier": volume.tier.name.lower()}
@@ -101,7 +99,7 @@ class NodeGauges:
         yield Sample("node_blocks", blocks)
         yield Sample("node_write_behind_waiting_blocks", waiting)
         yield Sample("node_publish_waiting_events", self._log.waiting())
-        yield Sample("node_publish_failing_seconds", self._troubles.publish_failing_s())
+        yield Sample("node_publish_failing_seconds", self._health.publish_failing_s())
         yield Sample("node_registered", int(self._registered()))
         yield Sample("node_process_stalled_seconds_total", self._process_stall.stalled_s)
         drain = self._drainer.progress()

@@ -172,7 +172,7 @@ class Pools:
         """Totals of the backend and its clients by name."""
         with self._lock:
             clients = [pool.client for pool in self._open.values()]
-        totals = dict(self._activity.incidents.snapshot())
+        totals = dict(self._activity.incidents.counters.snapshot())
         for client in clients:
             for name, value in client.stats().items():
                 totals[name] = totals.get(name, 0) + value

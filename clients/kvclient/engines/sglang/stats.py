@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -9,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvclient.call.incidents import Incidents
-from kvstore.core.clock import MonotonicClock
+from kvstore.observe.limited_log import LimitedLog
 
 _MOST_SAMPLES = 4_096
 """Of each kind, kept until they are fetched; then the oldest go."""
@@ -35,7 +35,7 @@ class BackendStats:
     """Thread-safe."""
 
     def __init__(self) -> None:
-        self.incidents = Incidents(MonotonicClock(), _LOG_INTERVAL_S)
+        self.incidents = LimitedLog(logging.getLogger("kvclient"), _LOG_INTERVAL_S)
         self._lock = threading.Lock()
         self._samples = {"get": Samples(), "set": Samples()}
 

@@ -18,7 +18,6 @@ import torch
 from transformers import DynamicCache
 
 from kvclient import InvalidArgument
-from kvclient.call.incidents import Incidents
 from kvclient.engines.torch_blocks import KV
 from kvclient.engines.transformers.forward_hooks import ForwardHooks
 from kvclient.engines.transformers.input_tracker import InputTracker
@@ -26,6 +25,7 @@ from kvclient.engines.transformers.model_facts import ModelFacts
 from kvclient.engines.transformers.prompts import Ids, Prompts
 from kvclient.engines.transformers.sliding_window import SlidingWindowHistory
 from kvclient.engines.transformers.writer import Offer, StoredChain, Writer
+from kvstore.observe.limited_log import LimitedLog
 
 _COPY_BELOW = 4
 """What is offered is copied where it is less than a quarter of the cache: a view would keep all of the old cache in memory."""
@@ -38,7 +38,7 @@ class CacheOwner(Protocol):
     facts: ModelFacts
     hooks: ForwardHooks
     writer: Writer
-    incidents: Incidents
+    incidents: LimitedLog
     background: bool
     stores: bool
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,6 @@ import torch
 from torch.nn.functional import pad
 
 from kvclient import CacheSpec, InvalidArgument, LoadHandle, Lookup
-from kvclient.call.incidents import Incidents
 from kvclient.engines.options import HookOptions
 from kvclient.engines.torch_blocks import KV, import_blocks
 from kvclient.engines.transformers.cache import StoredCache
@@ -23,6 +23,7 @@ from kvclient.engines.transformers.prompts import Ids, Prompts, common_columns, 
 from kvclient.engines.transformers.weights import fingerprint, weights_digest
 from kvclient.engines.transformers.writer import StoredChain, Writer, extras_of
 from kvstore.core.clock import MonotonicClock
+from kvstore.observe.limited_log import LimitedLog
 
 _OWN_OPTIONS = ("block_tokens", "background", "max_pending_bytes")
 _LOADS_AT_ONCE = 16
@@ -55,7 +56,7 @@ class PrefixStore:
         self._fingerprint = fingerprint(model)
         self._client = options.connect(spec)
         self._clock = MonotonicClock()
-        self.incidents = Incidents(self._clock, options.client_options().log_interval_s)
+        self.incidents = LimitedLog(logging.getLogger("kvclient"), options.client_options().log_interval_s, self._clock.now_s)
         self.incidents.counters.add("hook_loaded_tokens_total", 0)  # who asks at once finds it, and not a KeyError
         self.writer = Writer(self._client, facts.layout, self.incidents, options.store_deadline_s, max_pending_bytes)
         self.hooks = ForwardHooks(model)
@@ -266,7 +267,7 @@ class PrefixStore:
 
     def stats(self) -> dict[str, int]:
         """Totals by name: the hook's (``hook_…``) and its client's."""
-        return {**self._client.stats(), **self.incidents.snapshot()}
+        return {**self._client.stats(), **self.incidents.counters.snapshot()}
 
     def close(self) -> None:
         """Stores what was offered and lets go of the model. Caches made before go on, without the store."""

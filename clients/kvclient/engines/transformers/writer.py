@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient import BlockKey, InvalidArgument, KVClient
-from kvclient.call.incidents import Incidents
 from kvclient.engines.torch_blocks import KV, KVLayout, export_blocks
+from kvstore.observe.limited_log import LimitedLog
 
 _STAGING_BYTES = 64 << 20
 """Blocks are packed and stored about so many bytes at a time."""
@@ -55,7 +55,7 @@ class Offer:
 class Writer:
     """A bounded queue of offers and the thread that stores them. Thread-safe; failures of ours are counted, never raised."""
 
-    def __init__(self, client: KVClient, layout: KVLayout, incidents: Incidents, deadline_s: float, pending_bytes: int) -> None:
+    def __init__(self, client: KVClient, layout: KVLayout, incidents: LimitedLog, deadline_s: float, pending_bytes: int) -> None:
         self._client = client
         self._layout = layout
         self._incidents = incidents

@@ -1,8 +1,8 @@
-"""The part of a load that comes from the local node's disks straight into the engine's own pool, and from there to its buffer.
+"""Loads from the local node's disks straight into the engine's own pool, and from there to the buffer.
 
-The node says which blocks lie on its NVMe volumes and nowhere nearer, and keeps them there under a lease; the pool reads them
-past the node and its arena, into its device's memory. What does not come so is left to the node, as everything is where such
-reads are only pretended. What comes counts as read by the local node: it is its disk's.
+The node says which blocks are on its NVMe volumes and in no nearer tier, and keeps them there under a lease. The pool reads them
+into its device's memory, without the node and its arena. Blocks that do not come this way are left to the node, as all blocks are
+if such reads are only emulated. The bytes count as read by the local node, because they come from its disk.
 """
 
 from __future__ import annotations
@@ -11,157 +11,157 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import numpy.typing as npt
 
-from kvclient.call.context import Core
-from kvclient.call.operation import Operation
-from kvclient.load.outcomes import Tally, spans
-from kvclient.memory.engine_pool import NearBlocks, StoredPlaces
-from kvclient.nodes.local_session import Session, means_lost
-from kvclient.options import Verify
-from kvclient.results import PATH_LOCAL, Run
+from kvclient.load.request import LoadRequest
+from kvclient.load.sink import BlockSink, Mask, Positions, spans
+from kvclient.memory.engine_pool import DiskLocations, PoolNamespace
+from kvclient.nodes.local_session import LocalNode, Session, means_lost
+from kvclient.results import PATH_LOCAL
 from kvproto.v1 import node_pb2
-from kvstore.core.buffers import BlockBuffer
+from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import Internal, KVStoreError
 from kvstore.core.limits import MAX_KEYS_PER_CALL
-from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
+from kvstore.core.types import Outcome, Tier
 from kvstore.rpc.client import call
 from kvstore.rpc.codec import unpack_u64
 
 CHUNK_BYTES = 256 << 20
 """Located, read and copied out of the pool at a time: enough to keep a disk busy, little enough for its lease and the pool."""
-LEAST_BLOCKS = 4
-"""Shorter stretches between others are left to the node: they would cut its part of the load into as many calls."""
-MOST_FAILURES = 3
-"""Blocks that did not come, after which the node is asked for all that is left."""
+MIN_BLOCKS = 4
+"""Shorter runs between others are left to the node: they would cut its part of the load into as many calls."""
+MAX_FAILURES = 3
+"""Blocks that failed, after which the rest is left to the node."""
 _LOCATE_S = 1.0
-_LEAST_S = 0.001
-_MOST_OFFSET = 1 << 60
+_MIN_TIMEOUT_S = 0.001
+_MAX_OFFSET = 1 << 60
 
-Located = tuple[int, StoredPlaces]
-"""Position of the first of some consecutive blocks, and where they lie."""
+Located = tuple[int, DiskLocations]
+"""Position of the first of consecutive blocks, and their locations."""
 
 
-class StoredLoad:
-    """Brings blocks into the tally and the buffer of a load. ``run`` once."""
+class GdsSource:
+    """The disks of the local node, read into the engine's own pool by GPUDirect Storage."""
 
-    def __init__(
-        self,
-        core: Core,
-        near: NearBlocks,
-        session: Session,
-        tally: Tally,
-        buffer: BlockBuffer,
-        operation: Operation,
-        verify: Verify,
-    ) -> None:
-        self._core = core
-        self._near = near
+    def __init__(self, pool: PoolNamespace, local: LocalNode) -> None:
+        self._pool = pool
+        self._local = local
+
+    def fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
+        """See ``LoadSource``."""
+        session = self._local.session()
+        if session is None or not self._pool.reads_disks(session.volumes):
+            return
+        with request.trace.phase("disks into own pool"):
+            _DiskLoad(request, self._pool, self._local, session, sink).run(missing)
+            sink.settle(missing)
+
+
+class _DiskLoad:
+    """One load from the disks of one session's node. ``run`` once."""
+
+    def __init__(self, request: LoadRequest, pool: PoolNamespace, local: LocalNode, session: Session, sink: BlockSink) -> None:
+        self._request = request
+        self._context = request.context
+        self._pool = pool
+        self._local = local
         self._session = session
-        self._tally = tally
-        self._buffer = buffer
-        self._operation = operation
-        self._verify = verify
+        self._sink = sink
         self._failures = 0
 
-    def run(
-        self, keys: Sequence[BlockKey], packed: bytes, runs: Sequence[Run], parent: BlockKey | None, depth: int
-    ) -> npt.NDArray[np.intp]:
-        """Loads what of the tally's blocks lies on the node's disks; arguments as of the load. Never raises for failures of ours.
+    def run(self, missing: Positions) -> None:
+        """Load missing blocks that are on the node's disks."""
+        chain = self._request.chain
+        step = min(MAX_KEYS_PER_CALL, max(1, CHUNK_BYTES // self._context.shape.block_bytes))
+        for start, stop in spans(missing[self._on_disk_only()[missing]]):
+            for at in range(start, stop, step):
+                if not self._may_continue():
+                    return
+                upto = min(stop, at + step)
+                with self._locate(chain.part(at, upto), at) as located:
+                    for first, locations in located:
+                        last = first + len(locations.offsets)
+                        if last - first >= MIN_BLOCKS or last == len(chain):
+                            self._read(first, last, locations)
 
-        Returns:
-            Positions of the blocks that came.
-        """
-        before = self._tally.outcomes == Outcome.HIT
-        step = min(MAX_KEYS_PER_CALL, max(1, CHUNK_BYTES // self._core.shape.block_bytes))
-        for start, end in spans(np.flatnonzero(self._worth_asking(runs))):
-            for at in range(start, end, step):
-                if not self._goes_on():
-                    break
-                upto = min(end, at + step)
-                with self._located(packed, at, upto) as found:
-                    for first, places in found:
-                        if len(places.offsets) >= LEAST_BLOCKS or first + len(places.offsets) == len(keys):
-                            self._read(keys, first, places, parent, depth)
-        return np.flatnonzero((self._tally.outcomes == Outcome.HIT) & ~before)
+    def _may_continue(self) -> bool:
+        reads = self._pool.reads_disks(self._session.volumes)
+        return self._failures < MAX_FAILURES and not self._request.scope.ended and reads
 
-    def _goes_on(self) -> bool:
-        return self._failures < MOST_FAILURES and not self._operation.over and self._near.reads_disks(self._session.volumes)
-
-    def _worth_asking(self, runs: Sequence[Run]) -> npt.NDArray[np.bool_]:
-        """Which blocks the index says to be on the node's disks and not in its DRAM; without it, all that are missing."""
-        missing: npt.NDArray[np.bool_] = self._tally.outcomes != Outcome.HIT
-        if not runs:
-            return missing
-        stored, nearer = np.zeros(len(missing), bool), np.zeros(len(missing), bool)
-        ours = {volume.volume_id for volume in self._session.volumes}
-        for run in runs:
-            if run.volume_id in ours:
+    def _on_disk_only(self) -> Mask:
+        """Return which blocks are on the node's disks and not in its DRAM, according to the lookup; all if it named no runs."""
+        blocks = len(self._request.chain)
+        if not self._request.runs:
+            return np.ones(blocks, bool)
+        stored, nearer = np.zeros(blocks, bool), np.zeros(blocks, bool)
+        volume_ids = {volume.volume_id for volume in self._session.volumes}
+        for run in self._request.runs:
+            if run.volume_id in volume_ids:
                 stored[run.start : run.end] = True
             elif run.node_id == self._session.node_id and run.tier is Tier.DRAM:
                 nearer[run.start : run.end] = True
-        worth: npt.NDArray[np.bool_] = missing & stored & ~nearer
-        return worth
+        only: Mask = stored & ~nearer
+        return only
 
     @contextmanager
-    def _located(self, packed: bytes, start: int, stop: int) -> Iterator[Sequence[Located]]:
-        """Asks the node where blocks ``[start, stop)`` lie; those that it names stay there within the context."""
-        core, session = self._core, self._session
-        request = node_pb2.LocateRequest(session_id=session.session_id, keys=packed[start * KEY_BYTES : stop * KEY_BYTES])
+    def _locate(self, part: ChainSlice, start: int) -> Iterator[Sequence[Located]]:
+        """Ask the node where blocks are on its disks. They stay there inside the ``with`` statement."""
+        context, session = self._context, self._session
+        request = node_pb2.LocateRequest(session_id=session.session_id, keys=part.packed)
         lease_ids: list[int] = []
-        found: Sequence[Located] = ()
+        located: Sequence[Located] = ()
         try:
-            answer = call(session.stub.Locate, request, min(_LOCATE_S, max(_LEAST_S, self._operation.left_s())))
+            timeout_s = min(_LOCATE_S, max(_MIN_TIMEOUT_S, self._request.scope.left_s()))
+            answer = call(session.stub.Locate, request, timeout_s)
             lease_ids += [answer.lease_id] if answer.lease_id else []
-            found = self._checked(answer, start, stop)
-        except (KVStoreError, ValueError) as error:  # ValueError: the channel was closed under us
-            self._failures = MOST_FAILURES
+            located = self._checked(answer, start, len(part))
+        except (KVStoreError, ValueError) as error:  # ValueError: the channel was closed
+            self._failures = MAX_FAILURES
             failure = error if isinstance(error, KVStoreError) else None
-            core.incidents.report("client_locate_failed_total", "the local node does not say where blocks lie", failure)
-            if core.local is not None and failure is not None and means_lost(failure):
-                core.local.lost(session, failure)
+            context.incidents.report("client_locate_failed_total", "local node did not locate blocks", failure)
+            if failure is not None and means_lost(failure):
+                self._local.lost(session, failure)
         try:
-            yield found
+            yield located
         finally:
             if lease_ids:
-                session.returner.release(lease_ids)
+                session.releaser.release(lease_ids)
 
-    def _checked(self, answer: node_pb2.LocateResponse, start: int, stop: int) -> Sequence[Located]:
-        """What the node answered: it steers what is read where."""
-        found: list[Located] = []
+    def _checked(self, answer: node_pb2.LocateResponse, start: int, count: int) -> Sequence[Located]:
+        """Check an answer, which decides what is read from where."""
+        located: list[Located] = []
         behind, volumes = 0, len(self._session.volumes)
         for run in answer.runs:
             numbers = np.frombuffer(run.volumes, np.uint8)
-            if not run.count or not behind <= run.start <= run.start + run.count <= stop - start or len(numbers) != run.count:
-                raise Internal("the node locates blocks that were not asked for", start=run.start, count=run.count)
+            if not run.count or not behind <= run.start <= run.start + run.count <= count or len(numbers) != run.count:
+                raise Internal("the node located blocks that were not requested", start=run.start, count=run.count)
             offsets = unpack_u64(run.offsets, "offsets", run.count)
             generations = unpack_u64(run.generations, "generations", run.count)
-            if int(numbers.max()) >= volumes or int(offsets.max()) > _MOST_OFFSET:
-                raise Internal("the node locates blocks outside its volumes", volumes=volumes)
-            found.append((start + run.start, StoredPlaces(numbers, offsets, generations)))
+            if int(numbers.max()) >= volumes or int(offsets.max()) > _MAX_OFFSET:
+                raise Internal("the node located blocks outside its volumes", volumes=volumes)
+            located.append((start + run.start, DiskLocations(numbers, offsets, generations)))
             behind = run.start + run.count
-        return found
+        return located
 
-    def _read(self, keys: Sequence[BlockKey], first: int, places: StoredPlaces, parent: BlockKey | None, depth: int) -> None:
-        """Reads a stretch; what fails within it is passed over, as often as failures are borne with."""
-        near, tally, session = self._near, self._tally, self._session
-        end = first + len(places.offsets)
+    def _read(self, first: int, last: int, locations: DiskLocations) -> None:
+        """Read a run of blocks. Blocks that fail are skipped, up to the allowed number of failures."""
+        request = self._request
         at = first
-        while at < end and self._goes_on():
-            rest = slice(at - first, end - first)
-            good = near.fetch_stored(
-                keys[at:end],
-                keys[at - 1] if at else parent,
-                depth + at,
-                session.volumes,
-                StoredPlaces(places.volumes[rest], places.offsets[rest], places.generations[rest]),
-                self._buffer,
+        while at < last and self._may_continue():
+            rest = slice(at - first, last - first)
+            part = request.chain.part(at, last)
+            good = self._pool.fetch_stored(
+                part.keys,
+                part.parent,
+                part.depth,
+                self._session.volumes,
+                DiskLocations(locations.volumes[rest], locations.offsets[rest], locations.generations[rest]),
+                request.buffer,
                 at,
-                self._operation,
-                verify=self._verify == "always",
+                request.scope,
+                verify=request.verify == "always",
             )
-            tally.record(slice(at, at + good), Outcome.HIT, Tier.NVME, tally.node_number(session.node_id), PATH_LOCAL)
+            self._sink.record(slice(at, at + good), Outcome.HIT, Tier.NVME, self._session.node_id, PATH_LOCAL)
             at += good
-            if at < end:
+            if at < last:
                 self._failures += 1
-                at += 1  # that one is the node's
+                at += 1  # left to the node

@@ -1,8 +1,8 @@
-"""One part of a planned load: some blocks, read from storage by one node, and brought from there into the caller's buffer.
+"""One part of a planned load: some blocks, read from storage by one node and brought from there into the caller's buffer.
 
-The node is this host's (prefill path: the bytes are copied out of its arena) or another one (decode path and relays: the bytes
-come over the compute network, as soon as the node has them). Either way the node tells block by block, or layer group by layer
-group, what is ready, and the part follows.
+The node is this host's (prefill path: bytes are copied out of its arena) or another one (decode path and relay: bytes come over
+the compute network as soon as the node has them). In both cases the node answers block by block, or layer group by layer group,
+what is ready, and the part follows.
 """
 
 from __future__ import annotations
@@ -11,445 +11,283 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, cast
 
-import grpc
 import numpy as np
-import numpy.typing as npt
 
-from kvclient.call.context import Core
-from kvclient.call.operation import Operation
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.outcomes import Tally, spans
+from kvclient.load.request import LoadRequest
+from kvclient.load.sink import BlockSink, Mask, Positions, spans
+from kvclient.load.sources.node_stream import NodeLoadStream, NodeRun, NodeSession, copy_from_arena
 from kvclient.memory.buffers import pick_blocks
-from kvclient.nodes.local_session import Session, means_lost, new_operation_id
-from kvclient.nodes.remote_sessions import Stage
-from kvclient.results import NodeRef, Outcomes, Run, outcome_table
-from kvproto.v1 import node_pb2
-from kvstore.core.buffers import BlockBuffer
-from kvstore.core.errors import Internal, KVStoreError, LeaseLost, Unavailable
-from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
-from kvstore.observe.context import inject
-from kvstore.rpc.codec import unpack_u64
-from kvstore.rpc.errors import FailedCall, from_rpc_error
+from kvclient.memory.device_buffer import DeviceBuffer
+from kvclient.nodes.local_session import Session, means_lost
+from kvclient.results import NodeRef, Outcomes, outcome_table
+from kvstore.core.cancel_scope import CancelScope
+from kvstore.core.errors import KVStoreError, LeaseLost
+from kvstore.core.types import Outcome
 from kvstore.transport.contract import ReadControl, ReadRequest
-from kvstore.transport.liveness import WatchedServer
-
-Positions = npt.NDArray[np.intp]
 
 SLOWEST_BYTES_PER_S = 10e6
-"""A piece that a node has ready is given so much time for its bytes, beyond the time that a stall may take."""
-MAX_SOURCES = 4_096
-"""Runs that one part names to a node; more are left out (a node reads at most so many)."""
-OPEN_STAGE_S = 2.0
-"""Opening a session with another host's node takes at most so long."""
+"""Bytes that a node has ready may take this long, in addition to the time that a stall may take."""
+OPEN_SESSION_S = 2.0
+"""Maximum time to open a session with a node of another host."""
+_MIN_TIMEOUT_S = 0.001
 _COPY_THREADS = 1
 """The wire is the limit."""
 _BY_THIS_HOP = outcome_table(Outcome.TIMEOUT, Outcome.CORRUPT)
-"""Fates on the way from another host's node that say nothing of what is in storage."""
-_OUTCOMES = frozenset(map(int, Outcome))
-_TIERS = frozenset(map(int, Tier))
+"""Outcomes of the hop from another host's node that say nothing about the bytes in storage."""
 
 
-class Wanted:
-    """What all parts of one load share: keys, where they are stored, the buffer, and the accounts.
+class StoragePathSource(ABC):
+    """A part of a planned load over one node. ``fetch`` once, in a thread of its own; ``cancel`` from any thread.
 
     Args:
-        core: the client's parts.
-        keys: consecutive keys of a chain.
-        packed: the same, packed.
-        parent: key before the first.
-        depth: position of the first.
-        runs: who has them in storage.
-        buffer: room for all of them.
-        operation: deadline and cancellation.
-        verify_copies: whether bytes are summed again after a copy from the local arena.
-        verify_wire: whether bytes are summed after they came over a wire.
-        tally: outcomes and sources.
-        board: layers.
-    """
-
-    def __init__(
-        self,
-        core: Core,
-        keys: Sequence[BlockKey],
-        packed: bytes,
-        parent: BlockKey | None,
-        depth: int,
-        runs: Sequence[Run],
-        buffer: BlockBuffer,
-        operation: Operation,
-        tally: Tally,
-        board: LayerBoard,
-        *,
-        verify_copies: bool,
-        verify_wire: bool,
-    ) -> None:
-        self.core = core
-        self.keys = keys
-        self.packed = packed
-        self.parent = parent
-        self.depth = depth
-        self.runs = runs
-        self.buffer = buffer
-        self.operation = operation
-        self.tally = tally
-        self.board = board
-        self.verify_copies = verify_copies
-        self.verify_wire = verify_wire
-
-    def request(self, session_id: bytes, start: int, stop: int, layer_group: int, first_layer: int) -> node_pb2.LoadRequest:
-        """What a node is asked for blocks ``[start, stop)``, to be read over its storage link."""
-        sources: list[node_pb2.LoadSource] = []
-        for run in self.runs:
-            if len(sources) == MAX_SOURCES:
-                break
-            first, last = max(run.start, start), min(run.end, stop)
-            if first < last:
-                sources.append(
-                    node_pb2.LoadSource(
-                        start=first - start,
-                        count=last - first,
-                        node_id=run.node_id,
-                        control_address=run.node.control_address,
-                        data_address=run.node.storage,
-                        volume_id=run.volume_id,
-                    )
-                )
-        before = self.packed[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else self.parent or b""
-        return node_pb2.LoadRequest(
-            session_id=session_id,
-            operation_id=new_operation_id(),
-            keys=self.packed[start * KEY_BYTES : stop * KEY_BYTES],
-            sources=sources,
-            want_checksums=self.verify_copies,
-            parent=before,
-            depth=self.depth + start,
-            layer_group=layer_group,
-            first_layer=first_layer,
-        )
-
-
-class StagedPart(ABC):
-    """Some blocks over one node. ``run`` once, in a thread of its own; ``cancel`` from any thread.
-
-    Args:
-        wanted: the load.
-        positions: its blocks (rising).
-        path: how results call this path.
+        enclosing: the scope of the load.
+        path: name of the path in results.
         node_id: the node that reads.
         layer_group: see ``Paths``.
         stall_s: see ``Paths``.
     """
 
-    def __init__(self, wanted: Wanted, positions: Positions, path: str, node_id: str, layer_group: int, stall_s: float) -> None:
-        self.positions = positions
+    def __init__(self, enclosing: CancelScope, path: str, node_id: str, layer_group: int, stall_s: float) -> None:
+        self.scope = enclosing.nested()
+        """Deadline and cancellation of this part."""
         self.path = path
         self.node_id = node_id
         self.moved_s = math.inf
-        """When something last moved; infinite until it begins."""
+        """Time of the last progress; infinite until the part begins."""
         self.error: KVStoreError | None = None
-        self._wanted = wanted
-        self._layer_group = min(layer_group, wanted.core.shape.layers)
+        self._layer_group = layer_group
         self._stall_s = stall_s
-        self._lock = threading.Lock()
-        self._cancelled = False
-        self._call: Any = None
         self._received = -1
-        self._trouble = ""
-
-    def cancel(self) -> None:
-        """Ends ``run`` soon."""
-        with self._lock:
-            self._cancelled = True
-            call = self._call
-        if call is not None:
-            call.cancel()
+        self._failure = ""
 
     def still_for(self, now_s: float) -> float:
-        """For how many seconds nothing has moved; below 0 where it has not begun."""
+        """Return the seconds since the last progress; negative before the part begins."""
         return now_s - self.moved_s
 
     @property
-    def trouble(self) -> str:
-        """What kept it from bringing everything, for people."""
-        return str(self.error) if self.error is not None else self._trouble or "it ended before everything had come"
-
-    def _failed(self, outcomes: Outcomes, where: str) -> None:
-        """Some blocks did not come: notes how many met which fate, of the first that did not."""
-        fates = ", ".join(f"{count} blocks {Outcome(fate).name}" for fate, count in Counter(outcomes.tolist()).items())
-        self._trouble = self._trouble or f"{fates} {where}"
+    def failure(self) -> str:
+        """Why not all blocks came, for people."""
+        return str(self.error) if self.error is not None else self._failure or "it ended before all blocks had come"
 
     @property
-    def over(self) -> bool:
-        """Whether to stop."""
-        return self._cancelled or self._wanted.operation.over
+    @abstractmethod
+    def on_this_host(self) -> bool:
+        """Whether the node of this host reads."""
 
-    def run(self) -> None:
-        """Brings what can be brought. Failures of ours are left in ``error`` and in outcomes."""
-        wanted = self._wanted
-        layers = wanted.core.shape.layers
-        self.moved_s = wanted.core.clock.now_s()
+    def fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
+        """Bring the blocks; see ``LoadSource``. Failures of the store are left in ``error`` and in outcomes."""
+        self.moved_s = request.context.clock.now_s()
         try:
-            for start, stop in spans(self.positions):
-                ready = wanted.board.ready(np.arange(start, stop))
-                first_layer = int(ready.min()) if self._layer_group else 0  # what came in an earlier attempt is not read again
-                if first_layer < layers and not self.over:
-                    self._load(start, stop, first_layer)
+            self._fetch(request, missing, sink)
         except KVStoreError as error:
             self.error = error
 
-    def _load(self, start: int, stop: int, first_layer: int) -> None:
-        with closing(self._progress(start, stop, first_layer)) as stream:
-            for progress in stream:
-                received = progress.bytes_received
-                if progress.runs or received != self._received:
-                    self.moved_s, self._received = self._wanted.core.clock.now_s(), received
+    @abstractmethod
+    def _fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
+        """Bring the blocks in one session or more."""
+
+    def _read_all(self, request: LoadRequest, missing: Positions, sink: BlockSink, session: NodeSession) -> None:
+        """Bring the blocks in one session."""
+        layers = request.context.shape.layers
+        group = min(self._layer_group, layers)
+        for start, stop in spans(missing):
+            # layers that an earlier attempt brought are not read again
+            first_layer = int(sink.ready_layers(np.arange(start, stop)).min()) if group else 0
+            if first_layer < layers and not self.scope.ended:
+                self._read(request, sink, session, start, stop, group, first_layer)
+
+    def _read(
+        self, request: LoadRequest, sink: BlockSink, session: NodeSession, start: int, stop: int, group: int, first_layer: int
+    ) -> None:
+        own = session if isinstance(session, Session) else None
+        stream = NodeLoadStream(
+            request,
+            session,
+            self.scope,
+            start,
+            stop,
+            request.runs,
+            storage=True,
+            want_checksums=own is not None and own.verifies_copies(request.verify),
+            layer_group=group,
+            first_layer=first_layer,
+        )
+        with closing(iter(stream)) as messages:
+            for message in messages:
+                if message.runs or message.bytes_received != self._received:
+                    self.moved_s, self._received = request.context.clock.now_s(), message.bytes_received
                 try:
-                    for run in progress.runs:
-                        self._take(run, start, stop - start, progress.granted_ms)
-                        if self.over:
+                    for run in message.runs:
+                        self._take(request, sink, session, run)
+                        if self.scope.ended:
                             return
                 finally:
-                    if progress.lease_id:
-                        self._release(progress.lease_id)
+                    if message.lease_id:
+                        session.releaser.release([message.lease_id])
+        self.error = stream.error or self.error
 
-    def _progress(self, start: int, stop: int, first_layer: int) -> Any:  # noqa: ANN401  # a generator of LoadProgress
-        """The messages of one call."""
-        wanted = self._wanted
-        request = wanted.request(self._session_id(), start, stop, self._layer_group, first_layer)
-        self._began_s = wanted.core.clock.now_s()
-        try:
-            call = self._stub().Load(request, timeout=max(0.001, wanted.operation.left_s()), metadata=inject())
-        except ValueError:
-            raise LeaseLost("the session was given up under this load") from None
-        with self._lock:
-            self._call = call
-            cancelled = self._cancelled
-        if cancelled:
-            call.cancel()
-        try:
-            with wanted.operation.on_cancel(call.cancel), self._server().waiting(call.cancel):
-                yield from call
-        except Unavailable as hung:
-            self.error = hung
-        except grpc.RpcError as failed:
-            if not self.over:  # we ended it ourselves: that says nothing of the session
-                self.error = from_rpc_error(cast("FailedCall", failed))
-        finally:
-            call.cancel()  # no effect where it has ended
-
-    def _take(self, run: node_pb2.LoadedRun, base: int, count: int, granted_ms: int) -> None:
-        """One answered run: checked, its bytes brought, its layers told."""
-        wanted, layers = self._wanted, self._wanted.core.shape.layers
-        outcome, tier = int(run.outcome), int(run.tier)
-        if run.count == 0 or run.start + run.count > count or outcome not in _OUTCOMES:
-            raise Internal("the node answers for blocks that were not asked for", start=run.start, count=run.count)
-        positions = np.arange(base + run.start, base + run.start + run.count)
-        first_layer, layer_count = (run.first_layer, run.layer_count) if run.layer_count else (0, layers)
-        if outcome != Outcome.HIT:
-            missing = positions[wanted.board.ready(positions) < layers]
-            wanted.tally.outcomes[missing] = outcome
+    def _take(self, request: LoadRequest, sink: BlockSink, session: NodeSession, run: NodeRun) -> None:
+        """Bring the bytes of one run, and record them."""
+        layers = request.context.shape.layers
+        positions = np.arange(run.start, run.stop)
+        if run.outcome is not Outcome.HIT:
+            missing = positions[sink.ready_layers(positions) < layers]
+            sink.outcomes[missing] = run.outcome
             if len(missing):
-                self._failed(wanted.tally.outcomes[missing], "in storage")
+                self._note_failed(sink.outcomes[missing], "in storage")
             return
-        if tier not in _TIERS or first_layer + layer_count > layers:
-            raise Internal("the node answers layers that there are not", first_layer=first_layer, layer_count=layer_count)
-        # What counts as arrived is not written again, block by block: the engine may be reading it, and should these bytes prove
-        # bad, it would count all the same.
-        behind = np.clip(wanted.board.ready(positions) - first_layer, 0, layer_count)
-        for level in np.unique(behind[behind < layer_count]).tolist():
-            for start, stop in spans(np.flatnonzero(behind == level)):
-                some = positions[start:stop]
-                good = self._bring(run, slice(start, stop), some, first_layer + level, layer_count - level, granted_ms)
-                wanted.board.arrived(some[good], first_layer + level, layer_count - level)
-                self._record(run, some[good])
-
-    def _record(self, run: node_pb2.LoadedRun, positions: Positions) -> None:
-        """Notes blocks that have come whole."""
-        wanted = self._wanted
-        done = positions[wanted.board.ready(positions) == wanted.core.shape.layers]
-        if len(done):
-            number = wanted.tally.node_number(run.source_node or self.node_id)
-            wanted.tally.record(done, Outcome.HIT, int(run.tier), number, self.path)
-        self.moved_s = wanted.core.clock.now_s()
+        # Layers that have arrived are not written again: the engine may be reading them, and if the new bytes proved corrupt the
+        # layers would count all the same.
+        behind = np.clip(sink.ready_layers(positions) - run.first_layer, 0, run.layer_count)
+        for level in np.unique(behind[behind < run.layer_count]).tolist():
+            for first, last in spans(np.flatnonzero(behind == level)):
+                some = positions[first:last]
+                first_layer, layer_count = run.first_layer + level, run.layer_count - level
+                good = self._bring(request, sink, session, run, slice(first, last), first_layer, layer_count)
+                sink.layers_arrived(some[good], first_layer, layer_count)
+                done = some[good]
+                done = done[sink.ready_layers(done) == layers]
+                if len(done):
+                    sink.record(done, Outcome.HIT, run.tier, run.node_id or self.node_id, self.path)
+                self.moved_s = request.context.clock.now_s()
 
     @abstractmethod
     def _bring(
-        self, run: node_pb2.LoadedRun, part: slice, positions: Positions, first_layer: int, layer_count: int, granted_ms: int
-    ) -> npt.NDArray[np.bool_]:
-        """Brings the last ``layer_count`` layers of a run's, of those of its blocks that ``part`` says, into the buffer.
+        self,
+        request: LoadRequest,
+        sink: BlockSink,
+        session: NodeSession,
+        run: NodeRun,
+        part: slice,
+        first_layer: int,
+        layer_count: int,
+    ) -> Mask:
+        """Bring layers of some blocks of a run into the buffer.
 
         Returns:
-            Which blocks are good; the outcomes of the others are noted.
+            Which of these blocks are good. The outcomes of the others are recorded.
         """
 
-    @abstractmethod
-    def _stub(self) -> Any:  # noqa: ANN401  # a NodeStub
-        """Whom to ask."""
-
-    @abstractmethod
-    def _server(self) -> WatchedServer:
-        """Whether it answers."""
-
-    @abstractmethod
-    def _session_id(self) -> bytes:
-        """In which session."""
-
-    @abstractmethod
-    def _release(self, lease_id: int) -> None:
-        """What was told under a lease has been brought."""
+    def _note_failed(self, outcomes: Outcomes, where: str) -> None:
+        """Keep the outcomes of the first blocks that failed, for ``failure``."""
+        counts = ", ".join(f"{count} blocks {Outcome(outcome).name}" for outcome, count in Counter(outcomes.tolist()).items())
+        self._failure = self._failure or f"{counts} {where}"
 
 
-class LocalPart(StagedPart):
-    """The prefill path: this host's node reads into its arena, and we copy."""
+class PrefillPath(StoragePathSource):
+    """The prefill path: this host's node reads into its arena, and the bytes are copied from there."""
 
-    def __init__(
-        self, wanted: Wanted, positions: Positions, path: str, session: Session, layer_group: int, stall_s: float
-    ) -> None:
-        super().__init__(wanted, positions, path, session.node_id, layer_group, stall_s)
+    on_this_host = True
+
+    def __init__(self, enclosing: CancelScope, path: str, session: Session, layer_group: int, stall_s: float) -> None:
+        super().__init__(enclosing, path, session.node_id, layer_group, stall_s)
         self._session = session
 
-    def run(self) -> None:
-        try:
-            with self._session.used():
-                super().run()
-        except KVStoreError as error:
-            self.error = error
-
-    def _stub(self) -> Any:  # noqa: ANN401
-        return self._session.stub
-
-    def _server(self) -> WatchedServer:
-        return self._session.server
-
-    def _session_id(self) -> bytes:
-        return self._session.session_id
-
-    def _bring(
-        self, run: node_pb2.LoadedRun, part: slice, positions: Positions, first_layer: int, layer_count: int, granted_ms: int
-    ) -> npt.NDArray[np.bool_]:
-        wanted, core = self._wanted, self._wanted.core
-        count, first, shape = len(positions), int(positions[0]), core.shape
-        offsets = unpack_u64(run.offsets, "offsets", run.count)[part]
-        if int(offsets.max()) + shape.block_bytes > self._session.arena.size:
-            raise Internal("the node answers with blocks outside its arena")
-        self._session.arena.copy_out(offsets, wanted.buffer, first, first_layer, layer_count, _COPY_THREADS)
-        good = np.ones(count, bool)
-        if wanted.verify_copies:
-            told = run.layer_count or shape.layers
-            sums = unpack_u64(run.checksums, "checksums", run.count * told).reshape(run.count, told)
-            good = ~self._session.arena.differing(offsets, wanted.buffer, first, first_layer, sums[part, told - layer_count :])
-            wanted.tally.outcomes[positions[~good]] = Outcome.CORRUPT
-        lease_end_s = self._began_s + granted_ms / 1000 + self._session.lease_s - core.options.lease_margin_s
-        if core.clock.now_s() > lease_end_s:  # what was copied may be another block's by now
-            core.incidents.report("client_lease_expired_blocks_total", "blocks were copied too late to trust them", amount=count)
-            wanted.tally.outcomes[positions] = Outcome.UNAVAILABLE
-            self._trouble = self._trouble or "blocks were copied too late to trust them"
-            return np.zeros(count, bool)
-        return good
-
-    def _release(self, lease_id: int) -> None:
-        self._session.returner.release([lease_id])
-
-
-class RemotePart(StagedPart):
-    """The decode path, and relays: another host's node reads into its arena; we take it from there over the compute network."""
-
-    def __init__(self, wanted: Wanted, positions: Positions, path: str, node: NodeRef, layer_group: int, stall_s: float) -> None:
-        super().__init__(wanted, positions, path, node.node_id, layer_group, stall_s)
-        self._node = node
-        self._opened: Stage | None = None
-        self._control: ReadControl | None = None
-        self._heard = 0
-
-    def run(self) -> None:
-        if not self._attempt() and not self.over:
-            self.error = None
-            self._attempt()
-
-    def _attempt(self) -> bool:
-        """One session's worth. False: it had ended before it told anything, as one does that rests; another will do."""
-        self.moved_s = self._wanted.core.clock.now_s()
-        timeout_s = min(OPEN_STAGE_S, self._stall_s, self._wanted.operation.left_s())
-        try:
-            self._opened = self._wanted.core.stages.stage(self._node, max(0.001, timeout_s))
-        except KVStoreError as error:
-            self.error = error
-            return True
-        super().run()
-        if self.error is None:
-            return True
-        ended = isinstance(self.error, LeaseLost) or not self._wanted.core.stages.holds(self._opened)  # another part found out
-        if ended or means_lost(self.error):
-            self._wanted.core.stages.lost(self._opened)
-        return not ended or self._received >= 0
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._end_read()
-
-    def still_for(self, now_s: float) -> float:
-        control = self._control
-        if control is not None and control.bytes_received != self._heard:  # a large read moves long before it is done
-            self._heard, self.moved_s = control.bytes_received, now_s
-        return super().still_for(now_s)
-
-    def _end_read(self) -> None:
-        with self._lock:
-            control = self._control
-        if control is not None:
-            control.cancel()
-
-    @property
-    def _stage(self) -> Stage:
-        assert self._opened is not None, "opened before anything is asked"
-        return self._opened
-
-    def _stub(self) -> Any:  # noqa: ANN401
-        return self._stage.stub
-
-    def _server(self) -> WatchedServer:
-        return self._stage.server
-
-    def _session_id(self) -> bytes:
-        return self._stage.session_id
+    def _fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
+        with self._session.used():
+            self._read_all(request, missing, sink, self._session)
 
     def _bring(
         self,
-        run: node_pb2.LoadedRun,  # noqa: ARG002  # offsets are of no use from afar
-        part: slice,  # noqa: ARG002
-        positions: Positions,
+        request: LoadRequest,
+        sink: BlockSink,
+        session: NodeSession,  # noqa: ARG002  # the same
+        run: NodeRun,
+        part: slice,
         first_layer: int,
         layer_count: int,
-        granted_ms: int,  # noqa: ARG002  # the node itself holds the lease against each read
-    ) -> npt.NDArray[np.bool_]:
-        wanted, core = self._wanted, self._wanted.core
-        size = len(positions) * layer_count * core.shape.layer_block_bytes
-        deadline_s = min(wanted.operation.deadline_s, core.clock.now_s() + self._stall_s + size / SLOWEST_BYTES_PER_S)
-        keys = [wanted.keys[position] for position in positions.tolist()]
-        request = ReadRequest(core.namespace, keys, first_layer, layer_count, 0, deadline_s)
-        control = ReadControl()
-        with self._lock:
-            self._control, self._heard = control, 0
-        if self.over:  # a cancellation that came before the control was there
-            control.cancel()
-        with wanted.operation.on_cancel(control.cancel):
-            result = core.peers.peer(self._node).read(
-                request, pick_blocks(wanted.buffer, positions), verify=wanted.verify_wire, control=control
-            )
-        outcomes = np.array(result.outcomes, np.uint8)
-        good: npt.NDArray[np.bool_] = outcomes == Outcome.HIT
-        if not good.all():
-            self._failed(outcomes[~good], "on the way from it")
-        # The node had read and checked them: what came otherwise was bent on this hop, and comes whole over another.
-        outcomes[_BY_THIS_HOP[outcomes]] = Outcome.UNAVAILABLE
-        wanted.tally.outcomes[positions[~good]] = outcomes[~good]
-        if not good.all() and not self.over:
-            self.cancel()  # the rest over another node
+    ) -> Mask:
+        positions = np.arange(run.start, run.stop)[part]
+        good = copy_from_arena(request, self._session, run, part, first_layer, layer_count, _COPY_THREADS)
+        if isinstance(request.buffer, DeviceBuffer):
+            request.buffer.drain()
+        sink.outcomes[positions[~good]] = Outcome.CORRUPT
+        if request.context.clock.now_s() > run.lease_end_s:
+            message = "dropped blocks that were copied after their lease"
+            request.context.incidents.report("client_lease_expired_blocks_total", message, amount=len(positions))
+            sink.outcomes[positions] = Outcome.UNAVAILABLE
+            self._failure = self._failure or "blocks were copied after their lease"
+            return np.zeros(len(positions), bool)
         return good
 
-    def _release(self, lease_id: int) -> None:
-        self._stage.returner.release([lease_id])
+
+class RemotePath(StoragePathSource):
+    """The decode path or a relay: another host's node reads into its arena, and the bytes come over the compute network."""
+
+    on_this_host = False
+
+    def __init__(self, enclosing: CancelScope, path: str, node: NodeRef, layer_group: int, stall_s: float) -> None:
+        super().__init__(enclosing, path, node.node_id, layer_group, stall_s)
+        self._node = node
+        self._lock = threading.Lock()
+        self._control: ReadControl | None = None
+        self._counted = 0
+
+    def _fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
+        if not self._fetch_in_session(request, missing, sink) and not self.scope.ended:
+            self.error = None
+            self._fetch_in_session(request, missing, sink)
+
+    def _fetch_in_session(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> bool:
+        """Bring the blocks in one session. False: it had ended before it answered, as idle sessions do; try another."""
+        sessions = request.context.remote_sessions
+        self.moved_s = request.context.clock.now_s()
+        timeout_s = min(OPEN_SESSION_S, self._stall_s, self.scope.left_s())
+        try:
+            session = sessions.session(self._node, max(_MIN_TIMEOUT_S, timeout_s))
+        except KVStoreError as error:
+            self.error = error
+            return True
+        try:
+            self._read_all(request, missing, sink, session)
+        except KVStoreError as error:
+            self.error = error
+        if self.error is None:
+            return True
+        ended = isinstance(self.error, LeaseLost) or not sessions.holds(session)  # another part found out
+        if ended or means_lost(self.error):
+            sessions.lost(session)
+        return not ended or self._received >= 0
+
+    def still_for(self, now_s: float) -> float:
+        """Return the seconds since the last progress. A large read makes progress long before it ends."""
+        control = self._control
+        if control is not None and control.bytes_received != self._counted:
+            self._counted, self.moved_s = control.bytes_received, now_s
+        return super().still_for(now_s)
+
+    def _bring(
+        self,
+        request: LoadRequest,
+        sink: BlockSink,
+        session: NodeSession,  # noqa: ARG002  # the node holds the lease against each read
+        run: NodeRun,
+        part: slice,
+        first_layer: int,
+        layer_count: int,
+    ) -> Mask:
+        context = request.context
+        positions = np.arange(run.start, run.stop)[part]
+        size = len(positions) * layer_count * context.shape.layer_block_bytes
+        deadline_s = min(self.scope.deadline_s, context.clock.now_s() + self._stall_s + size / SLOWEST_BYTES_PER_S)
+        keys = [request.chain.key(position) for position in positions.tolist()]
+        read = ReadRequest(context.namespace, keys, first_layer, layer_count, 0, deadline_s)
+        control = ReadControl()
+        with self._lock:
+            self._control, self._counted = control, 0
+        with self.scope.on_cancel(control.cancel):
+            result = context.peers.peer(self._node).read(
+                read, pick_blocks(request.buffer, positions), verify=request.verify != "never", control=control
+            )
+        outcomes = np.array(result.outcomes, np.uint8)
+        good: Mask = outcomes == Outcome.HIT
+        if not good.all():
+            self._note_failed(outcomes[~good], "on the way from it")
+        # The node had read and verified them: what arrives otherwise was damaged on this hop, and another path may bring it.
+        outcomes[_BY_THIS_HOP[outcomes]] = Outcome.UNAVAILABLE
+        sink.outcomes[positions[~good]] = outcomes[~good]
+        if not good.all():
+            self.scope.cancel()  # the rest goes over another node
+        return good

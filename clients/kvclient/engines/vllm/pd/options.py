@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvclient import InvalidArgument, Paths
-from kvclient.call.operation import check_seconds
+from kvclient.call.arguments import check_seconds
 from kvclient.engines.vllm.options import ConnectorOptions
 
 

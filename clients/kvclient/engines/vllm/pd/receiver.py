@@ -22,7 +22,7 @@ from kvclient.engines.vllm.pd.plan import AwaitJob, TakeJob
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
 
 if TYPE_CHECKING:
-    from kvclient.handoff.sender import AwaitedPrompt
+    from kvclient.handoff.receiver import PromptReceiver
     from kvclient.options import Verify
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _THREADS = 4
 class Prompt:
     """A prompt that is waited for: by group, what is awaited and from which block on."""
 
-    parts: list[AwaitedPrompt] = field(default_factory=list)
+    parts: list[PromptReceiver] = field(default_factory=list)
     first_needed: Sequence[int] = ()
 
     @property

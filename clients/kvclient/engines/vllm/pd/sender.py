@@ -25,7 +25,7 @@ from kvclient.engines.vllm.pd.plan import AbandonJob, SendJob
 from kvclient.engines.vllm.plan import StepAnswer
 
 if TYPE_CHECKING:
-    from kvclient.handoff.sender import Handoff
+    from kvclient.handoff.sender import PromptSender
 
 _log = logging.getLogger(__name__)
 _THREADS = 8
@@ -99,7 +99,7 @@ class Send:
         return self._held(results) and not any(result.count(StoreOutcome.IN_PROGRESS) for result in results)
 
     @contextmanager
-    def _handoffs(self) -> Iterator[list[Handoff]]:
+    def _handoffs(self) -> Iterator[list[PromptSender]]:
         """By group; given up where they are left before their commit."""
         job = self.job
         with ExitStack() as stack:
@@ -120,12 +120,12 @@ class Send:
                 handoffs.append(stack.enter_context(handoff))
             yield handoffs
 
-    def _put(self, handoffs: Sequence[Handoff], layer: Layer) -> None:
+    def _put(self, handoffs: Sequence[PromptSender], layer: Layer) -> None:
         group, number = layer
         after = self._marks.get(layer, self._end_mark)
         handoffs[group].put_layer(number, self._pages[group].layer_buffer(number, self.job.block_ids[group], after))
 
-    def _commit(self, handoffs: Sequence[Handoff], put: Collection[Layer], tally: ConnectorCounters) -> list[StoreResult]:
+    def _commit(self, handoffs: Sequence[PromptSender], put: Collection[Layer], tally: ConnectorCounters) -> list[StoreResult]:
         """Puts the layers that are not ``put`` yet, and ends it."""
         for group, pages in enumerate(self._pages):
             for layer in range(pages.shape.layers):

@@ -13,8 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvclient import BlockKey, KVClient
-from kvclient.call.operation import Operation
+from kvclient import BlockKey, KVClient, StoreHandle
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
 from kvclient.engines.vllm.memory.pages import Mark, Pages
@@ -63,8 +62,8 @@ class StoreWorker:
         self._added = 0
         self._given_up = 0
         """Jobs up to this number are not stored any more."""
-        self._operation: Operation | None = None
-        """Of the call that stores at the moment."""
+        self._handle: StoreHandle | None = None
+        """The store under way."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
         self._thread.start()
@@ -105,9 +104,9 @@ class StoreWorker:
         """All jobs so far count as not stored. They are answered soon: once nothing reads their pages any more."""
         with self._changed:
             self._given_up = self._added
-            operation = self._operation
-        if operation is not None:
-            operation.cancel()
+            handle = self._handle
+        if handle is not None:
+            handle.request_cancel()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is pending; False: not in time."""
@@ -147,27 +146,23 @@ class StoreWorker:
             self._tally.add("stores_late")
             return False
         masked = NamespaceKeyMask(save.chain, client.spec.namespace)
-        call = client.store_call(
+        handle = client.start_store(
             masked.keys(job.keys),
             pages.buffer(ids, save.after),
-            BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
-            job.first_block,
-            left_s,
-            durable=False,
-            wait_visible=False,
+            parent=BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
+            depth=job.first_block,
+            deadline_s=left_s,
         )
-        call.operation.cancellable = True
         with self._changed:
+            self._handle = handle
             if save.number <= self._given_up:
-                self._tally.add("stores_dropped")
-                return False
-            self._operation = call.operation
+                handle.request_cancel()
         try:
-            result = client.caller.now(call)
+            result = handle.result()
         finally:
             with self._changed:
-                self._operation = None
-        if call.operation.cancelled:
+                self._handle = None
+        if handle.cancelled:
             self._tally.add("stores_dropped")
         self._tally.add("stores")
         self._tally.add("store_bytes", result.bytes_stored)

@@ -7,21 +7,21 @@ import random
 
 import pytest
 
-from kvclient.nodes.lease_release import LONGEST_S, QUIET_S, ReturnTimes
+from kvclient.nodes.lease_release import LONGEST_S, QUIET_S, ReleaseBatcher
 
 MOST = 1000
 
 
 @pytest.fixture
-def times() -> ReturnTimes:
-    return ReturnTimes(MOST)
+def times() -> ReleaseBatcher:
+    return ReleaseBatcher(MOST)
 
 
-def test_nothing_is_due_before_anything_came(times: ReturnTimes) -> None:
+def test_nothing_is_due_before_anything_came(times: ReleaseBatcher) -> None:
     assert times.left_s(5.0) == math.inf
 
 
-def test_the_last_leases_go_as_soon_as_no_others_come(times: ReturnTimes) -> None:
+def test_the_last_leases_go_as_soon_as_no_others_come(times: ReleaseBatcher) -> None:
     times.added(1.0, 1, urgent=False)
     assert times.left_s(1.0) == pytest.approx(QUIET_S)
     times.added(1.0 + QUIET_S / 2, 1, urgent=False)
@@ -29,7 +29,7 @@ def test_the_last_leases_go_as_soon_as_no_others_come(times: ReturnTimes) -> Non
     assert times.left_s(1.0 + 2 * QUIET_S) <= 0
 
 
-def test_what_holds_much_goes_at_once_whoever_brought_it(times: ReturnTimes) -> None:
+def test_what_holds_much_goes_at_once_whoever_brought_it(times: ReleaseBatcher) -> None:
     times.added(1.0, MOST // 2, urgent=False)
     assert times.left_s(1.0) > 0
     times.added(1.0, MOST // 2, urgent=False)
@@ -40,7 +40,7 @@ def test_what_holds_much_goes_at_once_whoever_brought_it(times: ReturnTimes) -> 
     assert times.left_s(1.0) > 0
 
 
-def test_what_is_urgent_takes_all_with_it(times: ReturnTimes) -> None:
+def test_what_is_urgent_takes_all_with_it(times: ReleaseBatcher) -> None:
     times.added(1.0, 1, urgent=False)
     times.added(1.0, 0, urgent=True)
     assert times.left_s(1.0) <= 0
@@ -49,7 +49,7 @@ def test_what_is_urgent_takes_all_with_it(times: ReturnTimes) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_lease_is_kept_long_and_streams_cost_few_calls(seed: int) -> None:
     draw = random.Random(seed)
-    times = ReturnTimes(MOST)
+    times = ReleaseBatcher(MOST)
     now_s, kept, calls, total = 0.0, list[tuple[float, int]](), 0, 0
 
     def until(end_s: float) -> None:

@@ -1,0 +1,217 @@
+"""The decode side of a handoff: wait for a prompt in the arena of this host, and take it into the engine's memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self, cast
+
+import grpc
+import numpy as np
+
+from kvclient.call.arguments import check_seconds
+from kvclient.call.context import ClientContext
+from kvclient.call.scope import CallScope
+from kvclient.load.sink import BlockSink, spans
+from kvclient.memory.buffers import as_block_buffer
+from kvclient.nodes.local_session import Session, means_lost, new_operation_id
+from kvclient.options import VERIFY_CHOICES, Verify
+from kvclient.results import PATH_LOCAL, LoadResult
+from kvproto.v1 import node_pb2
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.chain import ChainSlice
+from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.types import Outcome, Tier
+from kvstore.rpc.codec import unpack_u64
+from kvstore.rpc.errors import FailedCall, from_rpc_error
+
+_ANSWER_S = 0.5
+"""Time in which the node answers what has come, after it has waited."""
+_GRACE_S = _ANSWER_S + 0.5
+"""Between the deadline and the end of the last piece of work."""
+_COPY_THREADS = 2
+
+
+class PromptReceiver:
+    """The decode side: a prompt on its way into the arena of this host. Thread-safe; a context manager that cancels.
+
+    Room in the decode buffer is taken when it begins. ``wait`` until it is complete, then ``take`` it into the engine's memory.
+    """
+
+    def __init__(self, context: ClientContext, chain: ChainSlice, scope: CallScope, transfer_id: str = "") -> None:
+        self._context = context
+        self._chain = chain
+        self._transfer_id = transfer_id
+        self._scope = scope
+        scope.cancellable = True
+        self._sink = BlockSink(len(chain), context.shape.layers)
+        self._sink.outcomes[:] = Outcome.UNAVAILABLE
+        self._offsets = np.zeros(len(chain), np.uint64)
+        self._checksums: dict[int, bytes] = {}
+        self._session: Session | None = None
+        self._lease_ids: list[int] = []
+        self._lease_end_s = 0.0
+        self._future: Future[None] | None = None
+
+    def begin(self, future: Future[None]) -> None:
+        """For the client: ``run`` is under way."""
+        self._future = future
+
+    def run(self) -> None:
+        """For the client, in a thread: waits for the node's answers. Failures of ours are left in outcomes."""
+        local = self._context.local
+        session = local.session() if local is not None else None
+        if session is None or local is None:
+            self._sink.record_error(Unavailable("no node on this host") if local is None else local.unavailable())
+            return
+        try:
+            session.acquire()
+        except KVStoreError as error:
+            self._sink.record_error(error)
+            return
+        self._session = session
+        left_s = max(0.001, self._scope.left_s())
+        request = node_pb2.AwaitPromptRequest(
+            session_id=session.session_id,
+            operation_id=new_operation_id(),
+            keys=self._chain.packed,
+            want_checksums=True,
+            wait_ms=max(1, int(left_s * 1000)),
+            transfer_id=self._transfer_id,
+        )
+        began_s = self._context.clock.now_s()
+        try:
+            # Time beyond the wait itself: which blocks are here is worth knowing when others are not.
+            call = session.stub.AwaitPrompt(request, timeout=left_s + _ANSWER_S)
+            with self._scope.on_cancel(call.cancel), session.server.waiting(call.cancel):
+                for progress in call:
+                    self._take_in(progress, session, began_s)
+        except grpc.RpcError as failed:
+            why = from_rpc_error(cast("FailedCall", failed))
+            if self._scope.ended:  # ended by us: that says nothing of the session
+                self._sink.record_error(self._scope.error())
+            else:
+                self._sink.record_error(why)
+                if means_lost(why):
+                    local.lost(session, why)
+        except KVStoreError as error:
+            self._sink.record_error(error)
+
+    def _take_in(self, progress: node_pb2.LoadProgress, session: Session, began_s: float) -> None:
+        shape, count = self._context.shape, len(self._chain)
+        if progress.lease_id:
+            self._lease_ids.append(progress.lease_id)
+        for run in progress.runs:
+            if run.count == 0 or run.start + run.count > count:
+                raise Internal("the node answers for blocks that were not asked for", start=run.start, count=run.count)
+            span = slice(run.start, run.start + run.count)
+            self._sink.outcomes[span] = int(run.outcome)
+            if int(run.outcome) != Outcome.HIT:
+                continue
+            offsets = unpack_u64(run.offsets, "offsets", run.count)
+            if int(offsets.max()) + shape.block_bytes > session.arena.size:
+                raise Internal("the node answers with blocks outside its arena")
+            sums = unpack_u64(run.checksums, "checksums", run.count * shape.layers)
+            self._offsets[span] = offsets
+            row = shape.layers
+            for at in range(run.count):
+                self._checksums[run.start + at] = sums[at * row : (at + 1) * row].tobytes()
+        self._lease_end_s = began_s + progress.granted_ms / 1000 + session.lease_s - self._context.options.lease_margin_s
+
+    @property
+    def done(self) -> bool:
+        """Whether the wait is over, one way or the other."""
+        return self._future is not None and self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the prompt. True: all of it is here.
+
+        Args:
+            timeout_s: how long; None: as long as was given at its beginning.
+
+        Raises:
+            InvalidArgument: ``timeout_s`` is no number of seconds.
+        """
+        left_s = self._scope.left_s() + _GRACE_S
+        if timeout_s is not None:
+            left_s = min(left_s, check_seconds("timeout_s", timeout_s, zero=True))
+        assert self._future is not None
+        try:
+            self._future.result(left_s)
+        except TimeoutError:
+            return False
+        return bool((self._sink.outcomes == Outcome.HIT).all())
+
+    def take(self, buffer: object, *, skip: int = 0, verify: Verify = "auto") -> LoadResult:
+        """Copies what is here into memory of the engine's, and gives the decode buffer back. Once, after ``wait``.
+
+        Args:
+            buffer: room for all blocks but those skipped; see ``as_block_buffer``.
+            skip: how many leading blocks the engine has already: they are not copied.
+            verify: when checksums are compared after the copy; see ``kvclient.options.Verify``.
+
+        Raises:
+            InvalidArgument: a buffer that does not fit, or more to skip than there is.
+        """
+        if not isinstance(skip, int) or not 0 <= skip <= len(self._chain):
+            raise InvalidArgument("no more can be skipped than was awaited", skip=skip, blocks=len(self._chain))
+        if verify not in VERIFY_CHOICES:
+            raise InvalidArgument("unknown choice", verify=verify, choices=VERIFY_CHOICES)
+        blocks = as_block_buffer(buffer, self._context.shape, len(self._chain) - skip, spec=self._context.spec)
+        if not self.done:
+            self._scope.cancel()
+            assert self._future is not None
+            self._future.result()
+        sink, session = self._sink, self._session
+        try:
+            here = np.flatnonzero(sink.outcomes[skip:] == Outcome.HIT) + skip
+            if session is not None and len(here):
+                for start, stop in spans(here):
+                    self._copy(session, blocks, start, stop, skip, verify=session.verifies_copies(verify))
+                number = session.node_id
+                good = here[sink.outcomes[here] == Outcome.HIT]
+                if self._context.clock.now_s() > self._lease_end_s:
+                    self._context.incidents.report(
+                        "client_lease_expired_blocks_total", "a prompt was taken too late", amount=len(good)
+                    )
+                    sink.outcomes[good] = Outcome.UNAVAILABLE
+                else:
+                    sink.record(good, Outcome.HIT, int(Tier.DRAM), number, PATH_LOCAL)
+        finally:
+            self._let_go()
+        result = sink.result(self._context.shape.block_bytes)
+        result.seconds = self._scope.elapsed_s()
+        self._context.incidents.counters.add("client_prompts_total")
+        self._context.incidents.counters.add("client_prompt_blocks_total", result.count(Outcome.HIT))
+        return result
+
+    def _copy(self, session: Session, blocks: BlockBuffer, start: int, stop: int, skip: int, *, verify: bool) -> None:
+        layers = self._context.shape.layers
+        session.arena.copy_out(self._offsets[start:stop], blocks, start - skip, 0, layers, _COPY_THREADS)
+        if verify:
+            sums = np.frombuffer(b"".join(self._checksums[at] for at in range(start, stop)), np.uint64)
+            wanted = sums.reshape(stop - start, layers)
+            bad = session.arena.differing(self._offsets[start:stop], blocks, start - skip, 0, wanted)
+            self._sink.outcomes[start + np.flatnonzero(bad)] = Outcome.CORRUPT
+
+    def cancel(self) -> None:
+        """Gives the prompt up, and its room back."""
+        self._scope.cancel()
+        if self._future is not None:
+            self._future.result()  # bounded: the call is cancelled
+        self._let_go()
+
+    def _let_go(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            if self._lease_ids:
+                session.releaser.release(self._lease_ids, urgent=True)
+                self._lease_ids = []
+            session.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._session is not None or not self.done:
+            self.cancel()

@@ -1,0 +1,185 @@
+"""Where the sources of a load put blocks: the outcome of each block, its origin, and the layers that have arrived.
+
+A block begins as a MISS and becomes a HIT only when its bytes are in the caller's buffer, complete and verified as requested.
+Whatever fails on the way leaves a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvclient.load.layer_progress import LayerTracker
+from kvclient.load.layerwise import LayerBarrier
+from kvclient.memory.device_buffer import DeviceBuffer
+from kvclient.results import LoadResult, Outcomes
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.errors import KVStoreError
+from kvstore.core.types import Outcome, Tier
+
+Positions: TypeAlias = npt.NDArray[np.intp]
+"""Positions of blocks in a load, ascending."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
+Where: TypeAlias = slice | Positions
+
+_TIERS = {int(tier): tier for tier in Tier}
+_TIER_BITS = 8
+
+
+class BlockSink:
+    """State of all blocks of one load. Several threads may record different blocks.
+
+    Args:
+        blocks: number of blocks.
+        layers: number of layers of each.
+        buffer: destination of the bytes; None: outcomes are recorded without a buffer.
+        barrier: told of layers that all blocks have; None: nobody waits for layers.
+        track_layers: keep the layers that have arrived even without a barrier.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        layers: int,
+        buffer: BlockBuffer | None = None,
+        barrier: LayerBarrier | None = None,
+        *,
+        track_layers: bool = False,
+    ) -> None:
+        self.outcomes: Outcomes = np.full(blocks, Outcome.MISS, np.uint8)
+        self.error: KVStoreError | None = None
+        self._layers = layers
+        self._device = buffer if isinstance(buffer, DeviceBuffer) else None
+        self._given_up: Mask | None = None
+        self._tiers = np.zeros(blocks, np.uint8)
+        self._nodes = np.zeros(blocks, np.int16)
+        self._paths = np.zeros(blocks, np.int8)
+        self._lock = threading.Lock()
+        self._node_numbers: dict[str, int] = {}
+        self._path_numbers: dict[str, int] = {}
+        tracked = barrier is not None or track_layers
+        self._tracker = LayerTracker(blocks, layers, barrier, self._device) if tracked else None
+
+    # ---- what is missing ----
+    def missing(self, among: Positions | None = None) -> Positions:
+        """Return the positions of blocks that have not arrived and may still come."""
+        open_ = self.outcomes != Outcome.HIT
+        if self._given_up is not None:
+            open_ &= ~self._given_up
+        return np.flatnonzero(open_) if among is None else among[open_[among]]
+
+    def give_up(self, positions: Positions) -> None:
+        """Record that no other source can bring these blocks. An engine that waits for layers is told at once."""
+        if len(positions):
+            with self._lock:
+                if self._given_up is None:
+                    self._given_up = np.zeros(len(self.outcomes), bool)
+                self._given_up[positions] = True
+            if self._tracker is not None:
+                self._tracker.mark_failed(positions)
+
+    # ---- what has arrived ----
+    def record(self, where: Where, outcomes: Outcomes | Outcome, tiers: Outcomes | int, node_id: str, path: str) -> None:
+        """Record outcomes of blocks, and the origin of those that are hits."""
+        self.outcomes[where] = outcomes
+        self._tiers[where] = tiers
+        self._nodes[where] = self._number(self._node_numbers, node_id)
+        self._paths[where] = self._number(self._path_numbers, path)
+
+    def record_error(self, error: KVStoreError) -> None:
+        """Keep an error for the result, unless an earlier one is kept."""
+        if self.error is None:
+            self.error = error
+
+    def layers_arrived(self, positions: Positions, first_layer: int, layer_count: int) -> None:
+        """Record that layers of some blocks are in the buffer, verified."""
+        if self._tracker is not None:
+            self._tracker.arrived(positions, first_layer, layer_count)
+
+    def settle(self, positions: Positions) -> None:
+        """Record that blocks which are hits now have all their layers."""
+        if self._tracker is not None:
+            self._tracker.arrived(positions[self.outcomes[positions] == Outcome.HIT], 0, self._layers)
+
+    def ready_layers(self, positions: Positions) -> npt.NDArray[np.int32]:
+        """Return the number of leading layers that have arrived, per block. Requires ``track_layers`` or a barrier."""
+        assert self._tracker is not None, "layers are not tracked"
+        return self._tracker.ready(positions)
+
+    def restart(self, positions: Positions) -> bool:
+        """Prepare to read blocks again from their first layer.
+
+        Returns:
+            False: the engine may be reading their layers already, so nothing may be written over them.
+        """
+        return self._tracker is None or self._tracker.restart(positions)
+
+    def flush_to_device(self) -> None:
+        """Wait until all hits are in the device's memory, if the buffer is one. Hits that are not become UNAVAILABLE."""
+        if self._device is None:
+            return
+        hits = np.flatnonzero(self.outcomes == Outcome.HIT)
+        try:
+            self._device.landed(hits, 0, self._layers)
+            self._device.drain()
+        except KVStoreError as error:
+            self.outcomes[hits] = Outcome.UNAVAILABLE
+            self.record_error(error)
+
+    # ---- the result ----
+    def drop_incomplete(self) -> None:
+        """Make hits without all their layers UNAVAILABLE. There are none unless a source is wrong."""
+        if self._tracker is not None:
+            self.outcomes[~self._tracker.complete() & (self.outcomes == Outcome.HIT)] = Outcome.UNAVAILABLE
+
+    def sources(self) -> dict[tuple[str, int], int]:
+        """Return the number of hits by path and tier (0: unknown)."""
+        blocks, tiers, paths = len(self.outcomes), self._tiers.tobytes(), self._paths.tobytes()
+        if blocks and self.outcomes.tobytes().count(Outcome.HIT) == tiers.count(tiers[0]) == paths.count(paths[0]) == blocks:
+            path = next(name for name, number in self._path_numbers.items() if number == paths[0])
+            return {(path, tiers[0]): blocks}  # the common case, at a fraction of the cost
+        hits = self.outcomes == Outcome.HIT
+        pairs = self._paths[hits].astype(np.intp) << _TIER_BITS | self._tiers[hits]
+        names = {number: name for name, number in self._path_numbers.items()}
+        mask = (1 << _TIER_BITS) - 1
+        return {(names[pair >> _TIER_BITS], pair & mask): count for pair, count in _sums(pairs, 1).items()}
+
+    def result(self, block_bytes: int) -> LoadResult:
+        """Return the result of the load."""
+        hits = self.outcomes == Outcome.HIT
+        tiers = {_TIERS[number]: size for number, size in _sums(self._tiers[hits], block_bytes).items() if number in _TIERS}
+        return LoadResult(
+            self.outcomes,
+            bytes_by_tier=tiers,
+            bytes_by_node=_named(_sums(self._nodes[hits], block_bytes), self._node_numbers),
+            bytes_by_path=_named(_sums(self._paths[hits], block_bytes), self._path_numbers),
+            error=self.error,
+        )
+
+    def _number(self, numbers: dict[str, int], name: str) -> int:
+        number = numbers.get(name)
+        if number is None:
+            with self._lock:
+                number = numbers.setdefault(name, len(numbers))
+        return number
+
+
+def spans(positions: Positions) -> list[tuple[int, int]]:
+    """Return the runs without a gap in ascending positions, as (start, stop)."""
+    if len(positions) == 0:
+        return []
+    cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
+    return [(int(positions[first]), int(positions[last - 1]) + 1) for first, last in pairwise(cuts)]
+
+
+def _sums(numbers: npt.NDArray[np.integer], block_bytes: int) -> dict[int, int]:
+    counts = np.bincount(numbers)
+    return {number: int(counts[number]) * block_bytes for number in np.flatnonzero(counts).tolist()}
+
+
+def _named(sizes: dict[int, int], numbers: dict[str, int]) -> dict[str, int]:
+    return {name: sizes[number] for name, number in numbers.items() if number in sizes}

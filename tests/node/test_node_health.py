@@ -1,0 +1,110 @@
+"""The problems that a node reports, and how long it reports them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from kvstore.core.clock import ManualClock
+from kvstore.core.limits import MAX_REASON
+from kvstore.node.base.volume_guard import VolumeStalled, ignore
+from kvstore.node.publish.health import BEHIND_S, QUARANTINE_REPORT_S, HealthReporter
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import NodeVolume
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.observe.failure_tracker import FORGET_S, SETTLE_S, FailureTracker
+from kvstore.tiers.contract import DurableVolume
+from support.wait import wait_until
+
+
+class HealthCase:
+    """A reporter for one volume whose failures a test sets."""
+
+    def __init__(self) -> None:
+        self.clock, self.storage_node, self.waiting = ManualClock(), FailureTracker(), 0
+        volume = SimpleNamespace(volume_id="n/nvme0", read_only=None)
+        self.volume = NodeVolume(cast("DurableVolume", volume))
+        table = cast("BlockTable", SimpleNamespace(node_volumes=[self.volume]))
+        log = cast("ReplicaChangeLog", SimpleNamespace(waiting=lambda: self.waiting))
+        self.health = HealthReporter(table, log, self.clock, self.storage_node)
+
+
+@pytest.fixture
+def case() -> HealthCase:
+    return HealthCase()
+
+
+def test_health_without_failures_reports_nothing(case: HealthCase) -> None:
+    assert case.health.problems() == []
+    assert case.health.why_read_only(case.volume) == ""
+    assert case.health.publish_failing_s() == 0
+
+
+def test_health_corrupt_blocks_are_reported_for_ten_minutes(case: HealthCase) -> None:
+    case.volume.quarantined = 3
+    assert case.health.problems() == ["3 corrupt blocks on n/nvme0 quarantined within 10 minutes"]
+    case.clock.advance(QUARANTINE_REPORT_S - 1)
+    case.volume.quarantined = 4
+    assert case.health.problems()[0].startswith("4 corrupt blocks")
+    case.clock.advance(QUARANTINE_REPORT_S + 1)
+    assert case.health.problems() == []
+    case.volume.quarantined = 5
+    assert case.health.problems()[0].startswith("1 corrupt blocks"), "a new series"
+
+
+def test_health_publish_failure_is_reported_until_caught_up(case: HealthCase) -> None:
+    case.waiting = 70_000
+    case.health.publish_failed("no space on disk for the index")
+    case.clock.advance(3.0)
+    case.health.publish_acknowledged()  # one small batch was accepted
+    (problem,) = case.health.problems()
+    assert problem == "the index accepts no changes of this node since 3 s (70000 wait): no space on disk for the index"
+    assert case.health.publish_failing_s() == 3.0
+    case.waiting = 0
+    case.health.publish_caught_up()
+    assert case.health.problems() == []
+
+
+def test_health_publish_unacknowledged_is_behind(case: HealthCase) -> None:
+    case.clock.advance(1000.0)
+    assert case.health.problems() == [], "nothing waited"
+    case.health.publish_caught_up()
+    case.waiting = 1
+    case.clock.advance(BEHIND_S)
+    assert case.health.problems() == []
+    case.clock.advance(1.0)
+    assert "no acknowledgement" in case.health.problems()[0]
+    case.health.publish_acknowledged()
+    assert case.health.problems() == []
+
+
+def test_health_failing_writes_are_reported_until_they_succeed(case: HealthCase) -> None:
+    case.volume.failing.failed(case.clock.now_s(), OSError(28, "No space left on device" * 100))
+    assert "No space left on device" in case.health.why_read_only(case.volume)
+    assert len(case.health.why_read_only(case.volume)) <= MAX_REASON
+    case.clock.advance(SETTLE_S)
+    case.volume.failing.succeeded(case.clock.now_s())
+    assert case.health.why_read_only(case.volume) == ""
+    case.storage_node.failed(case.clock.now_s(), "no answer")
+    assert case.health.problems() == ["the storage node does not accept blocks: no answer"]
+    case.clock.advance(FORGET_S)
+    assert case.health.problems() == []
+
+
+def test_health_stalled_volume_is_reported_until_it_answers(case: HealthCase) -> None:
+    release = threading.Event()
+    case.volume.volume.answered_s = -math.inf  # type: ignore[misc]
+    case.volume.set_guard(Counters(), stall_s=0.05)
+    with pytest.raises(VolumeStalled):
+        case.volume.guard.read(lambda: release.wait(30.0), ignore)
+    (problem,) = case.health.problems()
+    assert problem.startswith("volume n/nvme0 does not answer I/O since 0 s; its blocks are misses")
+    release.set()
+    wait_until(lambda: not case.volume.guard.left)
+    assert case.health.problems() == []
+    assert case.health.why_read_only(case.volume) == ""
