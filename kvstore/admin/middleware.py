@@ -39,6 +39,7 @@ from kvstore.core.errors import (
 from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import admin as admin_metrics
 from kvstore.rpc.address import stays_on_host
 from kvstore.rpc.auth.interceptor import insufficient_role
 from kvstore.rpc.auth.tokens import LOCAL, AccessRole, Principal, TokenTable, WatchedFile
@@ -92,13 +93,13 @@ class Gate:
         asked = headers.get("x-request-id", "")
         name = asked if _ID.fullmatch(asked) else secrets.token_hex(8)
         before = request_id.set(name)
-        self._counters.add("admin_requests_total")
+        self._counters.add(admin_metrics.REQUESTS)
         answer = _Answer(send, name, scope.get("state", {}).get(ABORT))
         try:
             await self._pass(scope, receive, answer, headers)
         except _Left:
             if answer.untaken:
-                self._counters.add("admin_answers_untaken_total")
+                self._counters.add(admin_metrics.ANSWERS_UNTAKEN)
                 _limited.warning("ended a connection that takes none of its answer")
                 await asyncio.sleep(0)  # the server learns of it first: what ends here is no answer that was forgotten
         finally:
@@ -156,7 +157,7 @@ class Gate:
             question = (scope["path"], scope["query_string"])
             told = self._answers.again(question)
             if told is not None:
-                self._counters.add("admin_answers_reused_total")
+                self._counters.add(admin_metrics.ANSWERS_REUSED)
                 for message in told:
                     await answer(_copied(message))
                 return
@@ -173,7 +174,7 @@ class Gate:
 
     def malformed(self) -> Response:
         """The answer to what is no HTTP: as to all else that cannot be served. Nobody's business is done for it."""
-        self._counters.add("admin_requests_total")
+        self._counters.add(admin_metrics.REQUESTS)
         error = InvalidArgument("this is no HTTP request")
         self.count(error)
         name = secrets.token_hex(8)
@@ -187,7 +188,7 @@ class Gate:
 
     def count(self, error: KVStoreError) -> None:
         """An error is being told."""
-        self._counters.add(f"admin_errors_{error.kind.value}_total")
+        self._counters.add(admin_metrics.REQUEST_ERRORS[error.kind.value])
 
     def _admit(self, scope: Scope, headers: Mapping[str, str]) -> Principal | None:
         """Who asks; None: nobody in particular, for what is public.

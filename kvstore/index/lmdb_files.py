@@ -39,10 +39,12 @@ import xxhash
 
 from kvstore.core import lmdb_meta
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, KVStoreError, Unavailable
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
+from kvstore.observe.metrics import Event
 
 logger = logging.getLogger(__name__)
 
-Count = Callable[[str, int], None]
+Count = Callable[[Event, int], None]
 """``count(counter name, amount)``."""
 
 FORMAT = 1
@@ -150,7 +152,7 @@ class IndexFiles:
             if error.errno not in _NO_ROOM or not (self.path / "data.mdb").exists():
                 raise
             logger.exception("no room on disk for the index in %s: it can be read, and not be changed until there is", self.path)
-            self._count("index_read_only_total", 1)
+            self._count(metadata_metrics.INDEX_READ_ONLY, 1)
 
     def _mark_in_use(self) -> None:
         self._write_state({"format": FORMAT, "clean": False, "machine_boot": _machine_boot()})
@@ -172,7 +174,7 @@ class IndexFiles:
                 raise CapacityExceeded("no room on disk: the index can only be read", path=self.path, reason=error) from error
             raise Unavailable("the index cannot be written to", path=self.path, reason=error) from error
         logger.warning("the index in %s can be written to again", self.path)
-        self._count("index_writable_again_total", 1)
+        self._count(metadata_metrics.INDEX_WRITABLE_AGAIN, 1)
 
     def _reserve_lock_file(self) -> None:
         """Gives LMDB's lock file its blocks: it is mapped, and a page of it that finds no room later would be a SIGBUS.
@@ -245,7 +247,7 @@ class IndexFiles:
         state = self._read_state()
         if state is None:
             logger.warning("%s was not written by an index; it is moved to data.mdb.foreign", data)
-            self._count("index_dropped_total", 1)
+            self._count(metadata_metrics.INDEX_DROPPED, 1)
             data.replace(self.path / "data.mdb.foreign")
             self._remove_files()
         elif state.get("damaged"):
@@ -258,7 +260,7 @@ class IndexFiles:
 
     def _drop(self, reason: str) -> None:
         logger.warning("the index in %s is dropped and made anew: %s", self.path, reason)
-        self._count("index_dropped_total", 1)
+        self._count(metadata_metrics.INDEX_DROPPED, 1)
         self._remove_files()
 
     def _remove_files(self) -> None:
@@ -267,7 +269,7 @@ class IndexFiles:
 
     def mark_damaged(self) -> None:
         """LMDB found damage: the next process that opens the index alone drops it."""
-        self._count("index_damaged_total", 1)
+        self._count(metadata_metrics.INDEX_DAMAGED, 1)
         self.mark_given_up()
 
     def mark_given_up(self) -> None:
@@ -310,7 +312,7 @@ class IndexFiles:
         if size > MAX_MAP_BYTES:
             raise CapacityExceeded("the index has reached its largest size", bytes=size // 2)
         logger.info("the map of the index in %s grows to %d bytes", self.path, size)
-        self._count("index_grown_total", 1)
+        self._count(metadata_metrics.INDEX_GROWN, 1)
         self.env.set_mapsize(size)
 
     def adopt_size(self) -> None:
@@ -334,7 +336,7 @@ class IndexFiles:
                 self._close_writer(self._writers)
         except (OSError, Unavailable, lmdb.Error) as error:  # no clean close: after a restart of the machine it will be dropped
             logger.warning("the index in %s was not closed cleanly: %s", self.path, error)
-            self._count("index_unclean_close_total", 1)
+            self._count(metadata_metrics.INDEX_UNCLEAN_CLOSE, 1)
         finally:
             self.env.close()
             self._forget()

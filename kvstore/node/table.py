@@ -34,6 +34,7 @@ from kvstore.node.state.invariants import check_invariants
 from kvstore.node.state.model import Block, Claim, KeyWaiter, NodeVolume, Recent, StoreGrant
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
 from kvstore.tiers.eviction.policy import LruPolicy
 
@@ -170,7 +171,8 @@ class BlockTable:
             prepared.outcomes[position] = StoreOutcome.SKIPPED
         if granted < len(wanted):
             full = not over and is_full(self, prepared.namespace)
-            self._counters.add(f"store_skipped_{'quota' if full else 'no_room'}_blocks_total", len(wanted) - granted)
+            skipped = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_ROOM_BLOCKS
+            self._counters.add(skipped, len(wanted) - granted)
 
     def complete(self, prepared: StoreGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
         """Makes written blocks visible, in the order given."""
@@ -208,7 +210,7 @@ class BlockTable:
                 self.dram.free((slot,))
             prepared.namespace.granted -= len(prepared.slots)
             if prepared.slots:
-                self._counters.add("store_abandoned_blocks_total", len(prepared.slots))
+                self._counters.add(node_metrics.STORE_ABANDONED_BLOCKS, len(prepared.slots))
             prepared.slots.clear()
             self._settle(prepared)
             self._changed.notify_all()
@@ -353,10 +355,10 @@ class BlockTable:
         """Takes DRAM slots to load into, all or none, evicting and waiting as needed."""
         with self._lock:
             if namespace is not None and not make_own_room(self, namespace, count):
-                self._counters.add("load_beyond_quota_blocks_total", count)  # never refused: it leaves again soon
+                self._counters.add(node_metrics.LOAD_BEYOND_QUOTA_BLOCKS, count)  # never refused: it leaves again soon
             while (slots := self._allocate(shape, count)) is None:
                 if not self._wait(self._changed, deadline_s):
-                    self._counters.add("load_no_room_blocks_total", count)
+                    self._counters.add(node_metrics.LOAD_NO_ROOM_BLOCKS, count)
                     return None
             return slots
 
@@ -490,7 +492,7 @@ class BlockTable:
                 block.expendable = False  # should it leave DRAM too, it is written again first (cascade)
                 block.ours = block.ours and not for_quota
                 self._drop_if_nowhere(block)
-            self._counters.add("evicted_nvme_blocks_total", len(victims))
+            self._counters.add(node_metrics.EVICTED_NVME_BLOCKS, len(victims))
             self._changed.notify_all()
 
     def wait_written(self, deadline_s: float) -> bool:
@@ -611,12 +613,12 @@ class BlockTable:
                 cold = with_parents(self._blocks, cold, self._idle, max(PIECE_BLOCKS, 2 * count))
             for block in cold:  # those that lie in DRAM only are written behind, so that they may leave
                 self._enqueue(block)
-            self._counters.add("cascaded_blocks_total", len(cold))
+            self._counters.add(node_metrics.CASCADED_BLOCKS, len(cold))
             if not leaving:
                 return None
             for block in leaving:
                 self._evict_dram(block)
-            self._counters.add("evicted_dram_blocks_total", len(leaving))
+            self._counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(leaving))
             self.accounts.count_pinned(leaving, self._counters)
         return slots
 

@@ -37,7 +37,7 @@ class Node(NodeHarness):
     """A node with one chain on its volume, and nothing in DRAM."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, volumes=[MIB], policy="gap", clock=MonotonicClock(), slab=SlowSlab)
+        super().__init__(folder, volumes=[MIB], policy="reuse-distance", clock=MonotonicClock(), slab=SlowSlab)
         (slab,) = self.slabs
         assert isinstance(slab, SlowSlab)
         self.slab = slab

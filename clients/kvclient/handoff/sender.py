@@ -25,6 +25,7 @@ from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.limits import MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockRun, BlockShape, StoreOutcome
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.transport.contract import LayerWrite, WriteRequest
 
 
@@ -136,7 +137,7 @@ class PromptSender:
                     self._note_lacking(result, int(np.count_nonzero(there[coming] == StoreOutcome.SKIPPED)))
             result.seconds = self._scope.elapsed_s()
             count_store(self._context, result)
-            self._context.incidents.counters.add("client_handoff_bytes_total", result.bytes_stored)
+            self._context.incidents.counters.add(client_metrics.HANDOFF_BYTES, result.bytes_stored)
             return result
 
     def _look(self, coming: npt.NDArray[np.bool_]) -> Outcomes:
@@ -153,7 +154,7 @@ class PromptSender:
         except KVStoreError as error:  # what is handed over is there all the same
             self._result.error = error
             why = "it is not known whether a prompt that is handed over is whole"
-            self._context.incidents.report("client_handoffs_failed_total", why, error)
+            self._context.incidents.report(client_metrics.HANDOFFS_FAILED, why, error)
             return there
         now: Outcomes = np.array(probe.outcomes, np.uint8)
         probe.abort()
@@ -171,7 +172,7 @@ class PromptSender:
                 why = "the decode host did not take all of the prompt: it has no room, or drains"
                 result.error = CapacityExceeded(why, **facts)
             self._context.incidents.report(
-                "client_handoff_skipped_blocks_total", "a prompt is not handed over whole", result.error, amount=skipped
+                client_metrics.HANDOFF_SKIPPED_BLOCKS, "a prompt is not handed over whole", result.error, amount=skipped
             )
 
     def abort(self) -> None:
@@ -184,7 +185,7 @@ class PromptSender:
 
     def _give_up(self, error: KVStoreError) -> None:
         self._result.error = error
-        self._context.incidents.report("client_handoffs_failed_total", "a prompt is not handed over whole", error)
+        self._context.incidents.report(client_metrics.HANDOFFS_FAILED, "a prompt is not handed over whole", error)
         if self._write is not None:
             self._write.abort()
 
@@ -220,7 +221,7 @@ def abandon_prompt(context: ClientContext, transfer_id: str, decode_node: str, s
                 time.sleep(_LOOK_S)
                 continue
             said = "a decode node is not told of a prompt that will not come"
-            context.incidents.report("client_abandons_failed_total", said, error)
+            context.incidents.report(client_metrics.ABANDONS_FAILED, said, error)
             return False
         return True
 

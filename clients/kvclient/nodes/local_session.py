@@ -27,6 +27,7 @@ from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, LeaseL
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import NodeId, SessionId, VolumeId
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
@@ -206,7 +207,7 @@ class LocalNode:
                 return
             self._session = None
         self._incidents.report(
-            "client_session_lost_total", "lost the session with the local node; loads miss until it is back", error
+            client_metrics.SESSION_LOST, "lost the session with the local node; loads miss until it is back", error
         )
         session.retire()
 
@@ -284,9 +285,9 @@ class LocalNode:
         self._pause.failed()  # starts the pause: the next attempt waits, whatever becomes of this one
         try:
             if self.open():
-                self._incidents.counters.add("client_session_opened_total")
+                self._incidents.counters.add(client_metrics.SESSION_OPENED)
         except KVStoreError as error:
-            self._incidents.report("client_session_refused_total", "cannot open a session with the local node", error)
+            self._incidents.report(client_metrics.SESSION_REFUSED, "cannot open a session with the local node", error)
 
     def wait_reopened(self, timeout_s: float) -> None:
         """Waits for an attempt under way in the background, if there is one."""

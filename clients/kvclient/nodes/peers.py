@@ -20,6 +20,7 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
@@ -58,7 +59,7 @@ class PeerPool:
         nixl = options.nixl
         if nixl is not None and tls is not None:
             nixl = None
-            incidents.report("transport_nixl_unavailable_total", "blocks move over TCP: NIXL has no TLS, and TLS is set")
+            incidents.report(transport_metrics.NIXL_UNAVAILABLE, "blocks move over TCP: NIXL has no TLS, and TLS is set")
         self._nixl = None if nixl is None else NixlAgent(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
 
     def peer(self, node: NodeRef) -> BlockPeer:

@@ -91,7 +91,7 @@ class BlockEventSubscription:
         """
         self._nodes.view()
         self._feed.join(self._index.volume_epochs, self._nodes.visible)
-        self._counters.add("metadata_watches_total")
+        self._counters.add(metadata_metrics.WATCHES)
         try:
             reason = self._resumed()
             if reason is None:
@@ -139,7 +139,7 @@ class BlockEventSubscription:
             blocks, position = await self._reads.run(self._index.blocks_from, position, _PAGE_RECORDS)
             goal = self._feed.state().sequence
             if held := _held(blocks, self._told, self._namespaces):
-                self._counters.add("metadata_watch_snapshot_blocks_total", sum(len(one.held.depths) for one in held))
+                self._counters.add(metadata_metrics.WATCH_SNAPSHOT_BLOCKS, sum(len(one.held.depths) for one in held))
                 yield pb.WatchBlocksResponse(events=pb.BlockEvents(events=held))
             # the page may already have what these tell, and more of it than they do: what is missing comes with the next ones
             while self._sequence < goal:
@@ -170,7 +170,7 @@ class BlockEventSubscription:
             return None
         events, self._sequence = found
         wanted = [one for one in map(self._filtered, events) if one is not None]
-        self._counters.add("metadata_watch_events_total", len(wanted))
+        self._counters.add(metadata_metrics.WATCH_EVENTS, len(wanted))
         return wanted
 
     # ---- the filter ----

@@ -22,6 +22,7 @@ from kvstore.metadata.retention.quota_shares import QuotaShares, rule_to_proto
 from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting, SettingsStore
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id
 
 logger: Final = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class RetentionPolicies:
     def _orders(self) -> OperatorSettings | None:
         orders = self._file.now()
         if orders is None:
-            self._counters.add("metadata_orders_unreadable_total")
+            self._counters.add(metadata_metrics.ORDERS_UNREADABLE)
             _limited.warning(
                 "%s cannot be read (%s): quotas are as nodes heard them last. Mend or remove it",
                 self._file.path,
@@ -134,7 +135,7 @@ class RetentionPolicies:
 
         before, after = await self._writes.run(self._file.change, changed)
         if before != after:
-            self._counters.add("metadata_orders_changed_total")
+            self._counters.add(metadata_metrics.ORDERS_CHANGED)
             logger.warning(
                 "the quota of tenant %r is %s; it was %s", tenant, shown(quota), shown(before.quotas.get(tenant, QuotaSetting()))
             )
@@ -182,7 +183,7 @@ class RetentionPolicies:
         orders, after = await self._writes.run(self._file.change, changed)
         before = orders.rules.get(namespace, RuleSetting())
         if orders != after:
-            self._counters.add("metadata_orders_changed_total")
+            self._counters.add(metadata_metrics.ORDERS_CHANGED)
             logger.warning("namespace %s: %s; it was %s", namespace.hex(), shown_rule(rule), shown_rule(before))
         return pb.SetNamespaceRuleResponse(rule=rule_to_proto(namespace, rule), before=rule_to_proto(namespace, before))
 

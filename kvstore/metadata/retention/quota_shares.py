@@ -24,6 +24,7 @@ from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.quotas import shares
 from kvstore.metadata.retention.settings_store import OperatorSettings, RuleSetting
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 logger: Final = logging.getLogger(__name__)
 REST_TIMES: Final = 20
@@ -114,7 +115,7 @@ class QuotaShares:
         try:
             self._shared = await self._share_out(orders)
         except Exception:  # process edge: heartbeats are to be answered, and what nodes were told before holds
-            self._counters.add("metadata_quota_share_failures_total")
+            self._counters.add(metadata_metrics.QUOTA_SHARE_FAILURES)
             logger.exception("sharing out quotas failed, trying again")
 
     async def _share_out(self, orders: OperatorSettings) -> _Shared:

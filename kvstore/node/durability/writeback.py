@@ -38,6 +38,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import WriteRequest
 
@@ -88,7 +89,7 @@ class LocalTarget:
             unclaim_durable(self._table, leave)
         if denied := blocks[leave.blocks :]:
             turn()
-            self._counters.add("write_behind_beyond_quota_blocks_total", len(denied))
+            self._counters.add(node_metrics.WRITE_BEHIND_BEYOND_QUOTA_BLOCKS, len(denied))
             for block in denied:
                 self._table.not_persisted(block, denied=True)
 
@@ -107,7 +108,7 @@ class LocalTarget:
         shape = blocks[0].namespace.shape
         node_volumes = [node_volume for node_volume in self._table.node_volumes if node_volume.volume.fits(shape)]
         if not node_volumes:
-            self._counters.add("write_behind_unfit_blocks_total", len(blocks))
+            self._counters.add(node_metrics.WRITE_BEHIND_UNFIT_BLOCKS, len(blocks))
             _limited.warning("blocks of %d bytes fit no volume of this node: they stay in DRAM only", shape.block_bytes)
         for node_volume in sorted(node_volumes, key=self._room, reverse=True):
             if node_volume.resting_until_s > self._clock.now_s() or not node_volume.guard.takes_changes:
@@ -117,7 +118,7 @@ class LocalTarget:
                 return
             blocks = left
         turn()
-        self._counters.add("write_behind_dropped_blocks_total", len(blocks))
+        self._counters.add(node_metrics.WRITE_BEHIND_DROPPED_BLOCKS, len(blocks))
         for block in blocks:
             self._table.not_persisted(block)
 
@@ -175,7 +176,7 @@ class LocalTarget:
                 node_volume.failing.succeeded(self._clock.now_s())
         for block, slot in written:
             self._table.persisted(block, node_volume, slot)
-        self._counters.add("write_behind_blocks_total", len(written))
+        self._counters.add(node_metrics.WRITE_BEHIND_BLOCKS, len(written))
         if failed:
             self._rest(node_volume, failed[0][2])
             node_volume.volume.free([slot for _, slot, _ in failed])
@@ -239,11 +240,11 @@ class LocalTarget:
 
     def _stalled(self, node_volume: NodeVolume, error: VolumeStalled) -> None:
         """Count a stall. The volume's guard refuses writes until it answers, so no rest is needed."""
-        self._counters.add("write_behind_errors_total")
+        self._counters.add(node_metrics.WRITE_BEHIND_ERRORS)
         _limited.warning("%s does not take blocks: %s", node_volume.volume_id, error)
 
     def _rest(self, node_volume: NodeVolume, error: Exception) -> None:
-        self._counters.add("write_behind_errors_total")
+        self._counters.add(node_metrics.WRITE_BEHIND_ERRORS)
         log.warning("%s does not take blocks (%s); it is left alone for %.0f s", node_volume.volume_id, error, REST_S)
         now_s = self._clock.now_s()
         node_volume.failing.failed(now_s, error)
@@ -276,14 +277,14 @@ class RemoteTarget:
             try:
                 durable = self._send(blocks[0].namespace, blocks)
             except KVStoreError as error:
-                self._counters.add("write_behind_errors_total")
+                self._counters.add(node_metrics.WRITE_BEHIND_ERRORS)
                 log.warning("the storage node does not take blocks (%s); it is left alone for %.0f s", error, REST_S)
                 self._failing.failed(self._clock.now_s(), error)
                 self._resting_until = self._clock.now_s() + REST_S
             else:
                 self._failing.succeeded(self._clock.now_s())
-        self._counters.add("write_behind_blocks_total", len(durable))
-        self._counters.add("write_behind_dropped_blocks_total", len(blocks) - len(durable))
+        self._counters.add(node_metrics.WRITE_BEHIND_BLOCKS, len(durable))
+        self._counters.add(node_metrics.WRITE_BEHIND_DROPPED_BLOCKS, len(blocks) - len(durable))
         for block in blocks:
             if id(block) in durable:
                 self._table.persisted(block, None, None)
@@ -305,7 +306,7 @@ class RemoteTarget:
             try:
                 outcomes = peer.write(request, source, checksums)
             except Conflict as error:  # these blocks' affair, not the storage node's
-                self._counters.add("write_behind_conflicts_total")
+                self._counters.add(node_metrics.WRITE_BEHIND_CONFLICTS)
                 _limited.warning("the storage node holds a block elsewhere: %s", error)
                 continue
             kept = (StoreOutcome.STORED, StoreOutcome.EXISTS)
@@ -337,7 +338,7 @@ class Turns:
         with self._changed:
             while self._done < number:
                 if not self._changed.wait(_STALL_LOG_S):
-                    self._counters.add("write_behind_stalls_total")
+                    self._counters.add(node_metrics.WRITE_BEHIND_STALLS)
                     log.warning("write-behind waits for a batch that has not ended for %.0f s", _STALL_LOG_S)
 
     def done(self, number: int) -> None:
@@ -405,7 +406,7 @@ class WriteBehind:
 
     def _failed(self, blocks: Sequence[Block], bug: Exception) -> None:
         """None of them stays pending."""
-        self._counters.add("write_behind_bugs_total")
+        self._counters.add(node_metrics.WRITE_BEHIND_BUGS)
         log.error("write-behind of %d blocks failed", len(blocks), exc_info=bug)
         for block in blocks:
             if block.pending:
@@ -435,7 +436,7 @@ class WriteBehind:
         assert block.dram is not None
         if verify(self._table.dram.view(block.dram, shape.block_bytes), shape, block.checksums):
             return True
-        self._counters.add("write_behind_corrupt_blocks_total")
+        self._counters.add(node_metrics.WRITE_BEHIND_CORRUPT_BLOCKS)
         log.error("block %s in DRAM does not match its checksums: dropped", block.key.hex())
         self._table.not_persisted(block, corrupt=True)
         return False

@@ -29,6 +29,8 @@ from kvstore.node.control.migration_plan import slot_space
 from kvstore.node.state.eviction_reason import Leaving
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.observe.metrics import Event
 from kvstore.tiers.contract import EvictionPolicy
 from kvstore.tiers.eviction.policy import LruPolicy
 
@@ -125,7 +127,7 @@ class Accounts:
     def count_pinned(self, leaving: Sequence[Block], counters: Counters) -> None:
         """Counts those of pinned namespaces among blocks that make room (``SpaceReclaimer.among_pins``)."""
         if self.pinned and (pinned := sum(block.namespace.pinned for block in leaving)):
-            counters.add("evicted_pinned_blocks_total", pinned)
+            counters.add(node_metrics.EVICTED_PINNED_BLOCKS, pinned)
             _limited.warning("%d blocks of pinned namespaces made room: their size had no place at all", pinned)
 
     def of(self, namespace: NodeNamespace, tenant: str) -> Account:
@@ -264,11 +266,11 @@ def give_dram(table: BlockTable, order: EvictionOrder, wanted_bytes: int) -> int
     leaving = list(_coldest(table, order, wanted_bytes, lambda block: _may_leave_dram(table, order, block, passed)))
     for block in passed.values():
         table._enqueue(block)
-    table._counters.add("cascaded_blocks_total", len(passed))
+    table._counters.add(node_metrics.CASCADED_BLOCKS, len(passed))
     for block in leaving:
         table._evict_dram(block)
-    table._counters.add("evicted_dram_blocks_total", len(leaving))
-    table._counters.add(f"evicted_{'pinned' if order.of_pins else 'quota'}_blocks_total", len(leaving))
+    table._counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(leaving))
+    table._counters.add(_evicted_event(order), len(leaving))
     return sum(block.nbytes for block in leaving)
 
 
@@ -280,6 +282,10 @@ def _may_leave_dram(table: BlockTable, order: EvictionOrder, block: Block, passe
     if not block.expendable and len(passed) < MOST_GIVEN:
         passed[block.key] = block
     return block.expendable
+
+
+def _evicted_event(order: EvictionOrder) -> Event:
+    return node_metrics.EVICTED_PINNED_BLOCKS if order.of_pins else node_metrics.EVICTED_QUOTA_BLOCKS
 
 
 def durable_victims(table: BlockTable, order: EvictionOrder, wanted_bytes: int) -> list[Block]:
@@ -297,7 +303,7 @@ def durable_victims(table: BlockTable, order: EvictionOrder, wanted_bytes: int) 
     found = to_leave(table._no_loss) or to_leave(table._dispensable)
     for block in found:
         block.leave(Leaving.FOR_ROOM if order.of_pins else Leaving.FOR_QUOTA)
-    table._counters.add(f"evicted_{'pinned' if order.of_pins else 'quota'}_blocks_total", len(found))
+    table._counters.add(_evicted_event(order), len(found))
     return found
 
 

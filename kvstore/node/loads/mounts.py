@@ -26,6 +26,7 @@ from kvstore.node.base.volume_guard import STALL_S, VolumeGuard, VolumeStalled, 
 from kvstore.node.config import MountConfig
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
@@ -177,7 +178,7 @@ class Mount:
             result = self._guard.read(lambda: self._do(work), lambda _: when_back(), until_s)
         except VolumeStalled:
             if not self._closed:
-                self._counters.add("mount_stalled_total")
+                self._counters.add(volumes_metrics.MOUNT_STALLED)
                 log.warning("volume %s: %s did not come in time; it is left alone until it has", self.volume_id, what)
             return None
         if result is None:
@@ -191,7 +192,7 @@ class Mount:
             with self._in_use() as opened:
                 return work(opened.volume)
         except Exception as error:  # noqa: BLE001  # whatever lies in a folder that is not ours: it must not end loads
-            self._counters.add("mount_errors_total")
+            self._counters.add(volumes_metrics.MOUNT_ERRORS)
             log.warning(
                 "volume %s at %s cannot be read (%s): left alone for %.0f s",
                 self.volume_id,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.node.config import NodeConfig
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.rpc.address import stays_on_host
 from kvstore.transport.nixl.agent import LOOPBACK, NixlAgent, NixlOptions, Region, has_rdma
 
@@ -65,7 +66,7 @@ class NixlPorts:
             return
         if config.nixl_required:
             raise problem
-        counters.add("transport_nixl_unavailable_total")
+        counters.add(transport_metrics.NIXL_UNAVAILABLE)
         self.says = f"not in use: {problem}"
         log.warning("blocks move over TCP, NIXL is %s", self.says)
 

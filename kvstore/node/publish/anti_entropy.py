@@ -21,6 +21,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog, runs_of
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.client import call
 from kvstore.rpc.codec import run_to_proto
 
@@ -72,7 +73,7 @@ class AntiEntropy:
             self._repair(boot_id, volume, drifted[:REPAIRS_A_ROUND])
             repaired += len(drifted[:REPAIRS_A_ROUND])
             if drifted:
-                self._counters.add("index_ranges_drifted_total", len(drifted))
+                self._counters.add(node_metrics.INDEX_RANGES_DRIFTED, len(drifted))
                 log.warning("the index had drifted from %s in %d of %d ranges", volume, len(drifted), DIGEST_RANGES)
         return repaired
 
@@ -80,7 +81,7 @@ class AntiEntropy:
         changes = self._log.changes(volume)
         before = self._log.settled_digests(volume)
         if before is None:
-            self._counters.add("anti_entropy_ranges_busy_total", RANGES_AT_ONCE)
+            self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, RANGES_AT_ONCE)
             return []
         digests, counts = before
         request = metadata_pb2.CompareDigestsRequest(

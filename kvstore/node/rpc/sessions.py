@@ -23,6 +23,7 @@ from kvstore.node.state.model import Block, StoreGrant
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.auth.tenant_limits import TenantLimit
 
 MAX_STORES_PER_SESSION = 256
@@ -137,7 +138,7 @@ class Sessions:
             self._table.abandon(store.prepared)
         for lease in leases:
             self._table.unpin(lease.blocks)
-        self._counters.add("sessions_ended_total")
+        self._counters.add(node_metrics.SESSIONS_ENDED)
 
     def get(self, session_id: SessionId) -> Session:
         """A session.
@@ -168,7 +169,7 @@ class Sessions:
             PermissionDenied: the engine has not come to the arena door, or is one of another host.
         """
         if not session.connected:
-            self._counters.add("store_without_arena_total")
+            self._counters.add(node_metrics.STORE_WITHOUT_ARENA)
             raise PermissionDenied("a session without the arena cannot write to it: stores of other hosts take the data plane")
         with self._lock:
             earlier = session.stores.get(operation)
@@ -203,7 +204,7 @@ class Sessions:
         with self._lock:
             store = session.stores.get(operation)
             if store is None or store.expired:
-                self._counters.add("store_lost_blocks_total", len(keys))
+                self._counters.add(node_metrics.STORE_LOST_BLOCKS, len(keys))
                 return [StoreOutcome.LOST] * len(keys)
             if not all(key in store.completed for key in keys):
                 fresh = [index for index, key in enumerate(keys) if key not in store.completed]
@@ -269,9 +270,9 @@ class Sessions:
                         del session.stores[operation]  # done long ago: nobody will ask again
                     elif not store.expired:
                         store.expired = True  # its slots rest until the session ends
-                        self._counters.add("stores_expired_total")
+                        self._counters.add(node_metrics.STORES_EXPIRED)
         for lease in over:
-            self._counters.add("leases_expired_total")
+            self._counters.add(node_metrics.LEASES_EXPIRED)
             self._table.unpin(lease.blocks)
         for session_id in stale:
             self.end(session_id)

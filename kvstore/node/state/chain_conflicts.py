@@ -23,6 +23,7 @@ from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, BlockRun
 from kvstore.node.state.model import Block
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
 
 if TYPE_CHECKING:
     from kvstore.node.state.namespaces import NodeNamespace
@@ -67,7 +68,7 @@ def make_way(table: BlockTable, namespace: NodeNamespace, run: BlockRun, deadlin
         if conflict.position:
             return conflict.position
         if not conflict.passes or not table._wait(table._changed, deadline_s):
-            table._counters.add("store_conflicts_total")
+            table._counters.add(node_metrics.STORE_CONFLICTS)
             error = conflict.error()
             _limited.warning("a store was refused: %s", error)
             raise error
@@ -111,7 +112,7 @@ def _stands(table: BlockTable, namespace: NodeNamespace, key: BlockKey | None, d
 
 def _displace(table: BlockTable, block: Block, depth: int) -> None:
     """A block that nobody uses leaves all tiers, for it is about to be stored at another depth."""
-    table._counters.add("store_displaced_blocks_total")
+    table._counters.add(node_metrics.STORE_DISPLACED_BLOCKS)
     _limited.warning(
         "block %s was stored as block %d of a chain, and is now as block %d: one writer gave a wrong parent or depth",
         block.key.hex(), block.depth, depth,
