@@ -31,9 +31,9 @@ from harness import Figure, Reference, Target, interleave, options
 from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
 from kvproto.v1.metadata_pb2 import GetStatsRequest, LookupRequest, LookupResponse
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.lmdb import LmdbIndex
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.indexing.index_mutations import register_node
 from kvstore.metadata.main import run
 from kvstore.rpc.client import call, connect

@@ -97,7 +97,7 @@ class Bed:
         # whoever asks sits beside the metadata server, whose links are free
         self._asking = self._stack.enter_context(ThreadPoolExecutor(4, initializer=netns.enter, initargs=(fd,)))
         place = DaemonHost(metadata.compute_ip, metadata.popen)
-        self.cluster = self._stack.enter_context(LocalCluster(self._nodes(), self.folder / "store", metadata_place=place))
+        self.cluster = self._stack.enter_context(LocalCluster(self._nodes(), self.folder / "store", metadata_host=place))
         self.engines = self._stack.enter_context(EngineBed(self.folder / "engines"))
         model = make_model(self.folder / "model", MODEL)
         started = [self.engines.begin(self._engine(name, model, core)) for core, name in enumerate((PREFILL, DECODE))]
@@ -111,7 +111,7 @@ class Bed:
             "storage_bandwidth": str(int(links.snic_mbit * 125_000)),
             "compute_bandwidth": str(int(links.cnic_mbit * 125_000)),
         }
-        passing = {"keep_loaded": "false", "prefill_buffer": str(prompt), "decode_buffer": str(prompt), **rates}
+        passing = {"cache_loads": "false", "prefill_buffer": str(prompt), "decode_buffer": str(prompt), **rates}
         contexts = int(6 * prompt) + 64 * MIB
         return [
             self._node(STORAGE, "storage", 2 * prompt, contexts, {}),

@@ -29,10 +29,10 @@ from kvclient import AsyncSchedulerClient, EngineFigures, EngineRequest
 from kvclient.scheduling.types import EngineRole
 from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import KVStoreError
 from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.scheduler import Ask, EngineReport, Scheduler, SchedulerLimits
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.main import run
 from kvstore.rpc.client import call_aio, connect_aio
 from peers.bare_grpc import BareGrpc

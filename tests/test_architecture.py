@@ -23,7 +23,7 @@ LEAVES = {"core", "observe", "process"}
 
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
-    "config": {"core", "process"},
+    "config": {"core", "process", "rpc"},
     "observe": set(),
     "process": {"core"},
     "dualpath": {"core"},
@@ -33,12 +33,12 @@ ALLOWED: dict[str, set[str]] = {
     "transport": LEAVES,
     "rpc": LEAVES | {"kvproto"},
     "doctor": LEAVES | {"tiers", "transport"},
-    "metadata": LEAVES | {"dualpath", "index", "rpc", "kvproto"},
-    "node": LEAVES | {"tiers", "transport", "rpc", "kvproto"},
+    "metadata": LEAVES | {"config", "dualpath", "index", "rpc", "kvproto"},
+    "node": LEAVES | {"config", "tiers", "transport", "rpc", "kvproto"},
     "control_api": LEAVES | {"rpc", "kvproto"},
-    "admin": LEAVES | {"control_api", "rpc", "kvproto"},
-    "router": LEAVES | {"rpc", "kvproto", "kvclient"},
-    "events": LEAVES | {"rpc", "kvclient"},
+    "admin": LEAVES | {"config", "control_api", "rpc", "kvproto"},
+    "router": LEAVES | {"config", "rpc", "kvproto", "kvclient"},
+    "events": LEAVES | {"config", "rpc", "kvclient"},
     "kvclient": LEAVES | {"transport", "rpc", "kvproto"},
     "embedded": LEAVES | {"rpc"},
     "netlab": LEAVES | {"dualpath", "embedded"},
@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Allowed imports of each package. Packages that wire everything together (``FREE``) may import all."""
 
-WITHIN = {"clients/kvclient/hbm": {"node", "tiers"}}
+WITHIN = {"clients/kvclient/hbm": {"config", "node", "tiers"}}
 """Additional imports of a folder: a pool of device memory is a small node, and loaded only by name."""
 
 TEST_CODE = {"testing", "lab"}

@@ -54,7 +54,7 @@ def serving(launcher: Launcher, folder: Path) -> subprocess.Popen[bytes]:
         ("metadata", "--workers", "2"),
     ],
 )
-def test_outputs_and_exit_codes_are_the_same(
+def test_nursery_outputs_match_plain_start(
     arguments: tuple[str, ...], nurseries: Nurseries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last is about a variable and the folder."""
@@ -69,7 +69,7 @@ def test_outputs_and_exit_codes_are_the_same(
     assert said[0][1] or said[0][2]
 
 
-def test_signals_do_what_they_do(nurseries: Nurseries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nursery_signals_reach_the_daemon(nurseries: Nurseries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     process = serving(nurseries, tmp_path)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -85,7 +85,7 @@ def test_signals_do_what_they_do(nurseries: Nurseries, tmp_path: Path, monkeypat
     process.kill()  # no engine waits for it
 
 
-def test_what_imports_may_look_at_makes_a_plain_child(
+def test_nursery_changed_environment_starts_plain_child(
     nurseries: Nurseries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRPC_TRACE", "api")
@@ -94,7 +94,7 @@ def test_what_imports_may_look_at_makes_a_plain_child(
     assert process.wait(WAIT_S) == 0
 
 
-def test_they_end_with_whoever_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nursery_daemons_end_with_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     own = Nurseries()
     process = serving(own, tmp_path)

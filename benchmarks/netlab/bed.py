@@ -189,7 +189,7 @@ class LoadBed:
         self._stack.enter_context(self.lab)
         metadata = self.lab.host(METADATA_HOST)
         self.cluster = self._stack.enter_context(
-            LocalCluster(self._nodes(), self.folder, metadata_place=DaemonHost(metadata.compute_ip, metadata.popen))
+            LocalCluster(self._nodes(), self.folder, metadata_host=DaemonHost(metadata.compute_ip, metadata.popen))
         )
         path = self.folder / "workload.npz"
         self.workload.save(path)
@@ -221,7 +221,7 @@ class LoadBed:
         shared = {"load_window": str(options.window_bytes), "prefault": "false"}
         engines = {
             **shared,
-            "keep_loaded": "false",
+            "cache_loads": "false",
             "prefill_buffer": str(options.arena_bytes * 3 // 4),
             "storage_bandwidth": str(int(self.bed.snic_mbit * 125_000)),
             "compute_bandwidth": str(int(self.bed.cnic_mbit * 125_000)),

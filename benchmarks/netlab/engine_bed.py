@@ -200,7 +200,7 @@ class EngineBed:
         place = DaemonHost(metadata.compute_ip, metadata.popen)
         limits = {"alpha_tokens": str(self.limits.alpha_tokens), "beta_tokens": str(self.limits.beta_tokens)}
         self.cluster = self._stack.enter_context(
-            LocalCluster(self._nodes(), self.folder, metadata_settings=tuple(limits.items()), metadata_place=place)
+            LocalCluster(self._nodes(), self.folder, metadata_settings=tuple(limits.items()), metadata_host=place)
         )
         self._settings_path = self.folder / "engines.json"
         self._settings_path.write_text(json.dumps(self._engine_settings()), encoding="utf-8")
@@ -278,7 +278,7 @@ class EngineBed:
     def _nodes(self) -> list[NodeSpec]:
         slot = self.spec.block_bytes + 8192
         blocks = sum(context // self.spec.block_tokens for context in self.contexts) + self._growth_blocks
-        shared = {"keep_loaded": "false", "load_window": str(4 * MIB), "prefault": "false"}
+        shared = {"cache_loads": "false", "load_window": str(4 * MIB), "prefault": "false"}
         links = {
             "storage_bandwidth": str(int(self.bed.snic_mbit * BYTES_PER_MBIT)),
             "compute_bandwidth": str(int(self.bed.cnic_mbit * BYTES_PER_MBIT)),

@@ -120,13 +120,13 @@ class TrafficBed:
         folder = Path(tempfile.mkdtemp(prefix="kvstore-traffic-"))
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         metadata = self.lab.host("metadata")
-        settings = tuple({"keep_loaded": "false", "prefault": "false", **case.settings}.items())
+        settings = tuple({"cache_loads": "false", "prefault": "false", **case.settings}.items())
         nodes = [
             NodeSpec(host.name, (role,), dram, settings=settings, place=DaemonHost(host.compute_ip, host.popen))
             for host, role, dram in ((self._prefill, "prefill", 128 * MIB), (self._decode, "decode", 128 * MIB))
         ]
         place = DaemonHost(metadata.compute_ip, metadata.popen)
-        cluster = self._stack.enter_context(LocalCluster(nodes, folder, metadata_place=place))
+        cluster = self._stack.enter_context(LocalCluster(nodes, folder, metadata_host=place))
         stores = self._talker(self._decode, "engine", cluster.metadata_address, cluster.node("decode-0").local_socket)
         stores.ask("store")
         stores.answer()

@@ -15,8 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 import kvstore
-from kvstore.admin.config import AdminConfig
-from kvstore.admin.middleware import PUBLIC, Gate
+from kvstore.admin.middleware import PUBLIC, AdminMiddleware
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.page import WebPage
 from kvstore.admin.problems import MEDIA_TYPE, Problem, Refused, problem
@@ -24,6 +23,7 @@ from kvstore.admin.routes.read import Reads
 from kvstore.admin.routes.retention_rules import Rules
 from kvstore.admin.routes.tenants import Tenants
 from kvstore.admin.routes.write import Changes
+from kvstore.config.admin import AdminConfig
 from kvstore.control_api.schemas import store as models
 from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.core.errors import (
@@ -60,7 +60,7 @@ _NOT_FOUND: Final = 404
 _NO_METHOD: Final = 405
 
 
-def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable] | None, counters: Counters) -> Gate:
+def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable] | None, counters: Counters) -> AdminMiddleware:
     """One admin server's application, behind its gate."""
     app = FastAPI(
         title="kvstore admin",
@@ -75,33 +75,33 @@ def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable]
     app.include_router(Changes(rpc, counters).routes())
     app.include_router(Tenants(rpc, counters).routes())
     app.include_router(Rules(rpc, counters).routes())
-    gate = Gate(app, config, tokens, counters)
-    doors = _Doors(app, rpc, counters, gate)
-    app.add_api_route("/healthz", doors.healthz, methods=["GET"], tags=["health"], summary="The server answers")
+    middleware = AdminMiddleware(app, config, tokens, counters)
+    routes = _Routes(app, rpc, counters, middleware)
+    app.add_api_route("/healthz", routes.healthz, methods=["GET"], tags=["health"], summary="The server answers")
     app.add_api_route(
-        "/readyz", doors.readyz, methods=["GET"], tags=["health"], summary="The metadata server answers this server"
+        "/readyz", routes.readyz, methods=["GET"], tags=["health"], summary="The metadata server answers this server"
     )
     page = WebPage()
     app.add_api_route(PAGE, page.show, methods=["GET"], include_in_schema=False)
-    app.add_api_route(OPENAPI, doors.openapi, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/metrics", doors.metrics, methods=["GET"], include_in_schema=False)
-    for path, door in (("/healthz", doors.healthz), ("/readyz", doors.readyz), (PAGE, page.show)):  # as probes ask
+    app.add_api_route(OPENAPI, routes.openapi, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/metrics", routes.metrics, methods=["GET"], include_in_schema=False)
+    for path, door in (("/healthz", routes.healthz), ("/readyz", routes.readyz), (PAGE, page.show)):  # as probes ask
         app.add_api_route(path, door, methods=["HEAD"], include_in_schema=False)
-    app.add_exception_handler(Exception, doors.refused)  # told here; the gate logs it
-    app.add_exception_handler(KVStoreError, doors.refused)
-    app.add_exception_handler(Refused, doors.refused)
-    app.add_exception_handler(RequestValidationError, doors.refused)
-    app.add_exception_handler(HTTPException, doors.no_door)
-    return gate
+    app.add_exception_handler(Exception, routes.refused)  # told here; the gate logs it
+    app.add_exception_handler(KVStoreError, routes.refused)
+    app.add_exception_handler(Refused, routes.refused)
+    app.add_exception_handler(RequestValidationError, routes.refused)
+    app.add_exception_handler(HTTPException, routes.http_error)
+    return middleware
 
 
-class _Doors:
+class _Routes:
     """What is beside the routes of ``/v1``."""
 
-    def __init__(self, app: FastAPI, rpc: StoreRpc, counters: Counters, gate: Gate) -> None:
+    def __init__(self, app: FastAPI, rpc: StoreRpc, counters: Counters, middleware: AdminMiddleware) -> None:
         self._app = app
         self._rpc = rpc
-        self._gate = gate
+        self._middleware = middleware
         self._registry = registry_of(StoreCollector([counters], [_gauges], process="admin"))
         self._document: dict[str, Any] | None = None
 
@@ -138,10 +138,10 @@ class _Doors:
                 told = error
             case _:
                 told = Internal("internal error; the server's log has the details")
-        self._gate.count(told)
+        self._middleware.count(told)
         return problem(told, status)
 
-    async def no_door(self, request: Request, error: Exception) -> Response:
+    async def http_error(self, request: Request, error: Exception) -> Response:
         """Another path, or another method: what the framework found, said as all else is."""
         assert isinstance(error, HTTPException)
         asked = {"method": request.method, "path": request.url.path}
@@ -151,7 +151,7 @@ class _Doors:
             told = InvalidArgument(str(error.detail))
         else:
             told = Unsupported(str(error.detail), **asked)
-        self._gate.count(told)
+        self._middleware.count(told)
         answer = problem(told, error.status_code)
         for name, value in (error.headers or {}).items():
             answer.headers[name] = value

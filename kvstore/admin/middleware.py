@@ -23,10 +23,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstore.admin.config import AdminConfig
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.problems import TOO_LONG, problem
-from kvstore.admin.reuse import Answers
+from kvstore.admin.single_flight import SingleFlight
+from kvstore.config.admin import AdminConfig
 from kvstore.core.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -51,8 +51,10 @@ _limited = LimitedLog(logger)
 PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json"})
 QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
 """POSTs that change nothing: what is asked about does not fit an address."""
-REUSED: Final = "/v1/"
-"""Where answers may be told again, where a question comes again and again (``kvstore.admin.reuse``)."""
+SHARED: Final = "/v1/"
+"""Prefix of the paths whose concurrent equal GET requests share one execution (``kvstore.admin.single_flight``)."""
+MAX_AGE: Final = "private, max-age=1"
+"""``Cache-Control`` of successful GET responses below ``SHARED``: a browser asks again after a second."""
 ROLE: Final = "x-kvstore-role"
 """Header of answers: the role of the token that the request showed; without tokens, what this host may: ``operator``."""
 BODY_S: Final = 10.0
@@ -67,7 +69,7 @@ class _TooLong(Exception):
     """A body above the bound."""
 
 
-class Gate:
+class AdminMiddleware:
     """An ASGI application around another.
 
     Args:
@@ -82,7 +84,7 @@ class Gate:
         self._config = config
         self._tokens = tokens
         self._counters = counters
-        self._answers: Answers[tuple[str, bytes], list[Message]] = Answers()
+        self._flights: SingleFlight[tuple[str, bytes], list[Message]] = SingleFlight()
         self._under_way = {True: 0, False: 0}
         """Requests that are served; those of what is public have places of their own."""
 
@@ -150,27 +152,46 @@ class Gate:
             self._under_way[public] -= 1
 
     async def _serve_admitted(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
-        body, send = b"", cast("Send", answer)
-        if _changes(scope):
-            self._answers.forget()
-        elif scope["method"] == "GET" and scope["path"].startswith(REUSED):
-            question = (scope["path"], scope["query_string"])
-            told = self._answers.again(question)
-            if told is not None:
-                self._counters.add(admin_metrics.ANSWERS_REUSED)
-                for message in told:
-                    await answer(_copied(message))
-                return
-            send = self._keeping(question, answer)
+        body = b""
         if scope["path"] not in PUBLIC:
             async with asyncio.timeout(BODY_S):
                 body = await self._body(receive, headers)
-        async with asyncio.timeout(self._config.timeout_s + self._config.change_timeout_s + _SPARE_S):
-            try:
-                await self._app(scope, _replayed(body, receive), send)
-            finally:
-                if _changes(scope):
-                    self._answers.forget()  # what was asked while the change was under way may be what was before it
+        if scope["method"] == "GET" and scope["path"].startswith(SHARED) and scope["path"] not in PUBLIC:
+            await self._serve_shared(scope, receive, body, answer)
+            return
+        changes = _changes(scope)
+        try:
+            if changes:
+                self._flights.forget()
+            await self._execute(scope, _replayed(body, receive), cast("Send", answer))
+        finally:
+            if changes:
+                self._flights.forget()
+
+    async def _serve_shared(self, scope: Scope, receive: Receive, body: bytes, answer: _Answer) -> None:
+        """Serve a query, together with all equal queries that arrive before its response is complete."""
+
+        async def execute() -> list[Message]:
+            messages: list[Message] = []
+
+            async def collect(message: Message) -> None:
+                messages.append(message)
+
+            await self._execute(scope, _replayed(body, receive), collect)
+            return messages
+
+        messages, shared = await self._flights.run((scope["path"], scope["query_string"]), execute)
+        if shared:
+            self._counters.add(admin_metrics.REQUESTS_SHARED)
+        for message in messages:
+            copied = _copied(message)
+            if copied["type"] == "http.response.start" and copied["status"] == HTTPStatus.OK:
+                MutableHeaders(scope=copied).setdefault("cache-control", MAX_AGE)
+            await answer(copied)
+
+    async def _execute(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with asyncio.timeout((self._config.timeout_ms + self._config.change_timeout_ms) / 1000 + _SPARE_S):
+            await self._app(scope, receive, send)
 
     def malformed(self) -> Response:
         """The answer to what is no HTTP: as to all else that cannot be served. Nobody's business is done for it."""
@@ -219,21 +240,6 @@ class Gate:
         )
         _limited.warning("refused a request: %s (peer=%s)", refused.message, _peer(scope))
         raise refused
-
-    def _keeping(self, question: tuple[str, bytes], send: Send) -> Send:
-        """Sends an answer on, and keeps it where it is a good one and whole. Whoever may ask for a path is told the same."""
-        messages: list[Message] = []
-        changes = self._answers.changes
-
-        async def sending(message: Message) -> None:
-            messages.append(_copied(message))
-            await send(message)
-            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if whole and messages[0]["status"] == HTTPStatus.OK:
-                nbytes = sum(len(one.get("body", b"")) for one in messages)
-                self._answers.keep(question, messages, nbytes, changes)
-
-        return sending
 
     async def _body(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
         most = self._config.max_body_bytes

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from kvstore.config.model import Config
-from kvstore.config.values import Shown
+from kvstore.config.values import FROM_SOURCES, Shown
 from kvstore.core.errors import InvalidArgument
 
 ENVIRONMENT_PREFIX = "KVSTORE_"
@@ -95,7 +95,7 @@ def load_config(
             section = section.setdefault(part, {})
         section[name] = setting.value
     try:
-        config = Config.model_validate(nested)
+        config = Config.model_validate(nested, context=FROM_SOURCES)
     except ValidationError as error:
         raise _wrong_value(error, in_force) from error
     return config, {key: in_force[key].origin if key in in_force else Origin("default") for key in known}
@@ -121,7 +121,7 @@ def leaves(config: BaseModel, provenance: Provenance) -> Iterator[Leaf]:
 def _leaves(model: BaseModel, provenance: Provenance, prefix: str) -> Iterator[Leaf]:
     plain = model.model_dump(mode="json")
     for name, field in type(model).model_fields.items():
-        key = prefix + name
+        key = prefix + (field.alias or name)
         value = getattr(model, name)
         if isinstance(value, BaseModel):
             yield from _leaves(value, provenance, key + ".")
@@ -143,7 +143,7 @@ def _leaf_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _leaf_keys(field.annotation, f"{prefix}{name}.")
         else:
-            yield prefix + name
+            yield prefix + (field.alias or name)
 
 
 def _from_file(path: Path) -> Iterator[Setting]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ValidationInfo
 
 from kvstore.process.host_memory import memory_total
 
@@ -150,6 +150,20 @@ def _unset(parse: Callable[[object], int]) -> Callable[[object], int | None]:
     return lambda value: None if value is None else parse(value)
 
 
+FROM_SOURCES: Final = "from_sources"
+"""Validation context of values that people wrote: a duration then requires its unit. Code passes milliseconds."""
+
+
+def _duration(value: object, info: ValidationInfo) -> int:
+    if info.context != FROM_SOURCES and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return parse_duration_ms(value)
+
+
+def _duration_if_set(value: object, info: ValidationInfo) -> int | None:
+    return None if value is None else _duration(value, info)
+
+
 def _shown_if_set(write: Callable[[int], str]) -> Callable[[int | None], str]:
     return lambda value: "" if value is None else write(value)
 
@@ -157,5 +171,5 @@ def _shown_if_set(write: Callable[[int], str]) -> Callable[[int | None], str]:
 Size = Annotated[int, BeforeValidator(parse_size), Shown(format_size)]
 Memory = Annotated[int, BeforeValidator(parse_memory), Shown(format_size)]
 SizeIfSet = Annotated[int | None, BeforeValidator(_unset(parse_size)), Shown(_shown_if_set(format_size))]
-DurationMsIfSet = Annotated[int | None, BeforeValidator(_unset(parse_duration_ms)), Shown(_shown_if_set(format_duration_ms))]
-DurationMs = Annotated[int, BeforeValidator(parse_duration_ms), Shown(format_duration_ms)]
+DurationMsIfSet = Annotated[int | None, BeforeValidator(_duration_if_set), Shown(_shown_if_set(format_duration_ms))]
+DurationMs = Annotated[int, BeforeValidator(_duration), Shown(format_duration_ms)]

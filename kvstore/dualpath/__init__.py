@@ -1,5 +1,5 @@
-"""Where to read, and who computes: path planner, request scheduler and bounds of dual-path loading.
+"""Dual-path loading: path planner, request scheduler and bounds.
 
-Pure code: no I/O, no threads, no clock. ``now`` is an argument everywhere, in seconds of any monotonic clock. The metadata
-server, the simulator and the tests each own instances, and run the same decisions.
+Pure code: no I/O, no threads, no clock. ``now`` is always an argument, in seconds of any monotonic clock. The metadata server,
+the simulator and the tests each create instances, and make the same decisions.
 """

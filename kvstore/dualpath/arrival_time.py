@@ -1,9 +1,4 @@
-"""When a request's parts will have arrived: the model that `split` minimises and that every plan records.
-
-Fluid, and pessimistic about order: a node reads what is pending first, then its share. Forwarding is overlapped with reading,
-layer by layer, so that a forwarded share ends with the slowest of three: the read, the way out of the node that read it, the way
-into the prefill node (which all forwarded shares have in common).
-"""
+"""Predicted arrival time of a request's parts: the model that `split` minimises and that every plan records."""
 
 from __future__ import annotations
 

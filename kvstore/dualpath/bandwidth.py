@@ -1,12 +1,12 @@
 """Bandwidth of a node's storage link, learnt from real transfers.
 
-Bytes that were credited over the time in which the queue was not empty, both forgotten exponentially in *busy* time: so idle gaps
-do not count, any number of parts may be in flight, and a burst of reports only moves bytes between neighbouring moments. A prior
-(the configured rate, worth one time constant) makes the start smooth. While a link is idle its estimate returns slowly to the
-configured rate: a link that was slow once is tried again, instead of being avoided for ever.
+The estimate is the credited bytes divided by the time in which the queue was not empty. Both decay exponentially in *busy*
+time, so that idle gaps do not count, any number of parts may be in flight, and a burst of reports only moves bytes between
+neighbouring moments. A prior (the configured rate, weighted like one time constant) stabilises the start. While a link is idle,
+its estimate returns slowly to the configured rate, so that a link that was slow once is tried again.
 
-A queue that does not empty says less and less: of the time since bytes last came, only as much counts as what is pending would
-have taken. Else a client that died, or one byte that nobody ever tells of, would talk a link down for everybody.
+A queue that makes no progress loses its weight: of the time since the last bytes, only the time that the pending bytes would
+need counts. Otherwise a dead client, or one byte that is never reported, would lower the estimate for all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvstore.core.errors import InvalidArgument
 MEMORY_S = 0.5
 """Busy time after which a report weighs 1/e."""
 RECOVERY_S = 30.0
-"""Idle time after which an estimate has come back 63 % of the way to the configured rate."""
+"""Idle time after which an estimate has returned 63 % of the way to the configured rate."""
 LEAST_SHARE = 1e-3
 """Floor of an estimate as a share of the configured rate: a stalled link stays comparable, and divisions stay finite."""
 MOST_SHARE = 32.0
-"""Its ceiling: links differ from what nobody said of them, but a report of bytes that never were must not last."""
+"""Upper bound of the estimate, as a multiple of the configured rate: it limits the effect of wrong reports."""
 
 
 class BandwidthEstimator:
@@ -48,7 +48,7 @@ class BandwidthEstimator:
         self._waited = 0.0  # busy time that has counted since
         self._since: float | None = None  # settled until then; None while idle
         self._idle: float | None = None  # idle since then
-        self._learnt = False  # bytes have come
+        self._learnt = False  # bytes have arrived
 
     def begin(self, now: float) -> None:
         """The queue is no longer empty."""
@@ -65,12 +65,12 @@ class BandwidthEstimator:
             self._since, self._idle = None, now
 
     def credit(self, nbytes: int, now: float, pending: float = math.inf) -> None:
-        """Time passes while the queue is not empty.
+        """Advance the time in which the queue was not empty.
 
         Args:
-            nbytes: arrived over this link since the last call.
-            now: when.
-            pending: bytes that were in the queue meanwhile.
+            nbytes: bytes that arrived over this link since the last call.
+            now: current time.
+            pending: bytes in the queue since then.
         """
         if self._since is None:
             return

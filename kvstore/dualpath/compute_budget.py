@@ -1,8 +1,4 @@
-"""Compute quota: how much of which waiting prompts goes into one forward batch (section 6.4 of the paper).
-
-Prefill engines with data-parallel attention wait for each other before each FFN, so that their attention times should be equal:
-each fills its batch up to the same predicted attention time.
-"""
+"""Compute quota: the parts of waiting prompts in one forward batch (section 6.4 of the paper)."""
 
 from __future__ import annotations
 
@@ -48,19 +44,19 @@ class PromptChunk:
 def fill_batch(
     waiting: Sequence[PromptChunk], model: AttentionModel, quota_s: float = QUOTA_S, granule: int = 1
 ) -> list[PromptChunk]:
-    """Takes requests first come first served while the predicted attention time is within the quota.
+    """Take requests in order of arrival while the predicted attention time is within the quota.
 
-    The first one that does not fit is cut: the largest part that does fit is found by binary search, and ends the batch.
+    The first request that does not fit is cut: a binary search finds the largest part that fits, and this part ends the batch.
 
     Args:
         waiting: the requests, in order.
-        model: of attention time.
+        model: model of the attention time.
         quota_s: seconds.
-        granule: a request is cut only at a multiple of this many tokens.
+        granule: a request is cut only at a multiple of this number of tokens.
 
     Returns:
-        One chunk for each request in the batch, in order; all are whole but perhaps the last. Not empty unless ``waiting`` is: a
-        first request of which not even one granule fits gets one granule, or it would wait for ever.
+        One chunk per request in the batch, in order; all are whole except perhaps the last. Not empty unless ``waiting`` is: if
+            not even one granule of the first request fits, it gets one granule, or it would never run.
     """
     if granule < 1 or not quota_s > 0:
         raise InvalidArgument("quota out of bounds", quota_s=quota_s, granule=granule)

@@ -1,13 +1,13 @@
-"""What the planner is asked and what it answers.
+"""Input and output of the planner.
 
-A *request* names the blocks of one prefix that must come from storage, numbered 0 … ``blocks`` - 1 in prefix order. A *policy*
-says which node reads how many of them (``Share``); the planner lays the shares over the blocks that have not arrived and makes a
-``LoadPlan`` of ``PlanPart`` s. Parts keep their index and their generation for as long as the plan lives.
+A *request* names the blocks of one prefix to read from storage, numbered 0 … ``blocks`` - 1 in prefix order. A *policy* decides
+how many of them each node reads (``Share``); the planner maps the shares to the missing blocks and returns a ``LoadPlan`` of
+``PlanPart`` s. Parts keep their index and their generation for the life of the plan.
 
 Units: bytes, tokens, seconds of a monotonic clock, bytes per second.
 
-Nothing here changes once it is made. What a decision makes many of is a named tuple, or else a data class that is not ``frozen``:
-setting the fields of a frozen one takes three times as long.
+All values are immutable by convention. Types with many instances per decision are named tuples, or data classes that are not
+``frozen``: initialising a frozen one is three times slower.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_RELAYS = 64
 
 
 class ReadSide(StrEnum):
-    """What the node that reads is to the request."""
+    """Role of the reading node in the request."""
 
     PREFILL = "prefill"
     """The prefill engine's own node: nothing is forwarded."""
@@ -113,9 +113,9 @@ def spans_of(arrived: Sequence[bool] | bytes, start: int = 0) -> Iterator[Span]:
 
 
 class Share(NamedTuple):
-    """A policy's answer, one a node: ``blocks`` (at least one) of the request through ``node``.
+    """A policy's answer per node: ``blocks`` (at least one) of the request through ``node``.
 
-    Shares are laid over the blocks in their order: the first share gets the leading blocks.
+    Shares map to the blocks in order: the first share gets the leading blocks.
     """
 
     node: str
@@ -140,16 +140,16 @@ class PlanPart:
 
 
 class NodeState(NamedTuple):
-    """What is known of a node at the moment of a decision.
+    """State of a node at the moment of a decision.
 
     Attributes:
         node: its name.
-        alive: may it be given work?
+        alive: whether it accepts work.
         pending_bytes: planned storage reads that have not been reported done.
-        pending_tokens: the same in tokens, as the paper counts.
-        snic: storage bandwidth, bytes/s, as estimated now; greater than zero.
+        pending_tokens: the same in tokens, the unit of the paper.
+        snic: estimated storage bandwidth, bytes/s; greater than zero.
         cnic: compute network bandwidth in each direction, bytes/s; greater than zero.
-        sending_bytes: of the pending reads, those that it forwards to other nodes.
+        sending_bytes: pending reads that it forwards to other nodes.
         receiving_bytes: pending bytes that other nodes forward to it.
     """
 
@@ -204,12 +204,12 @@ class PlanUnderWay:
     """A plan whose load has not ended, for operators.
 
     Attributes:
-        plan_id: names the plan in reports.
-        request: what is read.
+        plan_id: id of the plan in reports.
+        request: the request.
         policy: name of the policy that decided.
         attempt: generation of the last answer.
-        deadline: the plan is given up by then, unless it is heard of.
-        parts: those of all attempts, each with its blocks that have not been reported read; None: it failed and is over.
+        deadline: the plan expires at this time unless progress is reported.
+        parts: parts of all attempts, each with its blocks that have not been reported read; None: the part failed.
     """
 
     plan_id: int
@@ -221,7 +221,7 @@ class PlanUnderWay:
 
 
 class PlanPolicy(Protocol):
-    """Cuts a request over nodes: a function of the request and the queues (``round_robin`` alone remembers whose turn it is)."""
+    """Divides a request over nodes: a function of the request and the queues (only ``round_robin`` has state)."""
 
     @property
     def name(self) -> str:
@@ -231,11 +231,11 @@ class PlanPolicy(Protocol):
     def choose(
         self, request: PlanRequest, nodes: Sequence[tuple[NodeState, ReadSide]], prefill: NodeState | None
     ) -> Sequence[Share]:
-        """Shares whose blocks add up to ``request.blocks`` (or none at all: nothing is read).
+        """Return shares whose blocks add up to ``request.blocks`` (or none: nothing is read).
 
         Args:
-            request: what is to be read; at least one block.
-            nodes: candidates that are alive, prefill side first, then decode, then relays; at least one.
-            prefill: the prefill engine's node, also where it is no candidate: whatever is forwarded goes into its CNIC.
+            request: the request; at least one block.
+            nodes: living candidates, prefill side first, then decode, then relays; at least one.
+            prefill: the prefill engine's node, even if it is no candidate: all forwarded bytes use its CNIC.
         """
         ...

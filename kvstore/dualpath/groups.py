@@ -1,7 +1,7 @@
 """Engine groups, and the two assignment rules of the paper's section 6 over one group.
 
-An engine's numbers lie in arrays, so that one decision is a handful of vector instructions, whether the group has six engines or
-a thousand. Among equals the engine that joined first wins.
+The engines' numbers are in arrays, so that one decision is a few vector instructions for six engines or a thousand. Among
+equals the engine that joined first wins.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 NEVER = np.iinfo(np.int64).max
-"""Stands for an engine that does not come into question where the smallest number wins."""
+"""Marks an engine that is not eligible; compares as the largest number."""
 
 
 class EngineKind(StrEnum):
-    """What an engine does; all engines of a group do the same."""
+    """Phase that an engine computes; all engines of a group compute the same."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -73,7 +73,7 @@ class EngineGroup:
         return engine in self._place
 
     def place(self, engine: str) -> int:
-        """Where an engine's numbers stand in the arrays."""
+        """Position of an engine in the arrays."""
         return self._place[engine]
 
     def join(self, engine: Engine, shut: Container[str] = ()) -> None:
@@ -90,7 +90,7 @@ class EngineGroup:
         self._look()
 
     def leave(self, engine: str) -> None:
-        """The engine is gone."""
+        """Remove an engine."""
         place = self._place[engine]
         del self.engines[place]
         self._place = {entry.engine: position for position, entry in enumerate(self.engines)}
@@ -121,24 +121,23 @@ class EngineGroup:
 def assign_prefill(
     group: EngineGroup, lengths: Iterable[int], alpha: int, beta: int, near: Iterable[Mapping[str, int]] = ()
 ) -> Iterator[int]:
-    """Algorithm 1: gives requests to the engines of a prefill group, first come first served, until all are overloaded.
+    """Algorithm 1: assign requests to the engines of a prefill group in order of arrival, until all are overloaded.
 
     Of the engines with at most ``beta`` tokens, those whose node has at most ``alpha`` tokens to read come first (else its
-    storage link would run dry); among them the one with the fewest tokens. The arrays of the group are brought up to date.
+    storage link would become idle); among them the one with the fewest tokens. The arrays of the group are updated.
 
-    Ours: an engine that has a part of the prompt at hand is spared that part: it may be as many tokens behind another, and still
-    be the one that is done first, and it is charged the rest only. Its class stays what it was: no prefix makes an engine less
-    overloaded.
+    Extension of the paper: an engine that already holds a part of the prompt is not charged for that part, and the part is
+    deducted in the comparison. Its class does not change, because a prefix does not make an engine less overloaded.
 
     Args:
         group: the group that fetches.
         lengths: tokens of the waiting requests, in order; drawn one by one, only as far as needed.
         alpha: a reading queue above this is long, in tokens.
         beta: an engine with more tokens than this is overloaded.
-        near: of each request, drawn right after its length: tokens that engines have at hand, by name.
+        near: per request, drawn right after its length: tokens that engines already hold, by name.
 
     Yields:
-        The place of the engine for each request in turn; ends where the rule says to end the fetch.
+        The position of the engine for each request; ends when the rule ends the fetch.
     """
     short = group.read <= alpha
     wanted = (short & group.open, ~short & group.open)
@@ -162,7 +161,7 @@ def assign_prefill(
 
 
 def _soonest(group: EngineGroup, tokens: npt.NDArray[np.int64], beta: int, at_hand: Mapping[str, int]) -> int:
-    """Place of the engine with the fewest tokens, what it has at hand deducted, of those that are not overloaded, if any."""
+    """Position of the engine with the fewest tokens after the deduction, among those that are not overloaded, if any."""
     delays = np.where(tokens <= beta, tokens, NEVER)
     for name, spared in at_hand.items():
         if name in group and delays[place := group.place(name)] != NEVER:
@@ -189,10 +188,10 @@ def decode_watermark(group: EngineGroup, waiting: Iterable[tuple[int, int]], z: 
 
 
 def assign_decode(group: EngineGroup, waiting: Iterable[tuple[int, int]], watermark: float) -> Iterator[int]:
-    """Phase 2: gives requests to the engines of a decode group, first come first served, until the next one fits nowhere.
+    """Phase 2: assign requests to the engines of a decode group in order of arrival, until the next one fits nowhere.
 
-    Of the engines with room for the request, those that stay at or below the watermark come first, and of them the one with the
-    fewest sequences; else the one with the fewest tokens. The arrays of the group are brought up to date.
+    Of the engines with space for the request, those that stay at or below the watermark come first, and among them the one with
+    the fewest sequences; else the one with the fewest tokens. The arrays of the group are updated.
 
     Args:
         group: the group that fetches.
@@ -200,7 +199,7 @@ def assign_decode(group: EngineGroup, waiting: Iterable[tuple[int, int]], waterm
         watermark: see ``decode_watermark``.
 
     Yields:
-        The place of the engine for each request in turn; ends where the rule says to end the fetch.
+        The position of the engine for each request; ends when the rule ends the fetch.
     """
     if not len(group):
         return

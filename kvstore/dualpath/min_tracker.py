@@ -1,7 +1,7 @@
-"""The few least of many names by a number that changes all the time.
+"""The names with the smallest values, under constant changes of the values.
 
-A sorted list: a change is found by bisection and moves pointers, some kilobytes of them where there are a thousand names. So a
-decision costs about the same whether there are six nodes or ten thousand.
+A sorted list: a change is a bisection and a move of pointers, some kilobytes for a thousand names. A decision therefore costs
+about the same for six nodes and for ten thousand.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""The P:D for which all storage links can be full and no CNIC or DRAM is the bottleneck: equation 9 of the paper.
-
-Taken as given: every node reads from storage at its full rate, tasks are balanced, each GPU has its CNIC below its own PCIe
-switch, and the compute network itself is never short. With s the storage bandwidth of a node in units of one CNIC, g CNICs a
-node, B the bandwidth of one and M that of a node's memory::
-
-    s/(g-s)  <=  P/D  <=  min{ (g-2s)/s, (g-s)/(2s), (M/(Bs)-3)/2 }
-
-The paper drops the condition of the prefill CNICs' read side as true for all s <= g; strictly it asks s <= g/2, and is kept here.
-"""
+"""The P:D ratios at which all storage links can be full without a bottleneck at CNIC or DRAM: equation 9 of the paper."""
 
 from __future__ import annotations
 
@@ -17,7 +8,7 @@ from dataclasses import dataclass
 from kvstore.core.errors import InvalidArgument
 
 ROUNDING = 1e-9
-"""A bed that lies on the bound is within it."""
+"""Tolerance: a bed exactly on the bound counts as within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +18,10 @@ class Bed:
     Attributes:
         prefill_nodes: P.
         decode_nodes: D.
-        gpus: g, GPUs (and so CNICs) a node; may be fractional where a link stands for a part of one.
+        gpus: g, GPUs (and CNICs) per node; fractional if a link represents a part of one.
         cnic: B, bytes/s of one CNIC in each direction.
         storage: s·B, bytes/s that one node reads from storage.
-        dram: M, bytes/s of one node's memory, reads and writes together; infinite if it is no question.
+        dram: M, bytes/s of one node's memory, reads and writes together; infinite to ignore it.
     """
 
     prefill_nodes: int
@@ -49,12 +40,12 @@ class Bed:
 
 @dataclass(frozen=True, slots=True)
 class RatioVerdict:
-    """What the bound says of a bed.
+    """Result of the bound for a bed.
 
     Attributes:
         bed: the bed.
         ratio: P/D.
-        lower: least P/D; infinite if there is none.
+        lower: smallest P/D; infinite if there is none.
         upper: greatest P/D; negative if there is none.
         lower_by: the resource that sets the lower bound.
         upper_by: the resource that sets the upper bound.

@@ -1,11 +1,11 @@
-"""The path planner: plans reads, keeps the queues true, plans again what failed.
+"""The path planner: plans reads, maintains the queues, plans failed parts again.
 
-Every block of a plan is owed by exactly one part until it is reported arrived, or the plan ends. Reports may be lost, late or
-repeated: progress is cumulative, and reports for plans or parts that are over are counted and ignored.
+Exactly one part owes every block of a plan until it is reported arrived, or the plan ends. Reports may be lost, late or
+repeated: progress is cumulative, and reports for ended plans or parts are counted and ignored.
 
-What a plan charges says that a link is busy; so it must not say so for longer than that is likely. A plan lives by progress, not
-by reports; it counts at a node for at most ``queues.QUEUE_S`` of what the link reads; and where nothing has moved for longer than
-what stood before it can have taken, nobody is taken to read it: it does not count until something moves.
+The charge of a plan marks a link as busy, so it must not count longer than that is likely. A plan stays alive by progress, not
+by reports. At one node it counts for at most ``queues.QUEUE_S`` of reading. A plan without progress for longer than the work
+before it can have taken is stalled: it does not count until it makes progress.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from kvstore.dualpath.queues import Charge, ReadQueues
 PLAN_LIFE_S = 60.0
 """A plan without progress for this long is given up: its client is taken to be dead."""
 PATIENCE_S = 5.0
-"""A plan of which nothing has moved for so long, and twice the time in which its nodes should have read what stood before it, by
-their measured rates, counts no more until something does. Clients give a part to another host after a second (``stall_s``)."""
+"""A plan is stalled after this time without progress, plus twice the time that its nodes need, at their measured rates, for the
+work queued before it. Clients give a part to another host after a second (``stall_s``)."""
 DEADLINE_GRACE_S = 1.0
-"""A plan with a life of its own that is still reported on outlives its end by so much, for what was under way; no longer."""
+"""A plan with a deadline that is still reported on may outlive it by this time, for bytes in flight."""
 DECISIONS_KEPT = 256
 DECISION_PARTS_KEPT = 16_384
 """Of the decisions that are kept, parts in all: some 2 MB."""
@@ -48,7 +48,7 @@ DECISION_PARTS_KEPT = 16_384
 
 @dataclass(slots=True)
 class PlannerCounters:
-    """What happened, since the start."""
+    """Totals since the start."""
 
     plans: int = 0
     replans: int = 0
@@ -64,11 +64,11 @@ class PlannerCounters:
 
 @dataclass(slots=True)
 class _Live:
-    """A plan under way. A part that is over (failed) has no charge."""
+    """A plan in progress. A failed part has no charge."""
 
     request: PlanRequest
     policy: PlanPolicy
-    """As it was when the plan was made: whoever plans with another one meanwhile does not decide about its re-plans."""
+    """The policy at the time of planning: it also decides later re-plans, even if the planner's policy changes."""
     attempt: int
     deadline: float
     last: float
@@ -95,15 +95,14 @@ class Planner:
     """One instance per cluster.
 
     Args:
-        policy: how requests are cut; may be replaced at any time (plans under way go on).
-        queues: pending reads and rates; nodes are made known there, or with ``add_node``.
+        policy: divides requests; may be replaced at any time (existing plans keep theirs).
+        queues: pending reads and rates; nodes are added there, or with ``add_node``.
         plan_life_s: a plan without progress for this long expires.
-        patience_s: where nothing of a plan has moved for this long, and twice as long as what stood before it should have taken,
-            it does not count until something does.
-        decisions_kept: how many recent plans ``decisions`` shows, at most.
-        relays: how many of the idlest nodes to offer to the policy as relays where a request names none.
-        draw: makes the id of a plan, above 0; by default they are counted. Where plans outlive the planner that made them, or
-            clients do not trust each other, ids are drawn at random from many: whoever knows a plan's id may report on it.
+        patience_s: a plan is stalled after this time without progress, plus twice the time for the work queued before it.
+        decisions_kept: maximum number of recent plans in ``decisions``.
+        relays: number of the idlest nodes offered to the policy as relays if a request names none.
+        draw: creates plan ids, above 0; by default a counter. If plans outlive the planner, or clients do not trust each other,
+            draw random ids from a large range: a caller that knows an id may report on its plan.
     """
 
     def __init__(
@@ -163,11 +162,11 @@ class Planner:
         self.queues.join(node, snic, cnic)
 
     def remove_node(self, node: str) -> tuple[tuple[int, int], ...]:
-        """A node is dead: it gets no more work.
+        """Remove a dead node: it gets no more work.
 
         Returns:
-            (plan, part index) of the unfinished parts that it was to read. What of them has arrived only their clients know: they
-            report ``fail``.
+            (plan, part index) of the unfinished parts that it was reading. Only their clients know which blocks have arrived:
+                they report ``fail``.
         """
         self.queues.leave(node)
         return tuple(
@@ -180,18 +179,18 @@ class Planner:
     # ---- plans ----
 
     def plan(self, request: PlanRequest, now: float, life_s: float = 0.0) -> LoadPlan:
-        """Decides who reads the request, and charges the queues.
+        """Decide which nodes read the request, and charge the queues.
 
         Args:
-            request: what to read.
-            now: when.
-            life_s: the load is over by then: whatever is reported, the plan is given up ``DEADLINE_GRACE_S`` later, and without
-                reports at that very time. 0: it lives as long as it is reported on.
+            request: the request.
+            now: current time.
+            life_s: the plan expires after this time, or ``DEADLINE_GRACE_S`` later if it is reported on. 0: it lives while it
+                is reported on.
 
         Raises:
-            InvalidArgument: a life below 0.
-            CapacityExceeded: too much is planned and under way.
-            Unavailable: no candidate is alive.
+            InvalidArgument: a negative life.
+            CapacityExceeded: too many plans or parts are in progress.
+            Unavailable: no living candidate.
         """
         if not life_s >= 0:
             raise InvalidArgument("a plan's life is not below 0", life_s=life_s)
@@ -241,7 +240,7 @@ class Planner:
         return True
 
     def finish(self, plan_id: int, now: float) -> bool:
-        """The load is over; what was not told to have arrived never will. False: the plan was over before."""
+        """End a load; blocks that were not reported will not arrive. False: the plan had already ended."""
         if plan_id not in self._live:
             self.counters.late_reports += 1
             return False
@@ -259,22 +258,22 @@ class Planner:
         return True
 
     def fail(self, plan_id: int, part: int, arrived: Iterable[Span], now: float) -> LoadPlan:
-        """A part stalled or its node died: plans what of it has not arrived on nodes that have not failed in this plan.
+        """Plan the missing blocks of a failed part again, on nodes that have not failed in this plan.
 
         Args:
             plan_id: the plan.
             part: index of the part that failed.
             arrived: (start, count) of blocks *of this part* that arrived, numbered as in the request; see ``spans_of``.
-            now: when.
+            now: current time.
 
         Returns:
-            The new parts only, under the next generation; empty if everything had arrived. The other parts go on.
+            Only the new parts, under the next generation; empty if everything had arrived. The other parts continue.
 
         Raises:
-            NotFound: the plan is over.
-            InvalidArgument: the part is over or was never, or the spans are not in it.
-            CapacityExceeded: the plan would have too many parts, or too many are under way; nothing has changed.
-            Unavailable: no node is left; the plan is over, what is missing is a miss.
+            NotFound: the plan has ended.
+            InvalidArgument: the part has ended or does not exist, or the spans are not in it.
+            CapacityExceeded: the plan would have too many parts, or too many are in progress; nothing has changed.
+            Unavailable: no node is left; the plan has ended, and the missing blocks are misses.
         """
         live = self._live.get(plan_id)
         if live is None:
@@ -338,14 +337,14 @@ class Planner:
             raise CapacityExceeded("too many parts of loads are planned", parts=self._parts_live, limit=most)
 
     def _wake(self, plan_id: int, live: _Live) -> None:
-        """The plan is to be looked at when its time has come."""
+        """Schedule the next check of the plan."""
         heapq.heappush(self._wakes, (live.wake, plan_id))
         if len(self._wakes) > 2 * len(self._live) + 1_024:  # most are of plans that are over
             self._wakes = [(one.wake, number) for number, one in self._live.items()]
             heapq.heapify(self._wakes)
 
     def _moved(self, plan_id: int, live: _Live, now: float) -> None:
-        """Something of the plan has arrived, or was planned again: somebody is at it."""
+        """Record progress of the plan: blocks arrived, or a part was planned again."""
         deadline = now + self.plan_life_s
         if deadline > live.last:
             deadline = live.last
@@ -376,7 +375,7 @@ class Planner:
         return live.charges[part]
 
     def _release(self, live: _Live, now: float) -> None:
-        """Gives back what a plan still owes: nobody has read it, and it says nothing of a link."""
+        """Return the rest of a plan's charges, without effect on the rate estimates."""
         for charge in live.charges:
             if charge is not None and charge.blocks:
                 self.queues.credit(charge, charge.blocks, now, moved=False)
@@ -387,7 +386,7 @@ class Planner:
         blocks = sum([count for _, count in missing])
         usable: list[tuple[NodeState, ReadSide]] = []
         excluded = []
-        prefill = None  # also where it may not read: whatever is forwarded goes into its CNIC
+        prefill = None  # even if it may not read: all forwarded bytes use its CNIC
         for node, side in request.candidates():
             state = self.queues.state(node, now)
             if side is ReadSide.PREFILL:
@@ -425,7 +424,7 @@ class Planner:
         return answer
 
     def _keep(self, answer: LoadPlan) -> None:
-        """Remembers a decision, and forgets the oldest where there are too many, or too many parts in them."""
+        """Record a decision, and drop the oldest if there are too many decisions or parts."""
         self._decisions.append(answer)
         self._parts_kept += len(answer.parts)
         while len(self._decisions) > self._decisions_kept or self._parts_kept > DECISION_PARTS_KEPT:
@@ -433,7 +432,7 @@ class Planner:
 
 
 def missing_spans(part: PlanPart, arrived: Iterable[Span]) -> list[Span]:
-    """Blocks of a part that lie in none of the spans.
+    """Blocks of a part that are not in any of the spans.
 
     Raises:
         InvalidArgument: a span is empty or not within the part.

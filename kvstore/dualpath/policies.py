@@ -12,7 +12,7 @@ Candidates = Sequence[tuple[NodeState, ReadSide]]
 
 
 class PrefillOnly:
-    """What everybody does: the prefill engine's node reads everything (another one only if that node cannot)."""
+    """The usual policy: the prefill engine's node reads everything (another node only if that node cannot)."""
 
     name = "prefill_only"
 
@@ -54,7 +54,7 @@ class RoundRobin:
 
 
 class Oracle:
-    """Reads nothing at all: what an engine would do if storage were infinitely fast. For measuring only."""
+    """Reads nothing: simulates infinitely fast storage. Only for measurements."""
 
     name = "oracle"
 

@@ -1,11 +1,11 @@
-"""Queues of planned reads, a node: charged when planned, credited by progress, given back when a plan ends.
+"""Queues of planned reads per node: charged by planning, credited by progress, released at the end of a plan.
 
-The ledger of who is owed what lies with the planner (a ``Charge`` a part); this module only adds up. A charge keeps the node's
-entry itself, so that a node that left and came back under its name starts empty and nothing old is subtracted from it.
+The planner keeps the ledger (one ``Charge`` per part); this module only adds up. A charge refers to the node's entry itself, so
+that a node that left and rejoined under its name starts empty and old charges are not subtracted from it.
 
-What stands in a queue steers others away from a link, so one plan may not put there what it likes: of what it owes at a node only
-the next ``QUEUE_S`` of reading count, by the rate that was measured there when it was planned. A link with so much before it is
-the last choice for every other load already; more would tell them nothing, and would be believed for as long as the plan lives.
+A long queue steers loads away from a link, so one plan must not add an unbounded amount. Of a plan's blocks at a node only
+``QUEUE_S`` of reading count, at the rate measured at planning time. A link with such a queue is already the last choice for
+every other load; more would add no information and would count for the life of the plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Entry:
 
 
 class _Debt:
-    """What one plan owes at one node, with all its parts there. Of ``blocks`` in all, ``queued`` stand in the queues."""
+    """All parts of one plan at one node: ``queued`` of its ``blocks`` count in the queues."""
 
     __slots__ = ("block_bytes", "block_tokens", "blocks", "forwarded", "most", "queued", "sink", "source", "stalled")
 
@@ -43,7 +43,7 @@ class _Debt:
         self, source: _Entry, sink: _Entry | None, most: int, block_bytes: int, block_tokens: int, *, forwarded: bool
     ) -> None:
         self.source = source
-        self.sink = sink  # None also where it is not known
+        self.sink = sink  # None also if it is not known
         self.most = most
         self.block_bytes = block_bytes
         self.block_tokens = block_tokens
@@ -68,7 +68,7 @@ class _Debt:
 
 
 class Charge:
-    """What one part owes to the queues: ``blocks`` still to be read at its node (and to go on to the prefill node)."""
+    """Blocks of one part that count in the queues: ``blocks`` still to be read at its node and forwarded to the prefill node."""
 
     __slots__ = ("_debt", "blocks")
 
@@ -108,7 +108,7 @@ class ReadQueues:
         self._changed[node] = None
 
     def leave(self, node: str) -> None:
-        """The node gets no more work; what is pending there stays pending until its plans say otherwise."""
+        """Stop giving work to a node; its pending reads remain until their plans end."""
         if (entry := self._nodes.get(node)) is not None:
             entry.alive = False
             self._drain.drop(node)
@@ -128,7 +128,7 @@ class ReadQueues:
         return self._drain.least(count, without)
 
     def state(self, node: str, now: float) -> NodeState | None:
-        """What a decision may see of a node; None if it is not known."""
+        """State of a node for a decision; None if it is not known."""
         entry = self._nodes.get(node)
         if entry is None:
             return None
@@ -144,7 +144,7 @@ class ReadQueues:
         )
 
     def has_learnt(self, node: str, now: float) -> bool:
-        """Whether the rate of a node's storage link stems from loads rather than from what the node joined with."""
+        """Whether the rate of a node's storage link was measured, as opposed to configured."""
         entry = self._nodes.get(node)
         return entry is not None and entry.link.has_learnt(now)
 
@@ -158,16 +158,16 @@ class ReadQueues:
         now: float,
         beside: Charge | None = None,
     ) -> Charge:
-        """Blocks were planned to be read by ``node`` and, if ``sink`` is given, forwarded to it.
+        """Charge blocks to ``node`` and, if ``sink`` is given, their forwarding to it.
 
         Args:
-            node: who reads.
+            node: the reading node.
             sink: the prefill node.
-            blocks: how many.
+            blocks: number of blocks.
             block_bytes: bytes of each.
             block_tokens: tokens of each.
-            now: when.
-            beside: a charge of the same plan at this node: both together count for no more than one may.
+            now: current time.
+            beside: a charge of the same plan at this node: both together count at most as much as one may.
 
         Raises:
             NotFound: the node is not known.
@@ -187,7 +187,7 @@ class ReadQueues:
         return Charge(debt, blocks)
 
     def doubt(self, charge: Charge, now: float, *, stalled: bool) -> None:
-        """What the plan of a charge owes at its node does not count any more (``stalled``), or does again."""
+        """Exclude a stalled plan's blocks at a node from the queue (``stalled``), or include them again."""
         debt = charge._debt
         debt.source.link.credit(0, now, debt.source.pending_bytes)
         debt.stalled = stalled

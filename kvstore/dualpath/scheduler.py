@@ -1,12 +1,13 @@
-"""The request scheduler: which prefill engine and which decode engine serve a request (section 6 of the paper).
+"""The request scheduler: assigns a prefill engine and a decode engine to each request (section 6 of the paper).
 
-A request waits in two queues at once: a global one for a prefill engine, first come first served, and a global one for a decode
-engine, from which it is moved to the private queue of a decode group. It is *paired* when it has both; who reads its blocks is
-decided then, by the planner. Every time a request loses an engine, its generation grows: reports under an older one are void.
+A request waits in two queues at once: a global one for a prefill engine, in order of arrival, and a global one for a decode
+engine, from which it moves to the private queue of a decode group. It is *paired* when it has both engines; then the planner
+decides which nodes read its blocks. If a request loses an engine, its generation increases: reports under an older generation
+are ignored.
 
-Engines may report their own numbers (``EngineReport`` with ``tok`` and ``seq``); of what a report leaves out the scheduler keeps
-book itself, from what it assigned and what was reported done: also where the engine said it before, or its figures of then would
-stand for ever. A report must count everything that earlier fetches answered.
+Engines may report their own numbers (``EngineReport`` with ``tok`` and ``seq``). The scheduler tracks all other numbers itself,
+from its assignments and the reported completions, even if the engine reported them earlier: otherwise old figures would remain
+valid. A report must include everything that earlier fetches answered.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ MAX_HBM_BYTES = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What was profiled, and what was chosen.
+    """Measured and chosen limits.
 
     Attributes:
-        alpha_tokens: a node's reading queue above this is long: what its storage link reads in 3 s.
-        beta_tokens: an engine with more tokens than this is overloaded: what it processes in 5 s.
-        z: of the decode watermark.
-        count_waiting: count what waits in a decode group's private queue as its tokens when groups are compared. False is the
-            letter of the paper, by which all requests of one drain go to one group.
-        max_waiting: requests under way or waiting; more are refused.
+        alpha_tokens: a node's reading queue above this is long: the tokens that its storage link reads in 3 s.
+        beta_tokens: an engine with more tokens than this is overloaded: the tokens that it processes in 5 s.
+        z: factor of the decode watermark.
+        count_waiting: count the requests in a decode group's private queue as its tokens when groups are compared. False
+            follows the paper literally: all requests of one drain go to one group.
+        max_waiting: maximum number of requests in progress or waiting; more are rejected.
     """
 
     alpha_tokens: int
@@ -49,13 +50,13 @@ class SchedulerLimits:
 
 @dataclass(slots=True)  # not frozen, as there are many: see the contract
 class Ask:
-    """A request as it comes in; does not change.
+    """A new request; immutable.
 
     Attributes:
-        request_id: unique among the requests under way.
-        tokens: its length, the proxy for its cost everywhere.
-        hbm_bytes: what it needs on a decode engine.
-        near: by prefill engine: how many of its tokens that has at hand.
+        request_id: unique among the requests in progress.
+        tokens: its length, used as its cost.
+        hbm_bytes: memory that it needs on a decode engine.
+        near: per prefill engine: how many of its tokens that engine already holds.
     """
 
     request_id: str
@@ -78,13 +79,13 @@ class Ask:
 
 @dataclass(slots=True)
 class EngineReport:
-    """What an engine says of itself when its group fetches; None: not said, whatever was said before. Does not change.
+    """An engine's own numbers when its group fetches; None: not reported. Immutable.
 
     Attributes:
         seq: assigned, unfinished requests; together with ``tok``.
-        tok: their tokens. While an engine says it, requests reported done are not subtracted here; else books are kept.
-        hbm_free: HBM bytes free for KV, decode engines only; the same holds.
-        read_tokens: disk reading queue of its node; None: nothing is known to wait.
+        tok: their tokens. If an engine reports it, completions are not subtracted here; else the scheduler tracks it.
+        hbm_free: HBM bytes free for KV, decode engines only; tracked in the same way.
+        read_tokens: disk reading queue of its node; None: no known reads.
     """
 
     engine: str
@@ -137,7 +138,7 @@ class GivenBack:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What decisions go by, an engine: for operators."""
+    """Numbers that decisions use, per engine: for operators."""
 
     engine: Engine
     seq: int
@@ -148,7 +149,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Requests that have no prefill engine, and that have no decode engine, yet."""
+    """Requests without a prefill engine, and requests without a decode engine."""
 
     prefill: int
     decode: int
@@ -156,7 +157,7 @@ class Waiting:
 
 @dataclass(slots=True)
 class _Desk:
-    """What is kept for an engine: its unfinished requests, and which numbers it does not report itself."""
+    """State of an engine: its unfinished requests, and the numbers that it does not report itself."""
 
     engine: Engine
     work: dict[str, _Job]
@@ -172,7 +173,7 @@ class _Desk:
 
     @property
     def left(self) -> int:
-        """HBM bytes that these leave free; below zero where they need more than it has (any more)."""
+        """HBM bytes left by the assigned requests; negative if they need more than the engine has."""
         used = sum(job.ask.hbm_bytes for job in self.work.values()) if self.engine.role is EngineKind.DECODE else 0
         return self.engine.hbm_bytes - used
 
@@ -247,13 +248,13 @@ class Scheduler:
         self._refresh(group)
 
     def resize(self, engine: str, hbm_bytes: int) -> None:
-        """An engine has more or less room than before, when idle; what it has to do it keeps.
+        """Change the idle capacity of an engine; its assigned requests remain.
 
-        What waits for its group and fits none of that group's engines any more goes back to the head of the global queue.
+        Requests in its group's queue that fit none of the group's engines any more return to the head of the global queue.
 
         Raises:
             NotFound: no such engine.
-            InvalidArgument: no such size.
+            InvalidArgument: an invalid size.
         """
         desk = self._desks.get(engine)
         if desk is None:
@@ -269,9 +270,9 @@ class Scheduler:
             self._refresh(group)
 
     def shut(self, nodes: frozenset[str]) -> None:
-        """Engines of these nodes are given nothing more; what they have they keep. Those of all others may be given requests.
+        """Stop assigning requests to engines of these nodes; assigned requests remain. Engines of all other nodes are open.
 
-        What waits for a decode group that can no longer hold it goes back to the head of the global queue.
+        Requests in the queue of a decode group that can no longer hold them return to the head of the global queue.
         """
         if nodes == self._shut:
             return
@@ -313,11 +314,11 @@ class Scheduler:
         return tuple(reversed(back))
 
     def remove_group(self, group: str) -> None:
-        """A group that has no engine any more is forgotten; its name may come back with either role.
+        """Forget an empty group; its name may be reused with either role.
 
         Raises:
             NotFound: no such group.
-            Conflict: it has engines.
+            Conflict: it still has engines.
         """
         known = self._groups.get(group)
         if known is None:
@@ -330,7 +331,7 @@ class Scheduler:
             del self._private[group], self._private_tokens[group]
 
     def report(self, reports: Iterable[EngineReport]) -> None:
-        """What engines say of themselves; of engines that are not known it is ignored."""
+        """Apply reports of engines; unknown engines are ignored."""
         touched = {}
         for said in reports:
             desk = self._desks.get(said.engine)
@@ -341,7 +342,7 @@ class Scheduler:
             if said.tok is not None and said.seq is not None:
                 group.tok[place], group.seq[place] = said.tok, said.seq
                 desk.counts = False
-            elif not desk.counts:  # it says so no longer: the books know what it has
+            elif not desk.counts:  # no longer reported: use the tracked number
                 group.tok[place], group.seq[place] = desk.tokens, len(desk.work)
                 desk.counts = True
             if said.hbm_free is not None:
@@ -446,7 +447,10 @@ class Scheduler:
         return EngineAssignment(name, job.generation, engine.engine)
 
     def _route(self) -> None:
-        """Phase 1: moves the global decode queue to private ones. What no group could ever hold stays, in nobody's way."""
+        """Phase 1: move the global decode queue to the private queues.
+
+        A request that no group could ever hold stays without blocking others.
+        """
         stuck: _Queue = OrderedDict()
         while self._decode_queue:
             name, job = self._decode_queue.popitem(last=False)
@@ -519,7 +523,7 @@ class Scheduler:
 
 
 def _heads(queue: _Queue) -> Iterator[_Job]:
-    """The head of the queue as long as it has one; whoever draws pops it before drawing again."""
+    """Iterate over the head of a queue; the caller pops it before drawing again."""
     while queue:
         yield next(iter(queue.values()))
 

@@ -1,10 +1,4 @@
-"""Water-filling: cuts one request over several storage links so that all its parts end together, as early as can be.
-
-Let a node with storage bandwidth S, CNIC bandwidth C, q bytes to read and f bytes to forward be given more. By time T it can have
-delivered ``min(S T - q, C T - f)`` of it, and all nodes that forward together no more than the prefill node's CNIC takes in,
-``C_p T - r``. The least T by which these add up to the request is found by Newton's steps within a bracket whose upper end is the
-best single node; the rest is rounding to blocks.
-"""
+"""Water-filling: divides one request over several storage links so that all parts end at the same, earliest time."""
 
 from __future__ import annotations
 
@@ -23,13 +17,13 @@ MOST_STEPS = 60
 
 
 class Split:
-    """Ours: one request over the prefill, the decode and idle third nodes.
+    """Extension of the paper: one request over the prefill, the decode and idle third nodes.
 
     Args:
-        least_blocks: no side reads fewer blocks than this (a request smaller than two such parts is not cut).
-        least_bytes: nor fewer bytes.
-        most_parts: sides that one request may be cut over.
-        relay_gain: third nodes are used only where they make the request faster by at least this share.
+        least_blocks: minimum number of blocks per side (a request smaller than two such parts is not divided).
+        least_bytes: minimum bytes per side.
+        most_parts: maximum number of sides per request.
+        relay_gain: third nodes are used only if they make the request faster by at least this share.
     """
 
     name = "split"
@@ -67,7 +61,7 @@ class Split:
                 wider = _best_of_one(useful, request, into)
             if wider is not None and wider.seconds < wanted:
                 best = wider
-        # leading blocks to whoever starts first: they are computed on first
+        # leading blocks to the side that starts first: they are needed first
         shares = sorted(zip(best.lanes, best.blocks, strict=True), key=_by_start)
         return [Share(lane.state.node, lane.side, blocks) for lane, blocks in shares]
 
@@ -84,7 +78,7 @@ class _Into(NamedTuple):
 
 
 class _Lane:
-    """One node that may read. It needs ``soonest`` seconds for the smallest part that it may get, if nobody else reads."""
+    """A candidate node. It needs ``soonest`` seconds for its smallest part, if it reads alone."""
 
     __slots__ = ("cnic", "forwards", "queue", "sending", "side", "snic", "soonest", "start", "state")
 
@@ -103,7 +97,7 @@ class _Lane:
         return read
 
     def alone(self, nbytes: int, into: _Into) -> float:
-        """Until it has brought that many bytes to the prefill engine, if nobody else reads."""
+        """Time until it has delivered a number of bytes to the prefill engine, if it reads alone."""
         end = self.seconds(nbytes)
         if self.forwards and (received := (into.receiving + nbytes) / into.cnic) > end:
             return received
@@ -220,7 +214,7 @@ def _held(lanes: list[_Lane], into: _Into, level: float) -> tuple[list[float], f
 
 
 def _round(lanes: list[_Lane], amounts: list[float], request: PlanRequest, into: _Into) -> list[int]:
-    """Whole blocks: all that fit below the level, and the few that are left one by one to whoever has them soonest."""
+    """Round to whole blocks: all that fit below the level; each remaining block goes to the side that is ready first."""
     size = request.block_bytes
     blocks = [int(amount / size) for amount in amounts]
     left = request.blocks - sum(blocks)

@@ -1,11 +1,11 @@
-"""Child processes that end with whoever started them, started from processes that have threads of any kind.
+"""Child processes that end with the thread that started them. Safe in processes with threads of any kind.
 
-``subprocess`` with a ``preexec_fn`` forks and runs Python in the child, where every lock is as some other thread left it; and
-gRPC's own handlers run at each fork: they stop its threads, and with a poller at work that has failed or ended the parent
-itself (fork with epoll). ``GRPC_ENABLE_FORK_SUPPORT=0`` in this process would come too late, as gRPC reads it when it is
-imported, and would leave the locks. So ``start`` asks for nothing that takes code between fork and exec: CPython then uses
-``vfork``, at which no handler runs, neither Python's nor ``pthread_atfork``'s. What must be done in the child does a program of
-its own, this file, which then becomes the one that was meant.
+``subprocess`` with a ``preexec_fn`` forks and runs Python in the child, where other threads may hold any lock. gRPC also
+installs fork handlers: they stop its threads, and with an active poller they have failed or ended the parent.
+``GRPC_ENABLE_FORK_SUPPORT=0`` would be too late in this process, because gRPC reads it at import, and it would not help with
+the locks. So ``start`` requests nothing that runs code between fork and exec: CPython then uses ``vfork``, which runs no
+handlers of Python or ``pthread_atfork``. The setup in the child is done by a separate program, this file, which then executes
+the requested one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 _NO_NAMESPACE = "-"
 _BEGIN_S = 30.0
-"""How long a child may take until it is the program that was meant."""
+"""How long a child may take to execute the requested program."""
 _MOST_WORDS = 1_024
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """In a child: SIGKILL when the thread that started it ends."""
+    """In a child: request SIGKILL when the thread that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(1)
@@ -48,47 +48,51 @@ def start(
     new_session: bool = False,
     netns: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a program that is killed when the *thread* that started it ends; returns once it runs.
+    """Start a program that is killed when the *thread* that started it ends. Returns after it executes.
 
     Args:
         argv: program and arguments.
-        stdin: as of ``subprocess.Popen``.
-        stdout: as of ``subprocess.Popen``.
-        stderr: as of ``subprocess.Popen``.
-        env: environment; None: ours.
-        cwd: working folder; None: ours.
-        new_session: it leads a session of its own.
-        netns: descriptor of the network namespace that it runs in; None: ours.
+        stdin: see ``subprocess.Popen``.
+        stdout: see ``subprocess.Popen``.
+        stderr: see ``subprocess.Popen``.
+        env: environment; None: inherited.
+        cwd: working folder; None: inherited.
+        new_session: start a new session.
+        netns: descriptor of its network namespace; None: inherited.
 
     Raises:
-        OSError: no such program, the kernel refuses, or it did not begin in time.
+        OSError: the program does not exist, the kernel refused, or it did not start in time.
     """
     program = shutil.which(argv[0], path=(os.environ if env is None else env).get("PATH"))
     if program is None:
         raise FileNotFoundError(f"no such program: {argv[0]}")
-    heard, told = os.pipe()
-    with open(heard, "rb", buffering=0):
+    status_read, status_write = os.pipe()
+    with open(status_read, "rb", buffering=0):
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(os.getpid()), _word(netns), str(told), program, *argv],
+                [sys.executable, "-I", "-S", __file__, str(os.getpid()), _word(netns), str(status_write), program, *argv],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 env=env,
                 cwd=cwd,
                 start_new_session=new_session,
-                pass_fds=(told,) if netns is None else (told, netns),
+                pass_fds=(status_write,) if netns is None else (status_write, netns),
             )
         finally:
-            os.close(told)
+            os.close(status_write)
         waiting = select.poll()
-        waiting.register(heard)
-        why = os.read(heard, _MOST_WORDS).decode(errors="replace") if waiting.poll(_BEGIN_S * 1_000) else "it takes too long"
+        waiting.register(status_read)
+        why = (
+            os.read(status_read, _MOST_WORDS).decode(errors="replace")
+            if waiting.poll(_BEGIN_S * 1_000)
+            else "it did not start in time"
+        )
     if not why:
         return process
-    with process:  # its pipes are closed, and it is waited for
+    with process:  # closes its pipes and waits for it
         process.kill()
-    raise OSError(f"{argv[0]} cannot be started: {why}")
+    raise OSError(f"{argv[0]} failed to start: {why}")
 
 
 def _word(netns: int | None) -> str:
@@ -96,32 +100,32 @@ def _word(netns: int | None) -> str:
 
 
 def _become(parent: str, netns: str, program: str, *argv: str) -> None:
-    """In the child. Only what the standard library has: neither the store nor packages beside it are to be found here.
+    """Set up the child and execute the program. Uses only the standard library: no other package is importable here.
 
     Raises:
         OSError: the kernel refuses.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it ended before it could be told that we follow
+    if os.getppid() != int(parent):  # the parent ended before the signal was set
         return
     if netns != _NO_NAMESPACE:
         if _libc.setns(int(netns), _CLONE_NEWNET):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         os.close(int(netns))
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python as it starts, and by what it becomes unless told otherwise
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python and the executed program may have changed it
         signal.signal(ignored, signal.SIG_DFL)
     os.execv(program, argv)  # noqa: S606  # without a shell is what is meant
 
 
 class Launcher(Protocol):
-    """Starts a daemon's process, which must end with this one. ``Host.popen`` of a lab is one."""
+    """Starts a daemon's process, which must end with this one. ``Host.popen`` of a lab implements it."""
 
     def __call__(self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]: ...
 
 
 class DaemonLauncher(Protocol):
-    """A ``Launcher`` on any host of a lab: ``netns`` is as of ``start``."""
+    """A ``Launcher`` for any host of a lab: ``netns`` as in ``start``."""
 
     def __call__(
         self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], netns: int | None = None
@@ -137,11 +141,11 @@ class EngineLauncher(Protocol):
 
 
 class Children:
-    """How daemons and served engines that are given no launcher are started in this process.
+    """Default launchers of daemons and served engines in this process.
 
     Attributes:
-        launcher: starts daemons; whoever starts very many may have a quicker one.
-        engines: starts engines, likewise.
+        launcher: starts daemons; tests replace it by a faster one.
+        engines: starts served engines; also replaceable.
     """
 
     launcher: ClassVar[DaemonLauncher] = start
@@ -150,7 +154,7 @@ class Children:
 
 if __name__ == "__main__":
     _told = int(sys.argv.pop(3))
-    os.set_inheritable(_told, False)  # whoever waits sees it closed when the program begins
+    os.set_inheritable(_told, False)  # closed by exec, which ends the caller's wait
     try:
         _become(*sys.argv[1:])
     except OSError as failed:

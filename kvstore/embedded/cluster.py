@@ -1,8 +1,8 @@
-"""A whole store on one machine, as real processes: for tests, the demo, replays and benchmarks.
+"""A whole store on one machine, as real processes: for ``kvstore up``, the demo, replays, tests and benchmarks.
 
-Each daemon is a child process started with ``python -m kvstore.cli`` and killed with its parent (``PR_SET_PDEATHSIG``), so that
-nothing is left behind even where the parent is killed. Daemons say where they listen through ready files. They listen on loopback
-unless told otherwise; with a ``Launcher`` and an address each they run elsewhere, such as on the hosts of a ``NetLab``.
+Each daemon is a child process started with ``python -m kvstore.cli`` and killed with its parent (``PR_SET_PDEATHSIG``), even if
+the parent is killed. Daemons publish their addresses in ready files. They listen on loopback by default. With a ``Launcher``
+and an address they run elsewhere, for example on the hosts of a ``NetLab``.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
 LOOPBACK = "127.0.0.1"
 _GRPC_LINE = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl::")
-"""What gRPC's core prints past our logs: file names and line numbers of C++."""
+"""Log lines of gRPC's core: file names and line numbers of C++."""
 _ERROR_MARK = "Error: "
 _SHOWN_LINES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonHost:
-    """Where a daemon runs.
+    """Host of a daemon.
 
     Attributes:
-        host: address that it listens on and is reached by, at any port; without TLS unless settings say otherwise.
-        launcher: what starts it; None: that of ``Children``.
+        host: address that it listens on, at any port; without TLS unless settings enable it.
+        launcher: starts the daemon; None: ``Children.launcher``.
     """
 
     host: str = LOOPBACK
     launcher: Launcher | None = None
 
     def insecure(self, section: str) -> list[str]:
-        """The ``--set`` that lets it listen there at all."""
+        """The ``--set`` argument that allows it to listen there without TLS."""
         return [] if stays_on_host(f"{self.host}:0") else [f"{section}.allow_insecure_remote=true"]
 
 
@@ -57,7 +57,7 @@ class NodeSpec:
     """One node of a local cluster.
 
     Raises:
-        InvalidArgument: ``node_id`` cannot name a node.
+        InvalidArgument: ``node_id`` is not a valid node id.
     """
 
     node_id: str
@@ -77,14 +77,14 @@ class NodeSpec:
 
 @dataclass(slots=True)
 class Daemon:
-    """A child process and what its ready file says."""
+    """A child process and the contents of its ready file."""
 
     name: str
     process: subprocess.Popen[bytes]
     ready: dict[str, str]
     log_path: Path
     log_start: int = 0
-    """Bytes of the log that earlier runs wrote."""
+    """Log bytes of earlier runs."""
 
     @property
     def address(self) -> str:
@@ -98,15 +98,15 @@ class Daemon:
 
     @property
     def metrics_address(self) -> str:
-        """Where ``/metrics`` is served, ``host:port``; empty: nowhere."""
+        """Address of ``/metrics``, ``host:port``; empty: not served."""
         return self.ready.get("metrics_address", "")
 
     def log_tail(self, lines: int = 30) -> str:
-        """The end of what this run of it logged."""
+        """The end of this run's log."""
         return "\n".join(self._log_lines()[-lines:])
 
     def why(self) -> str:
-        """Why it ended, as far as its log says: the reason it gave last, then the end of the log."""
+        """Why it ended, from its log: the last error, then the end of the log."""
         lines = self._log_lines()
         if not lines:
             return "it logged nothing"
@@ -115,7 +115,7 @@ class Daemon:
         return "\n".join([reason.removeprefix(_ERROR_MARK), *rest[-_SHOWN_LINES:]])
 
     def _log_lines(self) -> list[str]:
-        """What it logged, without gRPC's own lines unless there are no others."""
+        """Log lines of this run. gRPC's own lines are dropped if there are others."""
         with self.log_path.open("rb") as log:
             log.seek(self.log_start)
             lines = log.read().decode(errors="replace").splitlines()
@@ -123,18 +123,18 @@ class Daemon:
 
 
 class LocalCluster:
-    """Metadata server and nodes as child processes. A context manager; data lives below ``base_dir`` and survives restarts.
+    """Metadata server and nodes as child processes. A context manager; data is below ``base_dir`` and survives restarts.
 
     Args:
         nodes: the nodes to start.
         base_dir: folder for volumes, index, sockets and logs; None: a temporary one, removed at the end.
         metadata_settings: further ``--set metadata.<name>=<value>``.
-        metadata_place: where the metadata server runs.
-        arguments: further ones of every daemon, such as ``--config FILE``; what is said of a node or server by itself wins.
-        run_place: folder to make that of the unix sockets in; its path is short.
+        metadata_host: host of the metadata server.
+        arguments: further arguments of every daemon, such as ``--config FILE``; settings of a single node or server win.
+        socket_dir: parent folder of the folder for unix sockets; a short path.
 
     Raises:
-        InvalidArgument: there are volumes, and the path of ``base_dir`` has a comma.
+        InvalidArgument: there are volumes, and the path of ``base_dir`` contains a comma.
     """
 
     def __init__(
@@ -142,12 +142,14 @@ class LocalCluster:
         nodes: Sequence[NodeSpec],
         base_dir: Path | None = None,
         metadata_settings: Sequence[tuple[str, str]] = (),
-        metadata_place: DaemonHost = DaemonHost(),
+        metadata_host: DaemonHost = DaemonHost(),
         arguments: Sequence[str] = (),
-        run_place: Path = Path("/tmp"),  # noqa: S108  # a folder of its own is made there
+        socket_dir: Path = Path("/tmp"),  # noqa: S108  # a private folder is created in it
     ) -> None:
         if base_dir is not None and "," in str(base_dir) and any(spec.nvme_bytes for spec in nodes):
-            raise InvalidArgument("a folder of volumes has no comma in its path: commas separate volumes", folder=base_dir)
+            raise InvalidArgument(
+                "base_dir must not contain a comma if there are volumes: commas separate volumes", folder=base_dir
+            )
         self._specs = {spec.node_id: spec for spec in nodes}
         self._data: TempDir | None = None
         if base_dir is None:
@@ -155,16 +157,16 @@ class LocalCluster:
             base_dir = self._data.path
         self.base_dir = base_dir
         # unix socket paths are limited to 107 bytes: keep them out of deep folders
-        run_place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._run = TempDir("kvs-", run_place)
+        socket_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._run = TempDir("kvs-", socket_dir)
         self._run_dir = self._run.path
         self._metadata_settings = tuple(metadata_settings)
-        self._metadata_place = metadata_place
+        self._metadata_host = metadata_host
         self._arguments = tuple(arguments)
         self._daemons: dict[str, Daemon] = {}
         self._metadata_port = 0
 
-    # ---------------------------------------------------------------- life
+    # ---- lifecycle ----
     def __enter__(self) -> Self:
         try:
             self.start_metadata()
@@ -179,7 +181,7 @@ class LocalCluster:
         self.close()
 
     def close(self) -> None:
-        """Stops everything and removes what is temporary."""
+        """Stop all daemons and remove temporary folders."""
         for daemon in reversed(list(self._daemons.values())):
             daemon.process.terminate()
         for name in list(self._daemons):
@@ -189,23 +191,23 @@ class LocalCluster:
             self._data.close()
 
     def start_metadata(self) -> Daemon:
-        """Starts the metadata server (again on its old port)."""
+        """Start the metadata server; a restart uses its old port."""
         settings = [
             f"metadata.listen={self.metadata_address}",
             f"metadata.index_path={self.base_dir / 'index'}",
             f"metadata.metrics_listen={LOOPBACK}:0",
-            *self._metadata_place.insecure("metadata"),
+            *self._metadata_host.insecure("metadata"),
             *(f"metadata.{name}={value}" for name, value in self._metadata_settings),
         ]
-        daemon = self._start("metadata", "metadata", settings, self._metadata_place)
+        daemon = self._start("metadata", "metadata", settings, self._metadata_host)
         self._metadata_port = int(daemon.address.rpartition(":")[2])
         return daemon
 
     def start_node(self, node_id: str) -> Daemon:
-        """Starts a node (again, with what its volumes hold)."""
+        """Start a node; a restart recovers its volumes."""
         spec = self._specs.get(node_id)
         if spec is None:
-            raise NotFound("no such node in this cluster", node_id=node_id)
+            raise NotFound("unknown node of this cluster", node_id=node_id)
         settings = [
             f"node.node_id={spec.node_id}",
             f"node.roles={','.join(spec.roles)}",
@@ -226,28 +228,32 @@ class LocalCluster:
         return self._start(node_id, "node", settings, spec.place)
 
     def start_admin(self, *settings: tuple[str, str]) -> Daemon:
-        """Starts an admin server, on any free port unless ``settings`` (further ``--set admin.<name>=<value>``) say otherwise."""
+        """Start an admin server on any free port.
+
+        Args:
+            settings: further ``--set admin.<name>=<value>``, which may set another address.
+        """
         arguments = [f"admin.metadata={self.metadata_address}", f"admin.listen={LOOPBACK}:0"]
         return self._start("admin", "admin", [*arguments, *(f"admin.{name}={value}" for name, value in settings)], DaemonHost())
 
     def stop(self, name: str) -> None:
-        """Stops one daemon (``"metadata"``, ``"admin"`` or a node id) in order."""
+        """Stop one daemon (``"metadata"``, ``"admin"`` or a node id) by SIGTERM."""
         self._daemons[name].process.terminate()
         self._reap(name)
 
     def kill(self, name: str) -> None:
-        """Kills one daemon with SIGKILL."""
+        """Kill one daemon with SIGKILL."""
         self._daemons[name].process.kill()
         self._reap(name)
 
-    # ---------------------------------------------------------------- looking
+    # ---- addresses and folders ----
     @property
     def metadata_address(self) -> str:
-        """Where the metadata server listens."""
-        return f"{self._metadata_place.host}:{self._metadata_port}"
+        """Address of the metadata server."""
+        return f"{self._metadata_host.host}:{self._metadata_port}"
 
     def node(self, node_id: str) -> Daemon:
-        """A running daemon."""
+        """Return a running daemon."""
         return self._daemons[node_id]
 
     def volume_path(self, node_id: str) -> Path:
@@ -259,7 +265,7 @@ class LocalCluster:
         """Folder of the metadata server's index."""
         return self.base_dir / "index"
 
-    # ---------------------------------------------------------------- inside
+    # ---- internals ----
     def _start(self, name: str, command: str, settings: Sequence[str], place: DaemonHost) -> Daemon:
         ready_file = self._run_dir / f"{name}.ready"
         ready_file.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Temporary folders of clusters: those of runs that were killed are removed by the next run.
+"""Temporary folders of clusters. Each run removes the folders of killed runs.
 
-A run that is killed with SIGKILL cannot tidy up, and its volumes take gigabytes. So each folder holds a file that its owner keeps
-locked (flock) while it lives, which the kernel sees to. A folder is removed only if all of this holds: it has the name of one of
-ours, it is this user's, it has that file, and nobody has it locked.
+A run that is killed with SIGKILL cannot clean up, and its volumes use gigabytes. So each folder contains a file that its owner
+keeps locked (flock) until it ends. A folder is removed only if its name has one of our prefixes, this user owns it, it contains
+the file, and no process holds the lock.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ _log = logging.getLogger(__name__)
 
 _OWNER = ".kvstore-owner"
 _OURS = re.compile(r"(kvstore|kvstore-dual|kvs)-[a-z0-9_]{8}")
-"""Names as ``tempfile`` makes them of the prefixes that are used."""
+"""Names that ``tempfile`` creates with our prefixes."""
 
 
 class TempDir:
-    """A temporary folder, removed by ``close``, or after the death of this process by the next one that makes some.
+    """A temporary folder. ``close`` removes it; if this process is killed, the next run does.
 
     Args:
-        prefix: how its name begins: ``kvstore-``, ``kvstore-dual-`` or ``kvs-``.
-        place: folder to make it in; None: the usual one.
+        prefix: prefix of the name: ``kvstore-``, ``kvstore-dual-`` or ``kvs-``.
+        parent: parent folder; None: the default of ``tempfile``.
     """
 
-    def __init__(self, prefix: str, place: Path | None = None) -> None:
-        place = place or Path(tempfile.gettempdir())
-        sweep(place)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        sweep(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         temporary = self.path / f"{_OWNER}.new"
         self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        temporary.rename(self.path / _OWNER)  # locked before it can be seen
+        temporary.rename(self.path / _OWNER)  # locked before it is visible
 
     def close(self) -> None:
-        """Removes it. Once is enough."""
+        """Remove the folder; idempotent."""
         if self._fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._fd)
             self._fd = -1
 
 
-def sweep(place: Path) -> list[Path]:
-    """Removes what dead runs left in a folder, and says what that was. Whatever is not surely theirs stays."""
+def sweep(folder: Path) -> list[Path]:
+    """Remove the folders of killed runs. Returns the removed folders."""
     removed = []
-    with contextlib.suppress(OSError), os.scandir(place) as entries:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for path in [Path(entry.path) for entry in entries if _OURS.fullmatch(entry.name)]:
             if _remove_if_dead(path):
                 removed.append(path)
-                _log.info("removed %s, which a run that was killed had left", path)
+                _log.info("removed temporary folder of a killed run: %s", path)
     return removed
 
 

@@ -1,6 +1,6 @@
-"""GPUs, by their data sheets, and what share of that engines really reach.
+"""GPUs by their data sheets, and the share of these rates that engines reach.
 
-The shares are constants of the whole model: nothing is tuned to a workload, a cluster or a figure that is to be reproduced.
+The shares are constants of the whole model: none is tuned to a workload, a cluster or a published figure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MFU_EXPERT_PARALLEL = 0.15
 2 * 37e9 FLOP a token that is 298 TFLOP/s of 1,979."""
 
 MBU = 0.6
-"""Share of HBM bandwidth that a whole decode step reaches. Single kernels reach 0.9 (FlashMLA: 3,000 of 3,350 GB/s); a step is
-many short kernels. With the latencies below it gives 18 tokens/s a user where the same overview says 20-22."""
+"""Share of HBM bandwidth that a whole decode step reaches. Single kernels reach 0.9 (FlashMLA: 3,000 of 3,350 GB/s), but a step
+consists of many short kernels. With the latencies below it gives 18 tokens/s per user; the same overview says 20-22."""
 
 HBM_USABLE = 0.9
 """Share of HBM for weights and KV: activations, graphs and communication buffers take the rest."""

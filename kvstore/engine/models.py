@@ -1,4 +1,4 @@
-"""Models as what they cost: FLOP a token, FLOP a pair of query and context token, KV bytes a token."""
+"""Models by their cost: FLOP per token, FLOP per pair of query and context token, KV bytes per token."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvstore.core.errors import NotFound
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What one query token costs in one layer, and what the layer keeps of a token.
+    """Cost of one query token in one layer, and the bytes that the layer keeps per token.
 
     Attributes:
-        pair_flops: FLOP for each context token that is attended to.
-        kv_bytes: bytes kept a token (keys and values, or the latent).
-        top_tokens: context tokens attended to at most (chosen by the indexer); None: all.
-        index_flops: FLOP of the indexer for each context token, attended to or not.
-        index_bytes: bytes kept a token for the indexer.
+        pair_flops: FLOP per attended context token.
+        kv_bytes: bytes kept per token (keys and values, or the latent).
+        top_tokens: maximum number of attended context tokens (chosen by the indexer); None: all.
+        index_flops: FLOP of the indexer per context token, attended or not.
+        index_bytes: bytes kept per token for the indexer.
     """
 
     pair_flops: float

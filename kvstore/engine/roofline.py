@@ -56,11 +56,11 @@ class EngineModel:
     """One engine: ``tensor_parallel`` GPUs that compute as one, in a group that shares the experts.
 
     Attributes:
-        model: what it runs.
-        gpu: on what.
+        model: its model.
+        gpu: its GPU.
         tensor_parallel: GPUs of this engine.
         group_gpus: GPUs over which experts are spread; the engine's own for dense models.
-        scale: of all seconds and bytes that this object answers.
+        scale: factor of all seconds and bytes that this object returns.
     """
 
     model: Model
@@ -109,9 +109,9 @@ class EngineModel:
         return share * self.gpu.peak_flops(self.model.weight_bytes) * self.tensor_parallel
 
     def prefill_seconds(self, batch: Iterable[PrefillChunk]) -> float:
-        """One forward pass over all layers; 0 for an empty batch.
+        """Time of one forward pass over all layers; 0 for an empty batch.
 
-        Exchanges between experts hide behind computation of the other half of the batch; they show where there is too little.
+        Exchanges between experts overlap with computation of the other half of the batch; only the rest counts.
         """
         chunks = list(batch)
         tokens = sum(chunk.new for chunk in chunks)
@@ -128,7 +128,7 @@ class EngineModel:
         return self.prefill_seconds(batch) / self.model.layers
 
     def attention_seconds(self, chunk: PrefillChunk) -> float:
-        """Attention alone, over all layers: what the compute quota of a batch is counted in."""
+        """Time of attention alone, over all layers: the unit of a batch's compute quota."""
         return self.model.attention_flops(chunk.cached, chunk.new) / self._prefill_flops_per_s * self.scale.dilation
 
     # ---- decode ----

@@ -1,1 +1,1 @@
-"""``kvstore events``: the metadata server's block events for those who speak vLLM's KV-event format over ZeroMQ."""
+"""``kvstore events``: publishes block events of the metadata server in vLLM's KV-event format over ZeroMQ."""

@@ -1,9 +1,10 @@
-"""The two sockets of vLLM's format: PUB for what happens, ROUTER for who missed some of it.
+"""The two sockets of vLLM's format: PUB for events, ROUTER for replays of missed events.
 
-A replay is asked for as of vLLM's own publisher: an empty frame and the number of the first batch wanted, in 8 bytes. The
-answer is a message a batch, and an empty one with number -1. Where that batch is not kept any more, vLLM's sends what is left,
-and a gap. Here the answer is then everything that is stored, from an ``AllBlocksCleared`` on, in batches that bear the last
-numbers published: so whoever asks from 0, or from where it left off, has the whole truth and goes on with the next number.
+A replay request is that of vLLM's own publisher: an empty frame, and the number of the first requested batch in 8 bytes. The
+answer is one message per batch, and an empty message with number -1. If that batch is no longer kept, vLLM's publisher sends
+the remaining batches and leaves a gap. This publisher sends the whole state instead: an ``AllBlocksCleared`` and all stored
+blocks, in batches with the last published numbers. So a subscriber that requests from 0, or from where it stopped, gets the
+true state and continues with the next number.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Final
 import zmq
 
 from kvclient.events import BlockMirror, Change
+from kvstore.config.events import EventsConfig
 from kvstore.core import limits
 from kvstore.core.errors import Unavailable
-from kvstore.events.config import EventsConfig
 from kvstore.events.translation import Translator
 from kvstore.events.wire import END_OF_REPLAY, SEQUENCE_BYTES, AllBlocksCleared, BlockStored, Event, KVEventBatch, encode, number
 from kvstore.observe.counters import Counters
@@ -28,20 +29,20 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import events as events_metrics
 
 logger = logging.getLogger(__name__)
-limited = LimitedLog(logger)  # whoever reaches the socket can cause its lines
+limited = LimitedLog(logger)  # any peer of the socket can cause these lines
 
 _POLL_MS: Final = 100
 _SEND_MS: Final = 2_000
-"""How long a replay waits for room in the queue of who asked for it."""
+"""How long a replay waits for room in the queue of its peer."""
 _REPLAY_S: Final = 15.0
-"""How long one replay may take: meanwhile others wait."""
+"""Maximum duration of one replay, because other replays wait for it."""
 _MOST_REQUEST_BYTES: Final = 64
 _MOST_SNAPSHOT_BATCHES: Final = 1_000
 _CLOSE_S: Final = 5.0
 
 
-class Publisher:
-    """Publishes what a mirror's changes mean. ``take`` is called by one thread, ``beat`` by any, replays run in another.
+class EventPublisher:
+    """Publishes the changes of a mirror. One thread calls ``take``, any thread ``heartbeat``; replays have their own thread.
 
     Raises:
         Unavailable: an endpoint cannot be bound.
@@ -60,21 +61,21 @@ class Publisher:
         self._snapshot: tuple[int, list[bytes]] = (-1, [])
         self._stopped = threading.Event()
         self.published = threading.Event()
-        """Set once the first snapshot is out."""
+        """Set after the first snapshot is published."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._thread: threading.Thread | None = None
         try:
             self._pub = self._context.socket(zmq.PUB)
             self._pub.set_hwm(config.high_water)
-            self._pub.set(zmq.MAXMSGSIZE, limits.MAX_NAME_BYTES + 1)  # all that comes is subscriptions to topics
-            self.endpoint = self._open(self._pub, config.endpoint, connect=config.connect)
-            """Of the PUB socket, with its real port."""
+            self._pub.set(zmq.MAXMSGSIZE, limits.MAX_NAME_BYTES + 1)  # peers only send subscriptions to topics
+            self.endpoint = self._open(self._pub, config.zmq, connect=config.connect)
+            """Endpoint of the PUB socket, with its real port."""
             self.replay_endpoint = ""
-            """Of the ROUTER socket, likewise; empty: there is none."""
+            """Endpoint of the ROUTER socket, with its real port; empty: no replays."""
             if config.replay is not None:
                 router = self._context.socket(zmq.ROUTER)
                 router.set(zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES)
-                router.set(zmq.ROUTER_MANDATORY, 1)  # a full queue is waited for, and not dropped into in silence
+                router.set(zmq.ROUTER_MANDATORY, 1)  # wait if the peer's queue is full, instead of dropping silently
                 router.set(zmq.SNDTIMEO, _SEND_MS)
                 self.replay_endpoint = self._open(router, config.replay, connect=False)
                 self._thread = threading.Thread(target=self._serve_replays, args=(router,), name="kvstore-replays", daemon=True)
@@ -91,25 +92,25 @@ class Publisher:
                 return endpoint
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            raise Unavailable("the endpoint cannot be had", endpoint=endpoint, why=error) from error
+            raise Unavailable("cannot open the endpoint", endpoint=endpoint, reason=error) from error
         return str(socket.get_string(zmq.LAST_ENDPOINT))
 
     def take(self, mirror: BlockMirror, change: Change) -> None:
-        """Publishes what a change of the mirror means."""
+        """Publish a change of the mirror."""
         with self._lock:
             for events in self._translator.take(mirror, change):
                 self._publish(events)
         if mirror.complete:
             self.published.set()
 
-    def beat(self) -> None:
-        """Publishes an empty batch where nothing was for a while; to be called now and then."""
+    def heartbeat(self) -> None:
+        """Publish an empty batch if none was published for ``heartbeat_s``. Call it several times per interval."""
         with self._lock:
-            if self.published.is_set() and time.monotonic() - self._published_s >= self._config.heartbeat_s:
+            if self.published.is_set() and time.monotonic() - self._published_s >= self._config.heartbeat_ms / 1000:
                 self._publish([])
 
     def close(self) -> None:
-        """Lets go of the sockets. Nothing may call ``take`` any more."""
+        """Close the sockets. Do not call ``take`` after this."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
@@ -122,7 +123,7 @@ class Publisher:
         self._kept_bytes += len(payload)
         self._next += 1
         self._published_s = time.monotonic()
-        while len(self._kept) > self._config.replay_batches or self._kept_bytes > self._config.replay_bytes:
+        while len(self._kept) > self._config.replay_batches or self._kept_bytes > self._config.replay_memory_bytes:
             self._kept_bytes -= len(self._kept.popleft()[1])
         stored = removed = 0
         for event in events:
@@ -146,27 +147,27 @@ class Publisher:
                 if router.poll(_POLL_MS):
                     self._serve(router)
             except zmq.ZMQError as error:
-                # the one who asked is gone, or reads too slowly; it may ask again
+                # the peer is gone or reads too slowly; it may request another replay
                 self._counters.add(events_metrics.REPLAYS_FAILED)
-                limited.warning("a replay was given up: %s", error)
+                limited.warning("replay cancelled: %s", error)
         router.close(linger=0)
 
     def _serve(self, router: zmq.Socket[bytes]) -> None:
         frames = router.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:
             self._counters.add(events_metrics.REPLAYS_REFUSED)
-            limited.warning("a request for a replay is not an empty frame and a number of 8 bytes")
+            limited.warning("malformed replay request: expected an empty frame and a number of 8 bytes")
             return
         deadline_s = time.monotonic() + _REPLAY_S
         self._counters.add(events_metrics.REPLAYS)
         for sequence, payload in self._since(int.from_bytes(frames[2], "big")):
             if self._stopped.is_set() or time.monotonic() > deadline_s:
-                raise zmq.Again(msg="it is read too slowly")
+                raise zmq.Again(msg="the peer reads too slowly")
             router.send_multipart((frames[0], b"", self._topic, number(sequence), payload))
         router.send_multipart((frames[0], b"", b"", END_OF_REPLAY, b""))
 
     def _since(self, first: int) -> Sequence[tuple[int, bytes]]:
-        """Numbered batches that bring whoever has all before ``first`` up to now."""
+        """Numbered batches that bring a subscriber with all batches before ``first`` up to date."""
         with self._lock:
             oldest = self._kept[0][0] if self._kept else self._next
             if first >= oldest:

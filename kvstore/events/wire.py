@@ -1,7 +1,7 @@
-"""vLLM's KV-event format (0.32), as bytes: msgpack of these structs, whose names and order of fields are part of it.
+"""vLLM's KV-event format (0.32): msgpack of these structs. Their names and the order of their fields are part of the format.
 
-A message has three frames: topic, the batch's number in 8 bytes (big-endian), the encoded batch. Fields of vLLM's
-that are never set here are left out, as vLLM leaves them out while they are unset; ``tests/engines`` holds both to each other.
+A message has three frames: the topic, the number of the batch in 8 bytes (big-endian), and the encoded batch. Fields of vLLM
+that are never set here are omitted, as vLLM omits unset fields; ``tests/engines`` compares both.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ BlockHash: TypeAlias = int | bytes
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks are in a medium from now on.
+    """Blocks were stored in a medium.
 
     Attributes:
-        block_hashes: which; a chain, if they come of one publish, else in any order.
-        parent_block_hash: of the first; None: it begins a chain, or its parent is not known.
+        block_hashes: the blocks; a chain if they were published together, otherwise in any order.
+        parent_block_hash: parent of the first block; None: it is the head of a chain, or its parent is unknown.
         token_ids: always empty: the store knows keys, not tokens.
-        block_size: tokens a block; 0: the namespace is not known.
+        block_size: tokens per block; 0: the namespace is unknown.
         lora_id: never set.
         medium: ``GPU``, ``CPU`` or ``STORAGE``.
-        lora_name: never set: an adapter is part of the namespace, and so of the hash.
+        lora_name: never set: an adapter is part of the namespace, and therefore of the hash.
     """
 
     block_hashes: list[BlockHash]
@@ -36,26 +36,26 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks are no longer in a medium: nobody has them there who can be read."""
+    """Blocks were removed from a medium: no readable volume of the tier holds them."""
 
     block_hashes: list[BlockHash]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Nothing that was told before holds."""
+    """All blocks of earlier events were removed."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What a message carries.
+    """Content of a message.
 
     Attributes:
         ts: seconds since 1970.
-        events: in order.
-        data_parallel_rank: as configured.
+        events: the events, in order.
+        data_parallel_rank: the configured rank.
     """
 
     ts: float
@@ -71,5 +71,5 @@ encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def number(sequence: int) -> bytes:
-    """A batch's number, as a frame."""
+    """The frame with a batch number."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big")

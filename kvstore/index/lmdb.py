@@ -1,18 +1,18 @@
-"""The embedded index: LMDB, memory-mapped, shared by several processes of one machine.
+"""The embedded index: LMDB, memory-mapped, shared by several processes of one host.
 
-Databases: ``blocks`` (key -> record, see ``kvstore.index.record``), ``lives`` and ``dead`` (volume epoch -> what it stands for
-/ when its leftovers are swept), ``namespaces`` (digest -> ordinal and spec), ``notes``, ``meta`` (epoch, revision, counters,
-sweep cursor).
+Databases: ``blocks`` (key -> record, see ``kvstore.index.record``), ``lives`` (open volume epochs), ``dead`` (closed volume
+epochs, and the sweep after which no record names them), ``namespaces`` (digest -> ordinal and spec), ``notes``, ``meta`` (index
+epoch, revision, counters, sweep cursor). The names ``lives`` and ``next_life`` (a counter) are part of the format.
 
-Any process may write: LMDB admits one writer at a time and readers see a commit at once. What a process remembers between
-calls (open volume epochs, ordinals of namespaces) is checked against ``revision``, which is read in the same snapshot as the
-records.
+Any process may write: LMDB admits one writer at a time, and readers see a commit at once. What a process caches between calls
+(open volume epochs, ordinals of namespaces) is checked against ``revision``, which is read in the same snapshot as the records.
 
-Threads: all methods may be called from any. Two locks: ``_write_lock`` serialises this process's writers, ``_gate`` is held for
+Threads: all methods may be called from any thread. ``_write_lock`` serialises this process's writers. ``_gate`` is held during
 each short read, so that the map can be resized while no transaction is open. A publish of many thousand keys holds the first
-for a while: call it from an executor. Lookups never wait for writers.
+lock for a while: call it from an executor. Lookups never wait for writers.
 
-After a fork the child must not use the index (LMDB forbids it): there it answers ``Unavailable``; a child opens it by itself.
+After a fork the child must not use the index (LMDB forbids it). There all methods raise ``Unavailable``; the child must open
+the index itself.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ T = TypeVar("T")
 Txn: TypeAlias = "lmdb.Transaction[bytes]"
 
 DEFAULT_MAP_BYTES = 64 << 30
-"""Address space, not disk: the file grows as it is filled, and the map doubles when it is full."""
+"""Address space, not disk space. The file grows with its contents, and the map doubles when it is full."""
 MIN_MAP_BYTES = 1 << 20
 _FORMAT = b"kvstore-index/1"
 _DATABASES = (b"meta", b"blocks", b"lives", b"dead", b"namespaces", b"notes")
 _SCAN_PART = 1_024
-"""Entries read in one hold of the gate: about a millisecond."""
+"""Records per hold of the gate: about a millisecond."""
 _CONFLICTS = "ignored keys that the index holds at another depth (volume_epoch=%d, keys=%d)"
 _FOREIGN = "ignored keys that the index holds for another namespace: no lookup finds them (volume_epoch=%d, keys=%d)"
 _UNNAMED = "ignored keys of new namespaces: the index holds as many namespaces as it may (volume_epoch=%d, keys=%d)"
@@ -81,13 +81,13 @@ def _count_nothing(_name: str, _amount: int) -> None:
     pass
 
 
-def _tell_nobody() -> None:
+def _ignore_damage() -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenVolumeEpochs:
-    """Open volume epochs, as of one revision."""
+    """Open volume epochs at one revision."""
 
     revision: bytes
     by_number: dict[VolumeEpoch, VolumeEpochInfo]
@@ -95,14 +95,14 @@ class _OpenVolumeEpochs:
 
     @property
     def revision_number(self) -> int:
-        """The revision, as callers see it."""
+        """The revision as a number."""
         return int.from_bytes(self.revision, "big")
 
 
 class LmdbIndex(PrefixIndex):
-    """See the module. Made with ``open``."""
+    """A prefix index in LMDB. Create it with ``open``."""
 
-    def __init__(self, files: IndexFiles, count: Count, on_damage: Callable[[], None] = _tell_nobody) -> None:
+    def __init__(self, files: IndexFiles, count: Count, on_damage: Callable[[], None] = _ignore_damage) -> None:
         self._files = files
         self._env = files.env
         self._count = count
@@ -118,7 +118,7 @@ class LmdbIndex(PrefixIndex):
         self._meta = meta
         self._ordinals: dict[NamespaceId, int] = {}
         self._known = _OpenVolumeEpochs(b"", {}, {})
-        self._judged: tuple[bytes, Container[VolumeEpoch], frozenset[VolumeEpoch]] = (b"", frozenset(), frozenset())
+        self._open_visible: tuple[bytes, Container[VolumeEpoch], frozenset[VolumeEpoch]] = (b"", frozenset(), frozenset())
         self._run_ends = RunEndCache()
         self._listener: IndexListener | None = None
         self._names: dict[int, NamespaceId] = {}
@@ -134,27 +134,27 @@ class LmdbIndex(PrefixIndex):
         map_bytes: int = DEFAULT_MAP_BYTES,
         read_only: bool = False,
         count: Count = _count_nothing,
-        on_damage: Callable[[], None] = _tell_nobody,
+        on_damage: Callable[[], None] = _ignore_damage,
     ) -> Self:
-        """Opens the index in a directory, or makes one. One that cannot be trusted is dropped and made anew (another ``epoch``).
+        """Open or create the index in a directory. An untrusted index is dropped and recreated with another ``epoch``.
 
         Args:
-            path: the directory; one index a directory, and one open index a process and directory.
-            map_bytes: address space to begin with.
-            read_only: another process writes it; every change here is refused.
-            count: where events are counted, e.g. ``Counters().add``.
-            on_damage: called once, in the thread that met it, when LMDB reports damage: from then on nothing here can be
-                relied upon; close the index and open it anew.
+            path: the directory. It holds one index, and a process may open it once.
+            map_bytes: initial address space.
+            read_only: another process writes; all changes by this object are rejected.
+            count: counts events, for example ``Counters().add``.
+            on_damage: called once, in the thread that found damage or requested a rebuild. Then close the index and open it
+                again.
 
-        On a full disk an index that is there opens too; changes are refused (``CapacityExceeded``) until there is room again.
+        On a full disk an existing index opens, too. Changes are rejected (``CapacityExceeded``) until there is room again.
 
         Raises:
-            Conflict: this process has it open already.
-            Unavailable: it cannot be opened, or is read-only and not there.
-            InvalidArgument: the path is no directory.
+            Conflict: this process has the index open already.
+            Unavailable: the index cannot be opened, or does not exist and ``read_only`` is set.
+            InvalidArgument: the path is not a directory.
         """
         if map_bytes < MIN_MAP_BYTES:
-            raise InvalidArgument("the map is too small", map_bytes=map_bytes, least=MIN_MAP_BYTES)
+            raise InvalidArgument("map_bytes is too small", map_bytes=map_bytes, minimum=MIN_MAP_BYTES)
         check = _is_index if read_only else _is_index_or_made_one
         return cls(IndexFiles(path, map_bytes=map_bytes, read_only=read_only, count=count, check=check), count, on_damage)
 
@@ -168,7 +168,7 @@ class LmdbIndex(PrefixIndex):
             if not name or len(name.encode()) > limits.MAX_NAME_BYTES:
                 raise InvalidArgument("a volume or node id is empty or too long", limit=limits.MAX_NAME_BYTES)
         if len(boot_id) != KEY_BYTES:
-            raise InvalidArgument("a boot id takes 16 bytes", bytes=len(boot_id))
+            raise InvalidArgument(f"a boot id must have {KEY_BYTES} bytes", bytes=len(boot_id))
 
         def work(txn: Txn) -> VolumeEpoch:
             known = self._open_volume_epochs(txn).by_boot.get((volume_id, boot_id))
@@ -195,7 +195,7 @@ class LmdbIndex(PrefixIndex):
                 return
             txn.delete(_U32.pack(volume_epoch), db=self._volume_epochs_db)
             cursor, running = self._sweep_state(txn)
-            # a pass under way has already gone by some of its records: they are gone when the next one ends
+            # a sweep in progress has already passed some of its records: the next sweep removes them
             txn.put(_U32.pack(volume_epoch), _U64.pack(running + 1 if cursor else running), db=self._dead)
             self._announce(txn)
 
@@ -209,14 +209,14 @@ class LmdbIndex(PrefixIndex):
     # ---- blocks ----
     def publish(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
         check_batch(stored, removed)
-        wanted = BatchEdit.reads(stored, removed)
+        keys_read = BatchEdit.reads(stored, removed)
 
         def work(txn: Txn) -> BatchEdit:
             volume_epochs = self._open_volume_epochs(txn).by_number
             if volume_epoch not in volume_epochs:
                 raise NotFound("the volume epoch is not open", volume_epoch=volume_epoch)
             cursor = txn.cursor(db=self._blocks)
-            existing = cast("dict[BlockKey, bytes]", dict(cursor.getmulti(wanted)))
+            existing = cast("dict[BlockKey, bytes]", dict(cursor.getmulti(keys_read)))
             edit = BatchEdit(volume_epoch, volume_epochs, lambda namespace: self._ordinal_or_new(txn, namespace), existing)
             edit.remove(removed)
             for run in stored:
@@ -230,8 +230,8 @@ class LmdbIndex(PrefixIndex):
         edit = self._write(work)
         self._run_ends.record_stored(stored)
         if self._listener is not None and (edit.stored or edit.removed):
-            gone = [RemovedKeys(whose, self._name_of(ordinal), keys) for (whose, ordinal), keys in edit.removed.items()]
-            self._listener.published(volume_epoch, edit.stored, gone)
+            lost = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in edit.removed.items()]
+            self._listener.published(volume_epoch, edit.stored, lost)
         for keys, counter, line in (
             (edit.conflicts, metadata_metrics.INDEX_KEY_CONFLICTS, _CONFLICTS),
             (edit.foreign, metadata_metrics.INDEX_KEY_FOREIGN, _FOREIGN),
@@ -244,7 +244,9 @@ class LmdbIndex(PrefixIndex):
 
     def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
         if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:
-            raise InvalidArgument("packed keys take 16 bytes each", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL)
+            raise InvalidArgument(
+                f"keys must have {KEY_BYTES} bytes each, and not be too many", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL
+            )
 
         count, head = len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
         guesses = self._run_ends.of(head)
@@ -298,13 +300,11 @@ class LmdbIndex(PrefixIndex):
         return found
 
     def request_rebuild(self) -> None:
-        """Has the index made anew by whoever opens it next, as if it were damaged, and tells the owner so."""
-        logger.warning(
-            "the index in %s is given up, as somebody asked for it: it is dropped when it is opened again", self._files.path
-        )
+        """Treat the index as damaged: the next process that opens it alone drops and recreates it. Calls ``on_damage``."""
+        logger.warning("index rebuild requested: %s (dropped at the next opening)", self._files.path)
         self._count(metadata_metrics.INDEX_REBUILDS_ASKED, 1)
         self._damaged = True
-        self._files.mark_given_up()
+        self._files.mark_for_rebuild()
         self._on_damage()
 
     def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
@@ -316,7 +316,7 @@ class LmdbIndex(PrefixIndex):
             records = [decode(value) if (value := txn.get(key, None, self._blocks)) else () for key in part]
             return [tuple(replicas_of(one, volume_epochs)) if one and one[0] == ordinal else () for one in records]
 
-        for at in range(0, len(keys), _SCAN_PART):  # in parts: the gate is held for each
+        for at in range(0, len(keys), _SCAN_PART):  # in parts: each part holds the gate
             part = keys[at : at + _SCAN_PART]
             found += self._read(lambda txn, part=part: work(txn, part))  # type: ignore[misc]
         return found
@@ -327,7 +327,7 @@ class LmdbIndex(PrefixIndex):
 
     def blocks_from(self, first: BlockKey | None, most: int) -> tuple[list[IndexedBlock], BlockKey | None]:
         if most < 1:
-            raise InvalidArgument("a look at the index takes one record at least", most=most)
+            raise InvalidArgument("most must be positive", most=most)
 
         def work(txn: Txn) -> tuple[list[tuple[bytes, tuple[int, ...], tuple[VolumeEpoch, ...]]], bytes | None]:
             volume_epochs = self._open_volume_epochs(txn).by_number
@@ -364,7 +364,7 @@ class LmdbIndex(PrefixIndex):
 
     def sweep(self, max_entries: int) -> bool:
         if max_entries < 1:
-            raise InvalidArgument("a sweep looks at one record at least", max_entries=max_entries)
+            raise InvalidArgument("max_entries must be positive", max_entries=max_entries)
 
         def work(txn: Txn) -> bool:
             if not txn.stat(self._dead)["entries"]:
@@ -472,7 +472,7 @@ class LmdbIndex(PrefixIndex):
 
     # ---- transactions ----
     def _read(self, work: Callable[[Txn], T]) -> T:
-        """Runs work on a snapshot. Work is short: the gate is held."""
+        """Run work on a snapshot. It must be short, because it holds the gate."""
         try:
             while True:
                 with self._gate:
@@ -489,7 +489,7 @@ class LmdbIndex(PrefixIndex):
             raise self._failed(error) from error
 
     def _write(self, work: Callable[[Txn], T]) -> T:
-        """Runs work and commits it, all or nothing. Work may run twice (the map had to grow): it changes only txn."""
+        """Run work and commit it as a whole. Work may run twice (if the map had to grow), so it must only change ``txn``."""
         if self._files.read_only:
             raise Unsupported("the index is open for reading only", path=self._files.path)
         try:
@@ -500,7 +500,7 @@ class LmdbIndex(PrefixIndex):
                     try:
                         self._files.make_writable()
                     except KVStoreError as error:
-                        self._refused(error)
+                        self._record_failure(error)
                         raise
                     try:
                         with self._env.begin(write=True) as txn:
@@ -516,11 +516,11 @@ class LmdbIndex(PrefixIndex):
                         return done
         except lmdb.Error as error:
             failed = self._failed(error)
-            self._refused(failed)
+            self._record_failure(failed)
             raise failed from error
 
-    def _refused(self, error: KVStoreError) -> None:
-        limited.warning("the index in %s takes no changes: %s", self._files.path, error)
+    def _record_failure(self, error: KVStoreError) -> None:
+        limited.warning("index change failed: %s (%s)", self._files.path, error)
         self._changes.failed(time.monotonic(), error)
 
     def _adopt_size(self) -> None:
@@ -529,15 +529,15 @@ class LmdbIndex(PrefixIndex):
 
     def _failed(self, error: lmdb.Error) -> KVStoreError:
         if isinstance(error, DAMAGE):
-            if not self._damaged:  # told once: every lookup meets it
+            if not self._damaged:  # reported once: each lookup finds it
                 self._damaged = True
-                logger.error("the index in %s is damaged and is dropped when it is opened again: %s", self._files.path, error)
+                logger.error("index damaged: %s (%s; dropped at the next opening)", self._files.path, error)
                 self._files.mark_damaged()
                 self._on_damage()
         else:
             self._count(metadata_metrics.INDEX_ERRORS, 1)
         if isinstance(error, lmdb.ReadersFullError):
-            self._env.reader_check()  # killed readers leave their slots behind; the next call finds them free
+            self._env.reader_check()  # frees the slots of killed readers for the next call
         return as_store_error(error, self._files.path)
 
     # ---- parts of transactions ----
@@ -555,16 +555,16 @@ class LmdbIndex(PrefixIndex):
 
     def _visible_of(self, known: _OpenVolumeEpochs, visible: Container[VolumeEpoch]) -> Container[VolumeEpoch]:
         """The open volume epochs among the visible ones; computed once per frozen set."""
-        revision, asked, open_ones = self._judged
-        if asked is visible and revision == known.revision:
-            return open_ones
-        open_ones = frozenset([volume_epoch for volume_epoch in known.by_number if volume_epoch in visible])
+        revision, judged, open_visible = self._open_visible
+        if judged is visible and revision == known.revision:
+            return open_visible
+        open_visible = frozenset([volume_epoch for volume_epoch in known.by_number if volume_epoch in visible])
         if isinstance(visible, frozenset):
-            self._judged = known.revision, visible, open_ones
-        return open_ones
+            self._open_visible = known.revision, visible, open_visible
+        return open_visible
 
     def _ordinal(self, txn: Txn, namespace: NamespaceId) -> int | None:
-        """Number of a namespace. Numbers never change, so one that was committed may be remembered for good."""
+        """Number of a namespace. A committed number never changes, so it is cached."""
         ordinal = self._ordinals.get(namespace)
         if ordinal is None:
             if len(namespace) != KEY_BYTES or (value := txn.get(namespace, db=self._namespaces)) is None:
@@ -573,14 +573,15 @@ class LmdbIndex(PrefixIndex):
         return ordinal
 
     def _ordinal_or_new(self, txn: Txn, namespace: NamespaceId) -> int | None:
-        """In a writer. A namespace that blocks arrive for before it was announced gets its number, and its spec later.
+        """Number of a namespace, for a writer. A namespace whose blocks arrive before its spec gets a number now.
 
-        None: there are as many as may be.
+        Returns:
+            None if the index holds as many namespaces as it may.
         """
         known = self._ordinals.get(namespace)
         if known is not None:
             return known
-        value = txn.get(namespace, db=self._namespaces)  # not remembered: it may be of this very transaction
+        value = txn.get(namespace, db=self._namespaces)  # not cached: it may not be committed yet
         if value is None:
             if txn.stat(self._namespaces)["entries"] >= limits.MAX_NAMESPACES:
                 return None
@@ -590,7 +591,7 @@ class LmdbIndex(PrefixIndex):
         return ordinal
 
     def _name_of(self, ordinal: int) -> NamespaceId:
-        """The namespace that a committed record names by number. Numbers never change."""
+        """The namespace with a committed number. Numbers never change, so names are cached."""
         name = self._names.get(ordinal)
         if name is None:
 
@@ -612,33 +613,33 @@ class LmdbIndex(PrefixIndex):
         txn.put(b"revision", _U64.pack(revision), db=self._meta)
 
     def _sweep_state(self, txn: Txn) -> tuple[bytes, int]:
-        """(key to go on from, empty at the start of a pass; number of the pass)."""
+        """(key to continue from, empty at the start of a sweep; number of the sweep)."""
         value = txn.get(b"sweep", _U64.pack(0), self._meta)
         return value[8:], _U64.unpack_from(value)[0]
 
     def _scan(
         self, txn: Txn, first: bytes, most: int, end: bytes | None = None
     ) -> tuple[list[tuple[bytes, bytes]], bytes | None]:
-        """Up to ``most`` records from a key on, none from ``end`` on, and the key to go on from (None: that was the last)."""
+        """Up to ``most`` records of ``[first, end)``, and the key to continue from (None: there are no more)."""
         with txn.cursor(db=self._blocks) as cursor:
             if not (cursor.set_range(first) if first else cursor.first()):
                 return [], None
             records: Iterator[tuple[bytes, bytes]] = cursor.iternext(keys=True, values=True)
-            if end is not None:  # or each of 4,096 ranges would read what lies in hundreds behind it
+            if end is not None:  # otherwise each of the 4,096 ranges would read hundreds of later records
                 records = takewhile(lambda record: record[0] < end, records)
             part = list(islice(records, most + 1))
         return part[:most], part[most][0] if len(part) > most else None
 
     def abandon_after_fork(self) -> None:
-        self._closed = "the index was opened before a fork: open it anew in the child"
-        self._write_lock, self._gate = threading.Lock(), threading.Lock()  # another thread of the parent may have held them
+        self._closed = "the index was opened before a fork: open it in the child"
+        self._write_lock, self._gate = threading.Lock(), threading.Lock()  # another thread of the parent may hold the old ones
         self._files.abandon()
         _inherited.append(self._env)
 
 
 _opened: weakref.WeakSet[LmdbIndex] = weakref.WeakSet()
 _inherited: list[lmdb.Environment] = []
-"""Environments of a parent process: kept, for letting go of one would close what is the parent's."""
+"""Environments of a parent process. They must stay referenced: freeing one would close the parent's files."""
 
 
 def _abandon_all() -> None:
@@ -650,7 +651,7 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 
 def _is_index(env: lmdb.Environment) -> bool:
-    """Whether an environment holds an index of this format."""
+    """Whether the environment holds an index of this format."""
     try:
         databases = [env.open_db(name, create=False) for name in _DATABASES]
     except lmdb.NotFoundError:
@@ -681,7 +682,7 @@ def _volume_epoch_info(volume_epoch: VolumeEpoch, value: bytes) -> VolumeEpochIn
 
 
 def _note_key(name: str) -> bytes:
-    """LMDB's keys end at 511 bytes, names do not."""
+    """A digest, because LMDB limits keys to 511 bytes."""
     return hashlib.sha256(name.encode()).digest()
 
 

@@ -1,25 +1,30 @@
-"""Files of an LMDB index: opening, dropping what cannot be trusted, growing, closing. Knows nothing of blocks.
+"""Files of an LMDB index: open them, drop untrusted ones, grow the map, close them. This module knows nothing about blocks.
 
-In the index's directory::
+Contents of the index directory::
 
-    data.mdb, lock.mdb   LMDB's own
-    state.json           which machine boot has it open, or, after a clean close, size and checksum of data.mdb
-    opening.lock         held while a process opens or closes the index, so that one at a time decides on it
-    writers.lock         shared by all processes that have it open for writing; who gets it alone is the only one
+    data.mdb, lock.mdb   LMDB's files
+    state.json           the machine boot that has the index open or, after a clean close, size and checksum of data.mdb
+    opening.lock         held while a process opens or closes the index, so that one process at a time decides about it
+    writers.lock         shared by all processes that have the index open for writing; exclusive for a process that is alone
 
-LMDB runs with ``sync=False``: no commit waits for the disk. A killed process loses nothing (the page cache has it), but after a
-crash of the machine the file may be torn, and LMDB, which maps it and has no checksums, could fault on it. So: opened after
-another machine boot without a clean close, with a content that is not what was closed, too short, or unreadable, the file is
-dropped (logged and counted): the index is a hint and nodes fill it again. A ``data.mdb`` that no index wrote is moved to
-``data.mdb.foreign`` instead, in case the path was a mistake. Damage done by others *while* a process of ours has the file
-open is noticed only when LMDB reports it; then the index is marked, its owner is told, and it is dropped at the next opening.
-A file cut off while it is open is a SIGBUS, which no process survives: the next one finds it too short.
+LMDB runs with ``sync=False``: no commit waits for the disk. A killed process loses nothing, because the page cache has its
+commits. But after a crash of the machine the file may be torn, and LMDB, which maps it and has no checksums, could crash on it.
+Therefore the file is dropped (logged and counted) in these cases: the machine was restarted without a clean close, the content
+differs from what was closed, pages are missing, or LMDB cannot read it. The index is a hint, and nodes publish their blocks
+again. A ``data.mdb`` that no index wrote is moved to ``data.mdb.foreign``, in case the path was a mistake.
 
-On a full disk the index is opened all the same, if it is there: what it holds can be read, but before the state says that the
-file is in use, nothing is written to it (a crash would leave a torn file that is called clean). Each write tries to note it.
+After a mere kill the index is kept: the check for missing pages reads two pages, whereas a rebuild takes seconds per million
+blocks and makes every lookup miss meanwhile.
 
-Not ``writemap``: a full disk would then be a SIGBUS instead of an error. Deleting the files under a running process does not
-disturb it (it keeps the deleted files until it closes); processes started later would see a new, other index.
+Damage by others *while* a process of ours has the file open is noticed only if LMDB reports it. Then the index is marked, its
+owner is notified, and the next opening drops it. If the file is truncated while it is open, the process dies of SIGBUS; the
+next opening finds pages missing.
+
+On a full disk an existing index is opened, too, and can be read. Nothing is written to it before ``state.json`` says that it is
+in use: after a crash a torn file would otherwise count as clean. Each write tries to update ``state.json``.
+
+The index does not use ``writemap``: on a full disk that would be a SIGBUS instead of an error. Deleting the files does not
+disturb a running process, which keeps the deleted files until it closes them. Processes that start later create a new index.
 """
 
 from __future__ import annotations
@@ -53,9 +58,9 @@ MAX_MAP_BYTES = 1 << 46
 MAX_DATABASES = 8
 MAX_READERS = 1_024
 LOCK_FILE_BYTES = 128 + 64 * MAX_READERS
-"""What LMDB takes for its lock file: a header, and a cache line a reader."""
+"""Size of LMDB's lock file: a header, and one cache line per reader."""
 CHECKSUM_BYTES_MAX = 4 << 30
-"""Larger files are recognised by size alone: reading them would cost more than filling them again is worth."""
+"""Larger files are recognised by size only: reading them would take longer than a rebuild is worth."""
 OPENING_TIMEOUT_S = 30.0
 
 DAMAGE = (
@@ -69,9 +74,9 @@ DAMAGE = (
     lmdb.BadValsizeError,
     lmdb.CursorFullError,
     lmdb.PageFullError,
-    lmdb.BadDbiError,  # no database of ours is ever dropped: the page that names it is another
+    lmdb.BadDbiError,  # no database is ever deleted, so the page that names it was changed
 )
-"""What LMDB says of a file that is not as it left it."""
+"""Errors by which LMDB reports a damaged file."""
 
 _LITTLE_ROOM_BYTES = 1 << 20
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
@@ -81,7 +86,7 @@ _open_paths_lock = threading.Lock()
 
 
 class IndexFiles:
-    """The open files of one index. ``check`` says, in an open environment, whether the content is an index of ours."""
+    """The open files of one index. ``check`` decides, in an open environment, whether the content is an index."""
 
     def __init__(
         self, path: Path, *, map_bytes: int, read_only: bool, count: Count, check: Callable[[lmdb.Environment], bool]
@@ -93,11 +98,11 @@ class IndexFiles:
         self._check = check
         self._writers: int | None = None
         self._marked = False
-        """Whether state.json says that the file is in use, so that it may be written to."""
+        """Whether state.json says that the file is in use, so that writes are allowed."""
         self._real_path = os.path.realpath(path)
         with _open_paths_lock:
             if self._real_path in _open_paths:
-                raise Conflict("the index is open in this process already; share that one", path=path)
+                raise Conflict("this process has the index open already: share that object", path=path)
             _open_paths.add(self._real_path)
         try:
             self.env = self._open_existing() if read_only else self._open_or_make()
@@ -112,7 +117,7 @@ class IndexFiles:
     # ---- opening ----
     def _open_existing(self) -> lmdb.Environment:
         if not (self.path / "data.mdb").exists():
-            raise Unavailable("there is no index yet; open it for writing first", path=self.path)
+            raise Unavailable("the index does not exist: open it for writing first", path=self.path)
         try:
             env = self._environment()
         except lmdb.Error as error:
@@ -120,13 +125,13 @@ class IndexFiles:
         if self._whole() and self._check(env):
             return env
         env.close()
-        raise Unavailable("the index is damaged or not one of ours; open it for writing to make it anew", path=self.path)
+        raise Unavailable("the index is damaged or invalid: open it for writing to recreate it", path=self.path)
 
     def _open_or_make(self) -> lmdb.Environment:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            raise InvalidArgument("an index takes a directory", path=self.path) from error
+            raise InvalidArgument("the path of an index must be a directory", path=self.path) from error
         opening = _lock_file(self.path / "opening.lock")
         try:
             _lock_within(opening, OPENING_TIMEOUT_S, self.path)
@@ -140,7 +145,7 @@ class IndexFiles:
                 state = self._read_state()
                 self._marked = state is not None and not state.get("clean")
             env = self._open_checked(may_drop=alone)
-            fcntl.flock(self._writers, fcntl.LOCK_SH)  # at once: the only exclusive holder turns it into shared
+            fcntl.flock(self._writers, fcntl.LOCK_SH)  # succeeds at once: the only exclusive holder changes to shared
             return env
         finally:
             os.close(opening)
@@ -151,7 +156,7 @@ class IndexFiles:
         except OSError as error:
             if error.errno not in _NO_ROOM or not (self.path / "data.mdb").exists():
                 raise
-            logger.exception("no room on disk for the index in %s: it can be read, and not be changed until there is", self.path)
+            logger.exception("no room on disk for the index: %s (read-only until there is room)", self.path)
             self._count(metadata_metrics.INDEX_READ_ONLY, 1)
 
     def _mark_in_use(self) -> None:
@@ -159,11 +164,11 @@ class IndexFiles:
         self._marked = True
 
     def make_writable(self) -> None:
-        """To be called before each write: makes sure that state.json says that the file is in use.
+        """Make sure that state.json says that the file is in use. Call it before each write.
 
         Raises:
-            CapacityExceeded: there is no room on disk to say so.
-            Unavailable: the directory cannot be written to.
+            CapacityExceeded: the disk is full.
+            Unavailable: the directory is not writable.
         """
         if self._marked:
             return
@@ -171,15 +176,15 @@ class IndexFiles:
             self._mark_in_use()
         except OSError as error:
             if error.errno in _NO_ROOM:
-                raise CapacityExceeded("no room on disk: the index can only be read", path=self.path, reason=error) from error
+                raise CapacityExceeded("no room on disk: the index is read-only", path=self.path, reason=error) from error
             raise Unavailable("the index cannot be written to", path=self.path, reason=error) from error
-        logger.warning("the index in %s can be written to again", self.path)
+        logger.warning("index writable again: %s", self.path)
         self._count(metadata_metrics.INDEX_WRITABLE_AGAIN, 1)
 
     def _reserve_lock_file(self) -> None:
-        """Gives LMDB's lock file its blocks: it is mapped, and a page of it that finds no room later would be a SIGBUS.
+        """Allocate the disk blocks of LMDB's lock file. It is mapped, so a page without a block on a full disk would be a SIGBUS.
 
-        Called alone and before LMDB opens it: closing a file lets go of all locks that the process has on it.
+        Called by a process that is alone, before LMDB opens the file: closing a file releases all locks of the process on it.
         """
         descriptor = _lock_file(self.path / "lock.mdb")
         try:
@@ -187,19 +192,19 @@ class IndexFiles:
         except OSError as error:
             if not os.fstat(descriptor).st_blocks:
                 raise
-            # its first page, which serves dozens of readers, is there
-            logger.warning("the lock file of the index in %s gets no room of its own: %s", self.path, error)
+            # the first page, which serves dozens of readers, is allocated
+            logger.warning("lock file of the index not preallocated: %s (%s)", self.path, error)
         finally:
             os.close(descriptor)
 
     def _open_checked(self, *, may_drop: bool) -> lmdb.Environment:
         for _ in range(2):
-            reason = "content is no index"
+            reason = "content is not an index"
             try:
                 env = self._environment()
                 try:
                     if self._whole() and self._check(env):
-                        env.reader_check()  # slots of readers that were killed
+                        env.reader_check()  # frees the slots of killed readers
                         return env
                 except BaseException:
                     env.close()
@@ -213,7 +218,7 @@ class IndexFiles:
                 break
             self._drop(reason)
         raise Unavailable(
-            "the index is damaged; stop all processes that have it open, then start again", path=self.path, reason=reason
+            "the index is damaged: stop all processes that have it open, then start again", path=self.path, reason=reason
         )
 
     def _environment(self) -> lmdb.Environment:
@@ -223,14 +228,14 @@ class IndexFiles:
             readonly=self.read_only,
             sync=False,
             metasync=False,
-            readahead=False,  # keys are random: what lies beside a page is not what is wanted next
+            readahead=False,  # keys are random, so the neighbouring page is rarely needed next
             max_dbs=MAX_DATABASES,
             max_readers=MAX_READERS,
             max_spare_txns=4,
         )
 
     def _whole(self) -> bool:
-        """Whether all pages that LMDB may touch are in the file: beyond its end, a mapped read is a SIGBUS."""
+        """Whether the file contains all pages that LMDB may read: a mapped read beyond its end is a SIGBUS."""
         fd = os.open(self.path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
         try:
             return lmdb_meta.is_whole(os.fstat(fd).st_size, lambda offset, size: os.pread(fd, size, offset))
@@ -239,14 +244,14 @@ class IndexFiles:
 
     # ---- trust ----
     def _drop_untrusted(self) -> None:
-        """Called alone: drops the files unless they are as the last owner left them."""
+        """Drop the files unless they are as the last owner left them. Called by a process that is alone."""
         data = self.path / "data.mdb"
         if not data.exists() or not data.stat().st_size:
             self._remove_files()
             return
         state = self._read_state()
         if state is None:
-            logger.warning("%s was not written by an index; it is moved to data.mdb.foreign", data)
+            logger.warning("foreign data file moved to data.mdb.foreign: %s", data)
             self._count(metadata_metrics.INDEX_DROPPED, 1)
             data.replace(self.path / "data.mdb.foreign")
             self._remove_files()
@@ -254,12 +259,12 @@ class IndexFiles:
             self._drop("LMDB reported damage")
         elif state.get("clean"):
             if state.get("bytes") != data.stat().st_size or state.get("checksum") != _checksum(data):
-                self._drop("content is not what was closed")
+                self._drop("content differs from the clean close")
         elif state.get("machine_boot") != _machine_boot():
-            self._drop("the machine was started again without a clean close")
+            self._drop("the machine was restarted without a clean close")
 
     def _drop(self, reason: str) -> None:
-        logger.warning("the index in %s is dropped and made anew: %s", self.path, reason)
+        logger.warning("index dropped: %s (%s)", self.path, reason)
         self._count(metadata_metrics.INDEX_DROPPED, 1)
         self._remove_files()
 
@@ -268,18 +273,18 @@ class IndexFiles:
             (self.path / name).unlink(missing_ok=True)
 
     def mark_damaged(self) -> None:
-        """LMDB found damage: the next process that opens the index alone drops it."""
+        """Record that LMDB found damage: the next process that opens the index alone drops it."""
         self._count(metadata_metrics.INDEX_DAMAGED, 1)
-        self.mark_given_up()
+        self.mark_for_rebuild()
 
-    def mark_given_up(self) -> None:
-        """The next process that opens the index alone drops it."""
+    def mark_for_rebuild(self) -> None:
+        """Record that the next process that opens the index alone must drop it."""
         if self.read_only:
             return
         try:
             self._write_state({"format": FORMAT, "clean": False, "damaged": True, "machine_boot": _machine_boot()})
-        except OSError as error:  # the disk may be what is ill; whoever meets the damage next tries again
-            logger.warning("that the index is given up cannot be noted in %s: %s", self.path, error)
+        except OSError as error:  # perhaps the disk is broken; the next call that finds the damage tries again
+            logger.warning("cannot mark the index for a rebuild: %s (%s)", self.path, error)
 
     def _read_state(self) -> dict[str, object] | None:
         try:
@@ -307,35 +312,35 @@ class IndexFiles:
 
     # ---- growing ----
     def grow(self) -> None:
-        """Doubles the map. No transaction of this process may be open."""
+        """Double the map. No transaction of this process may be open."""
         size = self.env.info()["map_size"] * 2
         if size > MAX_MAP_BYTES:
-            raise CapacityExceeded("the index has reached its largest size", bytes=size // 2)
-        logger.info("the map of the index in %s grows to %d bytes", self.path, size)
+            raise CapacityExceeded("the index has reached its maximum size", bytes=size // 2)
+        logger.info("index map grown: %s (bytes=%d)", self.path, size)
         self._count(metadata_metrics.INDEX_GROWN, 1)
         self.env.set_mapsize(size)
 
     def adopt_size(self) -> None:
-        """Takes over the map size that another process has set. No transaction of this process may be open.
+        """Adopt the map size that another process has set. No transaction of this process may be open.
 
         Raises:
-            lmdb.PanicError: a size that cannot be had, which only a damaged file names; LMDB has closed the environment.
+            lmdb.PanicError: the size cannot be mapped, which only a damaged file causes; LMDB has closed the environment.
         """
         try:
             self.env.set_mapsize(0)
         except lmdb.Error as error:
-            raise lmdb.PanicError(f"the map's size cannot be taken over: {error}") from error
+            raise lmdb.PanicError(f"the map size cannot be adopted: {error}") from error
 
     # ---- closing ----
     def close(self) -> None:
-        """Closes the files; the last process to do so leaves them synced and with a checksum."""
+        """Close the files. The last process to close them syncs them and records a checksum."""
         try:
             if self._writers is None:
                 self.env.close()
             else:
                 self._close_writer(self._writers)
-        except (OSError, Unavailable, lmdb.Error) as error:  # no clean close: after a restart of the machine it will be dropped
-            logger.warning("the index in %s was not closed cleanly: %s", self.path, error)
+        except (OSError, Unavailable, lmdb.Error) as error:  # after a restart of the machine the index will be dropped
+            logger.warning("index not closed cleanly: %s (%s)", self.path, error)
             self._count(metadata_metrics.INDEX_UNCLEAN_CLOSE, 1)
         finally:
             self.env.close()
@@ -356,7 +361,7 @@ class IndexFiles:
             os.close(opening)
 
     def abandon(self) -> None:
-        """In a forked child: lets go of the locks, and leaves the environment (it is the parent's) untouched."""
+        """Release the locks in a forked child. The environment belongs to the parent and stays untouched."""
         if self._writers is not None:
             os.close(self._writers)
             self._writers = None
@@ -370,7 +375,7 @@ class IndexFiles:
 
 
 def as_store_error(error: lmdb.Error, path: Path) -> KVStoreError:
-    """LMDB's errors in our words."""
+    """Convert an LMDB error."""
     code = getattr(error, "code", 0)
     if isinstance(error, lmdb.DiskError | lmdb.MapFullError) or code in _NO_ROOM or (code == errno.EIO and _is_full(path)):
         return CapacityExceeded("no room on disk for the index", path=path, reason=error)
@@ -378,7 +383,7 @@ def as_store_error(error: lmdb.Error, path: Path) -> KVStoreError:
 
 
 def _is_full(path: Path) -> bool:
-    """Whether a commit may have found no room. LMDB calls a write that a full disk cut short an input/output error."""
+    """Whether the disk is full. LMDB reports a short write on a full disk as an input/output error."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -416,5 +421,7 @@ def _lock_within(descriptor: int, timeout_s: float, path: Path) -> None:
     deadline = time.monotonic() + timeout_s
     while not _try_lock(descriptor, fcntl.LOCK_EX):
         if time.monotonic() > deadline:
-            raise Unavailable("another process is opening or closing the index and does not end", path=path)
+            raise Unavailable(
+                "another process holds opening.lock: it did not finish opening or closing the index in time", path=path
+            )
         time.sleep(0.01)

@@ -1,29 +1,30 @@
-"""Finding the longest servable prefix of a chain, and who holds which part of it, from as few records as possible. Pure.
+"""Find the longest servable prefix of a chain, and its replicas, from as few records as possible. Pure.
 
-A *probe* looks at one position of the chain and answers ``{volume epoch: run_start}`` of the visible volume epochs that hold
-it; empty: nobody.
+A *probe* reads one position of the chain and returns ``{volume epoch: run_start}`` of the visible volume epochs that hold it;
+empty: the block is absent.
 
-1. **Hit length**: bisection between the head and the last key asked for.
+1. **Hit length**: bisection between the head and the last requested key.
 2. **Cover**: between two neighbouring probed positions ``low < high``, each volume epoch at ``high`` with start ``s`` is
-   trusted to hold ``[max(s, low + 1), high]``. A position that nobody is trusted to hold is probed itself: either it brings
-   volume epochs whose claims cover more, or it is a hole and the hit ends there (bisect again below it).
+   trusted to hold ``[max(s, low + 1), high]``. A position that no volume epoch is trusted to hold is probed. Either the probe
+   finds volume epochs whose claims cover more positions, or it is a gap, the hit ends there, and the bisection continues below
+   it.
 3. **Discover**: a volume epoch at ``low`` that is not known to reach ``high`` ends somewhere between: bisect until its last
-   block is probed. So a volume that holds just the first 40 of 100 blocks is found, from its record at the head.
+   block is probed. So a volume that holds only the first 40 of 100 blocks is found, from its record at the head.
 
-If the caller guesses where runs end (``kvstore.index.run_end_cache``), all guesses are probed first: the last block of each run
-and the one after it. Nearly always they are right, and then what was probed satisfies 1 to 3 as it is, without any search; else
-the search goes on from there, and bisections look around the guesses first. Guesses choose where to look, never what to answer.
+If the caller guesses the ends of runs (``kvstore.index.run_end_cache``), all guesses are probed first: the last block of each
+run and the block after it. Guesses are nearly always right. Then these probes satisfy 1 to 3 without any search; otherwise the
+search continues from them, and bisections probe near the guesses first. Guesses only decide where to probe, never the answer.
 
-What holds, whatever the index contains:
+Guarantees, whatever the index contains:
 
-* every block of ``[0, blocks)`` is covered by a run; every run is true at its last block, and no run covers a probed position
-  whose record lacks its volume epoch;
-* a claim is trusted down to the next probed position only, so a stale claim is found wherever a probe falls on it;
-* where the union of the visible records is prefix-closed, ``blocks`` is exact; where each volume epoch's claims are true, so is
-  each run.
+* each block of ``[0, blocks)`` is covered by a run. Each run is true at its last block, and no run covers a probed position whose
+  record lacks its volume epoch;
+* a claim is trusted down to the next probed position only, so a probe within a stale claim reveals it;
+* if the union of the visible records is prefix-closed, ``blocks`` is exact. If the claims of a volume epoch are true, so are
+  its runs.
 
-What does not: a run of a further volume that begins and ends strictly between two neighbouring probes is not seen (the hit
-does not depend on it); discovery is bounded, so in a chain scattered over very many volumes some ends come out too short.
+Not guaranteed: a run of a further volume that begins and ends between two neighbouring probes is not found (the hit does not
+depend on it). Discovery is bounded, so in a chain that is scattered over very many volumes some runs are reported too short.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from kvstore.index.record import Replicas
 
 MAX_DISCOVERY_PROBES = 256
 MAX_GUESSES = 8
-"""With more of them, looking at all is no longer cheaper than searching among them."""
+"""With more guesses, probing all of them costs more than a search that starts without them."""
 NO_HIT = PrefixHit(0, ())
 
 
 def longest_prefix(count: int, probe: Callable[[int], Replicas], ends: Sequence[int] = ()) -> PrefixHit:
-    """Longest prefix of a chain.
+    """Find the longest prefix of a chain.
 
     Args:
-        count: blocks asked for.
-        probe: see the module.
-        ends: guesses: numbers of blocks after which some volume's run may end.
+        count: number of requested blocks.
+        probe: reads one position.
+        ends: guesses: numbers of leading blocks after which a run may end.
     """
     if not count:
         return NO_HIT
@@ -69,9 +70,13 @@ def longest_prefix(count: int, probe: Callable[[int], Replicas], ends: Sequence[
 
 
 def _as_guessed(count: int, probe: Callable[[int], Replicas], ends: Sequence[int], seen: dict[int, Replicas]) -> int | None:
-    """The hit, if probes at its head, its last block and around the guessed ends leave nothing to search; else None.
+    """The hit length, if probes at the head, the last block and the guessed ends leave nothing to search; else None.
 
-    ``seen`` takes what was probed, in order of position.
+    Args:
+        count: number of requested blocks.
+        probe: reads one position.
+        ends: guesses.
+        seen: gets the probed positions, in order.
     """
     positions = {0, count - 1}
     for end in ends:
@@ -90,16 +95,16 @@ def _as_guessed(count: int, probe: Callable[[int], Replicas], ends: Sequence[int
                 if claimed <= known:
                     break
             else:
-                return None  # nobody is trusted to hold the blocks right below
+                return None  # no volume epoch is trusted to hold the blocks right below
             for volume_epoch in below:
                 if above.get(volume_epoch, high) > known:
-                    return None  # its run ends somewhere between
+                    return None  # its run ends between the two
         low, below = high, above
     return count
 
 
 class _Search:
-    """One lookup: what was probed so far."""
+    """State of one lookup: the positions that were probed."""
 
     def __init__(self, probe: Callable[[int], Replicas], ends: Sequence[int], seen: dict[int, Replicas]) -> None:
         self._probe = probe
@@ -114,7 +119,7 @@ class _Search:
         return holders
 
     def bisect(self, low: int, high: int) -> int:
-        """First absent position, where ``low`` is held and ``high`` is not (as far as the probes see)."""
+        """Find the first absent position between ``low``, which is held, and ``high``, which is absent."""
         while high - low > 1:
             middle = self._middle(low, high)
             if self.at(middle):
@@ -124,7 +129,7 @@ class _Search:
         return high
 
     def cover(self, hit: int) -> int | None:
-        """Probes until claims cover ``[0, hit)`` and run ends are known. Answers a hole if it meets one."""
+        """Probe until claims cover ``[0, hit)`` and run ends are known. Returns a gap if it finds one, else None."""
         stack = list(pairwise(sorted(position for position in self.seen if position < hit)))
         while stack:
             low, high = stack.pop()
@@ -139,13 +144,13 @@ class _Search:
         return None
 
     def _next_probe(self, low: int, high: int) -> int | None:
-        """Where between two probed, held positions to look next; None: all that matters is known."""
+        """The next position to probe between two held positions; None: no further probe is needed."""
         above = self.seen[high]
         first_covered = min(above.values())
         if first_covered > low + 1:
             return first_covered - 1
         for volume_epoch in self.seen[low]:
-            if above.get(volume_epoch, high) > low + 1:  # its end lies between
+            if above.get(volume_epoch, high) > low + 1:  # its run ends between the two
                 if not self._discovery_left:
                     return None
                 self._discovery_left -= 1
@@ -153,17 +158,17 @@ class _Search:
         return None
 
     def _middle(self, low: int, high: int) -> int:
-        """Where strictly between to look next: the middle one of the guesses there, else the middle."""
+        """The position between ``low`` and ``high`` to probe next: the median guess, else the middle."""
         guesses = self._guesses
         first, beyond = bisect_right(guesses, low), bisect_left(guesses, high)
         return guesses[(first + beyond) // 2] if first < beyond else (low + high) // 2
 
 
 def _runs(seen: dict[int, Replicas], hit: int) -> tuple[ReplicaRun, ...]:
-    """All that the probes say of ``[0, hit)``, neighbouring parts joined."""
+    """Runs within ``[0, hit)`` according to the probes; adjacent parts are joined."""
     joined: list[ReplicaRun] = []
     current: dict[VolumeEpoch, tuple[int, int]] = {}
-    beyond = 0  # of the probe before
+    beyond = 0  # end of the previous probe
     for position in sorted(seen):
         if position >= hit:
             break

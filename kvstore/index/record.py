@@ -1,17 +1,16 @@
-"""What an index remembers of one key, in bytes, and how a published batch changes it. Pure; any key-value store can hold it.
+"""Record of one key, as bytes, and the changes of a published batch. Pure; any key-value store can hold the records.
 
 A record is little-endian uint32 numbers::
 
     namespace ordinal, depth, then for each replica: volume epoch, run_start
 
-``run_start`` is a claim of the volume epoch: *at the moment this block was published, my volume held the chain from depth
-run_start up to here without a gap*. It is made from the parent's record: where the volume epoch is in it, its ``run_start`` is
-inherited, else the run begins here. Publishing a block again makes the claim anew, so a claim is as true as the parent's record
-is.
+``run_start`` is a claim of the volume epoch: *when this block was published, my volume held the chain from depth run_start up
+to here without a gap*. It is derived from the parent's record: if the volume epoch is in it, its ``run_start`` is inherited,
+otherwise the run begins here. Publishing a block again renews the claim, so a claim is as true as the parent's record.
 
-A claim goes stale only when a block is removed while the same volume epoch still holds its children. Nodes remove leaves first,
-so that happens only where a node was lost or an index was repaired in the middle; readers (``kvstore.index.prefix``) trust a
-claim only as far down as the next record they have seen.
+A claim becomes stale only if a block is removed while the same volume epoch still holds its children. Nodes remove leaves
+first, so that happens only if a node was lost or an index was repaired in between. Readers (``kvstore.index.prefix``) trust a
+claim only as far down as the next record that they have read.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ Replicas = dict[VolumeEpoch, int]
 
 _pack_single = struct.Struct("<4I").pack
 _UNPACK = {size: struct.Struct(f"<{size // 4}I").unpack for size in range(HEAD_BYTES + REPLICA_BYTES, 65, REPLICA_BYTES)}
-"""Ready-made formats of records with one to seven replicas: nearly all there are, and twice as fast."""
+"""Compiled formats of records with one to seven replicas. They are twice as fast, and nearly all records have as few."""
 
 
 def encode(ordinal: int, depth: int, replicas: Mapping[VolumeEpoch, int]) -> bytes:
-    """Record -> bytes."""
+    """Encode a record."""
     flat = [number for replica in replicas.items() for number in replica]
     return struct.pack(f"<{2 + len(flat)}I", ordinal, depth, *flat)
 
 
 def decode(value: bytes) -> tuple[int, ...]:
-    """Bytes -> (ordinal, depth, volume epoch, run_start, volume epoch, run_start, …)."""
+    """Decode a record: (ordinal, depth, volume epoch, run_start, volume epoch, run_start, …)."""
     unpack = _UNPACK.get(len(value))
     return unpack(value) if unpack is not None else struct.unpack(f"<{len(value) // 4}I", value)
 
@@ -57,13 +56,13 @@ def replicas_of(record: tuple[int, ...], volume_epochs: Container[VolumeEpoch]) 
 
 
 class BatchEdit:
-    """One published batch, worked out in memory against the records that it touches.
+    """One published batch, applied in memory to the records that it affects.
 
     Args:
-        volume_epoch: who publishes.
-        open_volume_epochs: volume epochs that still count; what others left in a touched record is dropped on the way.
-        ordinal_of: number of a namespace; None: there is no room for one more.
-        existing: records of all keys and parents in the batch that are there now.
+        volume_epoch: the publisher.
+        open_volume_epochs: open volume epochs; replicas of others are removed from affected records.
+        ordinal_of: returns the number of a namespace; None: the index holds as many namespaces as it may.
+        existing: present records of all keys and parents in the batch.
     """
 
     def __init__(
@@ -80,30 +79,30 @@ class BatchEdit:
         self._now: dict[BlockKey, bytes | None] = dict(existing)
         self._touched: set[BlockKey] = set()
         self.conflicts = 0
-        """Blocks not published: the key is held at another place (a slip of some writer: keys are hashes of their place)."""
+        """Ignored blocks: the key is held at another depth, which is an error of a writer: a key is a hash of its chain."""
         self.foreign = 0
-        """Blocks not published: the key is held for another namespace."""
+        """Ignored blocks: the key is held for another namespace."""
         self.unnamed = 0
-        """Blocks not published: their namespace is not known, and there is no room for one more."""
+        """Ignored blocks: their namespace is unknown, and the index holds as many as it may."""
         self.replaced = 0
-        """Blocks published in place of a record that named another place: their parents are here, right before them."""
+        """Blocks that replaced a record of another depth, because their parents are held one level above."""
         self.stored: list[BlockRun] = []
-        """What of the runs took effect."""
+        """Parts of the runs that took effect."""
         self.removed: dict[tuple[VolumeEpoch, int], list[BlockKey]] = {}
         """Keys that each volume epoch no longer holds, by namespace ordinal; for other volume epochs: replaced keys."""
 
     @staticmethod
     def reads(stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> list[BlockKey]:
-        """Keys whose records the batch needs, in order."""
-        wanted = set(removed)
+        """Keys whose records the batch reads, in order."""
+        keys = set(removed)
         for run in stored:
-            wanted.update(run.keys)
+            keys.update(run.keys)
             if run.parent is not None:
-                wanted.add(run.parent)
-        return sorted(wanted)
+                keys.add(run.parent)
+        return sorted(keys)
 
     def remove(self, keys: Iterable[BlockKey]) -> None:
-        """The volume epoch no longer holds these."""
+        """Remove keys from the volume epoch."""
         ordinal, gone = -1, list[BlockKey]()
         for key in keys:
             value = self._now.get(key)
@@ -122,29 +121,29 @@ class BatchEdit:
             gone.append(key)
 
     def store(self, run: BlockRun) -> None:
-        """The volume epoch holds this run."""
+        """Add a run to the volume epoch."""
         ordinal = self._ordinal_of(run.namespace)
         if ordinal is None:
             self.unnamed += len(run.keys)
             return
         start = self._run_start(run, ordinal)
-        if self._now.keys().isdisjoint(run.keys):  # all new: the case that a node's inventory is made of
+        if self._now.keys().isdisjoint(run.keys):  # all keys are new, as in most of a node's inventory
             volume_epoch = self._volume_epoch
             depths = range(run.depth, run.depth + len(run.keys))
             self._now.update(zip(run.keys, [_pack_single(ordinal, depth, volume_epoch, start) for depth in depths], strict=True))
             self._touched.update(run.keys)
             self.stored.append(run)
             return
-        linked = run.parent not in run.keys and self._stands(run.parent, ordinal, run.depth - 1)
+        parent_held = run.parent not in run.keys and self._is_held_at(run.parent, ordinal, run.depth - 1)
         begun = run.depth
         for depth, key in enumerate(run.keys, start=run.depth):
-            if not self._store_one(key, ordinal, depth, start, linked=linked):
-                self._took(run, begun, depth)
-                begun = start = depth + 1  # the chain has a gap here
-        self._took(run, begun, run.depth + len(run.keys))
+            if not self._store_one(key, ordinal, depth, start, parent_held=parent_held):
+                self._record_stored(run, begun, depth)
+                begun = start = depth + 1  # the stored run has a gap here
+        self._record_stored(run, begun, run.depth + len(run.keys))
 
-    def _took(self, run: BlockRun, begun: int, end: int) -> None:
-        """Blocks at depths ``[begun, end)`` of a run took effect."""
+    def _record_stored(self, run: BlockRun, begun: int, end: int) -> None:
+        """Record that blocks at depths ``[begun, end)`` of a run took effect."""
         first, last = begun - run.depth, end - run.depth
         if last - first == len(run.keys):
             self.stored.append(run)
@@ -152,8 +151,8 @@ class BatchEdit:
             parent = run.keys[first - 1] if first else run.parent
             self.stored.append(BlockRun(run.namespace, parent, begun, run.keys[first:last]))
 
-    def _stands(self, key: BlockKey | None, ordinal: int, depth: int) -> bool:
-        """Whether a volume epoch that counts has a key at a place."""
+    def _is_held_at(self, key: BlockKey | None, ordinal: int, depth: int) -> bool:
+        """Whether an open volume epoch holds a key at this depth."""
         value = None if key is None else self._now.get(key)
         if value is None:
             return False
@@ -169,7 +168,7 @@ class BatchEdit:
             return run.depth
         return replicas_of(parent, self._open).get(self._volume_epoch, run.depth)
 
-    def _store_one(self, key: BlockKey, ordinal: int, depth: int, start: int, *, linked: bool) -> bool:
+    def _store_one(self, key: BlockKey, ordinal: int, depth: int, start: int, *, parent_held: bool) -> bool:
         value = self._now.get(key)
         replicas: Replicas = {}
         if value is not None:
@@ -179,7 +178,7 @@ class BatchEdit:
                 if replicas and record[0] != ordinal:
                     self.foreign += 1
                     return False
-                if replicas and not linked:
+                if replicas and not parent_held:
                     self.conflicts += 1
                     return False
                 self.replaced += bool(replicas)
@@ -192,10 +191,10 @@ class BatchEdit:
         return True
 
     def puts(self) -> list[tuple[BlockKey, bytes]]:
-        """Records to write, in key order; those that came out as they were are left out."""
+        """Changed records, in key order."""
         now, existing = self._now, self._existing
         return [(key, value) for key in sorted(self._touched) if (value := now[key]) is not None and existing.get(key) != value]
 
     def deletes(self) -> list[BlockKey]:
-        """Keys to delete, in order."""
+        """Keys of records to delete, in order."""
         return [key for key in sorted(self._touched) if self._now[key] is None and key in self._existing]

@@ -1,4 +1,4 @@
-"""That accounts add up: what was asked for is what came and what was missed, of whatever happened in between."""
+"""Check of a client's counters: requested blocks are either hits or misses, after any failure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstore.observe.metric_definitions import METRICS
 
 
 def check_accounts(totals: Mapping[str, int], block_tokens: int) -> None:
-    """Checks one client's totals, as ``KVClient.stats`` answers them between two calls.
+    """Check one client's totals, as ``KVClient.stats`` returns them between two calls.
 
     Raises:
         AssertionError: they do not add up.

@@ -4,8 +4,8 @@
         engine = bed.start(ServeSpec("engine", model, store=store_transfer(cluster.metadata_address, node.local_socket)))
         engine.complete("Once upon a time", max_tokens=8)
 
-Each engine is its own process group, killed as a whole, also when whoever started it is killed. Logs stay in the bed's folder.
-Starting costs some fifteen seconds of a core, so several are started at once and shared between tests.
+Each engine is a separate process group and is killed as a whole, also if its parent is killed. Logs stay in the bed's folder. A
+start costs some fifteen seconds of a core, so several are started at once and shared between tests.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _QUIET = {
     "VLLM_SERVER_DEV_MODE": "1",  # its cache can be reset
 }
 _KEEPER = 'read -r _; kill -KILL "-$0"'
-"""A shell that kills an engine's processes when its input ends, as it does when whoever started the engine is killed."""
+"""A shell that kills an engine's processes when its input ends, which happens if the parent is killed."""
 
 
 def store_transfer(
     metadata: str, node: str = "auto", *, role: str = "kv_both", policy: str = "recompute", **options: object
 ) -> dict[str, Any]:
-    """The ``--kv-transfer-config`` that puts our connector into an engine.
+    """Build the ``--kv-transfer-config`` of our connector.
 
     Args:
         metadata: address of the metadata server.
-        node: of this engine's node; see ``HookOptions.node``.
+        node: address of this engine's node; see ``HookOptions.node``.
         role: ``kv_both``, or ``kv_producer`` and ``kv_consumer`` of engines that prefill and decode.
-        policy: what vLLM does about a load that failed.
+        policy: vLLM's handling of a failed load.
         options: further options of the connector.
     """
     name, module = _CONNECTORS[role != "kv_both"]
@@ -72,22 +72,22 @@ def store_transfer(
 
 @dataclass(frozen=True, slots=True)
 class ServeSpec:
-    """How one engine is served.
+    """Configuration of one served engine.
 
     Attributes:
-        name: of its log.
+        name: name of its log.
         model: folder with the model.
         store: ``kv_transfer_config``; None: the engine alone.
         dtype: of weights and KV.
         core: CPU that computes; None: all.
         kv_cache_bytes: the engine's own KV cache.
-        block_tokens: tokens of a block.
+        block_tokens: tokens per block.
         max_tokens: longest context.
         arguments: further arguments of ``vllm serve``.
         environment: further environment.
         served_name: name of the model in requests and namespaces.
-        host: address that it listens on and is reached by.
-        launcher: what starts it; None: a plain child process.
+        host: address that it listens on.
+        launcher: starts the process; None: a plain child process.
     """
 
     name: str
@@ -123,7 +123,7 @@ class ServeSpec:
 
 
 class ServedEngine:
-    """A served engine. Its methods that ask it something raise ``Unavailable`` where it does not answer."""
+    """A served engine. Its requests raise ``Unavailable`` if it does not answer."""
 
     def __init__(self, spec: ServeSpec, port: int, process: subprocess.Popen[bytes], log_path: Path, log_start: int) -> None:
         self.spec = spec
@@ -141,11 +141,11 @@ class ServedEngine:
 
     @property
     def url(self) -> str:
-        """Where an OpenAI client looks."""
+        """Base URL for OpenAI clients."""
         return f"http://{self.address}/v1"
 
     def log(self) -> str:
-        """What this run of it logged."""
+        """Log of this run."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
@@ -239,7 +239,7 @@ class ServedEngine:
         self.process.wait(STOP_TIMEOUT_S)
 
     def pause(self) -> None:
-        """Stops all its processes where they are (SIGSTOP)."""
+        """Pause all its processes (SIGSTOP)."""
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -353,4 +353,4 @@ class EngineBed:
 
 
 _LAUNCHED_PORT = 8_000
-"""Of engines that a launcher starts: each is on a host of its own."""
+"""Port of engines with a launcher: each is on a separate host."""

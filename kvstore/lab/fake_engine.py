@@ -1,6 +1,6 @@
-"""An OpenAI-compatible server that computes nothing: a real HTTP server on a real socket, which does and fails as it is told.
+"""An OpenAI-compatible server that computes nothing: a real HTTP server on a real socket with scripted answers and failures.
 
-For tests of what stands before engines. Its answers name it and count the words of the prompt; a prompt's words are its tokens.
+For tests of the router. Its answers contain its name and the number of words of the prompt; a prompt's words are its tokens.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _BLOCK_TOKENS = 16
 
 @dataclass(slots=True)
 class Behaviour:
-    """What one request meets.
+    """Scripted handling of one request.
 
     Attributes:
-        status: of the answer.
-        body: of an answer that is no completion.
-        pieces: of a streamed answer.
-        hold: nothing is answered before it is set.
-        hold_after: pieces of a stream that come before ``hold`` is waited for.
-        cut_after: the connection is cut after so many pieces of a stream; 0: before the head.
-        cut_inside: the connection is cut inside of an answer that is not streamed.
+        status: status of the answer.
+        body: body of an answer that is not a completion.
+        pieces: pieces of a streamed answer.
+        hold: the answer waits until this event is set.
+        hold_after: number of stream pieces before it waits for ``hold``.
+        cut_after: the connection is cut after this number of stream pieces; 0: before the head.
+        cut_inside: the connection is cut within an answer that is not streamed.
         unended: a stream closes without its last event.
-        headers: further ones.
-        waits_for_prompts: what a prefill engine is to hand over never comes.
+        headers: further headers.
+        waits_for_prompts: a prefill engine never hands its prompt over.
         raw: the body, piece by piece, instead of an answer; None: the connection is cut.
-        hold_behind: ``raw`` does not end before it is set.
+        hold_behind: ``raw`` does not end before this event is set.
     """
 
     status: int = 200
@@ -59,13 +59,13 @@ class FakeEngine:
     """One engine, on the running event loop. An async context manager.
 
     Attributes:
-        name: in its answers.
-        requests: bodies, as they came.
-        seen_headers: of these requests.
-        script: what the next requests meet; then all goes well.
-        gone: requests whose client left before they were answered.
-        well: what ``/health`` says.
-        models: what it serves.
+        name: name in its answers.
+        requests: received bodies.
+        seen_headers: their headers.
+        script: handling of the next requests; later requests succeed.
+        gone: requests whose client disconnected before the answer.
+        well: answer of ``/health``.
+        models: served models.
     """
 
     def __init__(self, name: str, *, models: tuple[str, ...] = ("m",), capacity_blocks: int = 1_000) -> None:
@@ -114,7 +114,7 @@ class FakeEngine:
         self._server.should_exit = self._server.force_exit = True
         self.cut_all()
         await self._task
-        self.cut_all()  # also what came in meanwhile
+        self.cut_all()  # including requests that arrived since
         self._server = self._task = None
 
     def cut_all(self) -> None:
@@ -129,12 +129,12 @@ class FakeEngine:
         return f"http://127.0.0.1:{self._port}"
 
     async def until_requests(self, count: int) -> None:
-        """Waits until it has seen so many."""
+        """Wait until it has received this number of requests."""
         async with self.changed:
             await self.changed.wait_for(lambda: len(self.requests) >= count)
 
     async def until_gone(self, count: int) -> None:
-        """Waits until so many clients have left."""
+        """Wait until this number of clients has disconnected."""
         async with self.changed:
             await self.changed.wait_for(lambda: self.gone >= count)
 
@@ -255,7 +255,7 @@ class FakeEngine:
         await asyncio.sleep(60)  # cancelled as the connection goes
 
     async def _hold(self, request: Request, hold: asyncio.Event) -> None:
-        """Waits until told, or the client has gone."""
+        """Wait for the event, or until the client disconnects."""
         waits = [asyncio.ensure_future(hold.wait()), asyncio.ensure_future(_gone(request))]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not waits[0].done():

@@ -1,6 +1,6 @@
-"""A block table with many durable blocks, made in memory alone: to see what a block costs, and how long the table takes.
+"""A block table with many durable blocks in memory, to measure the memory of a block and the speed of the table.
 
-All parts are the real ones but the durable volume, which gives out slots and keeps no bytes.
+All components are real except the durable volume, which allocates slots and keeps no bytes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class FilledTable:
         self._chains = count()
 
     def fill(self, blocks: int) -> list[list[BlockKey]]:
-        """Stores so many blocks and makes them durable; returns their keys, chain by chain."""
+        """Store a number of blocks and make them durable; returns their keys, chain by chain."""
         return [self._store_chain(next(self._chains)) for _ in range(blocks // self._chain_blocks)]
 
     def _store_chain(self, chain: int) -> list[BlockKey]:
@@ -114,7 +114,7 @@ class FilledTable:
         self.table.complete(prepared, keys, sums)
         while blocks := self.table.take_pending(len(keys), 1 << 30, 0.0):
             for block, slot in zip(blocks, self._durable_slots(len(blocks)), strict=True):
-                self.table.persisted(block, self.node_volume, slot)
+                self.table.writeback_done(block, self.node_volume, slot)
         return list(keys)
 
     def _durable_slots(self, wanted: int) -> list[Slot]:

@@ -61,7 +61,7 @@ class RouterProcess:
 
     @property
     def url(self) -> str:
-        """Where an OpenAI client looks."""
+        """Base URL for OpenAI clients."""
         return f"http://{self.address}/v1"
 
     def stop(self) -> int:

@@ -1,7 +1,7 @@
-"""SGLang's own host pools, controller and radix tree on a machine without a GPU: what its storage backends are tested with.
+"""SGLang's own host pools, controller and radix tree on a machine without a GPU, for tests of its storage backends.
 
-Its copies between device and host memory (both are host memory here) are replaced by plain index copies; everything between them
-and the storage backend is SGLang's own code. ``sglang_kernels.install`` comes first.
+Its copies between device and host memory (both are host memory here) are replaced by index copies; everything between them and
+the storage backend is SGLang's own code. Call ``sglang_kernels.install`` first.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Tree:
         cache.init_hicache(arguments, cache.cache_init_params)
         atexit.unregister(cache.shutdown)
         self._stack.callback(cache.cache_controller.detach_storage_backend)
-        cache.write_through_threshold = 1 << 30  # backups are made when a test says so
+        cache.write_through_threshold = 1 << 30  # a test triggers backups
         cache.load_back_threshold = 0
         cache.cache_controller.prefetch_capacity_limit = cache.cache_controller.mem_pool_host.size
 
@@ -197,14 +197,17 @@ class Tree:
         return [buffers for one in pools for buffers in (one.k_buffer, one.v_buffer)]
 
     def match(self, tokens: Sequence[int]) -> Any:  # noqa: ANN401
-        """What the tree has of a prompt."""
+        """Prefix of a prompt in the tree."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
 
     def snapshot(self, node: Any) -> list[Any]:  # noqa: ANN401
-        """What a prompt up to a node needs: K and V of each layer, in windows those of the last tokens; recurrent state there."""
+        """State that a prompt up to a node needs: K and V of each layer, in windows those of the last tokens.
+
+        Recurrent state at the node.
+        """
         from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
         from sglang.test.kits.unified_radix_cache.fixtures import node_device_value
 

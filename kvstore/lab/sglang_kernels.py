@@ -1,6 +1,6 @@
-"""Stand-ins for the GPU kernels that SGLang imports, so that its Python runs on a machine without a GPU.
+"""Stubs of the GPU kernels that SGLang imports, so that its Python code runs on a machine without a GPU.
 
-SGLang, and what is done here for it, change the process (SGLang patches transformers): use one that does nothing else.
+SGLang and these stubs change the process (SGLang patches transformers): use a process that does nothing else.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import types
 from collections.abc import Sequence
 
 STAND_INS = ("triton", "torchvision", "IPython", "gguf", "datasets", "sgl_kernel")
-"""Top-level packages that get one where they are not installed."""
+"""Top-level packages that are replaced by stubs if they are not installed."""
 
 
 class _Anything:
-    """Whatever a module of kernels is used for while it is imported: decorators, types, constants."""
+    """Stub of any object that a kernel module uses at import: decorators, types, constants."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -25,7 +25,7 @@ class _Anything:
         return arguments[0] if len(arguments) == 1 and callable(arguments[0]) and not options else _Anything()
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__") or name == "get_current_target":  # there is no GPU to be the target: ask, and it is the CPU
+        if name.startswith("__") or name == "get_current_target":  # without a GPU the target is the CPU
             raise AttributeError(name)
         return _Anything()
 
@@ -57,7 +57,7 @@ class _StandIn(types.ModuleType):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a stand-in for what is not installed."""
+    """Finds stubs of packages that are not installed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -75,9 +75,10 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Makes SGLang importable; call it before the first import of SGLang.
+    """Make SGLang importable; call it before the first import of SGLang.
 
-    What is installed is used. Torch and transformers look for such packages, too: they do so before they could find a stand-in.
+    Installed packages are used. Torch and transformers probe for such packages at import, so they are imported before the stubs
+    are visible.
     """
     if any(isinstance(finder, _StandIns) for finder in sys.meta_path):
         return

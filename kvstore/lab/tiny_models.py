@@ -1,13 +1,13 @@
-"""Tiny language models with random weights, made in a second and written to a folder as engines read them.
+"""Tiny language models with random weights, created in a second in the format that engines read.
 
-They are made so that a test with them proves something:
+Their properties make tests meaningful:
 
-* weights are large (``initializer_range``), or the output would hardly depend on the KV cache, and a wrong byte would not show;
-* the tokenizer is byte by byte, and only printable ASCII is ever the greedy choice: the text of an answer turns into the same
-  tokens again, so a session's next turn has the blocks of this one, and no answer ends before its ``max_tokens``;
+* weights are large (``initializer_range``), or the output would hardly depend on the KV cache, and wrong bytes would not show;
+* the tokenizer is byte by byte, and only printable ASCII is ever the greedy choice: the text of an answer converts to the same
+  tokens, so a session's next turn has the blocks of this one, and no answer ends before its ``max_tokens``;
 * the same family, sizes and seed give the same bytes in every process.
 
-Needs transformers and torch; both are loaded when a model is made.
+Requires transformers and torch; both are loaded when a model is created.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """What is made.
+    """Parameters of a model.
 
     Attributes:
         family: kind of model.
-        layers: how many; 0: as few as show what is particular about the family.
+        layers: number of layers; 0: the minimum that shows the family's properties.
         hidden: width.
-        heads: of queries.
-        kv_heads: of keys and values (one latent for ``DEEPSEEK``, whatever is said here).
+        heads: query heads.
+        kv_heads: heads of keys and values (always one latent for ``DEEPSEEK``).
         head_dim: of a head.
         window: tokens that sliding layers see.
         max_tokens: longest context.
-        seed: of the weights.
+        seed: seed of the weights.
         initializer_range: standard deviation of the weights.
     """
 
@@ -85,23 +85,23 @@ class TinyModel:
 
 
 def make_model(folder: Path, model: TinyModel = TinyModel()) -> Path:
-    """Makes a model with its tokenizer, unless it lies there already.
+    """Create a model with its tokenizer, unless it exists.
 
     Args:
-        folder: where to; made if need be.
-        model: what.
+        folder: target folder; created if needed.
+        model: parameters.
 
     Returns:
-        ``folder``, which ``from_pretrained`` and ``vllm serve`` take.
+        ``folder``, for ``from_pretrained`` and ``vllm serve``.
 
     Raises:
-        InvalidArgument: another model lies there.
+        InvalidArgument: the folder contains another model.
     """
     said = json.dumps(asdict(model), sort_keys=True)
     done = folder / _DONE
     if done.exists():
         if done.read_text() != said:
-            raise InvalidArgument("another model lies in this folder", folder=folder)
+            raise InvalidArgument("the folder contains another model; choose another folder", folder=folder)
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     _save_tokenizer(folder)
@@ -170,7 +170,7 @@ def _llama(model: TinyModel) -> Any:  # noqa: ANN401  # a model of transformers
 
 
 def _qwen3(model: TinyModel) -> Any:  # noqa: ANN401
-    """Queries and keys are normed: without a larger scale every token would see the mean of all, whatever they are."""
+    """Queries and keys are normalised: without a larger scale every token would see the mean of all values."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     made = Qwen3ForCausalLM(Qwen3Config(**_common(model, 4), head_dim=model.head_dim))
@@ -228,7 +228,7 @@ _MAKERS = {Family.LLAMA: _llama, Family.QWEN3: _qwen3, Family.GEMMA3: _gemma3, F
 
 
 def main() -> None:
-    """``python -m kvstore.lab.tiny_models FOLDER``: makes a model and says where it is."""
+    """``python -m kvstore.lab.tiny_models FOLDER``: create a model and print its folder."""
     parser = argparse.ArgumentParser(
         prog="python -m kvstore.lab.tiny_models", description="Makes a tiny model of random weights."
     )

@@ -1,5 +1,5 @@
 # ruff: noqa: N802, ARG002  # names and signatures of the handlers are gRPC's
-"""The MetadataAdmin service: what operators see of the metadata server and change at it. A thin shell, beside Metadata."""
+"""Handlers of the MetadataAdmin service: what operators inspect and change at the metadata server."""
 
 from __future__ import annotations
 
@@ -33,50 +33,50 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["MetadataAdmin"].full_name
 MOST_NAMESPACES: Final = 1_000
 MOST_LIVE: Final = 1_000
 SETTABLE_POLICIES: Final = tuple(name for name in POLICIES if name != "oracle")
-"""``oracle`` reads nothing, for measuring: as everybody's policy it would make every load a miss."""
+"""All but ``oracle``, which reads nothing and serves measurements: it would turn every load into a miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetadataAdminParts:
-    """What the handlers look at and change.
+    """Components that the handlers use.
 
     Args:
         index: the index.
-        nodes: who is registered and alive.
-        reads: the thread for long reads of the index.
-        lookups: how they fared.
-        planning: load plans.
-        clock: the planner's.
-        workers: server processes that share the port.
-        configured_policy: path policy as the server was started.
-        in_force: the configuration, for those who ask.
-        rebuild: gives the index up, so that it is made anew.
-        retention: what may stay on nodes.
-        orders: where that is kept.
+        nodes: registrations and liveness.
+        reads: thread for long reads of the index.
+        lookups: statistics of lookups.
+        planner: load plans.
+        clock: clock of the planner.
+        workers: number of server processes that share the port.
+        configured_policy: path policy of the configuration.
+        in_force: the effective configuration.
+        rebuild: drops the index and creates a new one.
+        retention: quotas and retention rules.
+        settings: the file with quotas and retention rules.
     """
 
     index: PrefixIndex
     nodes: NodeTable
     reads: IndexThread
     lookups: Lookups
-    planning: PlannerService
+    planner: PlannerService
     clock: Clock
     workers: int
     configured_policy: str
     in_force: Sequence[EffectiveSetting]
     rebuild: Callable[[], None]
     retention: RetentionPolicies
-    orders: SettingsStore
+    settings: SettingsStore
 
 
 class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
-    """Handlers; their names and comments are those of ``proto/kvstore/v1/admin.proto``."""
+    """The handlers. ``proto/kvstore/v1/admin.proto`` documents each method."""
 
     def __init__(self, parts: MetadataAdminParts) -> None:
         self._parts = parts
         self._began_s = parts.clock.now_s()
 
-    # ---- looking ----
+    # ---- inspection ----
     async def DescribeServer(self, request: pb.DescribeServerRequest, context: object) -> pb.DescribeServerResponse:
         parts = self._parts
         stats, statuses = parts.index.stats(), parts.nodes.statuses()
@@ -91,10 +91,10 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
             nodes_alive=alive,
             nodes_silent=len(statuses) - alive - refused,
             nodes_refused=refused,
-            live_plans=len(parts.planning.planner),
+            live_plans=len(parts.planner.planner),
             workers=parts.workers,
             uptime_ms=int((parts.clock.now_s() - self._began_s) * 1000),
-            path_policy=parts.planning.default_policy,
+            path_policy=parts.planner.default_policy,
             settings=[
                 pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
                 for one in parts.in_force
@@ -103,26 +103,26 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         )
 
     def _problems(self, stats: IndexStats) -> list[str]:
-        """What is wrong with this process's index and files, in words."""
+        """Problems of this process with the index and the settings file."""
         found = []
         if stats.failing:
-            since = f"since {stats.failing_s:.0f} s"
-            found.append(f"the index takes no changes {since}, and what is new is not found: {stats.failing}"[:MAX_REASON])
-        if self._parts.orders.now() is None:
-            why = f"{self._parts.orders.path} cannot be read ({self._parts.orders.wrong})"
-            found.append(f"{why}: nodes go on with the quotas, times to live and pins that they heard last")
+            since = f"since {stats.failing_s:.0f} s ago"
+            found.append(f"the index takes no changes ({since}), and new blocks are not found: {stats.failing}"[:MAX_REASON])
+        if self._parts.settings.read() is None:
+            problem = f"{self._parts.settings.path} cannot be read ({self._parts.settings.problem})"
+            found.append(f"{problem}: nodes keep their last quotas, times to live and pins; repair or remove the file")
         return found
 
     async def DescribeNamespaces(self, request: pb.DescribeNamespacesRequest, context: object) -> pb.DescribeNamespacesResponse:
         entries = self._parts.index.namespaces()
         if request.namespace_id:
-            wanted = check_id(request.namespace_id, "namespace_id")
-            entries = [entry for entry in entries if entry[0] == wanted]
+            selected = check_id(request.namespace_id, "namespace_id")
+            entries = [entry for entry in entries if entry[0] == selected]
         elif request.after:
             after = check_id(request.after, "after")
             found = next((position for position, entry in enumerate(entries) if entry[0] == after), None)
             if found is None:
-                raise NotFound("the namespace to go on behind is not known any more: begin again", namespace=after.hex())
+                raise NotFound("the namespace in after is unknown: list from the beginning", namespace=after.hex())
             entries = entries[found + 1 :]
         limit = min(request.limit or MOST_NAMESPACES, MOST_NAMESPACES)
         return pb.DescribeNamespacesResponse(
@@ -130,13 +130,13 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         )
 
     def _namespace(self, namespace: NamespaceId, spec: bytes) -> pb.NamespaceDescription:
-        asked, rule = self._parts.lookups.asked(namespace), self._parts.retention.rule(namespace)
+        stats, rule = self._parts.lookups.stats(namespace), self._parts.retention.rule(namespace)
         return pb.NamespaceDescription(
             namespace_id=namespace,
             spec=CacheSpec.FromString(spec),
-            lookups=asked.lookups,
-            asked_blocks=asked.blocks,
-            hit_blocks=asked.hits,
+            lookups=stats.lookups,
+            asked_blocks=stats.keys,
+            hit_blocks=stats.hit_blocks,
             ttl_ms=rule.ttl_ms,
             pinned=rule.pinned,
         )
@@ -147,19 +147,19 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         return await describe_blocks(self._parts.index, self._parts.nodes, self._parts.reads, namespace, keys)
 
     async def DescribePlanning(self, request: pb.DescribePlanningRequest, context: object) -> pb.DescribePlanningResponse:
-        planning, now_s = self._parts.planning, self._parts.clock.now_s()
-        planner = planning.planner
+        service, now_s = self._parts.planner, self._parts.clock.now_s()
+        planner = service.planner
         live = [plan for plan in planner.live() if plan.plan_id > request.after_plan]
         most = min(request.live, MOST_LIVE)
         kept = min(request.decisions, DECISIONS_KEPT)
         states = [planner.queues.state(node, now_s) for node in sorted(planner.queues.nodes())]
         return pb.DescribePlanningResponse(
-            path_policy=planning.default_policy,
+            path_policy=service.default_policy,
             configured_policy=self._parts.configured_policy,
             live=[_live(plan, now_s) for plan in live[:most]],
             more=len(live) > most,
             decisions=[_decision(plan, now_s) for plan in reversed(planner.decisions()[-kept:] if kept else [])],
-            queues=[_queue(state, *planning.sources(state.node, now_s)) for state in states if state is not None],
+            queues=[_queue(state, *service.sources(state.node, now_s)) for state in states if state is not None],
         )
 
     async def DescribeTenants(self, request: pb.DescribeTenantsRequest, context: object) -> pb.DescribeTenantsResponse:
@@ -168,7 +168,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
     async def ListNamespaceRules(self, request: pb.ListNamespaceRulesRequest, context: object) -> pb.ListNamespaceRulesResponse:
         return pb.ListNamespaceRulesResponse(rules=self._parts.retention.rules())
 
-    # ---- changing ----
+    # ---- changes ----
     async def SetTenantQuota(self, request: pb.SetTenantQuotaRequest, context: object) -> pb.SetTenantQuotaResponse:
         return await self._parts.retention.set_quota(request)
 
@@ -176,21 +176,25 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         return await self._parts.retention.set_rule(request)
 
     async def SetPathPolicy(self, request: pb.SetPathPolicyRequest, context: object) -> pb.SetPathPolicyResponse:
-        planning = self._parts.planning
+        service = self._parts.planner
         if request.policy not in SETTABLE_POLICIES:
-            raise InvalidArgument("no such path policy", got=request.policy[:64], known=", ".join(SETTABLE_POLICIES))
+            raise InvalidArgument("unknown path policy", got=request.policy[:64], known=", ".join(SETTABLE_POLICIES))
         if self._parts.workers > 1:
-            raise Conflict("each of several workers plans by itself: set metadata.path_policy, and start the server again")
-        before = planning.default_policy
+            raise Conflict("several workers plan separately: set metadata.path_policy, and restart the server")
+        before = service.default_policy
         if request.HasField("expected") and request.expected != before:
-            raise Conflict("another path policy is in force", policy=before, expected=request.expected[:64])
-        planning.default_policy = request.policy
+            raise Conflict("the path policy differs from the expected one", policy=before, expected=request.expected[:64])
+        service.default_policy = request.policy
         return pb.SetPathPolicyResponse(policy=request.policy, before=before)
 
     async def RebuildIndex(self, request: pb.RebuildIndexRequest, context: object) -> pb.RebuildIndexResponse:
         expected, epoch = check_id(request.expected_epoch, "expected_epoch"), self._parts.index.epoch
         if expected != epoch:
-            raise Conflict("the index has another epoch: it was made anew already", epoch=epoch.hex(), expected=expected.hex())
+            raise Conflict(
+                "the index epoch differs from the expected one: the index was rebuilt already",
+                epoch=epoch.hex(),
+                expected=expected.hex(),
+            )
         self._parts.rebuild()
         return pb.RebuildIndexResponse(dropped_epoch=epoch)
 

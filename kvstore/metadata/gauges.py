@@ -20,15 +20,15 @@ _ANSWER_S: Final = 2.0
 
 
 class MetadataGauges:
-    """Read at each scrape: asked in a thread of the metrics server, answered on the event loop that owns the parts.
+    """Computes the gauges of a scrape: called in a thread of the metrics server, computed on the event loop.
 
     Args:
         loop: the loop.
         index: the index.
-        nodes: who is registered and alive.
-        planning: load plans.
-        scheduling: of requests; None: not done by this process.
-        feed: block events; None: not told by this process.
+        nodes: registrations and liveness.
+        planner: load plans.
+        scheduler: request scheduling; None: not in this process.
+        event_log: block events; None: not in this process.
     """
 
     def __init__(
@@ -36,19 +36,19 @@ class MetadataGauges:
         loop: asyncio.AbstractEventLoop,
         index: PrefixIndex,
         nodes: NodeTable,
-        planning: PlannerService,
-        scheduling: SchedulerService | None,
-        feed: BlockEventLog | None,
+        planner: PlannerService,
+        scheduler: SchedulerService | None,
+        event_log: BlockEventLog | None,
     ) -> None:
         self._loop = loop
         self._index = index
         self._nodes = nodes
-        self._planning = planning
-        self._scheduling = scheduling
-        self._feed = feed
+        self._planner = planner
+        self._scheduler = scheduler
+        self._event_log = event_log
 
     def __call__(self) -> list[Sample]:
-        async def read() -> list[Sample]:  # a coroutine, so that the loop runs it
+        async def read() -> list[Sample]:
             return list(self._samples())
 
         return asyncio.run_coroutine_threadsafe(read(), self._loop).result(_ANSWER_S)
@@ -71,12 +71,12 @@ class MetadataGauges:
             age_s = status.heartbeat_age_ms / 1000
             yield Sample(metadata_metrics.NODE_HEARTBEAT_AGE_SECONDS, age_s, {"node": status.node.node_id})
             yield Sample(metadata_metrics.NODE_REFUSED, bool(status.refused), {"node": status.node.node_id})
-        yield Sample(metadata_metrics.LIVE_PLANS, len(self._planning.planner))
-        if self._feed is not None:
-            yield Sample(metadata_metrics.WATCH_SUBSCRIBERS, self._feed.subscribers)
-            yield Sample(metadata_metrics.FEED_BYTES, self._feed.held_bytes)
-        if self._scheduling is not None:
-            found = self._scheduling.gauges()
+        yield Sample(metadata_metrics.LIVE_PLANS, len(self._planner.planner))
+        if self._event_log is not None:
+            yield Sample(metadata_metrics.WATCH_SUBSCRIBERS, self._event_log.subscribers)
+            yield Sample(metadata_metrics.FEED_BYTES, self._event_log.held_bytes)
+        if self._scheduler is not None:
+            found = self._scheduler.gauges()
             yield Sample(metadata_metrics.SCHEDULER_ENGINES, found["metadata_scheduler_engines"])
             yield Sample(metadata_metrics.SCHEDULER_REQUESTS, found["metadata_scheduler_requests"])
             yield Sample(metadata_metrics.SCHEDULER_BYTES, found["metadata_scheduler_bytes"])

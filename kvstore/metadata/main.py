@@ -15,16 +15,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import NamespaceId
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
@@ -136,7 +135,7 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
         if parent is not None:
             raise _IndexDamaged
         counters.add(metadata_metrics.INDEX_RESTARTS)
-        config = replace(config, listen=address)
+        config = config.model_copy(update={"listen": address})
     if parent is not None:
         loop.remove_reader(parent)
     await asyncio.to_thread(tracing.shut_down)
@@ -188,7 +187,7 @@ class _Supervisor:
             signal.signal(number, self._on_signal)  # the byte in the socket pair is the message
         with wake, waker, _reserve_port(self._config.listen) as reserved:
             host = self._config.listen.rpartition(":")[0]
-            config = replace(self._config, listen=f"{host}:{reserved.getsockname()[1]}")
+            config = self._config.model_copy(update={"listen": f"{host}:{reserved.getsockname()[1]}"})
             try:
                 for worker in range(config.workers):
                     self._start(config, worker)

@@ -1,4 +1,4 @@
-"""One metadata server process: index, service, upkeep, and their lifecycle."""
+"""One metadata server process: index, services, maintenance, and their lifecycle."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvproto.v1.admin_pb2_grpc import add_MetadataAdminServicer_to_server
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.scheduler import SchedulerLimits
@@ -15,9 +16,8 @@ from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.admin_service import SERVICE_NAME as METADATA_ADMIN
 from kvstore.metadata.admin_service import MetadataAdminParts, MetadataAdminServicer
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.events.event_log import BlockEventLog
-from kvstore.metadata.events.subscription import tell_served
+from kvstore.metadata.events.subscription import report_served
 from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 
 class MetadataServer:
-    """Serves the Metadata service; ``start`` and ``stop`` once each, on one event loop.
+    """Serves the Metadata and MetadataAdmin services. Call ``start`` and ``stop`` once each, on one event loop.
 
     Args:
-        config: what to serve. ``workers`` and ``ready_file`` concern ``kvstore.metadata.main``, not this class.
-        worker: number of this process among those that share the port; worker 0 sweeps.
-        clock: the host's monotonic clock; tests bring their own.
-        counters: events, shown by ``GetStats``.
-        namespaces: specs that the index before had: engines tell them only when they connect.
+        config: configuration. ``kvstore.metadata.main`` uses ``workers`` and ``ready_file``, not this class.
+        worker: number of this process among those that share the port; worker 0 sweeps the index.
+        clock: the host's monotonic clock; tests pass another one.
+        counters: counters of this process.
+        namespaces: specs of the previous index: engines send them only when they connect.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class MetadataServer:
         self._clock = clock if clock is not None else MonotonicClock()
         self.counters = counters if counters is not None else Counters()
         self.damaged = asyncio.Event()
-        """Set when the index turns out to be damaged or is given up: stop this server, and start another, which makes it anew."""
+        """Set if the index is damaged or a rebuild is requested: stop this server and start another, which rebuilds the index."""
         self._namespaces = namespaces
         self.kept_namespaces: Sequence[tuple[NamespaceId, bytes]] = ()
-        """What the next server is to be given, where the index was given up."""
+        """Specs for the next server, if a rebuild is requested."""
         self._index: LmdbIndex | None = None
         self._writes: IndexThread | None = None
         self._reads: IndexThread | None = None
-        self._upkeep: Maintenance | None = None
+        self._maintenance: Maintenance | None = None
         self._bound: BoundServer | None = None
         self._service: MetadataService | None = None
         self._metrics: MetricsServer | None = None
-        self._feed: BlockEventLog | None = None
+        self._event_log: BlockEventLog | None = None
 
     async def start(self) -> str:
         """Opens the index, binds, and serves.
@@ -91,7 +91,7 @@ class MetadataServer:
         try:
             index = self._index = LmdbIndex.open(
                 config.index_path,
-                map_bytes=config.map_bytes,
+                map_bytes=config.index_size_bytes,
                 count=self.counters.add,
                 on_damage=functools.partial(_set_soon, loop, self.damaged),
             )
@@ -101,15 +101,15 @@ class MetadataServer:
                 index.put_namespace(namespace, spec)
             ttl_s = config.node_ttl_ms / 1000
             nodes = NodeTable(index, self._clock, ttl_s, self.counters)
-            nodes.view()  # before a port is taken: damage shows here, and the next server needs the port
-            planning = PlannerService(nodes, config.path_policy, self.counters, self._clock)
-            scheduling = self._scheduling(planning, nodes) if config.workers == 1 else None
-            feed = self._feed = self._block_feed(loop, index) if config.workers == 1 else None
+            nodes.view()  # before the port is bound: damage shows here, and the next server needs the port
+            planner = PlannerService(nodes, config.path_policy, self.counters, self._clock)
+            scheduler = self._make_scheduler(planner, nodes) if config.workers == 1 else None
+            event_log = self._event_log = self._make_event_log(loop, index) if config.workers == 1 else None
             lookups = Lookups(index, nodes, self.counters)
-            orders = NodeAdmin(index, nodes, writes, reads, self.counters, self._clock)
-            orders_file = SettingsStore(config.orders_path)
+            node_admin = NodeAdmin(index, nodes, writes, reads, self.counters, self._clock)
+            settings = SettingsStore(config.orders_path)
             retention = RetentionPolicies(
-                orders_file,
+                settings,
                 index,
                 nodes,
                 writes,
@@ -124,12 +124,12 @@ class MetadataServer:
                 reads,
                 self.counters,
                 config.heartbeat_interval_ms,
-                planning,
-                scheduling,
+                planner,
+                scheduler,
                 lookups=lookups,
-                orders=orders,
+                node_admin=node_admin,
                 retention=retention,
-                feed=feed,
+                event_log=event_log,
             )
             service = self._service = MetadataService(parts)
             admin = MetadataAdminParts(
@@ -137,14 +137,14 @@ class MetadataServer:
                 nodes,
                 reads,
                 lookups,
-                planning,
+                planner,
                 self._clock,
                 config.workers,
                 config.path_policy,
-                config.in_force,
+                config.settings,
                 self._rebuild,
                 retention,
-                orders_file,
+                settings,
             )
             self._bound = await build_aio_server(
                 [
@@ -154,15 +154,17 @@ class MetadataServer:
                 addresses=[config.listen],
                 services=[SERVICE_NAME, METADATA_ADMIN],
                 counters=self.counters,
-                tls=config.tls,
+                tls=config.tls.resolve(),
                 tokens=None if config.tokens_file is None else tokens_file(config.tokens_file),
                 on_refused_node=nodes.record_refusal,
                 reuse_port=config.workers > 1,
             )
-            also: list[Callable[[], None]] = [] if scheduling is None else [scheduling.expire]
-            if feed is not None:
-                also += [feed.expire, functools.partial(tell_served, feed, nodes)]
-            self._upkeep = Maintenance(
+            on_tick: list[Callable[[], None]] = [planner.expire]
+            if scheduler is not None:
+                on_tick.append(scheduler.expire)
+            if event_log is not None:
+                on_tick += [event_log.expire, functools.partial(report_served, event_log, nodes)]
+            self._maintenance = Maintenance(
                 index,
                 nodes,
                 writes,
@@ -170,12 +172,12 @@ class MetadataServer:
                 ttl_s=ttl_s,
                 forget_s=config.node_forget_ms / 1000,
                 sweeps=self._worker == 0,
-                on_tick=[planning.expire, *also],
+                on_tick=on_tick,
             )
-            self._upkeep.start()
+            self._maintenance.start()
             await self._bound.start()
             if config.metrics_listen is not None:
-                gauges = MetadataGauges(loop, index, nodes, planning, scheduling, feed)
+                gauges = MetadataGauges(loop, index, nodes, planner, scheduler, event_log)
                 labels = {"worker": str(self._worker)} if config.workers > 1 else None
                 collector = StoreCollector([self.counters], [gauges], process="metadata", labels=labels)
                 self._metrics = serve(_moved(config.metrics_listen, self._worker), collector, {}, self.counters)
@@ -183,25 +185,25 @@ class MetadataServer:
             await self.stop(0.0)
             raise
         (address,) = self._bound.addresses
-        logger.info("metadata server listens on %s, index epoch %s", address, index.epoch.hex())
+        logger.info("metadata server started: %s (index_epoch=%s)", address, index.epoch.hex())
         return address
 
     def _rebuild(self) -> None:
-        """Gives the index up: ``damaged`` is set, once the caller has been answered. Specs are kept for the next one."""
+        """Request a rebuild of the index: sets ``damaged`` soon. Keeps the specs for the next server."""
         assert self._index is not None
         self.kept_namespaces = self._index.namespaces()
         self._index.request_rebuild()
 
-    def _block_feed(self, loop: asyncio.AbstractEventLoop, index: PrefixIndex) -> BlockEventLog:
-        feed = BlockEventLog(loop, self._config.events_bytes, self._config.max_subscribers, self._clock)
-        index.listen(feed)
-        return feed
+    def _make_event_log(self, loop: asyncio.AbstractEventLoop, index: PrefixIndex) -> BlockEventLog:
+        event_log = BlockEventLog(loop, self._config.events_memory_bytes, self._config.max_subscribers, self._clock)
+        index.listen(event_log)
+        return event_log
 
-    def _scheduling(self, planning: PlannerService, nodes: NodeTable) -> SchedulerService:
+    def _make_scheduler(self, planner: PlannerService, nodes: NodeTable) -> SchedulerService:
         config = self._config
         return SchedulerService(
             SchedulerLimits(config.alpha_tokens, config.beta_tokens, max_waiting=config.max_requests),
-            planning.planner.queues,
+            planner.planner.queues,
             engine_ttl_s=config.engine_ttl_ms / 1000,
             request_ttl_s=config.request_ttl_ms / 1000,
             counters=self.counters,
@@ -210,37 +212,42 @@ class MetadataServer:
         )
 
     @property
+    def event_log(self) -> BlockEventLog | None:
+        """Log of block events; None: this process has none."""
+        return self._event_log
+
+    @property
     def metrics_address(self) -> str:
-        """Where ``/metrics`` is; empty: it is not served."""
+        """Address of ``/metrics``; empty: it is not served."""
         return self._metrics.address if self._metrics is not None else ""
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new calls, lets those in progress end for up to ``grace_s``, and lets go of everything."""
+        """Reject new calls, wait up to ``grace_s`` for the calls in progress, and close everything."""
         if self._metrics is not None:
-            await asyncio.to_thread(self._metrics.stop)  # a scrape under way is answered by this loop
+            await asyncio.to_thread(self._metrics.stop)  # this loop answers a scrape in progress
             self._metrics = None
         if self._service is not None:
             self._service.end_streams()
-        if self._feed is not None:
-            self._feed.close()  # streams without end would wait for the grace to be over
+        if self._event_log is not None:
+            self._event_log.close()  # endless streams would otherwise last until the end of the grace period
         if self._bound is not None:
             await self._bound.stop(grace_s)
-        if self._upkeep is not None:
-            await self._upkeep.stop()
+        if self._maintenance is not None:
+            await self._maintenance.stop()
         for thread in (self._writes, self._reads):
             if thread is not None:
                 await thread.close()
         if self._index is not None:
             self._index.close()
-        self._bound = self._upkeep = self._writes = self._reads = self._index = self._feed = None
+        self._bound = self._maintenance = self._writes = self._reads = self._index = self._event_log = None
 
 
 def _moved(address: str, worker: int) -> str:
-    """A worker's own metrics address: as many ports further as its number; with port 0, any."""
+    """The metrics address of a worker: the configured port plus the worker's number; port 0 stays."""
     host, _, port = address.rpartition(":")
     return address if port == "0" else f"{host}:{int(port) + worker}"
 
 
 def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """Sets an event of a loop from any thread."""
+    """Set an event of an event loop from any thread."""
     loop.call_soon_threadsafe(event.set)

@@ -1,5 +1,5 @@
 # ruff: noqa: N802, ARG002  # names and signatures of the handlers are gRPC's
-"""The Metadata service's handlers: check the request, do one thing, answer. Errors are mapped by the server's interceptor."""
+"""Handlers of the Metadata service: check the request, call one component, answer. An interceptor maps errors to status codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Uns
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.events.event_log import BlockEventLog
-from kvstore.metadata.events.subscription import BlockEventSubscription, tell_served
+from kvstore.metadata.events.subscription import BlockEventSubscription, report_served
 from kvstore.metadata.indexing.anti_entropy import differing_ranges
 from kvstore.metadata.indexing.index_mutations import register_node, repair_range
 from kvstore.metadata.indexing.index_thread import IndexThread
@@ -41,28 +41,27 @@ from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_p
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
 MISSED_BEATS: Final = 3
-"""A node's id is free for another boot once so many heartbeats of the one before have not come; two may be lost on
-the way between workers."""
+"""A node's id is free for another boot after as many missed heartbeats; workers may see two of them late."""
 _ROLES: Final = frozenset({"prefill", "decode", "storage"})
 
 
 @dataclass(frozen=True, slots=True)
 class MetadataParts:
-    """What the handlers work with.
+    """Components that the handlers use.
 
     Args:
         index: the index.
-        nodes: who is registered and alive.
-        writes: the thread that changes the index.
-        reads: the thread for long reads of it.
-        counters: events of this process.
-        heartbeat_interval_ms: what nodes are told.
-        planning: load plans.
-        scheduling: of requests; None where several workers would each know a part of the engines.
-        lookups: the hot path.
-        orders: what operators order of nodes.
-        retention: what may stay on nodes.
-        feed: block events; None where several workers would each know a part of the changes.
+        nodes: registrations and liveness.
+        writes: thread that changes the index.
+        reads: thread for long reads of the index.
+        counters: counters of this process.
+        heartbeat_interval_ms: interval that nodes are asked to use.
+        planner: load plans.
+        scheduler: request scheduling; None with several workers, each of which would know a part of the engines.
+        lookups: lookups.
+        node_admin: calls about whole nodes.
+        retention: quotas and retention rules.
+        event_log: block events; None with several workers, each of which would know a part of the changes.
     """
 
     index: PrefixIndex
@@ -71,26 +70,27 @@ class MetadataParts:
     reads: IndexThread
     counters: Counters
     heartbeat_interval_ms: int
-    planning: PlannerService
-    scheduling: SchedulerService | None
+    planner: PlannerService
+    scheduler: SchedulerService | None
     lookups: Lookups
-    orders: NodeAdmin
+    node_admin: NodeAdmin
     retention: RetentionPolicies
-    feed: BlockEventLog | None
+    event_log: BlockEventLog | None
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
-    """Handlers. Their names and comments are those of ``proto/kvstore/v1/metadata.proto``."""
+    """The handlers. ``proto/kvstore/v1/metadata.proto`` documents each method."""
 
     def __init__(self, parts: MetadataParts) -> None:
         self._parts = parts
         self._lookups = parts.lookups
-        self._tenants = NamespaceOwners(parts.index)
-        self._watches = TenantLimit("block events", 0 if parts.feed is None else parts.feed.most, parts.counters.add)
+        self._namespace_owners = NamespaceOwners(parts.index)
+        subscribers = 0 if parts.event_log is None else parts.event_log.most
+        self._subscriptions = TenantLimit("block events", subscribers, parts.counters.add)
         self._streams: set[PublishStream] = set()
 
     def end_streams(self) -> None:
-        """The server ends: nodes' streams, which would last as long as they live, end in order."""
+        """End all publish streams gracefully; otherwise they last as long as their nodes."""
         for stream in self._streams:
             stream.end()
 
@@ -105,8 +105,8 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._check_room_for(info)
         needs = await self._parts.writes.run(register_node, self._parts.index, info)
         self._parts.nodes.record_registration(NodeId(info.node_id), BootId(info.boot_id), host_of_peer(context.peer()))
-        if self._parts.feed is not None:
-            tell_served(self._parts.feed, self._parts.nodes)
+        if self._parts.event_log is not None:
+            report_served(self._parts.event_log, self._parts.nodes)
         self._parts.counters.add(metadata_metrics.REGISTRATIONS)
         return pb.RegisterNodeResponse(
             index_epoch=self._parts.index.epoch,
@@ -127,14 +127,14 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         for usage in request.usages:
             check_name(usage.volume_id, "volume_id")
             if len(usage.read_only) > limits.MAX_REASON:
-                raise InvalidArgument("a reason takes a few words", got=len(usage.read_only), limit=limits.MAX_REASON)
+                raise InvalidArgument("read_only is too long", got=len(usage.read_only), limit=limits.MAX_REASON)
         if request.HasField("drain"):
             check_progress(request.drain)
         check_usages(request)
         if len(request.problems) > limits.MAX_PROBLEMS_TOLD:
             raise InvalidArgument("too many problems", got=len(request.problems), limit=limits.MAX_PROBLEMS_TOLD)
         if (longest := max(map(len, request.problems), default=0)) > limits.MAX_REASON:
-            raise InvalidArgument("a problem takes a few words", got=longest, limit=limits.MAX_REASON)
+            raise InvalidArgument("a problem is too long", got=longest, limit=limits.MAX_REASON)
         known = self._parts.nodes.record_heartbeat(request, host_of_peer(context.peer()))
         self._parts.counters.add(metadata_metrics.HEARTBEATS)
         node_id = NodeId(request.node_id)
@@ -146,19 +146,19 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         )
 
     async def UnregisterNode(self, request: pb.UnregisterNodeRequest, context: object) -> pb.UnregisterNodeResponse:
-        return pb.UnregisterNodeResponse(known=await self._parts.orders.unregister(request))
+        return pb.UnregisterNodeResponse(known=await self._parts.node_admin.unregister(request))
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: object) -> pb.DrainNodeResponse:
-        return pb.DrainNodeResponse(status=await self._parts.orders.drain(request))
+        return pb.DrainNodeResponse(status=await self._parts.node_admin.drain(request))
 
     async def UndrainNode(self, request: pb.UndrainNodeRequest, context: object) -> pb.UndrainNodeResponse:
-        return pb.UndrainNodeResponse(status=await self._parts.orders.undrain(request))
+        return pb.UndrainNodeResponse(status=await self._parts.node_admin.undrain(request))
 
     async def RemoveNode(self, request: pb.RemoveNodeRequest, context: object) -> pb.RemoveNodeResponse:
-        return pb.RemoveNodeResponse(known=await self._parts.orders.remove(request))
+        return pb.RemoveNodeResponse(known=await self._parts.node_admin.remove(request))
 
     async def LocateBlocks(self, request: pb.LocateBlocksRequest, context: object) -> pb.LocateBlocksResponse:
-        return await self._parts.orders.locate(request)
+        return await self._parts.node_admin.locate(request)
 
     async def Publish(self, requests: AsyncIterator[pb.PublishRequest], context: object) -> AsyncIterator[pb.PublishResponse]:
         parts = self._parts
@@ -174,7 +174,10 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         count = len(request.digests)
         if count != len(request.counts) or request.first_range + count > limits.DIGEST_RANGES:
             raise InvalidArgument(
-                "digests and counts take one value a range", digests=count, counts=len(request.counts), first=request.first_range
+                "digests and counts must have one value per range, within the ranges of key space",
+                digests=count,
+                counts=len(request.counts),
+                first=request.first_range,
             )
         volume_epoch = self._parts.nodes.volume_epoch(*_volume_of(request))
         parts = self._parts
@@ -188,7 +191,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
     async def RepairRange(self, request: pb.RepairRangeRequest, context: object) -> pb.RepairRangeResponse:
         check_id(request.operation_id, "operation_id")
         if request.range >= limits.DIGEST_RANGES:
-            raise InvalidArgument("no such range of key space", range=request.range, ranges=limits.DIGEST_RANGES)
+            raise InvalidArgument("range is out of bounds", range=request.range, ranges=limits.DIGEST_RANGES)
         volume_epoch = self._parts.nodes.volume_epoch(*_volume_of(request))
         runs = runs_from_proto(request.blocks)
         added, removed = await self._parts.writes.run(repair_range, self._parts.index, volume_epoch, request.range, runs)
@@ -200,7 +203,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         spec = spec_from_proto(request.spec)
         require_tenant(spec.tenant)
         if self._parts.index.spec_of(spec.namespace) is None:
-            await self._parts.writes.run(self._tenants.register, spec)
+            await self._parts.writes.run(self._namespace_owners.register, spec)
         return pb.RegisterNamespaceResponse(namespace_id=spec.namespace)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: object) -> pb.ListNamespacesResponse:
@@ -216,17 +219,17 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         return pb.ListNodesResponse(nodes=self._parts.nodes.statuses())
 
     async def Lookup(self, request: pb.LookupRequest, context: object) -> bytes:  # see add_to_server
-        self._tenants.check(request.namespace_id)
+        self._namespace_owners.check(request.namespace_id)
         return self._lookups.answer(request)
 
     async def PlanLoad(self, request: pb.PlanLoadRequest, context: object) -> pb.LoadPlan:
-        return self._parts.planning.plan(request)
+        return self._parts.planner.plan(request)
 
     async def ReportLoads(self, request: pb.ReportLoadsRequest, context: object) -> pb.ReportLoadsResponse:
-        return self._parts.planning.report(request)
+        return self._parts.planner.report(request)
 
     async def ReplanLoad(self, request: pb.ReplanLoadRequest, context: object) -> pb.LoadPlan:
-        return self._parts.planning.replan(request)
+        return self._parts.planner.replan(request)
 
     async def ReportEngines(self, request: pb.ReportEnginesRequest, context: object) -> pb.ReportEnginesResponse:
         return self._scheduling.report(request)
@@ -244,21 +247,21 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
 
     async def WatchBlocks(self, request: pb.WatchBlocksRequest, context: object) -> AsyncIterator[pb.WatchBlocksResponse]:
         parts = self._parts
-        if parts.feed is None:
-            raise Unsupported("block events are told by one process that sees all changes: set metadata.workers to 1")
-        self._tenants.check_all(request.namespace_ids)
-        watch = BlockEventSubscription(request, parts.feed, parts.index, parts.reads, parts.nodes, parts.counters)
-        give_back = self._watches.acquire()
+        if parts.event_log is None:
+            raise Unsupported("block events need one process that makes all changes: set metadata.workers to 1")
+        self._namespace_owners.check_all(request.namespace_ids)
+        subscription = BlockEventSubscription(request, parts.event_log, parts.index, parts.reads, parts.nodes, parts.counters)
+        release = self._subscriptions.acquire()
         try:
-            async with aclosing(watch.run()) as messages:
+            async with aclosing(subscription.run()) as messages:
                 async for message in messages:
                     yield message
         finally:
-            give_back()
+            release()
 
     async def GetStats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
         stats = self._parts.index.stats()
-        gauges = self._parts.scheduling.gauges() if self._parts.scheduling is not None else {}
+        gauges = self._parts.scheduler.gauges() if self._parts.scheduler is not None else {}
         return pb.GetStatsResponse(
             blocks=stats.blocks,
             index_bytes=stats.bytes,
@@ -268,15 +271,15 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
 
     @property
     def _scheduling(self) -> SchedulerService:
-        if self._parts.scheduling is None:
-            raise Unsupported("requests are scheduled by one process that knows all engines: set metadata.workers to 1")
-        return self._parts.scheduling
+        if self._parts.scheduler is None:
+            raise Unsupported("scheduling needs one process that knows all engines: set metadata.workers to 1")
+        return self._parts.scheduler
 
     def _check_room_for(self, info: NodeInfo) -> None:
-        """Refuses what must not be registered now: too many nodes, or an id or a volume that a living node has.
+        """Reject a registration if there are too many nodes, or if another live node has the same id or volume.
 
-        A node that was started anew has its id back at once where it serves at the address of before, else when its old boot
-        has been silent for ``MISSED_BEATS``.
+        A restarted node may register at once if it serves at the same address as before; else after its old boot has missed
+        ``MISSED_BEATS`` heartbeats.
         """
         nodes = self._parts.nodes
         view = nodes.view()
@@ -290,21 +293,21 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             if nodes.is_alive(node_id) and nodes.heard_within(node_id, BootId(known.boot_id), patience_s):
                 self._parts.counters.add(metadata_metrics.NODE_IDS_REFUSED)
                 raise Conflict(
-                    "another living node has this id: give one of them another (node.node_id), or stop it",
+                    "another live node has this id: change node.node_id of one of them, or stop it",
                     node_id=node_id,
                     control_address=known.control_address,
                 )
         for volume in info.volumes:
             for owner in view.owners.get(VolumeId(volume.volume_id), ()):
                 if owner != node_id and nodes.is_alive(owner):
-                    raise Conflict("another living node has this volume", volume_id=volume.volume_id, node_id=owner)
+                    raise Conflict("another live node has this volume", volume_id=volume.volume_id, node_id=owner)
 
 
 def add_to_server(service: MetadataService, server: grpc.aio.Server) -> None:
-    """Registers the handlers. That of ``Lookup`` answers bytes, which leave as they are."""
+    """Register the handlers. The handler of ``Lookup`` returns encoded bytes."""
     add_MetadataServicer_to_server(service, server)
     lookup = grpc.unary_unary_rpc_method_handler(service.Lookup, request_deserializer=pb.LookupRequest.FromString)
-    # takes precedence over the generated one; the stubs do not know the method
+    # takes precedence over the generated handler; the type stubs lack this method
     server.add_registered_method_handlers(SERVICE_NAME, {"Lookup": lookup})  # type: ignore[attr-defined]
 
 
@@ -317,7 +320,7 @@ def _volume_of(request: pb.CompareDigestsRequest | pb.RepairRangeRequest) -> tup
 
 
 def _check_node(info: NodeInfo) -> None:
-    """Checks a registration's shape.
+    """Check a registration.
 
     Raises:
         InvalidArgument: a field is missing, too long or unknown.
@@ -336,7 +339,7 @@ def _check_node(info: NodeInfo) -> None:
         check_name(volume.volume_id, "volume_id")
         tier_from_proto(volume.tier)
     if len({volume.volume_id for volume in info.volumes}) != len(info.volumes):
-        raise InvalidArgument("a volume is named twice", node_id=info.node_id)
+        raise InvalidArgument("duplicate volume id", node_id=info.node_id)
     if len(info.mounts) > limits.MAX_VOLUMES_PER_NODE:
         raise InvalidArgument("too many mounts", got=len(info.mounts), limit=limits.MAX_VOLUMES_PER_NODE)
     for mount in info.mounts:

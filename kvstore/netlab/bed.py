@@ -1,4 +1,4 @@
-"""A test bed of P prefill, D decode and some storage hosts: the hosts of its lab, and what theory says of it. Pure."""
+"""A test bed of P prefill, D decode and some storage hosts: the hosts of its lab, and its theoretical bound. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _BYTES_PER_MBIT = 125_000.0
 
 @dataclass(frozen=True, slots=True)
 class LabBed:
-    """Sizes of a bed. Hosts are called ``prefill-0``, ``decode-0``, ``storage-0`` and so on; ``metadata`` has free links.
+    """Sizes of a bed. Hosts are named ``prefill-0``, ``decode-0``, ``storage-0`` and so on; ``metadata`` has unlimited links.
 
     Attributes:
         prefill: P.
         decode: D.
-        storage: storage hosts; what they can send together should exceed what P + D can receive.
+        storage: number of storage hosts; together they should send more than P + D can receive.
         snic_mbit: storage NIC of each prefill and decode host.
         cnic_mbit: compute NIC of each host.
         storage_mbit: storage NIC of each storage host.
-        dram_bytes_per_s: memory bandwidth of a host as the bound should see it; infinite: no question.
+        dram_bytes_per_s: memory bandwidth of a host for the bound; infinite to ignore it.
 
     Raises:
         InvalidArgument: a role without hosts, or an impossible rate.

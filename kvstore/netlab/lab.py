@@ -1,4 +1,4 @@
-"""A cluster's networks on one machine: a network namespace a host, a storage link and a compute link each, with exact rates.
+"""A cluster's networks on one machine: per host a network namespace, a storage link and a compute link with exact rates.
 
 ::
 
@@ -6,13 +6,13 @@
       snic 198.18.0.1 ─────── s0 ─ storage bridge ─ s1 ─────── snic 198.18.0.2
       cnic 198.19.0.1 ─────── c0 ─ compute bridge ─ c1 ─────── cnic 198.19.0.2
 
-Real processes run inside (``LabHost.popen``) over real TCP; each link is shaped at both ends, MTU 9000. Links can be cut,
-restored and given another rate while traffic runs, a host's processes killed, and KV traffic put into a class of its own.
-Labs know nothing of each other: several may run at once, with the same addresses. Needs root, ``iproute2`` and a kernel with
-veth, bridge, tbf, htb and u32: ``available`` says what is missing. Keep the sum of the rates in use below about 15 Gbit/s for
-two cores: beyond that the CPU is measured, not the links.
+Real processes run inside (``LabHost.popen``) over real TCP; each link is shaped at both ends, MTU 9000. Tests can cut and
+restore links, change their rates under traffic, kill a host's processes, and assign KV traffic to a traffic class. Labs are
+independent: several may run at once, with the same addresses. A lab requires root, ``iproute2`` and a kernel with veth, bridge,
+tbf, htb and u32; ``available`` names missing ones. Keep the sum of the rates in use below about 15 Gbit/s for two cores: above
+it the CPU is the limit.
 
-``python -m kvstore.netlab.lab clean`` removes what dead owners left (starting a lab does so too).
+``python -m kvstore.netlab.lab clean`` removes the labs of dead owners (each new lab does so too).
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ class LabHost:
         return children.start(argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd=cwd, netns=self._fd)
 
     def run(self, argv: Sequence[str], *, timeout_s: float = 60.0, stdin: bytes = b"") -> bytes:
-        """Runs a program on this host to its end.
+        """Run a program on this host to its end.
 
         Returns:
-            What it wrote to standard output.
+            Its standard output.
 
         Raises:
-            Internal: it ended with another code than 0; the message has the end of what it wrote to standard error.
+            Internal: it exited with a nonzero code; the message contains the end of its standard error.
             subprocess.TimeoutExpired: it took too long; it was killed.
         """
         process = self.popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -159,7 +159,7 @@ class LabHost:
 
     # ---------------------------------------------------------------- links
     def cut(self, network: Network) -> None:
-        """Pulls a cable: nothing passes in either direction, and no connection is told."""
+        """Unplug a cable: all packets are dropped in both directions, without a reset."""
         netns.batch("ip", [f"link set {self.port(network)} down"], self._switch)
 
     def restore(self, network: Network) -> None:
@@ -177,20 +177,22 @@ class LabHost:
     def classify(
         self, network: Network, *, kv_dscp: int, kv_ceil_mbit: float | None = None, kv_floor_mbit: float | None = None
     ) -> None:
-        """Puts marked KV traffic of a limited link into a low class, both directions: other traffic goes first.
+        """Assign marked KV traffic of a limited link to a low class, in both directions: other traffic has priority.
 
         Args:
-            network: which link.
+            network: the link.
             kv_dscp: the mark, 1 to 63: KV sockets set ``IP_TOS`` to ``kv_dscp << 2``.
-            kv_ceil_mbit: the most that KV may use; None: all that is left over.
-            kv_floor_mbit: what KV is guaranteed, and other traffic the rest of the link; None: 1 % of the link.
+            kv_ceil_mbit: maximum rate of KV; None: all unused capacity.
+            kv_floor_mbit: guaranteed rate of KV; the rest of the link is guaranteed to other traffic; None: 1 % of the link.
 
         Raises:
             InvalidArgument: the link has no rate, or the numbers do not fit it.
         """
         settings = self._links[network]
         if settings.rate_mbit is None:
-            raise InvalidArgument("a link without a rate has no classes: give it a rate", host=self.name, network=network)
+            raise InvalidArgument(
+                "a traffic class requires a link with a rate; set its rate first", host=self.name, network=network
+            )
         floor = kv_floor_mbit if kv_floor_mbit is not None else max(1.0, _KV_SHARE * settings.rate_mbit)
         self._change(network, replace(settings, kv=LinkTrafficClass(kv_dscp, floor, kv_ceil_mbit)))
 
@@ -246,13 +248,13 @@ class LabHost:
 
 
 class NetLab:
-    """Hosts on a storage network and a compute network. A context manager; everything is gone at the end, also after SIGKILL.
+    """Hosts on a storage network and a compute network. A context manager; everything is removed at the end, also after SIGKILL.
 
     Args:
-        hosts: 1 to ``MAX_HOSTS`` of them.
+        hosts: 1 to ``MAX_HOSTS`` hosts.
 
     Raises:
-        InvalidArgument: too many hosts, or two of one name.
+        InvalidArgument: too many hosts, or two with one name.
     """
 
     def __init__(self, hosts: Sequence[HostSpec]) -> None:

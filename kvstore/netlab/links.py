@@ -1,9 +1,9 @@
-"""What ``tc`` is told about a link: a rate, and on it a traffic class for KV. Pure: settings in, command lines out.
+"""Command lines of ``tc`` for a link: its rate, and a traffic class for KV. Pure: settings in, command lines out.
 
-A link is shaped where packets are *sent*: at the host for what leaves it, at the switch's port for what comes in. Plain links
-have a token bucket (``tbf``). With a ``LinkTrafficClass`` they have two classes (``htb``), told apart by the DSCP in the IPv4
-header: KV traffic has a small guaranteed share and a ceiling and takes what is left over; all other traffic has the rest
-guaranteed and goes first.
+A link is shaped at the *sender*: at the host for outgoing packets, at the switch's port for incoming packets. Plain links have
+a token bucket (``tbf``). With a ``LinkTrafficClass`` they have two classes (``htb``), distinguished by the DSCP in the IPv4
+header: KV traffic has a small guaranteed share and a ceiling and uses unused capacity; the rest is guaranteed to other traffic,
+which has priority.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QUEUE_MS = 20.0
 """How long a packet may wait in a shaped queue before packets are dropped."""
 _BUCKET_MS = 2.0
 _BUCKET_BYTES = (80 << 10, 256 << 10)
-"""A bucket holds a 64 KiB segment at least (tbf would cut it up otherwise), and no more than what was exact at 8 Gbit/s."""
+"""A bucket must hold a 64 KiB segment (tbf would otherwise divide it); larger buckets were inexact at 8 Gbit/s."""
 _LEAST_MBIT, _MOST_MBIT = 1.0, 100_000.0
 _QUANTUM_BYTES = 64 << 10
 
@@ -74,7 +74,7 @@ class LinkSettings:
         check_rate(self.rate_mbit)
         if self.kv is not None:
             if self.rate_mbit is None:
-                raise InvalidArgument("a link without a rate has no classes: give it a rate")
+                raise InvalidArgument("a traffic class requires a link with a rate; set its rate first")
             self.kv.check(self.rate_mbit)
 
 
@@ -85,7 +85,7 @@ def check_rate(rate_mbit: float | None) -> None:
 
 
 def bucket_bytes(rate_mbit: float) -> int:
-    """Depth of the token bucket: what may go out at once after a pause."""
+    """Depth of the token bucket: the burst after a pause."""
     least, most = _BUCKET_BYTES
     return min(most, max(least, int(rate_mbit * 125 * _BUCKET_MS)))
 
@@ -99,7 +99,7 @@ def change_lines(device: str, before: LinkSettings, after: LinkSettings) -> list
     if before == after:
         return []
     lines = []
-    # htb cannot be changed into htb, and nothing at all is what remains after deletion
+    # htb cannot be changed into htb; it is deleted and added again
     if before.kv is not None or (after.rate_mbit is None and before.rate_mbit is not None):
         lines.append(f"qdisc del dev {device} root")
     return lines + _lines(device, after)

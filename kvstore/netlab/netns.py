@@ -1,11 +1,11 @@
-"""Network namespaces under names that say who owns them, and the processes inside.
+"""Network namespaces, named after their owner, and the processes inside.
 
-A *lab* is a group of namespaces with a common prefix ``kvlab-<pid>-<start>-<n>``: the process that made it, the moment that
-process started (ticks since boot, so that a reused pid is told apart) and a running number. Whether the owner still lives can
-thus be seen from the name alone, and ``remove_stale`` needs no other record. A *guard* process removes a lab the moment its
-owner ends, however it ends.
+A *lab* is a group of namespaces with a common prefix ``kvlab-<pid>-<start>-<n>``: the process that created it, the start time
+of that process (ticks since boot, to detect a reused pid) and a running number. The name alone shows whether the owner is
+alive, so ``remove_stale`` needs no other record. A *guard* process removes a lab as soon as its owner ends, even if it was
+killed.
 
-Everything here needs root and ``iproute2``.
+Everything here requires root and ``iproute2``.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ T = TypeVar("T")
 
 
 class IprouteFailed(Internal):
-    """An ``ip`` or ``tc`` command was refused.
+    """An ``ip`` or ``tc`` command failed.
 
     Attributes:
-        command: what was asked, as a shell would show it; of a batch, the line that failed.
-        stderr: what it said.
+        command: the command as in a shell; for a batch, the line that failed.
+        stderr: its error output.
     """
 
     def __init__(self, command: str, stderr: str) -> None:
@@ -63,17 +63,17 @@ def tool(name: str) -> str | None:
 
 
 def batch(name: str, lines: Sequence[str], namespace: str | None = None, *, go_on: bool = False) -> None:
-    """Runs many ``ip`` or ``tc`` commands in one process (about 3 ms for the lot).
+    """Run many ``ip`` or ``tc`` commands in one process (about 3 ms in total).
 
     Args:
         name: ``"ip"`` or ``"tc"``.
         lines: commands without the leading name.
-        namespace: where; None: where the caller is.
-        go_on: run all of them even where some fail (and raise for the first afterwards).
+        namespace: network namespace; None: the caller's.
+        go_on: run all commands even if some fail (and raise for the first afterwards).
 
     Raises:
         Unsupported: the tool is not installed.
-        IprouteFailed: a command was refused.
+        IprouteFailed: a command failed.
         DeadlineExceeded: no answer in time.
     """
     if not lines:
@@ -109,10 +109,10 @@ def enter(fd: int) -> None:
 
 
 def call_inside(fd: int, function: Callable[[], T]) -> T:
-    """Calls a function in a thread of its own inside a namespace; files and sockets that it opens stay bound to that.
+    """Call a function in a new thread inside a namespace; files and sockets that it opens stay bound to the namespace.
 
     Raises:
-        OSError: the function's own, or the kernel refuses.
+        OSError: raised by the function or by the kernel.
     """
     results: list[T] = []
     errors: list[OSError] = []
@@ -204,7 +204,7 @@ def remove_lab(lab: str) -> None:
         try:
             batch("ip", [f"netns del {name}" for name in names], go_on=True)
         except IprouteFailed:
-            # somebody else (the guard, another lab that starts) may be at it too, and half a step ahead
+            # the guard or a new lab may remove it at the same time
             if time.monotonic() > end_s:
                 raise
             time.sleep(0.01)
@@ -240,7 +240,7 @@ class Guard:
     """A process that removes a lab when this one ends, even by SIGKILL: it waits for the end of a pipe that only we hold open."""
 
     def __init__(self, lab: str) -> None:
-        # a session of its own: a signal to the owner's group (Ctrl-C, timeout) must not take the guard along
+        # a new session: a signal to the owner's group (Ctrl-C, timeout) must not reach the guard
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, lab], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
         )
@@ -255,7 +255,7 @@ class Guard:
 
 
 def _guard(lab: str) -> None:
-    """The body of the guard: returns once the owner is gone and its lab is removed."""
+    """Body of the guard: waits for the end of the owner and removes its lab."""
     sys.stdin.buffer.read()
     remove_lab(lab)
 

@@ -1,12 +1,11 @@
-"""What went over each link of a lab: byte counters, sampled over time.
+"""Traffic of each link of a lab: byte counters, sampled over time.
 
-All of it comes from *one* file: the switch has a port for every NIC, so ``/proc/net/dev`` of the switch's namespace holds
-every counter (what a port sent is what its NIC received). The file is opened once, by a thread that enters the namespace for
-that; read again at each sample, it costs some ten microseconds a host, so that a thread of the lab's owner does for all
-hosts.
+All counters come from *one* file: the switch has a port per NIC, so ``/proc/net/dev`` of the switch's namespace contains every
+counter (a port sends what its NIC receives). A thread that enters the namespace opens the file once. Each later read costs some
+ten microseconds per host, so that one thread of the lab's owner samples all hosts.
 
-Counters count bytes of Ethernet frames *after* shaping; of a large segment that the NIC would cut up they count one header,
-so that they stay up to 1 % below the rate a link was given.
+The counters count bytes of Ethernet frames *after* shaping. Of a large segment that the NIC would divide they count one header,
+so they are up to 1 % below the rate of the link.
 """
 
 from __future__ import annotations
@@ -117,10 +116,10 @@ class Series:
 
 
 class Recording:
-    """Samples every NIC in the background. A context manager; what it holds stays readable afterwards.
+    """Samples every NIC in the background. A context manager; its samples stay readable afterwards.
 
     Args:
-        counters: what to read; closed at the end.
+        counters: counters to read; closed at the end.
         interval_s: time between samples.
     """
 
@@ -155,7 +154,7 @@ class Recording:
         """Counters of one NIC so far.
 
         Raises:
-            NotFound: no such NIC.
+            NotFound: unknown NIC.
         """
         nic = LabNic(host, network)
         if nic not in self.nics:
@@ -166,12 +165,12 @@ class Recording:
             return Series(nic, np.array(self._at), rx, tx)
 
     def max_over_avg(self, network: Network, hosts: Sequence[str], direction: Direction = "rx", window_s: float = 1.0) -> float:
-        """How evenly some NICs were used: the busiest one's bytes over the average, over windows weighted by their traffic.
+        """Balance of some NICs: the busiest one's bytes over the average, over windows weighted by their traffic.
 
-        1.0 is perfect; the number of hosts is the worst. 1.0 where nothing went over them.
+        1.0 is perfect; the number of hosts is the worst. 1.0 without any traffic.
 
         Raises:
-            NotFound: no such NIC.
+            NotFound: unknown NIC.
         """
         loads = np.array([self.series(host, network).bytes_in_windows(direction, window_s) for host in hosts])
         average = float(loads.mean(axis=0).sum()) if loads.size else 0.0

@@ -19,13 +19,13 @@ import aiofiles
 import aiofiles.os
 
 from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+from kvstore.config.node import NodeConfig
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BootId, NodeId, SessionId, VolumeId
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.staging_budget import StagingBudget
-from kvstore.node.config import NodeConfig
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.control.pull import Puller
@@ -33,10 +33,9 @@ from kvstore.node.control.retention import Retainer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
 from kvstore.node.durability.read_rate import ReadRate
 from kvstore.node.durability.scrub import VolumeChecks
-from kvstore.node.durability.shutdown_flush import make_durable
+from kvstore.node.durability.shutdown_flush import flush_on_shutdown
 from kvstore.node.durability.volume_watch import VolumeWatch
 from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBehind
-from kvstore.node.eviction.quotas import Accounts
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import make_mounts
@@ -55,7 +54,7 @@ from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
+from kvstore.node.state.namespaces import Accounts, NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -116,7 +115,7 @@ class NodeDaemon:
         self._accounts = Accounts(partial(make_policy, config.policy))
         self._namespaces = NamespaceRegistry(self._accounts)
         for address in (config.listen, config.data_listen, config.storage_listen or config.data_listen):
-            if config.tls is None and not config.allow_insecure_remote and not stays_on_host(address):
+            if config.tls.resolve() is None and not config.allow_insecure_remote and not stays_on_host(address):
                 raise InvalidArgument(
                     "refusing to listen beyond this host without TLS: give tls.cert and tls.key, or set allow_insecure_remote",
                     address=address,
@@ -176,7 +175,7 @@ class NodeDaemon:
         self._log = ReplicaChangeLog(volumes, counters, clock, keep=config.metadata is not None)
         self._node_volumes = node_volumes = [NodeVolume(slab) for slab in self._slabs]
         for node_volume in node_volumes:
-            node_volume.set_guard(counters, stall_s=config.volume_stall_s, readers=config.load_threads)
+            node_volume.set_guard(counters, stall_s=config.volume_stall_ms / 1000, readers=config.load_threads)
         self._writes_behind = bool(node_volumes) or config.write_behind_to is not None
         self.table = BlockTable(
             self._arena,
@@ -186,7 +185,7 @@ class NodeDaemon:
             counters,
             clock,
             writes_behind=self._writes_behind,
-            keep_loaded=config.keep_loaded,
+            keep_loaded=config.cache_loads,
             make_durable_policy=partial(make_policy, config.policy),
             accounts=self._accounts,
         )
@@ -196,12 +195,12 @@ class NodeDaemon:
         self._retainer.recall()
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
-        known = None if self._token is None else TrustedNodes(config.metadata, config.tls, self._token)
-        probe = HealthProbe(partial(connect, tls=config.tls))
+        known = None if self._token is None else TrustedNodes(config.metadata, config.tls.resolve(), self._token)
+        probe = HealthProbe(partial(connect, tls=config.tls.resolve()))
         self._liveness = LivenessMonitor(probe, counters, on_close=probe.close)
         self._peers = Peers(self._make_peer, None if known is None else known.check)
         self._mounts = make_mounts(
-            config.mounts, io_threads=config.io_threads, counters=counters, clock=clock, stall_s=config.volume_stall_s
+            config.mounts, io_threads=config.io_threads, counters=counters, clock=clock, stall_s=config.volume_stall_ms / 1000
         )
         self._loader = Loader(
             NodeId(config.node_id),
@@ -252,7 +251,7 @@ class NodeDaemon:
         provider = NodeProvider(self._namespaces, self.table, self._gate, self._loader, self._layered, clock)
         self._puller = Puller(self.table, provider, self._peers, self._gate, counters)
         self._data = self._data_server(provider, config.data_listen, self._traffic, self._nixl.serving)
-        marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
+        marked = KvTraffic(TrafficClass(config.kv_dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
         self._door = ArenaServer(self._arena_socket, self._hand_out_arena, self._engine_left)
         storage_node_failures = FailureTracker()
@@ -269,7 +268,7 @@ class NodeDaemon:
         self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
 
     def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlAgent | None = None) -> TcpServer:
-        tls = self.config.tls
+        tls = self.config.tls.resolve()
         return TcpServer(
             provider,
             listen,
@@ -306,7 +305,7 @@ class NodeDaemon:
         spec = namespace.spec
         if spec is None:
             raise NotFound("the spec of the namespace is not known here", namespace=namespace.namespace_id.hex())
-        channel = connect(address.control_address, tls=self.config.tls, token=self._token)
+        channel = connect(address.control_address, tls=self.config.tls.resolve(), token=self._token)
         stub = node_pb2_grpc.NodeStub(channel)
         request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
 
@@ -321,7 +320,7 @@ class NodeDaemon:
             address.data_address,
             ticket=ticket,
             streams=self.config.peer_streams,
-            tls=PeerTls.of(self.config.tls),
+            tls=PeerTls.of(self.config.tls.resolve()),
             counters=self.counters,
             traffic=self._traffic,
             liveness=self._liveness,
@@ -332,7 +331,7 @@ class NodeDaemon:
         """Of all namespaces that the metadata server knows."""
         if self.config.metadata is None:
             return []
-        with connect(self.config.metadata, tls=self.config.tls, token=self._token) as channel:
+        with connect(self.config.metadata, tls=self.config.tls.resolve(), token=self._token) as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
             known = call(stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), RPC_TIMEOUT_S).namespaces
         return [one.spec for one in known]
@@ -341,7 +340,7 @@ class NodeDaemon:
         wanted = self.config.write_behind_to
         if self.config.metadata is None or wanted is None:
             raise Unavailable("a storage node is found through the metadata server: set node.metadata")
-        with connect(self.config.metadata, tls=self.config.tls, token=self._token) as channel:
+        with connect(self.config.metadata, tls=self.config.tls.resolve(), token=self._token) as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
             for status in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S).nodes:
                 if status.node.node_id == wanted and status.alive:
@@ -367,10 +366,10 @@ class NodeDaemon:
             boot_id=self._boot_id,
             roles=config.roles,
             data_address=self._advertised(self._data.address),
-            storage_bytes_per_s=config.storage_bytes_per_s or config.storage_link_bytes_per_s,
-            compute_bytes_per_s=config.compute_bytes_per_s or config.compute_link_bytes_per_s,
-            storage_source=_source(config.storage_bytes_per_s, config.storage_link_bytes_per_s),
-            compute_source=_source(config.compute_bytes_per_s, config.compute_link_bytes_per_s),
+            storage_bytes_per_s=config.storage_bandwidth or config.storage_link_bytes_per_s,
+            compute_bytes_per_s=config.compute_bandwidth or config.compute_link_bytes_per_s,
+            storage_source=_source(config.storage_bandwidth, config.storage_link_bytes_per_s),
+            compute_source=_source(config.compute_bandwidth, config.compute_link_bytes_per_s),
             local_socket=f"unix:{self._socket}",
             mounts=[mount.volume_id for mount in self._mounts],
         )
@@ -409,7 +408,7 @@ class NodeDaemon:
             prefaulted=config.prefault,
             io_engines=self._io_engines,
             threads=config.load_threads * 2,
-            timings=LoadTimings(NodeId(config.node_id), config.slow_load_s, self.counters, self._recent, self._clock),
+            timings=LoadTimings(NodeId(config.node_id), config.slow_load_ms / 1000, self.counters, self._recent, self._clock),
         )
         self._links = self._make_links()
         self._admin = self._make_admin()
@@ -422,7 +421,7 @@ class NodeDaemon:
             addresses=[config.listen, f"unix:{self._socket}"],
             services=["kvstore.v1.Node", NODE_ADMIN],
             counters=self.counters,
-            tls=config.tls,
+            tls=config.tls.resolve(),
             tokens=self._tokens,
         )
         self.info.control_address = next(self._advertised(one) for one in self._server.addresses if not is_unix(one))
@@ -439,10 +438,10 @@ class NodeDaemon:
                 config.metadata,
                 self.counters,
                 self._clock,
-                tls=config.tls,
+                tls=config.tls.resolve(),
                 token=self._token,
                 window_bytes=min(config.move_window_bytes, config.dram_bytes // MOVE_SHARE),
-                bytes_per_s=config.move_bytes_per_s,
+                bytes_per_s=config.move_bandwidth,
                 pause=self._drainer.pause,
             )
             self._drainer.start()
@@ -452,7 +451,7 @@ class NodeDaemon:
                 self.table,
                 self._log,
                 self.counters,
-                tls=config.tls,
+                tls=config.tls.resolve(),
                 token=self._token,
                 anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
                 health=self._health,
@@ -491,7 +490,7 @@ class NodeDaemon:
             publisher=lambda: self._publisher,
             io_engines=self._io_engines,
             clock=self._clock,
-            in_force=self.config.in_force,
+            in_force=self.config.settings,
             counters=self.counters,
             links=self._links,
             checks=VolumeChecks(self.table, self.counters, self._clock, self._read_rate.of),
@@ -526,7 +525,7 @@ class NodeDaemon:
         Engines and peers are answered until what they began is durable, or its part of the time is over; then doors close. What
         is not durable by the deadline is lost with the process, and said.
         """
-        until_s = self._clock.now_s() + self.config.stop_grace_s
+        until_s = self._clock.now_s() + self.config.stop_grace_ms / 1000
         self._gate.stopping = True
         await asyncio.to_thread(self._finish, until_s)
         if self._server is not None:
@@ -538,7 +537,7 @@ class NodeDaemon:
         """What is to be done before the doors close, each with a part of the time that is left."""
         self._drainer.stop(STOP_CALLS_S)
         if self._publisher is not None:
-            self._publisher.leave(min(LEAVE_S, self.config.stop_grace_s / STOP_PARTS))
+            self._publisher.leave(min(LEAVE_S, self.config.stop_grace_ms / 1000 / STOP_PARTS))
         stores_s = self._part_of(until_s)
         while self._gate.stores_under_way() and self._clock.now_s() < stores_s:
             time.sleep(STOP_POLL_S)  # their engines copy, and will say so
@@ -557,7 +556,7 @@ class NodeDaemon:
         """Waits until what was stored is durable, or cannot be made so in time. Whether nothing waits any more."""
         if not self._writes_behind:
             return self.table.wait_written(deadline_s)
-        flushed, saved = make_durable(self.table, self._clock, deadline_s)
+        flushed, saved = flush_on_shutdown(self.table, self._clock, deadline_s)
         if saved:
             self.counters.add(node_metrics.STOPPED_SAVED_BLOCKS, saved)
             log.info("%d blocks that lay in DRAM alone are durable now", saved)
@@ -654,7 +653,7 @@ def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:
     if config.storage_listen is not None:
         with contextlib.suppress(OSError):  # a name that nobody knows: listening there fails, and says so
             uncapped = {str(found[4][0]) for found in socket.getaddrinfo(parse_address(config.storage_listen)[0], None)}
-    return KvTraffic(config.traffic, counters, uncapped)
+    return KvTraffic(TrafficClass(config.kv_dscp, config.compute_cap), counters, uncapped)
 
 
 def _with_known_keys(record: BlockRecord, known: dict[BlockKey, BlockKey]) -> BlockRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvstore.node.config import NodeConfig
+from kvstore.config.node import NodeConfig
 from kvstore.node.daemon import NodeDaemon
 from kvstore.observe import tracing
 from kvstore.process.fd_limits import raise_limit
@@ -22,7 +22,7 @@ def run(config: NodeConfig) -> None:
 
 async def _serve(config: NodeConfig) -> None:
     stop = asyncio.Event()
-    leaving = GracefulShutdown(config.stop_grace_s, stop.set)
+    leaving = GracefulShutdown(config.stop_grace_ms / 1000, stop.set)
     leaving.listen()
     daemon = NodeDaemon(config)
     await daemon.start()

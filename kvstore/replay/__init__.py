@@ -1,1 +1,1 @@
-"""Workloads run against a real store through the client: replay of traces, and the demo. Every loaded byte is checked."""
+"""Replays of workloads against a real store through the client, and the demo. Every loaded byte is checked."""

@@ -1,4 +1,4 @@
-"""How much room a replay's store gets: what the user says, or enough for every block."""
+"""Capacity of a replay's store: chosen by the user, or enough for every block."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvstore.tiers.allocator import round_up
 from kvstore.tiers.nvme.slot_header import slot_bytes
 
 _SLACK = 1.15
-"""Room is cut into spans of slots, of which a sixteenth may be lost at each end."""
+"""Volumes are divided into spans of slots; up to a sixteenth may be lost at each end."""
 _MIB = 1 << 20
 _LEAST_BYTES = 64 << 20
 _DRAM_SHARE = 4
-"""All of the workload goes to DRAM where it takes no more than a quarter of what is available."""
+"""The whole workload is kept in DRAM if it needs at most a quarter of the available memory."""
 _STAGING_SHARE = 8
 _DISK_SHARE = 2
 
@@ -29,17 +29,17 @@ class StoreCapacity:
     dram_bytes: int
     nvme_bytes: int = 0
     limited: bool = False
-    """The user's choice; the whole workload may not fit."""
+    """Chosen by the user; the whole workload may not fit."""
 
     def blocks(self, shape: BlockShape) -> int:
-        """Blocks that both tiers hold together at most, each block in one of them."""
+        """Maximum number of blocks in both tiers together, each block in one of them."""
         return self.dram_bytes // dram_slot_bytes(shape) + self.nvme_bytes // slot_bytes(shape)
 
     def check(self, shape: BlockShape) -> None:
-        """Refuses room that not one block of ``shape`` fits into.
+        """Reject a capacity below one block of ``shape``.
 
         Raises:
-            InvalidArgument: names what was given, and the least that works.
+            InvalidArgument: names the value and the minimum.
         """
         for tier, given, least in (
             ("dram", self.dram_bytes, dram_slot_bytes(shape)),
@@ -48,7 +48,7 @@ class StoreCapacity:
             if given is not None and given < least:
                 raise InvalidArgument(
                     f"{tier}={format_size(given)} does not hold one block of {format_size(shape.block_bytes)}: "
-                    f"the least that works is {tier}={format_size(least)}"
+                    f"the minimum is {tier}={format_size(least)}"
                 )
 
     def __str__(self) -> str:
@@ -59,15 +59,15 @@ class StoreCapacity:
 
 
 def dram_slot_bytes(shape: BlockShape) -> int:
-    """Room that one block takes in the arena."""
+    """Bytes of one block in the arena."""
     return round_up(shape.block_bytes)
 
 
 def parse_capacity(text: str) -> StoreCapacity:
-    """Reads ``dram=1GiB,nvme=20GiB``.
+    """Parse ``dram=1GiB,nvme=20GiB``.
 
     Raises:
-        InvalidArgument: another tier, a tier twice, no DRAM, or a size that is none.
+        InvalidArgument: an unknown tier, a tier twice, no DRAM, or an invalid size.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -85,7 +85,7 @@ def parse_capacity(text: str) -> StoreCapacity:
 
 
 def room_for(blocks: int, shape: BlockShape, folder: Path) -> StoreCapacity:
-    """Room for ``blocks`` blocks: in DRAM where that is no burden for this machine, else on the disk below ``folder``.
+    """Choose the capacity for ``blocks`` blocks: DRAM if this machine has enough, else the disk of ``folder``.
 
     Raises:
         CapacityExceeded: they fit in neither.
@@ -100,7 +100,7 @@ def room_for(blocks: int, shape: BlockShape, folder: Path) -> StoreCapacity:
         return StoreCapacity(max(_LEAST_BYTES, memory // _STAGING_SHARE), nvme)
     raise CapacityExceeded(
         f"{blocks:,} blocks of {format_size(shape.block_bytes)} fit neither in a quarter of the memory nor in half of the disk: "
-        "take smaller --block-bytes, a --limit, or say --capacity",
+        "lower --block-bytes, set --limit or set --capacity",
         needed_bytes=dram,
         available_memory_bytes=memory,
         free_disk_bytes=free,
@@ -109,7 +109,7 @@ def room_for(blocks: int, shape: BlockShape, folder: Path) -> StoreCapacity:
 
 
 def available_memory_bytes() -> int:
-    """Memory that may be taken without pushing others out."""
+    """Memory available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

@@ -1,4 +1,4 @@
-"""The demo: a prefill host, a decode host and a storage host serve a generated agentic workload."""
+"""The demo: a prefill host, a decode host and a storage host run a generated agentic workload."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DemoPlan:
         )
 
     def spec(self) -> CacheSpec:
-        """The cache domain."""
+        """The namespace."""
         return CacheSpec(
             model="demo",
             block_tokens=self.workload().block_tokens,
@@ -73,14 +73,14 @@ class DemoPlan:
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """One request: what is prefilled, and what decoding adds to it."""
+    """One request: the prompt to prefill, and the blocks that decoding adds."""
 
     keys: list[BlockKey]
     prompt_blocks: int
 
 
 def read_turns(plan: DemoPlan) -> tuple[list[DemoRequest], int]:
-    """All turns, and how many prompt blocks an unlimited store would serve."""
+    """All turns, and the number of prompt blocks that an unlimited store would serve."""
     keys = BlockKeys(plan.spec())
     turns = []
     possible = 0
@@ -95,7 +95,7 @@ def read_turns(plan: DemoPlan) -> tuple[list[DemoRequest], int]:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What a demo showed."""
+    """Result of a demo."""
 
     plan: DemoPlan
     tally: ReplayTotals
@@ -105,7 +105,7 @@ class DemoResult:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong; None: nothing."""
+        """What went wrong; None if nothing did."""
         tally = self.tally
         if tally.wrong_bytes:
             return f"{tally.wrong_bytes:,} wrong bytes in {tally.wrong_blocks:,} blocks"
@@ -129,10 +129,10 @@ class DemoResult:
 
 
 def run_demo(plan: DemoPlan, base_dir: Path | None = None, report: Report = silent) -> DemoResult:
-    """Starts the store and plays an engine pair: prompts are prefilled on one host, answers decoded on the other.
+    """Start the store and simulate an engine pair: prompts are prefilled on one host, answers decoded on the other.
 
-    Each turn looks its prompt up from the prefill host, loads and checks what hits, and stores the rest; the blocks that
-    decoding fills are stored by the decode host, where the next turn finds them.
+    Each turn looks its prompt up from the prefill host, loads and checks the hits, and stores the rest. The decode host stores
+    the blocks that decoding fills, and the next turn finds them there.
     """
     turns, possible = read_turns(plan)
     largest = max(len(turn.keys) for turn in turns)

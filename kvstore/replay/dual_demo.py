@@ -21,7 +21,7 @@ from kvstore.netlab.lab import LabHost, NetLab
 
 MIB = 1 << 20
 POLICIES = ("prefill_only", "shorter_queue", "split")
-"""What everybody does; the paper, which sends whole requests over either side; and ours, which cuts one."""
+"""The usual policy; the paper's, which sends whole requests over either side; and ours, which divides a request."""
 PREFILL, DECODE, STORAGE = "prefill-0", "decode-0", "storage-0"
 SPARKS = " ▁▂▃▄▅▆▇█"
 _SPARK_COLUMNS = 48
@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DualDemoPlan:
-    """Sizes of the demo. Rates are far below what two cores can move, so that the links are the limit."""
+    """Sizes of the demo. Rates are far below the capacity of two cores, so that the links are the limit."""
 
     snic_mbit: float = 250.0
     blocks: int = 256
@@ -40,7 +40,7 @@ class DualDemoPlan:
     block_bytes: int = 256 << 10
     rounds: int = 3
     in_flight: int = 4
-    """Requests at once in the busy part."""
+    """Concurrent requests in the busy part."""
 
     @property
     def bed(self) -> LabBed:
@@ -48,7 +48,7 @@ class DualDemoPlan:
         return LabBed(snic_mbit=self.snic_mbit, cnic_mbit=8 * self.snic_mbit, storage_mbit=8 * self.snic_mbit)
 
     def introduce(self) -> str:
-        """What is going to be seen, for somebody who has not read about it."""
+        """Introduction for readers who do not know dual-path loading."""
         return (
             "A prompt that was seen before lies on a storage host, and the prefill host needs it. Usually it comes "
             f"over the prefill host's own storage link ({self.snic_mbit:g} Mbit/s here), while the decode host's "
@@ -62,20 +62,20 @@ class DualDemoPlan:
 
     @property
     def prompt_bytes(self) -> int:
-        """Of one prompt."""
+        """Bytes of one prompt."""
         return self.blocks * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """What one policy did.
+    """Measurements of one policy.
 
     Attributes:
         policy: its name.
-        single_s: seconds that one prompt alone took, a round each.
-        busy_bytes_per_s: of several prompts at once.
+        single_s: seconds for one prompt alone, per round.
+        busy_bytes_per_s: throughput of several prompts at once.
         paths: bytes by path, of all loads.
-        wrong_bytes: in what was loaded; 0, or something is broken.
+        wrong_bytes: number of wrong loaded bytes; must be 0.
         links: bandwidth of each host's storage link during one single load, Mbit/s over time.
     """
 
@@ -88,15 +88,15 @@ class PolicyResult:
 
 
 def run_dual_demo(plan: DualDemoPlan, tell: Tell, report: Callable[[int], None]) -> list[PolicyResult]:
-    """Brings up the hosts, stores a few prompts on the storage host, and loads them by each policy.
+    """Start the hosts, store prompts on the storage host, and load them with each policy.
 
     Args:
         plan: sizes.
-        tell: takes lines for people.
-        report: takes the number of loads done.
+        tell: called with lines of text for people.
+        report: called with the number of finished loads.
 
     Raises:
-        KVStoreError: the lab cannot be built, or a process of it ended.
+        KVStoreError: the lab cannot be built, or one of its processes ended.
     """
     bed = plan.bed
     tell(plan.introduce())
@@ -107,12 +107,12 @@ def run_dual_demo(plan: DualDemoPlan, tell: Tell, report: Callable[[int], None])
         stack.callback(scratch.close)
         metadata = lab.host(METADATA_HOST)
         cluster = stack.enter_context(
-            LocalCluster(_nodes(plan, lab), scratch.path, metadata_place=DaemonHost(metadata.compute_ip, metadata.popen))
+            LocalCluster(_nodes(plan, lab), scratch.path, metadata_host=DaemonHost(metadata.compute_ip, metadata.popen))
         )
         tell("storing prompts on the storage host …")
         with _worker(plan, lab.host(STORAGE), cluster) as ask:
             ask({"do": "store"})
-        cluster.stop(STORAGE)  # so that nothing of it lies in DRAM: loads read the volume
+        cluster.stop(STORAGE)  # empties the DRAM, so that loads read the volume
         cluster.start_node(STORAGE)
         results = []
         done = 0
@@ -136,7 +136,7 @@ def run_dual_demo(plan: DualDemoPlan, tell: Tell, report: Callable[[int], None])
 
 
 def loads_of(plan: DualDemoPlan) -> int:
-    """Steps that ``run_dual_demo`` reports."""
+    """Number of loads that ``run_dual_demo`` reports."""
     return len(POLICIES) * (plan.rounds + 1)
 
 
@@ -149,7 +149,7 @@ def _add(paths: dict[str, int], answer: dict[str, Any]) -> int:
 def _nodes(plan: DualDemoPlan, lab: NetLab) -> list[NodeSpec]:
     stored = plan.in_flight * plan.blocks * (plan.block_bytes + 8192)
     staging = (
-        ("keep_loaded", "false"),
+        ("cache_loads", "false"),
         ("load_window", "4MiB"),
         ("prefault", "false"),
         ("storage_bandwidth", str(int(plan.bed.snic_mbit * 125_000))),
@@ -168,7 +168,7 @@ def _nodes(plan: DualDemoPlan, lab: NetLab) -> list[NodeSpec]:
 
 @contextmanager
 def _worker(plan: DualDemoPlan, host: LabHost, cluster: LocalCluster) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """An engine's process on a host: asked by JSON lines."""
+    """Start an engine's process on a host; its commands are JSON lines."""
     sizes = [str(number) for number in (plan.in_flight, plan.blocks, plan.layers, plan.block_bytes)]
     argv = [sys.executable, "-m", "kvstore.replay.dual_worker"]
     argv += [cluster.metadata_address, cluster.node(host.spec.name).local_socket, DECODE, *sizes]
@@ -198,7 +198,7 @@ def _worker(plan: DualDemoPlan, host: LabHost, cluster: LocalCluster) -> Iterato
 
 
 def spark(values: Sequence[float], top: float) -> str:
-    """A line of bars for a series, ``top`` being a full one."""
+    """Draw a series as a line of bars; ``top`` is a full bar."""
     if not len(values):
         return ""
     parts = np.array_split(np.asarray(values, float), min(_SPARK_COLUMNS, len(values)))

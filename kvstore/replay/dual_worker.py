@@ -1,7 +1,7 @@
-"""An engine of the dual-path demo, in a process of its own on an emulated host.
+"""An engine of the dual-path demo, as a separate process on an emulated host.
 
 ``python -m kvstore.replay.dual_worker METADATA NODE DECODE_NODE PROMPTS BLOCKS LAYERS BLOCK_BYTES``; commands are JSON lines on
-standard input, each answered by one on standard output.
+standard input, each answered by one line on standard output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OPTIONS = ClientOptions(client_name="dual-demo", default_deadline_s=_DEADLINE_S
 
 
 class Worker:
-    """Stores prompts whose bytes follow from their keys, and loads them again."""
+    """Stores prompts whose bytes are derived from their keys, and loads them again."""
 
     def __init__(self, client: KVClient, decode_node: str, prompts: int, blocks: int) -> None:
         self._client = client
@@ -35,7 +35,7 @@ class Worker:
         self._room = np.zeros((prompts, blocks, spec.block_bytes), np.uint8)
 
     def store(self) -> dict[str, Any]:
-        """Stores all prompts, durably."""
+        """Store all prompts durably."""
         for keys, room in zip(self._prompts, self._room, strict=True):
             self._payloads.fill(keys, room)
             result = self._client.store(keys, room, durable=True, wait_visible=True)
@@ -44,7 +44,7 @@ class Worker:
         return {}
 
     def load(self, policy: str, chains: Sequence[int]) -> dict[str, Any]:
-        """Loads some prompts at once, and checks every byte."""
+        """Load prompts concurrently and check every byte."""
         paths = Paths(decode_node=self._decode_node, policy=policy)
         for chain in chains:
             self._room[chain].fill(0)
@@ -61,7 +61,7 @@ class Worker:
         wrong = 0
         for chain, result in zip(chains, results, strict=True):
             if result.count(Outcome.HIT) != len(self._prompts[chain]):
-                raise SystemExit(f"a prompt did not come whole: {result.error}")
+                raise SystemExit(f"a prompt was not loaded completely: {result.error}")
             wrong += len(self._payloads.wrong_blocks(self._prompts[chain], self._room[chain])) * self._payloads.block_bytes
             for path, size in result.bytes_by_path.items():
                 by_path[path] = by_path.get(path, 0) + size
@@ -69,7 +69,7 @@ class Worker:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves commands until standard input ends."""
+    """Serve commands until standard input ends."""
     metadata, node, decode_node, *sizes = arguments
     prompts, blocks, layers, block_bytes = map(int, sizes)
     spec = CacheSpec(model="dual-demo", block_tokens=64, layers=layers, layer_block_bytes=block_bytes // layers, dtype="uint8")

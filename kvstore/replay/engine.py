@@ -1,4 +1,4 @@
-"""Requests served through the client as an engine would: look up, load, check every byte, compute the rest, store it."""
+"""Requests served through the client like an engine does: look up, load, check every byte, compute and store the rest."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvstore.core.types import BlockKey, StoreOutcome
 from kvstore.workload.payload import Payloads
 
 _BUFFER_BYTES = 256 << 20
-"""Longest piece of a request that is loaded or stored at once: bounds the buffer whatever the block size."""
+"""Maximum bytes of a request loaded or stored at once: bounds the buffer for any block size."""
 
 
 @dataclass(slots=True)
 class ReplayTotals:
-    """What a run did. Times are seconds, one entry a call that moved blocks."""
+    """Totals of a run. Times are seconds, one entry per call that moved blocks."""
 
     requests: int = 0
     blocks_total: int = 0
@@ -31,10 +31,10 @@ class ReplayTotals:
     wrong_bytes: int = 0
     wrong_blocks: int = 0
     short_loads: int = 0
-    """Loads that brought fewer blocks than the lookup had promised; the rest was computed again."""
+    """Loads that returned fewer blocks than the lookup; the rest was computed again."""
     blocks_not_delivered: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    """Failures that the client reported, by kind; each cost at most misses or skipped stores."""
+    """Failures reported by the client, by kind; each costs at most misses or skipped stores."""
     bytes_by_tier: Counter[str] = field(default_factory=Counter)
     bytes_by_node: Counter[str] = field(default_factory=Counter)
     store_outcomes: Counter[str] = field(default_factory=Counter)
@@ -44,7 +44,7 @@ class ReplayTotals:
 
     @property
     def hit_ratio(self) -> float:
-        """Share of prompt blocks that came from the store."""
+        """Share of prompt blocks that were loaded from the store."""
         return self.blocks_hit / self.blocks_total if self.blocks_total else 0.0
 
     def note(self) -> str:
@@ -53,12 +53,12 @@ class ReplayTotals:
 
 
 class RequestRunner:
-    """Serves requests with one client and one buffer that is used again and again. Not thread-safe.
+    """Serves requests with one client and one reused buffer. Not thread-safe.
 
     Args:
         client: connected with the spec of the keys.
-        tally: what to count into; several runners of one thread may share it.
-        largest_request: blocks of the longest request to come.
+        tally: totals; several runners of one thread may share them.
+        largest_request: blocks of the longest request.
     """
 
     def __init__(self, client: KVClient, tally: ReplayTotals, largest_request: int) -> None:
@@ -70,14 +70,14 @@ class RequestRunner:
         self._buffer: npt.NDArray[np.uint8] = np.zeros((self._piece, block_bytes), dtype=np.uint8)
 
     def serve(self, keys: Sequence[BlockKey]) -> int:
-        """One prompt: look up, load what hits, compute and store the rest. Returns the blocks that hit."""
+        """Serve one prompt: look up, load the hits, compute and store the rest. Returns the number of hit blocks."""
         hit = self.load(keys)
         self.store(keys, hit)
         self._tally.requests += 1
         return hit
 
     def load(self, keys: Sequence[BlockKey]) -> int:
-        """Looks a prompt up, loads and checks its leading hits; returns how many came."""
+        """Look a prompt up, load and check its leading hits; returns the number of loaded blocks."""
         tally = self._tally
         tally.blocks_total += len(keys)
         started_s = time.perf_counter()
@@ -93,13 +93,13 @@ class RequestRunner:
         return came
 
     def _load_pieces(self, keys: Sequence[BlockKey], found: Lookup, promised: int) -> int:
-        """Loads up to ``promised`` blocks, piece by piece; stops at the first one that does not come."""
+        """Load up to ``promised`` blocks in pieces; stop at the first missing block."""
         came = 0
         spent_s = 0.0
         while came < promised:
             count = min(self._piece, promised - came)
             buffer = self._buffer[:count]
-            buffer.fill(0)  # what an earlier request left here must not pass for what this load brings
+            buffer.fill(0)  # bytes of an earlier request must not pass as loaded bytes
             started_s = time.perf_counter()
             result = self._client.load(found.part(came, came + count), buffer)
             spent_s += time.perf_counter() - started_s
@@ -123,7 +123,7 @@ class RequestRunner:
             self._tally.wrong_bytes += self._payloads.wrong_bytes(keys, blocks)
 
     def store(self, keys: Sequence[BlockKey], start: int) -> None:
-        """Computes blocks ``[start, len(keys))`` of a chain and stores them, visible to the next lookup when it returns."""
+        """Compute blocks ``[start, len(keys))`` of a chain and store them; they are visible to the next lookup."""
         tally = self._tally
         spent_s = 0.0
         for first in range(start, len(keys), self._piece):

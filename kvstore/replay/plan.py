@@ -1,4 +1,4 @@
-"""A workload read once and made ready: chains, keys, sizes, and the hits it must have."""
+"""A workload read once: chains, keys, sizes, and the expected hits."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Workload:
     chains: list[ChainIds]
     keys: BlockKeys
     unbounded: HitCount
-    """Hits with room for everything."""
+    """Hits of an unlimited store."""
 
     @property
     def unique_blocks(self) -> int:
-        """Distinct blocks: what a store must hold for all hits."""
+        """Distinct blocks: the size of an unlimited store."""
         return len(self.keys)
 
     @property
@@ -47,14 +47,14 @@ class Workload:
 def read_workload(
     info: TraceInfo, requests: Iterable[TraceRequest], block_bytes: int, layers: int, limit: int | None
 ) -> Workload:
-    """Reads a workload and makes its keys.
+    """Read a workload and derive its keys.
 
     Args:
-        info: what holds for all requests.
+        info: properties of all requests.
         requests: the requests, in order.
         block_bytes: bytes of a Full Block.
-        layers: Layer Blocks it is made of; must divide it.
-        limit: stop after so many requests; None: all.
+        layers: number of its Layer Blocks; must divide it.
+        limit: maximum number of requests; None: all.
 
     Raises:
         InvalidArgument: the layers do not divide the block, a line of a trace file is wrong, or the workload is too large.
@@ -82,7 +82,7 @@ def read_workload(
         chains.append(keys.intern(request.session, request.block_ids))
         if len(keys) > MAX_DISTINCT_BLOCKS:
             raise InvalidArgument(
-                "the workload has too many distinct blocks: take the first requests only, with --limit",
+                "the workload has too many distinct blocks; set --limit",
                 name=info.name, request=len(chains), limit_blocks=MAX_DISTINCT_BLOCKS,
             )  # fmt: skip
     if not chains:

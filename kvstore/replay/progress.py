@@ -1,4 +1,4 @@
-"""Progress for people: a bar on a terminal, a line now and then elsewhere."""
+"""Progress for people: a bar on a terminal, otherwise occasional lines."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Report(Protocol):
     """Called after each request."""
 
     def __call__(self, done: int, note: str, total: int | None = None) -> None:
-        """``done`` of ``total`` (None: as said before) are through; ``note`` is what they showed so far."""
+        """Report that ``done`` of ``total`` (None: unchanged) requests are finished; ``note`` describes the results so far."""
 
 
 def silent(done: int, note: str, total: int | None = None) -> None:
-    """Reports nothing."""
+    """Report nothing."""
 
 
 @contextmanager
 def progress(title: str, total: int, console: Console | None = None, unit: str = "requests") -> Iterator[Report]:
-    """Shows progress on standard error while inside."""
+    """Show progress on standard error within the context."""
     console = console or Console(file=sys.stderr)
     if console.is_terminal:
         with _bar(title, total, console) as report:

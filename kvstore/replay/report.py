@@ -1,4 +1,4 @@
-"""What a run showed: JSON for machines, tables for people."""
+"""Results of a run: JSON for machines, tables for people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def milliseconds(seconds: Sequence[float]) -> dict[str, float | None]:
-    """p50, p90, p99 and max, in ms; None where nothing was measured."""
+    """p50, p90, p99 and max, in ms; None without measurements."""
     if not seconds:
         return {**{f"p{number}": None for number in PERCENTILES}, "max": None}
     values = np.percentile(np.asarray(seconds), PERCENTILES) * 1000
@@ -29,7 +29,7 @@ def milliseconds(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def tally_json(tally: ReplayTotals, seconds: float) -> dict[str, Any]:
-    """The counts of a run, by the names that the documentation gives them."""
+    """Totals of a run, by their documented names."""
     return {
         "requests": tally.requests,
         "blocks_total": tally.blocks_total,
@@ -54,7 +54,7 @@ def tally_json(tally: ReplayTotals, seconds: float) -> dict[str, Any]:
 
 
 def version() -> dict[str, str | None]:
-    """Version of the package, and the commit where it runs from a checkout."""
+    """Version of the package, and the commit of a checkout."""
     return {"version": kvstore.__version__, "commit": _commit()}
 
 
@@ -86,7 +86,7 @@ def print_summary(title: str, rows: Mapping[str, str], console: Console) -> None
 
 
 def tally_rows(tally: ReplayTotals, seconds: float) -> dict[str, str]:
-    """The counts of a run, in words."""
+    """Totals of a run, as text."""
     rows = {
         "requests": f"{tally.requests:,} in {seconds:.1f} s",
         "prompt blocks": f"{tally.blocks_total:,}",

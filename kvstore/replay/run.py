@@ -1,4 +1,4 @@
-"""A replay from end to end: a store of its own, all requests of a workload, what it showed."""
+"""A complete replay: a separate store, all requests of a workload, and the result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvstore.workload.bounds import HitCount, best_hits
 
 NODE_ID = "replay"
 _DEADLINE_S = 60.0
-"""A replay waits rather than count a slow machine's time-outs as misses."""
+"""A replay waits, so that timeouts of a slow machine do not count as misses."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay showed."""
+    """Result of a replay."""
 
     workload: Workload
     capacity: StoreCapacity
@@ -34,11 +34,11 @@ class ReplayResult:
     tally: ReplayTotals
     seconds: float
     best: HitCount | None
-    """The best possible at this capacity; None where there was room for everything."""
+    """The best possible result at this capacity; None if everything fits."""
 
     @property
     def exact(self) -> bool:
-        """Whether every hit that an unlimited store would have was had."""
+        """Whether the replay had every hit of an unlimited store."""
         return self.tally.blocks_hit == self.workload.unbounded.hit_blocks
 
     def to_json(self) -> dict[str, Any]:
@@ -77,18 +77,18 @@ def replay(
     report: Report = silent,
     started: Callable[[LocalCluster], None] = lambda _cluster: None,
 ) -> ReplayResult:
-    """Runs all requests, one after the other, against a metadata server and one node, each a process of its own.
+    """Run all requests in order against a metadata server and one node, each a separate process.
 
     Args:
-        workload: what to run.
-        capacity: room of the node.
+        workload: the workload.
+        capacity: capacity of the node.
         policy: its eviction policy.
         base_dir: folder for its volume; None: a temporary one.
-        report: told after each request.
-        started: called once the store runs.
+        report: called after each request.
+        started: called after the store has started.
 
     Raises:
-        InvalidArgument: ``base_dir`` holds the volume of an earlier replay, whose blocks would count as hits of this one.
+        InvalidArgument: ``base_dir`` contains the volume of an earlier replay, whose blocks would count as hits.
     """
     if base_dir is not None and capacity.nvme_bytes and (volume := base_dir / f"{NODE_ID}-nvme").exists():
         raise InvalidArgument(

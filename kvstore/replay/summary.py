@@ -1,4 +1,4 @@
-"""A replay in words, and whether it was what it must be."""
+"""Summary of a replay for people, and its verdict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def replay_rows(result: ReplayResult) -> dict[str, str]:
 
 
 def verdict(result: ReplayResult) -> str | None:
-    """What is wrong with a replay; None: nothing."""
+    """What is wrong with a replay; None if nothing is."""
     tally = result.tally
     unbounded = result.workload.unbounded.hit_blocks
     if tally.wrong_bytes:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvstore.config.router import RouterConfig
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import router as router_metrics
-from kvstore.router.config import RouterConfig
 from kvstore.router.health.engine_health import Ejection, EngineHealthTable
 from kvstore.router.health.engine_metrics import EngineMetrics
 from kvstore.router.placement.inflight import EngineWork, InflightTokens

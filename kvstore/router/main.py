@@ -12,12 +12,13 @@ from typing import Final
 from fastapi import FastAPI
 
 from kvclient import AsyncSchedulerClient, ClientOptions
+from kvstore.config.router import RouterConfig
 from kvstore.core.errors import InvalidArgument
 from kvstore.observe.counters import Counters
 from kvstore.process.fd_limits import raise_limit
 from kvstore.router.app.routes import make_app, malformed
-from kvstore.router.config import RouterConfig
 from kvstore.router.context import RouterContext
+from kvstore.router.engines import engines_of, health_limits
 from kvstore.router.health.engine_health import EngineHealthTable
 from kvstore.router.health.health_checks import HealthChecks
 from kvstore.router.placement.inflight import InflightTokens
@@ -53,8 +54,8 @@ async def serve(config: RouterConfig) -> None:
         await http_server.serve(
             app,
             listener,
-            tls=config.serve_tls,
-            stop_grace_s=config.stop_grace_s,
+            tls=config.tls.resolve(),
+            stop_grace_s=config.stop_grace_ms / 1000,
             ready_file=config.ready_file,
             malformed=malformed,
         )
@@ -73,13 +74,17 @@ async def router(config: RouterConfig) -> AsyncIterator[FastAPI]:
         lookup: StorePrefixLookup | None = None
         if config.metadata is not None and config.policy == "scheduler":
             client = await stack.enter_async_context(
-                AsyncSchedulerClient(config.metadata, tls=config.tls, options=ClientOptions(token_file=config.token_file))
+                AsyncSchedulerClient(
+                    config.metadata,
+                    tls=config.client.tls.resolve(),
+                    options=ClientOptions(token_file=config.client.token_file),
+                )
             )
             placement = scheduled = ScheduledPlacement(context, client, LocalPlacement(context, round_robin=False))
             scheduled.reporter.start()
             stack.push_async_callback(scheduled.reporter.stop)
         if config.metadata is not None and config.lookup and config.policy != "round_robin":
-            lookup = StorePrefixLookup(context, config.metadata, config.tls, config.token_file)
+            lookup = StorePrefixLookup(context, config.metadata, config.client.tls.resolve(), config.client.token_file)
             stack.push_async_callback(lookup.close)
             lookup.start()
         yield make_app(context, placement, PromptReader(context, lookup))
@@ -101,14 +106,15 @@ def make_context(config: RouterConfig) -> RouterContext:
     Raises:
         InvalidArgument: the engines' certificates cannot be read.
     """
-    names = [engine.name for engine in config.engines]
-    verify = _engine_tls(config.engine_tls_ca)
+    engines = engines_of(config)
+    names = [engine.name for engine in engines]
+    verify = _engine_tls(config.engine_ca)
     return RouterContext(
         config=config,
-        health=EngineHealthTable(config.engines, config.health),
+        health=EngineHealthTable(engines, health_limits(config)),
         inflight=InflightTokens(names),
         memory=PrefixMemory(names, MEMORY_PIECES),
-        upstreams={engine.name: Upstream(engine, config, verify) for engine in config.engines},
+        upstreams={engine.name: Upstream(engine, config, verify) for engine in engines},
         counters=Counters(),
     )
 

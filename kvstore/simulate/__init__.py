@@ -1,5 +1,5 @@
-"""What a cluster would gain: discrete events over the store's own planner and scheduler, links as fluid.
+"""Simulator of a cluster: discrete events, the store's own planner and scheduler, and links as fluids.
 
-Requests are events; bytes are not: every transfer is a flow that has its max-min fair share of the links it uses. The event
-loop is a heap of our own: a flow's end moves whenever another begins, and process-based libraries cannot move what was scheduled.
+Requests are events, bytes are not: every transfer is a flow with its max-min fair share of its links. The event loop is our own
+heap: the end of a flow moves whenever another flow begins, and process-based libraries cannot reschedule events.
 """

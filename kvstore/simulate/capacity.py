@@ -1,4 +1,4 @@
-"""How many agents a second a cluster keeps up with, within limits on latency."""
+"""The highest rate of agents that a cluster sustains within latency limits."""
 
 from __future__ import annotations
 
@@ -60,24 +60,24 @@ def capacity(
     seed: int = 1,
     tried: Callable[[Point], None] | None = None,
 ) -> Capacity:
-    """Searches the highest rate of Poisson arrivals at which mean TTFT and mean TPOT keep their limits.
+    """Search the highest rate of Poisson arrivals at which mean TTFT and mean TPOT are within their limits.
 
-    Sessions are taken from the pool in turns. A run lasts ``lives`` session times; the first of them fills the cluster
-    and is not measured. Rates double or halve until the limit lies between two, then are bisected geometrically to 6 %.
+    Sessions are drawn from the pool in turns. A run lasts ``lives`` session times; the first fills the cluster and is not
+    measured. The rate is doubled or halved until the limit is between two rates, then bisected geometrically to 6 %.
 
     Args:
         config: the cluster and the variant; its sessions are not used.
         pool: sessions to draw from, thinned to one turn in ``every``.
-        every: see there; rates are answered for whole sessions.
+        every: factor of the thinning; the returned rates are for whole sessions.
         ttft_s: limit of the mean time to the first token.
-        tpot_s: limit of the mean time of a token.
-        lives: how long to run.
-        first_guess: a rate to begin with.
-        seed: of the arrivals.
-        tried: told about each rate.
+        tpot_s: limit of the mean time per token.
+        lives: length of a run.
+        first_guess: the first rate.
+        seed: seed of the arrivals.
+        tried: called after each rate.
 
     Raises:
-        InvalidArgument: too short a run, or an empty pool.
+        InvalidArgument: the run is too short, or the pool is empty.
     """
     if not pool or lives <= 1 or not first_guess > 0:
         raise InvalidArgument("a capacity takes sessions, more than one life, and a first guess above zero")

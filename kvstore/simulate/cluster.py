@@ -1,4 +1,4 @@
-"""The simulated cluster: hosts with their links and memories, and what is run on them."""
+"""The simulated cluster: hosts with their links and memories, and the workload."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ class SimHost:
 
 
 class DispatchPolicy(StrEnum):
-    """Who gets which engines."""
+    """How requests are assigned to engines."""
 
     ROUND_ROBIN = "round_robin"
-    """In turns, whatever the load: what a plain router does."""
+    """In turns, independent of the load, like a plain router."""
     PAPER = "paper"
     """By tokens and reading queues: kvstore.dualpath.scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What of dual-path loading is switched on.
+    """Enabled parts of dual-path loading.
 
     Attributes:
-        name: as shown.
+        name: display name.
         path: name of a path policy.
-        layerwise: prefill holds one layer's KV at a time and moves KV while it computes; otherwise a request's KV is
-            loaded into HBM before, kept there all the time and sent on afterwards.
+        layerwise: prefill holds one layer's KV at a time and moves KV while it computes; otherwise a request's KV is loaded
+            into HBM before the computation, kept there, and sent afterwards.
         scheduling: how engines are chosen.
     """
 
@@ -93,32 +93,32 @@ LADDER = {
         Variant("+split", "split"),
     )
 }
-"""One step after the other; each name stands for everything up to it."""
+"""Cumulative steps; each name includes all earlier steps."""
 
 VARIANTS = {**POLICIES, **LADDER}
 
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """All that a run is made of. Bytes and seconds are the engine models' (scaled, if those are).
+    """Configuration of a run. Bytes and seconds are those of the engine models (scaled, if they are).
 
     Attributes:
         hosts: prefill and decode nodes, at least one each.
         prefill, decode: the engine model of each role.
-        sessions: what is asked for.
-        variant: what is switched on.
-        block_tokens: tokens of a block.
-        block_bytes: bytes of a Full Block; None: as the model says.
+        sessions: the workload.
+        variant: enabled parts.
+        block_tokens: tokens per block.
+        block_bytes: bytes of a Full Block; None: derived from the model.
         storage: bytes/s of all storage together.
-        layer_groups: parts in which storage is read, first layers first; compute may start when the first has come.
-            One, as in the paper: a prompt's storage read must be complete.
-        reads_in_flight: requests that one storage link serves at the same time, others wait in order; None: no bound.
-        relays: third nodes offered to the planner for each request.
+        layer_groups: parts in which storage is read, first layers first; compute may start after the first part. One, as in the
+            paper: a prompt's storage read must be complete.
+        reads_in_flight: requests that one storage link serves at the same time, others wait in order; None: unlimited.
+        relays: third nodes offered to the planner per request.
         quota_s: attention time of a prefill batch, over all layers.
-        batch_tokens: most new tokens of a prefill batch where no quota holds (not layer-wise).
-        fetch_s: how often engine groups ask for work at most.
-        split_least_bytes: no side of a request that ``split`` cuts reads less.
-        compute: False: prefill and decode take no time, only bytes do.
+        batch_tokens: maximum new tokens of a prefill batch without a quota (not layer-wise).
+        fetch_s: minimum time between fetches of an engine group.
+        split_least_bytes: minimum bytes per side of a request that ``split`` divides.
+        compute: False: prefill and decode need no time, only transfers do.
     """
 
     hosts: tuple[SimHost, ...]
@@ -184,7 +184,7 @@ def uniform(
     cnic_per_gpu: bool = False,
     variant: Variant = POLICIES["split"],
 ) -> SimConfig:
-    """A cluster of equal nodes; what is not given is the model's default.
+    """Build a cluster of equal nodes; missing values are the model's defaults.
 
     A mixture of experts is spread over the model's default number of nodes of a role, or all if there are fewer.
 

@@ -1,4 +1,4 @@
-"""What a run showed: latencies, throughput, and how evenly links were used."""
+"""Results of a run: latencies, throughput, and the balance of the links."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvstore.simulate.network.event_loop import EventLoop
 
 PERCENTILES = (50, 90, 99)
 _BUSY_SHARE = 0.5
-"""A sampling window counts for balance where the links together carry at least this share of the run's busiest one."""
+"""A sampling window counts for the balance if the links together carry at least this share of the run's busiest window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes by host, and samples of (time, SNIC bytes so far by host)."""
+    """Bytes per host, and samples of (time, SNIC bytes so far per host)."""
 
     snic_bytes: list[float]
     cnic_out_bytes: list[float]
@@ -34,7 +34,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds: the mean, and percentiles by name. NaN where nothing was measured."""
+    """Seconds: the mean, and percentiles by name. NaN without measurements."""
 
     mean: float
     p50: float
@@ -44,30 +44,30 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """A run.
+    """Result of a run.
 
     Attributes:
-        variant: what was switched on.
-        requests: asked for in all; ``finished`` of them.
+        variant: enabled parts.
+        requests: number of requests; ``finished`` of them.
         seconds: simulated time: the job completion time of an offline batch.
-        most_done_s: when 95 % of the finished requests were: throughput without the tail of the longest sessions.
+        most_done_s: time at which 95 % of the finished requests were done: throughput without the tail of the longest sessions.
         ttft: from a request's arrival to its first token.
-        ttst: from the first to the second.
-        tpot: a token after the second.
-        load: from pairing until the last byte of KV was with the prefill engine, of requests that read something.
+        ttst: from the first to the second token.
+        tpot: time per token after the second.
+        load: from pairing until the prefill engine has the last byte of KV, for requests that read from storage.
         sessions_s: from a session's first request to its last token.
-        read_bytes: read from storage, as asked of the planner.
+        read_bytes: planned bytes read from storage.
         snic_bytes: over each host's storage link, in the order of hosts.
         snic_use: of all storage links together, over the run.
-        snic_balance: max/avg bytes of storage links in a window, mean over busy windows; of prefill hosts alone where only
-            they may read.
+        snic_balance: max/avg bytes of storage links in a window, mean over busy windows; only of prefill hosts if only they may
+            read.
         cnic_use: the busiest direction of any host's compute links.
         dram_use: the busiest host's memory.
         prefill_use, decode_use: share of time in which engines computed.
-        events: how many the simulator ran.
+        events: number of simulated events.
         arrivals, first_tokens, tpots: by finished request, for windows and plots.
-        loads: load times by request that read something.
-        samples: (time, SNIC bytes so far by host).
+        loads: load times of requests that read from storage.
+        samples: (time, SNIC bytes so far per host).
     """
 
     variant: str
@@ -128,7 +128,7 @@ class SimResult:
 
 
 def collect(config: SimConfig, jobs: Sequence[Job], traffic: Traffic, loop: EventLoop, total: int) -> SimResult:
-    """Makes a result of what the run noted."""
+    """Compute the result of a run from its records."""
     done = [job for job in jobs if not math.isnan(job.finished)]
     arrivals = np.array([job.arrived for job in done], dtype=np.float64)
     first = np.array([job.first_token for job in done], dtype=np.float64)
@@ -201,5 +201,5 @@ def _latency(values: npt.NDArray[np.float64]) -> Latency:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Replace NaN, which JSON does not support, by None."""
     return value if math.isfinite(value) else None

@@ -1,8 +1,8 @@
-"""One simulated run: sessions in, what happened out.
+"""One simulated run: sessions in, results out.
 
-A request's way: engines (scheduler) → plan (planner) → room in the decode buffer, then in the prefill buffer → reads over SNICs →
-prefill batch → push to the decode buffer, layer by layer → HBM → decode → the session's next turn. Buffers are taken in that one
-order, so nobody waits for somebody who waits for him.
+The steps of a request: engines (scheduler) → plan (planner) → space in the decode buffer, then in the prefill buffer → reads
+over SNICs → prefill batch → push to the decode buffer, layer by layer → HBM → decode → the session's next turn. All requests
+take the buffers in this order, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class _Run:
     def _all_read(self, job: Job, plan_id: int) -> None:
         self.planner.finish(plan_id, self.loop.now)
         job.loaded = self.loop.now
-        if not job.remaining and job.first_token < math.inf:  # computed before the last layers had come
+        if not job.remaining and job.first_token < math.inf:  # computed before the last layers arrived
             self._first_token(job)
 
     def _ready(self, job: Job) -> None:
@@ -330,7 +330,7 @@ class _Run:
             self._hand_over(job)
 
     def _push(self, job: Job) -> None:
-        """KV to the decode node, but for what it has read itself."""
+        """Send KV to the decode node, except the blocks that it read itself."""
         p, d = self.places[EngineKind.PREFILL][job.prefill], self.places[EngineKind.DECODE][job.decode]
         nbytes = job.prompt_tokens * self.token_bytes - job.decode_bytes
 

@@ -1,4 +1,4 @@
-"""What is asked of the cluster: sessions of turns, each with the tokens that hit, that are new and that are generated."""
+"""The workload of a cluster: sessions of turns, each with its hit tokens, new tokens and generated tokens."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ def sessions_of(
     append_factor: float = 1.0,
     most_tokens: int | None = None,
 ) -> list[AgentSession]:
-    """Sessions of a workload; what hits is what an unbounded store would hold.
+    """Sessions of a workload; hits are those of an unbounded store.
 
-    Sessions begin when the workload says; inside one each turn follows the one before at once, as if tools took no time.
+    Sessions begin at the times of the workload; within a session each turn follows the previous one at once, as if tools took
+    no time.
 
     Args:
         requests: in order of time.
-        block_tokens: tokens of a block of the workload.
-        append_factor: makes every turn's new tokens so many times as many (context grows along); hits are then taken to be
-            everything before the appended tokens.
-        most_tokens: a session ends before the first turn whose prompt is longer.
+        block_tokens: tokens per block of the workload.
+        append_factor: multiplies every turn's new tokens (the context grows accordingly); everything before the appended tokens
+            then counts as a hit.
+        most_tokens: a session ends before the first turn with a longer prompt.
     """
     table = ChainTable()
     turns: dict[str, list[SessionTurn]] = {}
@@ -86,7 +87,7 @@ def thinned(sessions: Iterable[AgentSession], every: int) -> list[AgentSession]:
     alive.
     """
     if every < 1:
-        raise InvalidArgument("turns are kept one in so many", every=every)
+        raise InvalidArgument("the thinning factor must be at least 1", every=every)
     return [
         AgentSession(session.start_s / every, session.turns[int(index * _GOLDEN % 1 * every) :: every])
         for index, session in enumerate(sessions)

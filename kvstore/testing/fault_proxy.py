@@ -1,7 +1,7 @@
-"""A TCP proxy that makes the network bad on purpose: delays, limits the rate, cuts, stops, flips a byte at a chosen place.
+"""A TCP proxy with network faults: delay, rate limit, disconnect, stall, and a flipped byte at a chosen position.
 
-Thread-based, for tests: two threads a connection, everything ends with ``stop``. Faults may be changed while connections run;
-they hold for all connections, counted in bytes since a connection began.
+For tests: two threads per connection, all stopped by ``stop``. Faults may change while connections are open. They apply to all
+connections, in bytes since the start of each.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _CHUNK_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class Faults:
-    """What is done to one direction.
+    """Faults of one direction.
 
     Attributes:
-        delay_s: before each chunk is passed on.
+        delay_s: delay of each chunk.
         bytes_per_s: rate limit; None: none.
-        cut_after: bytes of a connection after which it is cut, both ways; None: never.
-        stall_after: bytes after which nothing more is passed on, with the connection left open; None: never.
-        flips: places (bytes since the connection began) whose byte is changed.
+        cut_after: bytes after which a connection is closed, both ways; None: never.
+        stall_after: bytes after which nothing is forwarded, with the connection left open; None: never.
+        flips: positions (bytes since the start of the connection) whose byte is changed.
     """
 
     delay_s: float = 0.0
@@ -37,7 +37,7 @@ class Faults:
 
 
 class FaultProxy:
-    """Stands between clients and ``target``.
+    """Proxy between clients and ``target``.
 
     Args:
         target: ``host:port`` of the server.
@@ -56,14 +56,14 @@ class FaultProxy:
         self._start(self._accept)
 
     def cut(self) -> None:
-        """Cuts every connection now; new ones are welcome."""
+        """Close every connection now; new connections are accepted."""
         with self._lock:
             sockets = list(self._sockets)
         for sock in sockets:
             _shut(sock)
 
     def stop(self) -> None:
-        """Ends everything."""
+        """Close all connections and stop."""
         self._stopping.set()
         _shut(self._listener)
         self.cut()
@@ -97,7 +97,7 @@ class FaultProxy:
             self._start(self._pump, server, client, self.to_client, alive)
 
     def _pump(self, source: socket.socket, sink: socket.socket, faults: Faults, alive: _Alive) -> None:
-        """Passes one direction on until either side ends or a fault says so."""
+        """Forward one direction until either side ends or a fault closes it."""
         passed = 0
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(_CHUNK_BYTES)):
@@ -127,7 +127,7 @@ class FaultProxy:
 
 
 class _Alive:
-    """Tells the last of some threads that it is the last."""
+    """Counts threads and reports to the last one that it is the last."""
 
     def __init__(self, threads: int) -> None:
         self._left = threads

@@ -1,11 +1,10 @@
-"""Volumes that fail as told: wrappers around a real volume, with a plan.
+"""Volumes with planned faults: wrappers around a real volume.
 
-A ``FaultPlan`` holds rules; each says which fault befalls which calls, from when on, how often and with what probability (drawn
-from the plan's seed, so that a run can be repeated). Tests pass the wrapper in where the volume would go; nothing in the store
-knows of it::
+A ``FaultPlan`` contains rules. Each rule selects a fault, the calls that it affects, when it begins, how often it occurs and
+its probability, drawn from the plan's seed, so that a run is repeatable. Tests use the wrapper in place of the volume::
 
     plan = FaultPlan(seed=7)
-    plan.add(Fault.BIT_FLIP, operation=Operation.READ, probability=0.1)
+    plan.add(VolumeFault.BIT_FLIP, operation=VolumeOperation.READ, probability=0.1)
     volume = FaultyVolume(NvmeSlab.open(…), plan)
 """
 
@@ -24,11 +23,11 @@ from kvstore.core.types import BlockKey, BlockShape, Outcome
 from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, ReclaimableSpan, Slot, Volume, VolumeUsage
 
 HANG_LIMIT_S = 60.0
-"""A hang that nobody releases ends after this, with EIO: a test fails rather than stands."""
+"""A hang that is not released ends after this time with EIO, so that a test fails and does not block."""
 
 
 class VolumeOperation(StrEnum):
-    """What a rule speaks of."""
+    """Operation that a rule affects."""
 
     READ = "read"
     WRITE = "write"
@@ -36,18 +35,18 @@ class VolumeOperation(StrEnum):
 
 
 class VolumeFault(StrEnum):
-    """What happens to a block (read, write) or to a whole call (commit)."""
+    """Fault of a block (read, write) or of a whole call (commit)."""
 
     IO_ERROR = "io_error"
     """EIO: a read is UNAVAILABLE, a write or a commit fails."""
     NO_SPACE = "no_space"
     """ENOSPC on a write or a commit."""
     SHORT_READ = "short_read"
-    """Only a part arrives, and it shows: UNAVAILABLE."""
+    """Only a part is read, and the read reports it: UNAVAILABLE."""
     BIT_FLIP = "bit_flip"
-    """One bit of the block on its way differs; a verified read finds it (CORRUPT), an unverified one does not."""
+    """One bit of the block changes; a verified read detects it (CORRUPT), an unverified one does not."""
     TORN_WRITE = "torn_write"
-    """Only the first half of the payload is what it should be, and nobody is told."""
+    """Only the first half of the payload is written, and the write reports success."""
     DELAY = "delay"
     """The plan's ``delay`` hook is called first."""
     HANG = "hang"
@@ -65,15 +64,15 @@ class _Rule:
 
 
 class FaultPlan:
-    """Which faults come. Thread-safe.
+    """A seeded plan of faults. Thread-safe.
 
     Args:
-        seed: of all draws.
-        delay: called for ``VolumeFault.DELAY``; a test's own clock or barrier.
+        seed: seed of all draws.
+        delay: called for ``VolumeFault.DELAY``; a test's clock or barrier.
 
     Attributes:
-        happened: how often each fault came.
-        hanging: counts calls that have begun to hang; ``acquire`` waits for one.
+        happened: number of occurrences per fault.
+        hanging: semaphore, released once per hang; ``acquire`` waits for one.
     """
 
     def __init__(self, seed: int = 0, delay: Callable[[], None] | None = None) -> None:
@@ -95,34 +94,34 @@ class FaultPlan:
         times: int | None = None,
         keys: Sequence[BlockKey] | None = None,
     ) -> None:
-        """Adds a rule.
+        """Add a rule.
 
         Args:
-            fault: what happens.
-            operation: to what.
-            probability: of each block (or commit) that the rule fits.
-            skip: how many that fit are spared first.
-            times: how often at most; None: without end.
-            keys: only these blocks.
+            fault: the fault.
+            operation: the affected operation.
+            probability: probability per matching block (or commit).
+            skip: number of matches to skip first.
+            times: maximum number of occurrences; None: unlimited.
+            keys: only these blocks; None: all.
         """
         with self._lock:
             self._rules.append(_Rule(fault, operation, probability, skip, times, None if keys is None else frozenset(keys)))
 
     def clear(self) -> None:
-        """Drops all rules."""
+        """Remove all rules."""
         with self._lock:
             self._rules.clear()
 
     def release_hangs(self) -> None:
-        """Ends all hangs, those to come as well."""
+        """End all hangs, including later ones."""
         self._released.set()
 
     def hold_hangs(self) -> None:
-        """Hangs to come wait again, after ``release_hangs``."""
+        """Let later hangs wait again, after ``release_hangs``."""
         self._released.clear()
 
     def draw(self, operation: VolumeOperation, key: BlockKey | None) -> VolumeFault | None:
-        """The fault that befalls one block (or, with None, one commit) now. Delays and hangs have passed when it returns."""
+        """Draw the fault of one block (or, with None, one commit). Delays and hangs have ended when it returns."""
         fault = self._pick(operation, key)
         if fault is VolumeFault.DELAY:
             if self._delay is not None:
@@ -150,7 +149,7 @@ class FaultPlan:
         return None
 
     def position(self, size: int) -> int:
-        """A place within a payload, drawn."""
+        """Draw a position within a payload."""
         with self._lock:
             return self._random.randrange(size)
 
@@ -164,7 +163,7 @@ def _error_of(fault: VolumeFault) -> OSError:
 
 
 class _Faulty(Volume):
-    """Room as the inner volume shares it; bytes as the plan lets them pass."""
+    """Allocates like the inner volume; reads and writes with the plan's faults."""
 
     _inner: Volume
     plan: FaultPlan
@@ -224,7 +223,7 @@ class _Faulty(Volume):
         ]
 
     def _spoiled(self, outcome: Outcome, payload: memoryview, fault: VolumeFault | None, verify: bool) -> Outcome:
-        """What a fault makes of a block that was read."""
+        """Apply a fault to a block that was read."""
         if fault is VolumeFault.BIT_FLIP:
             payload[self.plan.position(payload.nbytes)] ^= 1
             return Outcome.CORRUPT if verify and outcome is Outcome.HIT else outcome

@@ -29,12 +29,12 @@ PAGE = 4096
 
 
 def page_memory(nbytes: int) -> memoryview:
-    """Zeroed memory whose address is a multiple of 4096."""
+    """Zeroed memory, aligned to 4096 bytes."""
     return memoryview(mmap.mmap(-1, nbytes))
 
 
 class HostDeviceMemory:
-    """What looks like device memory, and is the process's own."""
+    """Device memory backed by host memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = page_memory(nbytes)
@@ -55,11 +55,11 @@ class HostDeviceMemory:
 
 
 class IoEngineSuite(ABC):
-    """What every I/O engine must do."""
+    """Behaviour that every I/O engine must have."""
 
     @abstractmethod
     def open_engine(self, path: Path, counters: Counters) -> IoEngine:
-        """Opens a file."""
+        """Open a file."""
 
     def device_memory(self, nbytes: int) -> DeviceMemory:
         """Memory for ``read_device``."""
@@ -67,7 +67,7 @@ class IoEngineSuite(ABC):
 
     @pytest.fixture
     def content(self, tmp_path: Path) -> bytes:
-        """What the file holds."""
+        """Content of the file."""
         content = random.Random(5).randbytes(FILE_BYTES)  # noqa: S311
         (tmp_path / "file").write_bytes(content)
         return content

@@ -1,7 +1,7 @@
-"""A block provider in plain memory that keeps the books: the other half of every transport test.
+"""A block provider in plain memory that tracks every loan: the other half of every transport test.
 
-It knows what it has lent out. A part released twice, or a grant both committed and aborted, fails at once; what was never
-given back shows in ``settle``, which every test calls at its end.
+It fails at once if a part is released twice, or a grant is both committed and aborted. Loans that were never returned fail in
+``settle``, which every test calls at its end.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SETTLE_S = 20.0
 
 
 def block_key(number: int) -> BlockKey:
-    """The key of test block ``number``."""
+    """Key of test block ``number``."""
     return BlockKey(number.to_bytes(16, "big"))
 
 
 def block_payload(number: int, shape: BlockShape) -> bytes:
-    """The payload that belongs to it."""
+    """Payload of test block ``number``."""
     return random.Random(number).randbytes(shape.block_bytes)  # noqa: S311
 
 
@@ -40,11 +40,11 @@ class MemoryProvider(BlockProvider):
     """Blocks in a dictionary.
 
     Attributes:
-        part_keys: most keys in one part of a read.
-        before_part: called with the part's first position before it is made: a test pauses or fails a read here.
+        part_keys: maximum number of keys in one part of a read.
+        before_part: called with the part's first position before it is created: a test pauses or fails a read here.
         on_grant: called when slots have been granted: a test pauses a write here.
         refuse: keys that a write skips.
-        tier: what reads say.
+        tier: tier that reads report.
     """
 
     def __init__(self) -> None:
@@ -62,36 +62,36 @@ class MemoryProvider(BlockProvider):
         self._lent = 0
         self._faults: list[str] = []
 
-    # ---------------------------------------------------------------- for tests
+    # ---- for tests ----
 
     def declare(self, namespace: NamespaceId, shape: BlockShape) -> None:
-        """Makes a namespace known."""
+        """Register a namespace."""
         self._shapes[namespace] = shape
 
     def put(self, namespace: NamespaceId, numbers: Sequence[int]) -> None:
-        """Holds test blocks."""
+        """Insert test blocks."""
         shape = self._shapes[namespace]
         for number in numbers:
             payload = block_payload(number, shape)
             self._blocks[namespace, block_key(number)] = (memoryview(bytearray(payload)), checksums_of([payload], shape)[0])
 
     def flip(self, namespace: NamespaceId, number: int, byte: int) -> None:
-        """Spoils one byte of a block that is held; its checksums stay."""
+        """Corrupt one byte of a block; its checksums remain."""
         self._blocks[namespace, block_key(number)][0][byte] ^= 0x40
 
     def held(self, namespace: NamespaceId, number: int) -> bytes | None:
-        """The payload that is held, if any."""
+        """Payload of a block, if present."""
         block = self._blocks.get((namespace, block_key(number)))
         return None if block is None else bytes(block[0])
 
     def settle(self) -> None:
-        """Waits until everything lent out has been given back, and fails if something was not, or twice."""
+        """Wait until all loans are returned; fail if one is missing or was returned twice."""
         with self._changed:
             settled = self._changed.wait_for(lambda: self._lent == 0, SETTLE_S)
         assert settled, f"{self._lent} parts or grants were never given back"
         assert not self._faults, self._faults
 
-    # ---------------------------------------------------------------- BlockProvider
+    # ---- BlockProvider ----
 
     def shape(self, namespace: NamespaceId) -> BlockShape | None:
         return self._shapes.get(namespace)
@@ -116,7 +116,7 @@ class MemoryProvider(BlockProvider):
         return grant
 
     def _lend(self, what: str) -> Callable[[], None]:
-        """Counts something out; the answer counts it in again, once."""
+        """Count a loan; the returned callable counts its return, once."""
         returned = False
 
         def give_back() -> None:
@@ -163,11 +163,11 @@ class _MemoryGrant(WriteGrant):
 
 
 class ProviderGate:
-    """Holds a provider's thread at one place until a test lets it go on.
+    """Blocks a provider's thread at one position until a test opens the gate.
 
     Args:
-        at: the position at which to hold.
-        error: raised when it is let go on.
+        at: the position.
+        error: raised when the gate is opened.
     """
 
     def __init__(self, at: int = 0, error: KVStoreError | None = None) -> None:
@@ -181,10 +181,10 @@ class ProviderGate:
             return
         self.reached.set()
         if not self.open.wait(SETTLE_S):
-            raise AssertionError("a test left its gate closed")
+            raise AssertionError("a test did not open its gate")
         if self._error is not None:
             raise self._error
 
     def wait_reached(self) -> None:
-        """Until a thread is held."""
+        """Wait until a thread is blocked."""
         assert self.reached.wait(SETTLE_S), "nobody came to the gate"

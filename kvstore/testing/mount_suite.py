@@ -1,4 +1,4 @@
-"""Conformance suite of mounted volumes: what a reader of a volume that another process owns must do.
+"""Conformance suite of mounted volumes: readers of a volume that another process owns.
 
 Subclass it, name the class ``Test…``, and give it both ends::
 
@@ -6,7 +6,7 @@ Subclass it, name the class ``Test…``, and give it both ends::
         def open_owner(self, folder: Path, capacity_bytes: int) -> DurableVolume: ...
         def mount(self, folder: Path) -> MountedSlab: ...
 
-The rule above all: whatever the owner does meanwhile, a HIT has the block's own bytes.
+The main rule: a HIT always returns the block's own bytes, even during changes by the owner.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Held = dict[int, tuple[Slot, BlockRecord]]
 
 
 def put(owner: DurableVolume, numbers: Sequence[int], shape: BlockShape) -> Held:
-    """Stores test blocks durably."""
+    """Store test blocks durably."""
     slots = owner.allocate(shape, len(numbers))
     assert slots is not None
     items = items_for(slots, numbers, shape)
@@ -37,13 +37,13 @@ def put(owner: DurableVolume, numbers: Sequence[int], shape: BlockShape) -> Held
 
 
 def drop(owner: DurableVolume, held: Held) -> None:
-    """Evicts them: the catalog forgets first, then the room is given back."""
+    """Evict blocks: remove them from the catalog, then free their slots."""
     owner.commit([], [record.key for _, record in held.values()])
     owner.free([slot for slot, _ in held.values()])
 
 
 def known(mount: MountedSlab, numbers: Sequence[int], shape: BlockShape) -> list[int]:
-    """Those of some blocks that the mount would look for."""
+    """Blocks that the mount would read."""
     slots = mount.find([block_key(number) for number in numbers], shape)
     return [number for number, slot in zip(numbers, slots, strict=True) if slot is not None]
 
@@ -51,7 +51,7 @@ def known(mount: MountedSlab, numbers: Sequence[int], shape: BlockShape) -> list
 def fetch(
     mount: MountedSlab, numbers: Sequence[int], shape: BlockShape, *, namespace: NamespaceId = NAMESPACE, aligned: bool = True
 ) -> list[int]:
-    """Reads what the mount knows of some blocks; the hits, each proved byte for byte."""
+    """Read blocks that the mount knows. Returns the hits, each compared byte for byte."""
     keys = [block_key(number) for number in numbers]
     found = [(number, slot) for number, slot in zip(numbers, mount.find(keys, shape), strict=True) if slot is not None]
     views = empty_memory(len(found), shape, aligned=aligned) if found else []
@@ -65,28 +65,28 @@ def fetch(
 
 
 class MountSuite(ABC):
-    """What every reader of a shared volume must do."""
+    """Behaviour that every reader of a shared volume must have."""
 
     CAPACITY = 4 << 20
 
     @abstractmethod
     def open_owner(self, folder: Path, capacity_bytes: int) -> DurableVolume:
-        """Opens (or makes) the volume of a folder as its owner, recovered."""
+        """Open or create the volume of a folder as its owner, recovered."""
 
     @abstractmethod
     def mount(self, folder: Path) -> MountedSlab:
-        """Mounts the same volume."""
+        """Mount the same volume."""
 
     @pytest.fixture
     def owner(self, tmp_path: Path) -> Iterator[DurableVolume]:
-        """The owner of a volume of ``CAPACITY`` bytes."""
+        """Owner of a volume of ``CAPACITY`` bytes."""
         owner = self.open_owner(tmp_path, self.CAPACITY)
         yield owner
         owner.close()
 
     @pytest.fixture
     def mounted(self, owner: DurableVolume, tmp_path: Path) -> Iterator[MountedSlab]:  # noqa: ARG002
-        """A reader of it."""
+        """A reader of the volume."""
         mounted = self.mount(tmp_path)
         yield mounted
         mounted.close()
@@ -109,7 +109,7 @@ class MountSuite(ABC):
         shape = SHAPES[2]
         held = put(owner, range(6), shape)
         while owner.allocate(shape, 1):
-            pass  # no room is left but what those give back
+            pass  # only the slots that these blocks free are available
         mounted.catch_up()
         drop(owner, {number: held[number] for number in (1, 4)})
         put(owner, [7, 8], shape)

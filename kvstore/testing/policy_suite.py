@@ -1,4 +1,4 @@
-"""Conformance suite of eviction policies, and a machine that holds a policy against a plain model of the tree.
+"""Conformance suite of eviction policies, and a state machine that compares a policy with a plain model of the tree.
 
 Subclass both and give them ``make_policy``::
 
@@ -44,7 +44,7 @@ def _chain(policy: EvictionPolicy, numbers: Iterable[int]) -> list[BlockKey]:
 
 
 class PolicySuite(ABC):
-    """What every policy must do."""
+    """Behaviour that every policy must have."""
 
     @abstractmethod
     def make_policy(self) -> EvictionPolicy:
@@ -64,7 +64,7 @@ class PolicySuite(ABC):
         policy.touch(keys)
         policy.touch(keys[:10])
         assert list(policy.coldest(_always)) == keys[::-1]
-        assert list(policy.coldest(_always)) == keys[::-1]  # looking takes nothing away
+        assert list(policy.coldest(_always)) == keys[::-1]  # iterating removes nothing
         assert len(policy) == 50
 
     def test_what_is_pinned_keeps_its_ancestors(self) -> None:
@@ -74,7 +74,7 @@ class PolicySuite(ABC):
         policy.insert(policy_key(101), policy_key(100))
         assert set(policy.coldest(lambda key: key != policy_key(100))) == {*trunk[5:], policy_key(101)}
 
-    def test_what_may_stay_for_long_keeps_its_ancestors_until_it_is_restored(self) -> None:
+    def test_policy_skipped_blocks_keep_their_ancestors(self) -> None:
         policy = self.make_policy()
         trunk = _chain(policy, range(10))
         twig = policy_key(100)
@@ -87,7 +87,7 @@ class PolicySuite(ABC):
         for _ in range(3):
             assert list(policy.coldest(leaves)) == []
             policy.touch(trunk)
-        policy.insert(policy_key(101), twig)  # it is a parent now, and then a leaf again
+        policy.insert(policy_key(101), twig)  # a parent now, then a leaf again
         assert list(policy.coldest(leaves)) == [policy_key(101)]
         policy.remove(policy_key(101))
         assert list(policy.coldest(leaves)) == []
@@ -117,8 +117,8 @@ class PolicySuite(ABC):
         policy.insert(keys[2], keys[1])
         assert list(policy.coldest(_always)) == keys[::-1]
 
-    def test_what_stands_in_a_ring_leaves_all_the_same(self) -> None:
-        """Keys are their makers': a block may be named as its own parent, or as one far above itself."""
+    def test_policy_cyclic_parents_are_evicted(self) -> None:
+        """Clients choose the keys: a block may name itself or its own descendant as parent."""
         for length in (1, 2, 5):
             policy = self.make_policy()
             ring = [policy_key(number) for number in range(length)]
@@ -134,8 +134,8 @@ class PolicySuite(ABC):
                 policy.remove(key)
             assert not len(policy)
 
-    def test_what_was_used_again_outlives_what_was_not(self) -> None:
-        """Any policy worth the name: of many chains, those used time and again are not the first to leave."""
+    def test_policy_reused_chains_are_evicted_last(self) -> None:
+        """Of many chains, those that are used repeatedly are not evicted first."""
         policy = self.make_policy()
         chains = [_chain(policy, range(at * 100, at * 100 + 10)) for at in range(20)]
         warm = {key for chain in chains[::2] for key in chain}
@@ -144,24 +144,19 @@ class PolicySuite(ABC):
                 policy.touch(chain)
         assert not warm & set(islice(policy.coldest(_always), 50))
 
-    def test_warmth_is_by_use_and_looking_changes_nothing(self) -> None:
+    def test_coldest_goes_on_while_blocks_are_used(self) -> None:
+        """Each block is yielded, also if blocks are used between two steps."""
         policy = self.make_policy()
         chains = [_chain(policy, range(at * 100, at * 100 + 10)) for at in range(20)]
-        warm = {key for chain in chains[::2] for key in chain}
-        for _ in range(6):
-            for chain in chains[::2]:
-                policy.touch(chain)
-        keys = [key for chain in chains for key in chain]
-        found = policy.warmth([*keys, policy_key(9_999)])
-        assert found == policy.warmth([*keys, policy_key(9_999)])
-        assert all(0 <= each < 2**62 for each in found)
-        assert found[-1] == 0
-        coldest = sorted(zip(found, keys, strict=False))[: len(keys) - len(warm)]
-        assert not warm & {key for _, key in coldest}
-        assert set(policy.coldest(_always)) == set(keys)
+        found = set()
+        for number, key in enumerate(policy.coldest(_always)):
+            found.add(key)
+            if number < 200:
+                policy.touch(chains[number % 20])
+        assert found == {key for chain in chains for key in chain}
 
     def test_eviction_in_steady_state(self) -> None:
-        """A full volume under load: the count holds, and what is evicted is what was there, children first."""
+        """A full volume under load: the count is right, and evictions yield existing blocks, children first."""
         policy = self.make_policy()
         draw = random.Random(3)  # noqa: S311
         children: dict[BlockKey, set[BlockKey]] = {}
@@ -186,7 +181,7 @@ class PolicySuite(ABC):
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Random inserts, touches, removals and partial evictions, held against a dict of parents."""
+    """Random inserts, touches, removals and partial evictions, compared with a dict of parents."""
 
     make_policy: ClassVar[Callable[[], EvictionPolicy]]
 
@@ -232,7 +227,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.parents)
     @rule(staying=st.sets(st.integers(0, 40), max_size=4), count=st.integers(0, 50))
     def lets_some_stay_for_long(self, staying: set[int], count: int) -> None:
-        """Whatever was asked about and is to stay may be forgotten, until all is restored."""
+        """Skip blocks of an eviction; the policy may omit them until all are restored."""
         keys = {policy_key(number): number for number in self.parents}
         found = list(islice(self.policy.coldest(lambda key: None if keys[key] in staying else True), count))
         assert not {keys[key] for key in found} & staying
@@ -283,7 +278,7 @@ class PolicyMachine(RuleBasedStateMachine):
             assert all(child in gone for child, parent in self.parents.items() if parent == number)
             gone.add(number)
         kept = set(pinned) & set(self.parents)
-        while True:  # ancestors of what is pinned must stay; all else must have been yielded
+        while True:  # ancestors of pinned blocks must stay; all others must have been yielded
             above = {parent for number in kept if (parent := self.parents[number]) is not None and parent in self.parents} - kept
             if not above:
                 break

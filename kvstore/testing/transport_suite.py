@@ -1,6 +1,6 @@
-"""Conformance suite of transports: what a server and a ``BlockPeer`` must do together, whatever the wire.
+"""Conformance suite of transports: a server and a ``BlockPeer`` together, over any wire.
 
-Subclass it, name the class ``Test…``, and say how to serve a provider and how to reach it::
+Subclass it, name the class ``Test…``, and define how to serve a provider and how to connect to it::
 
     class TestMyTransport(TransportSuite):
         def serve(self, provider, authority=None):
@@ -11,7 +11,7 @@ Subclass it, name the class ``Test…``, and say how to serve a provider and how
         def connect(self, served, ticket=b""):
             return MyPeer(served.address, ticket)
 
-Every test ends by checking that the provider got back all that it lent.
+Every test ends by checking that the provider got back all its loans.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ SENTINEL = 0xA5
 
 
 class Served(Protocol):
-    """A provider that is being served."""
+    """A running server of a provider."""
 
     def stop(self) -> None:
-        """Stops serving at once; connections end."""
+        """Stop at once; connections end."""
 
 
-# ---------------------------------------------------------------- buffers
+# ---- buffers ----
 
 
 def dense(count: int, shape: BlockShape) -> DenseBlocks:
-    """Block after block in one piece."""
+    """Blocks in one contiguous array."""
     return DenseBlocks(np.full((count, shape.layers, shape.layer_block_bytes), SENTINEL, np.uint8))
 
 
 def layer_major(count: int, shape: BlockShape) -> DenseBlocks:
-    """Layer after layer, as an engine's cache lies."""
+    """Layer after layer, in the order of an engine's cache."""
     return DenseBlocks(np.full((shape.layers, count, shape.layer_block_bytes), SENTINEL, np.uint8).transpose(1, 0, 2))
 
 
 def padded(count: int, shape: BlockShape) -> DenseBlocks:
-    """With gaps between blocks and between layers."""
+    """Blocks with gaps between blocks and between layers."""
     memory = np.full((count, shape.layers + 1, shape.layer_block_bytes + 3), SENTINEL, np.uint8)
     return DenseBlocks(memory[:, : shape.layers, : shape.layer_block_bytes])
 
 
 def scattered(count: int, shape: BlockShape) -> ScatteredBlocks:
-    """Each block elsewhere."""
+    """Each block in separate memory."""
     memory = memoryview(bytearray([SENTINEL]) * (count * (shape.block_bytes + 5)))
     starts = [at * (shape.block_bytes + 5) for at in reversed(range(count))]
     return ScatteredBlocks([memory[start : start + shape.block_bytes] for start in starts], shape)
@@ -80,12 +80,12 @@ BUFFERS: tuple[Callable[[int, BlockShape], BlockBuffer], ...] = (dense, layer_ma
 
 
 def content(buffer: BlockBuffer, block: int) -> bytes:
-    """What lies in a block of a buffer."""
+    """Bytes of a block in a buffer."""
     return b"".join(bytes(piece) for piece in buffer.segments(block, 0, buffer.shape.layers))
 
 
 def filled(make: Callable[[int, BlockShape], BlockBuffer], numbers: Sequence[int], shape: BlockShape) -> BlockBuffer:
-    """A buffer that holds test blocks."""
+    """A buffer that contains test blocks."""
     buffer = make(len(numbers), shape)
     for block, number in enumerate(numbers):
         rest = memoryview(block_payload(number, shape))
@@ -94,7 +94,7 @@ def filled(make: Callable[[int, BlockShape], BlockBuffer], numbers: Sequence[int
     return buffer
 
 
-# ---------------------------------------------------------------- requests
+# ---- requests ----
 
 
 def ask(
@@ -106,7 +106,7 @@ def ask(
     namespace: NamespaceId = NAMESPACE,
     within_s: float = PATIENCE_S,
 ) -> ReadRequest:
-    """A read of test blocks."""
+    """Read test blocks."""
     keys = [block_key(number) for number in numbers]
     return ReadRequest(namespace, keys, first_layer, layers, layer_group, time.monotonic() + within_s)
 
@@ -121,7 +121,7 @@ def store(
     namespace: NamespaceId = NAMESPACE,
     within_s: float = PATIENCE_S,
 ) -> list[StoreOutcome]:
-    """A write of test blocks; checksums of the ``spoiled`` ones are wrong. Without ``summed`` the transport makes them."""
+    """Write test blocks with wrong checksums for the ``spoiled`` ones. If ``summed`` is false, the transport computes them."""
     shape = source.shape
     checksums = checksums_of([block_payload(number, shape) for number in numbers], shape)
     checksums[[numbers.index(number) for number in spoiled], shape.layers - 1] ^= np.uint64(1)
@@ -136,45 +136,45 @@ def write_of(numbers: Sequence[int], shape: BlockShape) -> WriteRequest:
 
 
 def layers_of(source: BlockBuffer, first_layer: int, layer_count: int) -> DenseBlocks:
-    """Some layers of each block, in memory of their own."""
+    """Some layers of each block, copied."""
     joined = [b"".join(source.segments(block, first_layer, layer_count)) for block in range(source.count)]
     shape = (source.count, layer_count, source.shape.layer_block_bytes)
     return DenseBlocks(np.frombuffer(b"".join(joined), np.uint8).reshape(shape))
 
 
 class TransportSuite(ABC):
-    """What every transport must do."""
+    """Behaviour that every transport must have."""
 
     @abstractmethod
     def serve(self, provider: BlockProvider, authority: TicketAuthority | None = None) -> Served:
-        """Starts serving a provider. ``authority`` None: any ticket is good."""
+        """Start serving a provider. If ``authority`` is None, any ticket is valid."""
 
     @abstractmethod
     def connect(self, served: Any, ticket: bytes = b"") -> BlockPeer:  # noqa: ANN401 - what ``serve`` answered
-        """A new peer that reaches it."""
+        """Connect a new peer."""
 
     @pytest.fixture
     def provider(self) -> Iterator[MemoryProvider]:
-        """Test blocks; checked for what was not given back."""
+        """Test blocks; the fixture checks for missing loans at its end."""
         provider = MemoryProvider()
         yield provider
         provider.settle()
 
     @pytest.fixture
     def served(self, provider: MemoryProvider) -> Iterator[Served]:
-        """The provider, served."""
+        """A server of the provider."""
         served = self.serve(provider)
         yield served
         served.stop()
 
     @pytest.fixture
     def peer(self, served: Served) -> Iterator[BlockPeer]:
-        """Reaches it."""
+        """A peer of the server."""
         peer = self.connect(served)
         yield peer
         peer.close()
 
-    # ---------------------------------------------------------------- reads
+    # ---- reads ----
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
@@ -269,7 +269,7 @@ class TransportSuite(ABC):
             for number in range(20):
                 if good[number]:
                     assert content(buffer, number)[: upto * 100_000] == block_payload(number, shape)[: upto * 100_000]
-                # a block that fails later may be known to fail already; one that has failed is never good
+                # a block may be reported failed early; a failed block never becomes a hit
                 assert good[number] <= (fails.get(number, 6) >= upto)
                 assert good[number] or number in fails
 
@@ -303,7 +303,7 @@ class TransportSuite(ABC):
             result = peer.read(ask(range(20), 3, layer_group=group), dense(20, shape))
             assert [number for number, outcome in enumerate(result.outcomes) if outcome is not Outcome.HIT] == [4, 11, 19]
             assert {result.outcomes[number] for number in (4, 11, 19)} == {Outcome.CORRUPT}
-        # only the layers that are read count
+        # only the requested layers count
         assert peer.read(ask([4, 11, 19], 1, first_layer=2), dense(3, shape)).outcomes == [
             Outcome.HIT,
             Outcome.HIT,
@@ -338,7 +338,7 @@ class TransportSuite(ABC):
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, [1])
         wrong: list[tuple[ReadRequest, BlockBuffer]] = [
-            (ask([1], 2), dense(1, BlockShape(2, 32))),  # another shape than the namespace's
+            (ask([1], 2), dense(1, BlockShape(2, 32))),  # a shape that differs from the namespace's
             (ask([1, 2], 2), dense(1, shape)),
             (ask([1], 3), dense(1, shape)),
             (ask([1], 0), dense(1, shape)),
@@ -355,7 +355,7 @@ class TransportSuite(ABC):
             store(peer, filled(dense, [2], BlockShape(2, 32)), [2])
         assert peer.read(ask([1], 2), dense(1, shape)).outcomes == [Outcome.HIT]
 
-    # ---------------------------------------------------------------- writes
+    # ---- writes ----
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
@@ -390,7 +390,7 @@ class TransportSuite(ABC):
         numbers = range(9)
         outcomes = store(peer, filled(make, numbers, shape), numbers, summed=False)
         assert [at for at, outcome in enumerate(outcomes) if outcome is StoreOutcome.STORED] == [0, 1, 2, 4, 6, 7, 8]
-        found = peer.read(ask(numbers, shape.layers), make(9, shape))  # verified against what the provider was told
+        found = peer.read(ask(numbers, shape.layers), make(9, shape))  # verified against the checksums that the provider received
         assert found.outcomes == [Outcome.MISS if number == 5 else Outcome.HIT for number in numbers]
         assert provider.held(NAMESPACE, 8) == block_payload(8, shape)
 
@@ -400,7 +400,7 @@ class TransportSuite(ABC):
         provider.put(NAMESPACE, [1, 2])
         assert store(peer, filled(dense, [1, 2], shape), [1, 2]) == [StoreOutcome.EXISTS] * 2
         assert store(peer, dense(0, shape), []) == []
-        provider.settle()  # the grant is given up after the answer
+        provider.settle()  # the grant is aborted after the answer
         assert (provider.commits, provider.aborts) == (0, 1)
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -460,7 +460,7 @@ class TransportSuite(ABC):
             write.put(1, layers_of(source, 1, 1))
             assert list(write.commit()) == [StoreOutcome.STORED]
 
-    # ---------------------------------------------------------------- trouble
+    # ---- faults ----
 
     def test_a_late_provider_is_a_timeout(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(1, 2_000)
@@ -472,7 +472,7 @@ class TransportSuite(ABC):
         result = peer.read(ask(range(6), 1, within_s=0.4), buffer)
         gate.open.set()
         assert result.outcomes == [Outcome.HIT] * 2 + [Outcome.TIMEOUT] * 4
-        provider.settle()  # the server has done all that it was going to do
+        provider.settle()  # the server has finished
         assert content(buffer, 1) == block_payload(1, shape)
         for late in range(2, 6):
             assert content(buffer, late) == bytes([SENTINEL]) * shape.block_bytes
@@ -575,7 +575,7 @@ class TransportSuite(ABC):
                 assert writing.result(PATIENCE_S) == [StoreOutcome.STORED] * 8
         assert all(provider.held(NAMESPACE, number) == block_payload(number, shape) for number in range(100, 164))
 
-    # ---------------------------------------------------------------- tickets
+    # ---- tickets ----
 
     def test_tickets_open_their_namespace_only(self, provider: MemoryProvider) -> None:
         shape = BlockShape(1, 100)

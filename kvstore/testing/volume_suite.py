@@ -1,4 +1,4 @@
-"""Conformance suite of volumes: what every ``Volume`` must do, and what durable and mapped ones must do beyond.
+"""Conformance suite of volumes: the behaviour of every ``Volume``, and further suites for durable and mapped volumes.
 
 Subclass the suite that fits, name the class ``Test…``, and give it a ``volume`` factory::
 
@@ -6,7 +6,7 @@ Subclass the suite that fits, name the class ``Test…``, and give it a ``volume
         def open_volume(self, folder: Path, capacity_bytes: int) -> DurableVolume:
             return MySlab(folder / "volume", capacity_bytes)
 
-Payloads are derived from the key, so that a block that was swapped for another is told from the right one.
+Payloads are derived from the key, so that swapped blocks are detected.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Item = tuple[Slot, BlockRecord, memoryview]
 
 
 def block_key(number: int) -> BlockKey:
-    """The key of test block ``number``."""
+    """Key of test block ``number``."""
     return BlockKey(number.to_bytes(16, "big"))
 
 
 def block_payload(number: int, shape: BlockShape) -> bytes:
-    """The payload that belongs to it."""
+    """Payload of test block ``number``."""
     return random.Random(number).randbytes(shape.block_bytes)  # noqa: S311
 
 
 def block_record(number: int, shape: BlockShape, parent: int | None = None) -> BlockRecord:
-    """What is to be said of it."""
+    """Record of a test block."""
     checksums = checksum.layer_checksums(memoryview(block_payload(number, shape)), shape)
     return BlockRecord(
         NAMESPACE, block_key(number), None if parent is None else block_key(parent), number % 100, shape, checksums
@@ -52,12 +52,12 @@ def block_record(number: int, shape: BlockShape, parent: int | None = None) -> B
 
 
 def sealed(record: BlockRecord) -> BlockRecord:
-    """The same block, of whose checksums only the seal is known."""
+    """The same record, with only the seal of its checksums."""
     return replace(record, checksums=b"", seal=seal_of(record.checksums))
 
 
 def empty_memory(count: int, shape: BlockShape, *, aligned: bool) -> list[memoryview]:
-    """Writable memory for blocks: each page-aligned, or none of them."""
+    """Writable memory for blocks: page-aligned, or all unaligned."""
     stride = -(-shape.block_bytes // 4096) * 4096 if aligned else shape.block_bytes
     shift = 0 if aligned else 8
     memory = memoryview(mmap.mmap(-1, stride * count + shift))
@@ -65,7 +65,7 @@ def empty_memory(count: int, shape: BlockShape, *, aligned: bool) -> list[memory
 
 
 def items_for(slots: Sequence[Slot], numbers: Sequence[int], shape: BlockShape, *, aligned: bool = True) -> list[Item]:
-    """Blocks ready to be written into slots."""
+    """Items for ``write``: blocks and their slots."""
     items: list[Item] = []
     for slot, number, memory in zip(slots, numbers, empty_memory(len(slots), shape, aligned=aligned), strict=True):
         memory[:] = block_payload(number, shape)
@@ -74,7 +74,7 @@ def items_for(slots: Sequence[Slot], numbers: Sequence[int], shape: BlockShape, 
 
 
 def emptied(items: Sequence[Item], *, aligned: bool = True) -> list[Item]:
-    """The same blocks, to be read into fresh memory."""
+    """The same items with empty memory, for ``read``."""
     if not items:
         return []
     memory = empty_memory(len(items), items[0][1].shape, aligned=aligned)
@@ -82,20 +82,20 @@ def emptied(items: Sequence[Item], *, aligned: bool = True) -> list[Item]:
 
 
 def assert_reads_back(volume: Volume, items: Sequence[Item], *, aligned: bool = True) -> None:
-    """Every block is a hit, byte for byte."""
+    """Assert that every block is a hit, byte for byte."""
     again = emptied(items, aligned=aligned)
     assert volume.read(again) == [Outcome.HIT] * len(items)
     assert [bytes(view) for _, _, view in again] == [bytes(view) for _, _, view in items]
 
 
 class VolumeSuite(ABC):
-    """What every volume must do."""
+    """Behaviour that every volume must have."""
 
     CAPACITY = 8 << 20
 
     @abstractmethod
     def open_volume(self, folder: Path, capacity_bytes: int) -> Volume:
-        """Opens (or makes) the volume of a folder, ready for use."""
+        """Open or create the volume of a folder, ready for use."""
 
     @pytest.fixture
     def volume(self, tmp_path: Path) -> Iterator[Volume]:
@@ -212,7 +212,7 @@ class VolumeSuite(ABC):
             volume.plan_eviction(shape, 1, iter(()), 1)
 
     def test_plan_eviction_makes_room(self, volume: Volume) -> None:
-        """Evicting the plan is enough, changes nothing before, and is needed."""
+        """The plan is sufficient and necessary, and planning changes nothing."""
         small, large = SHAPES[0], SHAPES[2]
         held: dict[BlockKey, Slot] = {}
         while slots := volume.allocate(small, 1):
@@ -285,7 +285,7 @@ class VolumeSuite(ABC):
 
 
 class MappedVolumeSuite(VolumeSuite):
-    """What a volume in memory must do beyond."""
+    """Further behaviour of volumes in memory."""
 
     @abstractmethod
     def open_volume(self, folder: Path, capacity_bytes: int) -> MappedVolume: ...
@@ -309,14 +309,14 @@ class MappedVolumeSuite(VolumeSuite):
 
 
 class DurableVolumeSuite(VolumeSuite):
-    """What a volume that outlives the process must do beyond. ``open_volume`` opens it recovered; ``open_raw`` does not."""
+    """Further behaviour of volumes that outlive the process. ``open_volume`` recovers the volume; ``open_raw`` does not."""
 
     @abstractmethod
     def open_raw(self, folder: Path, capacity_bytes: int) -> DurableVolume:
-        """Opens the volume, not yet recovered."""
+        """Open the volume without recovery."""
 
     def open_volume(self, folder: Path, capacity_bytes: int) -> DurableVolume:
-        """Opens and recovers."""
+        """Open and recover the volume."""
         volume = self.open_raw(folder, capacity_bytes)
         for _ in volume.recover():
             pass
@@ -364,7 +364,7 @@ class DurableVolumeSuite(VolumeSuite):
             numbers = range(at * 10, at * 10 + 6)
             items = items_for(volume.allocate(shape, 6) or [], numbers, shape)
             assert volume.write(items) == [None] * 6
-            volume.commit([(slot, record) for slot, record, _ in items[:5]], [])  # the sixth is written, but never committed
+            volume.commit([(slot, record) for slot, record, _ in items[:5]], [])  # the sixth is written but not committed
             volume.commit([], [items[0][1].key])
             kept += items[1:5]
         volume.commit([], [block_key(999_999)])  # unknown keys are no error
@@ -385,7 +385,7 @@ class DurableVolumeSuite(VolumeSuite):
         again.close()
 
     def test_a_commit_moves_a_key(self, tmp_path: Path) -> None:
-        """Removed leaves before stored enters: a block can change its slot within one commit."""
+        """A commit removes before it stores: one commit can move a block to another slot."""
         shape = SHAPES[0]
         volume = self.open_volume(tmp_path, self.CAPACITY)
         old = items_for(volume.allocate(shape, 1) or [], [7], shape)

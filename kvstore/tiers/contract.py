@@ -231,8 +231,8 @@ class EvictionPolicy(Protocol):
 
         Where ``evictable`` says None, the block is not to be asked about again before ``restore``: one that may stay for long.
         A policy may ask again all the same; what it looks at then costs time. May reorder its queues, but removes nothing; the
-        owner calls ``remove`` for those it evicts. The iterator is used at once, with no other call in between, and ends when
-        nothing evictable is left.
+        owner calls ``remove`` for those it evicts. While the iterator is used no other method than ``touch`` is called: a
+        block used meanwhile may come once more, and its parent too early. It ends when nothing evictable is left.
         """
 
     def restore(self, keys: Iterable[BlockKey]) -> None:
@@ -242,12 +242,6 @@ class EvictionPolicy(Protocol):
         """Blocks held and all below them, each once, children before parents: what leaves if ``keys`` do.
 
         None where one of them is not ``evictable``, which is asked once for each. Takes time for what it looks at alone.
-        """
-
-    def warmth(self, keys: Sequence[BlockKey]) -> list[int]:
-        """How late blocks would leave, by what is known of each alone: a number each, the larger the later; unknown keys: 0.
-
-        Not negative, and below 2**62. Takes time for what it looks at alone, and changes nothing.
         """
 
     def is_parent(self, key: BlockKey) -> bool:

@@ -1,7 +1,7 @@
-"""What any cache can reach on a workload: without a limit on room, with the best possible choice, and with a given policy.
+"""Hits that a cache can reach on a workload: with unlimited capacity, with the best possible choice, and with a given policy.
 
-All three count what the store counts: a request hits its longest run of leading blocks that are held when it comes; then
-all its blocks may be stored. Blocks are chain ids (``chains.ChainTable``): equal id = equal prefix up to and including it.
+All three count like the store: a request hits its longest run of leading blocks that are cached on arrival; then all its blocks
+may be stored. Blocks are chain ids (``chains.ChainTable``): equal id = equal prefix up to and including the block.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class HitCount:
 
 @dataclass(frozen=True, slots=True)
 class PolicyCount:
-    """What an eviction policy reached."""
+    """Result of an eviction policy."""
 
     hits: HitCount
     evicted_blocks: int
     skipped_blocks: int
-    """Not stored, since nothing but the request's own blocks could have left."""
+    """Blocks not stored, because only the request's own blocks could have been evicted."""
 
 
 def unbounded_hits(requests: Iterable[ChainIds]) -> HitCount:
-    """Hits with room for everything: leading blocks that some earlier request brought."""
+    """Hits with unlimited capacity: leading blocks of earlier requests."""
     seen: set[int] = set()
     blocks = hits = 0
     for chain in requests:
         ids = chain.tolist()
         blocks += len(ids)
         held = 0
-        # what is held is closed under prefixes, so the first block that is new ends the hit: found by bisection
+        # the cache is closed under prefixes, so bisection finds the first new block, which ends the hit
         low, high = 0, len(ids)
         while low < high:
             middle = (low + high) // 2
@@ -69,11 +69,12 @@ def unbounded_hits(requests: Iterable[ChainIds]) -> HitCount:
 
 
 def best_hits(requests: Sequence[ChainIds], capacity_blocks: int) -> HitCount:
-    """Hits of the best possible choice of what to hold: Belady's MIN, which knows the future and may decline to store.
+    """Hits of the best possible cache: Belady's MIN, which knows the future and may decline to store.
 
-    The room after each request goes to the blocks whose next use comes first. A parent is used whenever its child is, and
-    before it, so this choice holds no child without its parent by itself: the bound also holds for prefix caches.
-    About 1 µs an access, 8 bytes of memory an access and a hit.
+    After each request the cache keeps the blocks with the earliest next use. A parent is used whenever its child is, and before
+    it, so this choice never keeps a child without its parent: the bound also holds for prefix caches.
+
+    About 1 µs per access, and 8 bytes of memory per access and per hit.
     """
     if capacity_blocks < 0:
         raise InvalidArgument("capacity is 0 or more", capacity_blocks=capacity_blocks)
@@ -125,7 +126,7 @@ def _next_uses(accesses: ChainIds) -> ChainIds:
 def simulate(requests: Iterable[ChainIds], policy: EvictionPolicy, capacity_blocks: int) -> PolicyCount:
     """Hits of a real eviction policy over one volume of ``capacity_blocks`` blocks.
 
-    The request's own blocks are pinned while it is served, as the node pins what it loads and stores.
+    The request's own blocks are pinned while it is served, like blocks that the node loads and stores.
     """
     if capacity_blocks < 0:
         raise InvalidArgument("capacity is 0 or more", capacity_blocks=capacity_blocks)

@@ -1,4 +1,4 @@
-"""From the ids of a workload to chains: dense chain ids for bounds and simulations, real block keys for the store."""
+"""Chains of a workload's ids: dense chain ids for bounds and simulations, real block keys for the store."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TOKEN_BITS = 32
 
 
 class ChainTable:
-    """Gives each distinct prefix of ids a dense number, in order of first appearance.
+    """Assigns each distinct prefix of ids a dense number, in order of first appearance.
 
-    Ids of a trace name blocks; what a cache stores is a block *behind its prefix*. Two requests share the chain ids of
-    exactly their common prefix. A session's next request mostly repeats its last one: that part is compared, not looked up.
+    Ids of a trace name blocks; a cache stores a block *with its prefix*. Two requests share the chain ids of exactly their
+    common prefix. A session's next request mostly repeats its last one: that part is compared, not looked up.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class ChainTable:
         return len(self._children)
 
     def intern(self, session: str, ids: BlockIds) -> ChainIds:
-        """Chain ids of a request, as long as ``ids``; those that are new are the highest ones and stand at the end."""
+        """Chain ids of a request, one per id; new ones are the highest and at the end."""
         chain = np.empty(len(ids), dtype=np.int64)
         at = self._repeated(session, ids, chain)
         node = int(chain[at - 1]) if at else -1
@@ -46,7 +46,7 @@ class ChainTable:
         return chain
 
     def _repeated(self, session: str, ids: BlockIds, chain: ChainIds) -> int:
-        """Fills in the part that repeats the session's last request; returns its length."""
+        """Fill in the part that repeats the session's last request; returns its length."""
         last = self._sessions.get(session)
         if last is None:
             return 0
@@ -68,8 +68,8 @@ class ChainTable:
 class BlockKeys:
     """Real block keys of a workload, each hashed once.
 
-    An id stands for the tokens of its block: its low and high 32 bits, then zeros. Equal prefixes of ids have equal keys,
-    others different ones, as the store's own hash chain makes them.
+    An id stands for the tokens of its block: its low and high 32 bits, then zeros. The store's hash chain gives equal prefixes
+    of ids equal keys, and different prefixes different keys.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -79,7 +79,7 @@ class BlockKeys:
         self._keys: list[BlockKey] = []
 
     def __len__(self) -> int:
-        """Distinct keys made."""
+        """Number of distinct keys."""
         return len(self._keys)
 
     def keys(self, session: str, ids: BlockIds) -> list[BlockKey]:
@@ -87,9 +87,9 @@ class BlockKeys:
         return self.keys_of(self.intern(session, ids))
 
     def intern(self, session: str, ids: BlockIds) -> ChainIds:
-        """Chain ids of a request, its new keys made. See ``ChainTable.intern``."""
+        """Chain ids of a request; derives its new keys. See ``ChainTable.intern``."""
         chain = self._table.intern(session, ids)
-        known = int(np.searchsorted(chain >= len(self._keys), 1))  # new ones stand at the end
+        known = int(np.searchsorted(chain >= len(self._keys), 1))  # new ones are at the end
         if known < len(chain):
             parent = self._keys[int(chain[known - 1])] if known else None
             self._keys += self._chain.keys(self._tokens(ids[known:]), parent=parent, first_block=known)
@@ -103,7 +103,7 @@ class BlockKeys:
     def _tokens(self, ids: BlockIds) -> npt.NDArray[np.uint32]:
         width = self.spec.block_tokens
         if width == 1 and ids.size and int(ids.max()) >> _TOKEN_BITS:
-            raise InvalidArgument("an id above 32 bits takes a block of two tokens or more", id=int(ids.max()))
+            raise InvalidArgument("an id above 32 bits requires blocks of at least two tokens", id=int(ids.max()))
         tokens = np.zeros((len(ids), width), dtype=np.uint32)
         tokens[:, 0] = ids & 0xFFFF_FFFF
         if width > 1:

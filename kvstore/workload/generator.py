@@ -1,9 +1,9 @@
 """A seeded generator of agent sessions, from published statistics of production agentic reinforcement learning.
 
-DualPath (arXiv 2602.21548), Table 2, gives means over 500 trajectories. Turns times tokens a turn exceeds the total, so
-tokens a turn are means of per-trajectory means: a trajectory's total hardly depends on its number of turns. With
-log-normal turns E[total / turns] = total / mean turns * exp(sigma^2), which gives sigma; the mean context gives where a
-trajectory starts: (first prompt + total) / 2.
+DualPath (arXiv 2602.21548), Table 2, reports means over 500 trajectories. Turns times tokens per turn exceeds the total, so
+tokens per turn are means of per-trajectory means: a trajectory's total hardly depends on its number of turns. With log-normal
+turns E[total / turns] = total / mean turns * exp(sigma^2), which gives sigma. The mean context gives the start of a trajectory:
+(first prompt + total) / 2.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvstore.workload.requests import TraceInfo, TraceRequest
 
 _MIN_TURNS = 2
 _TOTAL_SPREAD = 0.07
-"""Standard deviation of a trajectory's total over its mean: the longest allowed lies about two of it above the mean."""
+"""Standard deviation of a trajectory's total over its mean: the longest allowed total is about two deviations above the mean."""
 _START_SPREAD = 0.10
 _TURN_SHAPE = 1.5
-"""Gamma shape of tokens a turn around the trajectory's own mean: some turns read a file, most a line."""
+"""Gamma shape of tokens per turn around the trajectory's mean: some turns read a file, most a line."""
 _MS_PER_TOKEN = 20.0
-"""Decoding time, by which a session's turns are spaced."""
+"""Decoding time per token; it spaces the turns of a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class AgentProfile:
     turns_sigma: float
     """Sigma of the logarithm of the number of turns."""
     append_tokens: float
-    """Tokens a turn that tools and users append; with the first prompt."""
+    """Tokens per turn that tools and users append; including the first prompt."""
     generated_tokens: float
-    """Tokens a turn that the model generates."""
+    """Tokens per turn that the model generates."""
     total_tokens: float
     """Tokens at a trajectory's end."""
     context_tokens: float
@@ -74,13 +74,13 @@ class AgentWorkload:
     """A generated workload. Iterating it yields its requests by time; equal settings yield equal requests.
 
     Attributes:
-        profile: what the trajectories look like.
+        profile: statistics of the trajectories.
         sessions: number of trajectories.
-        seed: of everything drawn.
-        block_tokens: tokens a block.
-        shared_prefix_tokens: leading tokens (system prompt, tool descriptions) that all sessions have in common.
+        seed: seed of all draws.
+        block_tokens: tokens per block.
+        shared_prefix_tokens: leading tokens (system prompt, tool descriptions) that all sessions share.
         sessions_per_s: arrivals (Poisson).
-        max_turns: cuts trajectories short; None: not at all.
+        max_turns: maximum turns per trajectory; None: unlimited.
     """
 
     profile: AgentProfile
@@ -93,9 +93,9 @@ class AgentWorkload:
 
     def __post_init__(self) -> None:
         if self.sessions < 1 or not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS or self.sessions_per_s <= 0 or self.seed < 0:
-            raise InvalidArgument("a workload takes sessions, block tokens and arrivals above 0, and a seed of 0 or more")
+            raise InvalidArgument("sessions, block_tokens and sessions_per_s must be above 0, and seed at least 0")
         if self.shared_prefix_tokens < 0 or (self.max_turns is not None and self.max_turns < 1):
-            raise InvalidArgument("shared prefix tokens are 0 or more, turns 1 or more")
+            raise InvalidArgument("shared_prefix_tokens must be at least 0, and max_turns at least 1")
 
     @property
     def info(self) -> TraceInfo:
@@ -131,7 +131,7 @@ class AgentWorkload:
             prompt = context + append
             context = prompt + answer
             if context > self.profile.max_tokens:
-                return  # rounding up took it over the longest context
+                return  # rounding up exceeded the longest context
             first, last = prompt // self.block_tokens, context // self.block_tokens
             yield TraceRequest(
                 session=f"agent-{session}",
@@ -158,7 +158,7 @@ class AgentWorkload:
         return _whole(appended)[:shown], _whole(generated)[:shown]
 
     def _ids(self, session: int, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Ids of a session's blocks ``[first, last)``: shared ones lie below all others, which no two sessions share."""
+        """Ids of a session's blocks ``[first, last)``: shared ids are below all others, which are unique to a session."""
         shared = self.shared_prefix_tokens // self.block_tokens
         ids = np.arange(first, last, dtype=np.int64)
         own = shared + session * (2 * self.profile.max_tokens // self.block_tokens + 2)
@@ -166,12 +166,12 @@ class AgentWorkload:
 
 
 def _split(draw: np.random.Generator, total: float, parts: int) -> npt.NDArray[np.float64]:
-    """Cuts ``total`` into parts with the spread of tokens a turn."""
+    """Divide ``total`` into parts with the spread of tokens per turn."""
     weights = draw.gamma(_TURN_SHAPE, size=parts)
     weights *= total / weights.sum()
     return weights
 
 
 def _whole(tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Whole tokens, at least one a turn."""
+    """Round to whole tokens, at least one per turn."""
     return np.maximum(1, np.rint(tokens)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Lines of a file that may be hostile: plain or zstd by content, streamed, every size bounded."""
+"""Lines of an untrusted file: plain or zstd by content, streamed, every size bounded."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import zstandard
 from kvstore.core.errors import InvalidArgument
 
 MAX_LINE_BYTES = 4 << 20
-"""A request of 65,536 blocks, one id each, takes about a quarter of it."""
+"""A request of 65,536 blocks with one id each needs about a quarter of it."""
 
 MAX_BLANK_LINES = 1_000
-"""In a row. A kilobyte of zstd may be gigabytes of line ends, which would be read for hours."""
+"""Consecutive blank lines. A kilobyte of zstd may contain gigabytes of line ends."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_SKIPPABLE = b"\x2a\x4d\x18"
-"""Last three bytes of the magic of a frame to be skipped, with which some writers begin a file."""
+"""Last three bytes of the magic number of a skippable frame; some writers begin a file with one."""
 _MAX_WINDOW_BYTES = 128 << 20
 _COMPRESSED_CHUNK = 1 << 10
-"""Compressed bytes a step: zstd may blow 4 bytes up to 128 KiB, so a step yields at most 32 MiB."""
+"""Compressed bytes per step: zstd may expand 4 bytes to 128 KiB, so a step yields at most 32 MiB."""
 _PLAIN_CHUNK = 256 << 10
 _PIECE = 1 << 20
-"""What was decompressed is cut into lines a piece at a time, so that the list of lines stays small as well."""
+"""Decompressed bytes are divided into lines piece by piece, so that the list of lines stays small."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (line number from 1, line without its end), blank lines left out.
+    """Yield (line number from 1, line without its end), without blank lines.
 
     Raises:
-        InvalidArgument: the file cannot be read or is no regular one, its compressed stream is damaged or cut off, a line is too
-            long, or too many are blank. Names the file and, but for what befalls the file as a whole, the line.
+        InvalidArgument: the file cannot be read or is not a regular file, its compressed stream is damaged or truncated, a line
+            is too long, or too many are blank. Names the file and, if one is at fault, the line.
     """
     number = blank = 0
     rest = b""
@@ -71,7 +71,7 @@ def _check_length(path: Path, number: int, line: bytes) -> None:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Raises OSError, ZstdError (damage) or EOFError (cut off), and InvalidArgument for a pipe or a device."""
+    """Read chunks. Raises OSError, ZstdError (damage) or EOFError (truncation), and InvalidArgument for a pipe or a device."""
     with open(path, "rb", opener=_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise InvalidArgument("a trace is a regular file, which is read more than once: save what a pipe brings", file=path)
@@ -86,15 +86,15 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Opens; a pipe that nobody writes to as well, which would be waited for without an end."""
+    """Open without blocking, even a pipe without a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """Decompresses all frames; the plain stream reader would take a cut-off frame for the end."""
+    """Decompress all frames; the plain stream reader would accept a truncated frame as the end."""
     whole = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
     frame = whole.decompressobj()
-    inside = False  # within a frame, whose end must still come
+    inside = False  # within a frame: its end is missing
     while data := file.read(_COMPRESSED_CHUNK):
         while data:
             inside = True

@@ -1,8 +1,8 @@
-"""Payloads that prove themselves: the bytes of a block follow from its key, so every loaded byte can be checked.
+"""Self-checking payloads: the bytes of a block are derived from its key, so every loaded byte can be checked.
 
-Word ``j`` (8 bytes) of a block is ``PAD[j] xor word (j mod 2) of the key``, PAD a fixed pseudo-random sequence. Bytes of
-another block differ by the key, bytes from another place in the block by PAD: shifted, swapped, foreign, stale or torn
-content never passes. Filling and checking are one pass each over cache-sized tiles, in numpy, without the interpreter lock.
+Word ``j`` (8 bytes) of a block is ``PAD[j] xor word (j mod 2) of the key``, with PAD a fixed pseudo-random sequence. Bytes of
+another block differ by the key, bytes of another position in the block by PAD: shifted, swapped, foreign, stale or torn content
+is always detected. Filling and checking are one pass each over cache-sized tiles, in numpy, without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Words = npt.NDArray[np.uint64]
 MIN_BLOCK_BYTES = KEY_BYTES
 _PAD_SEED = 0x6B76_7374_6F72_6531
 _TILE_WORDS = 32 << 10
-"""Words worked on at a time: with its scratch copy a tile stays in the second-level cache."""
+"""Words per tile: with its scratch copy a tile fits into the second-level cache."""
 _PATTERN_WORDS = 64
 """The key is repeated to this many words, so that inner loops are long."""
 
@@ -33,7 +33,7 @@ class Payloads:
     """Payloads of blocks of one size.
 
     Args:
-        block_bytes: bytes of a Full Block, at least 16, no multiple of anything.
+        block_bytes: bytes of a Full Block, at least 16, any number.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -48,7 +48,7 @@ class Payloads:
         self._tail_pad = pad[self._words :].view(np.uint8)[: block_bytes - self._words * 8]
 
     def fill(self, keys: Sequence[BlockKey] | bytes, out: Bytes) -> None:
-        """Writes the payloads of ``keys`` into ``out [len(keys), block_bytes]``."""
+        """Write the payloads of ``keys`` into ``out [len(keys), block_bytes]``."""
         words, tails = self._parts(out)
         key_words = self._key_words(keys, len(out))
         for rows, columns, width in self._tiles(len(out)):
@@ -82,7 +82,7 @@ class Payloads:
         return [int(position) for position in np.flatnonzero(wrong)]
 
     def wrong_bytes(self, keys: Sequence[BlockKey] | bytes, data: Bytes) -> int:
-        """How many bytes of ``data`` differ. Slower by the byte than ``wrong_blocks``: only wrong blocks are counted out."""
+        """Number of wrong bytes in ``data``. Slower than ``wrong_blocks``: the bytes of wrong blocks are counted."""
         wrong = self.wrong_blocks(keys, data)
         packed = _packed(keys)
         expected = np.empty((1, self.block_bytes), dtype=np.uint8)
@@ -96,7 +96,7 @@ class Payloads:
         """Splits blocks into whole keys' widths, as words, and the up to 15 bytes after them."""
         if data.ndim != 2 or data.dtype != np.uint8 or data.shape[1] != self.block_bytes or (data.size and data.strides[1] != 1):
             raise InvalidArgument(
-                "payloads lie in a uint8 array [blocks, block_bytes] whose last axis is contiguous",
+                "payloads must be a uint8 array [blocks, block_bytes] whose last axis is contiguous",
                 shape=data.shape,
                 block_bytes=self.block_bytes,
             )
@@ -107,11 +107,11 @@ class Payloads:
     def _key_words(keys: Sequence[BlockKey] | bytes, count: int) -> _Words:
         packed = _packed(keys)
         if len(packed) != count * KEY_BYTES:
-            raise InvalidArgument("one key a block", key_bytes=len(packed), blocks=count)
+            raise InvalidArgument("the number of keys must equal the number of blocks", key_bytes=len(packed), blocks=count)
         return np.frombuffer(packed, dtype=np.uint64).reshape(count, 2)
 
     def _tiles(self, count: int) -> Iterator[tuple[slice, slice, int]]:
-        """Cuts ``[count, words]`` into tiles: rows, columns, and the words over which the key is repeated."""
+        """Divide ``[count, words]`` into tiles: rows, columns, and the words over which the key is repeated."""
         even = self._words - self._words % _PATTERN_WORDS
         for first, last in ((0, even), (even, self._words)):
             if first == last:

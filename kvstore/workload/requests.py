@@ -1,4 +1,4 @@
-"""What a workload is made of, whatever it was read or generated from."""
+"""Types of a workload, recorded or generated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class TraceInfo:
-    """What holds for all requests of a workload."""
+    """Properties of all requests of a workload."""
 
     name: str
     block_tokens: int
@@ -25,10 +25,10 @@ class TraceInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
-    """One request: a prompt that is looked up, loaded as far as it hits, and stored."""
+    """One request: a prompt to look up, load and store."""
 
     session: str
-    """Requests of one session follow one another; most of a prompt repeats the one before."""
+    """Requests of one session follow one another; most of a prompt repeats the previous one."""
     turn: int
     timestamp_ms: int
     input_tokens: int
@@ -36,4 +36,4 @@ class TraceRequest:
     block_ids: BlockIds
     """Blocks of the prompt."""
     answer_ids: BlockIds = field(default_factory=lambda: NO_BLOCKS)
-    """Blocks that decoding the answer fills, following ``block_ids``. Recorded traces do not tell them."""
+    """Blocks that decoding the answer fills, after ``block_ids``. Recorded traces do not contain them."""

@@ -1,12 +1,13 @@
 """Readers of recorded request traces: Mooncake's JSON lines, and run-length JSON lines.
 
-* Mooncake: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [id, …]}`` a line; one id a
-  block of 512 tokens, the last block may be partial; an equal id means an equal prefix up to and including that block.
+* Mooncake: one line per request, ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [id, …]}``;
+  one id per block of 512 tokens, the last block may be partial; an equal id means an equal prefix up to and including that
+  block.
 * Run-length: first ``{"meta": {"name": …, "block_size": tokens}}``, then ``{"s": session, "i": turn, "st": stream, "ts": ms,
-  "in": tokens, "out": tokens, "h": [[first_id, count], …]}``; a pair stands for ids first_id … first_id + count - 1, one a
+  "in": tokens, "out": tokens, "h": [[first_id, count], …]}``; a pair stands for ids first_id … first_id + count - 1, one per
   block of ``in``, with or without a partial last one.
 
-Both may be compressed with zstd. A file is input from outside: every line is checked before anything is expanded.
+Both may be compressed with zstd. A file is untrusted input: every line is checked before anything is expanded.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from kvstore.workload.requests import BlockIds, TraceInfo, TraceRequest
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_REQUESTS = 10_000_000
 MAX_BLOCKS = 1 << 28
-"""Of all requests together: more than any recorded trace has, and two gigabytes once they are read."""
+"""Of all requests together: more than any recorded trace has; they need two gigabytes of memory."""
 _MAX_TRACE_NAME = MAX_NAME_BYTES // 2
-"""Bytes: a replay's namespace is named after it, with a word before."""
+"""Bytes: a replay's namespace contains the name, after a prefix."""
 _MAX_INT = (1 << 63) - 1
 
 _Row = dict[str, Any]
@@ -39,7 +40,7 @@ _Parser = Callable[[_Row, int], TraceRequest]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace file. Iterating it reads the file anew, request by request, in the order of the file."""
+    """A trace file. Each iteration reads the file again, request by request, in the order of the file."""
 
     path: Path
     info: TraceInfo
@@ -49,7 +50,7 @@ class Trace:
         parse = (lambda row, at: _parse_rle(row, at, tokens)) if self.info.format == "rle" else _parse_mooncake
         lines = read_lines(self.path)
         if self.info.format == "rle":
-            next(lines)  # the meta row, which open_trace has read
+            next(lines)  # the meta row, already read by open_trace
         blocks = 0
         for position, (number, line) in enumerate(lines):
             request = _request(self.path, number, line, parse, position)
@@ -63,11 +64,11 @@ class Trace:
 
 
 def open_trace(path: Path | str) -> Trace:
-    """Recognises a trace by its first line.
+    """Detect the format of a trace by its first line.
 
     Raises:
-        InvalidArgument: the file cannot be read or is no trace; names file and line. Lines after the first raise the same
-            when iteration comes to them.
+        InvalidArgument: the file cannot be read or is not a trace; names file and line. Wrong later lines raise it during the
+            iteration.
     """
     path = Path(path)
     for number, line in itertools.islice(read_lines(path), 1):
@@ -105,7 +106,7 @@ def _meta(path: Path, number: int, row: _Row) -> TraceInfo:
 
 def _info(meta: object, default_name: str) -> TraceInfo:
     if not isinstance(meta, dict):
-        raise InvalidArgument("'meta' is no object")
+        raise InvalidArgument("'meta' is not an object")
     tokens = _count(meta, "block_size")
     if not 1 <= tokens <= MAX_BLOCK_TOKENS:
         raise InvalidArgument("'block_size' is out of range", block_size=tokens, limit=MAX_BLOCK_TOKENS)
@@ -128,7 +129,7 @@ def _not_a_trace(path: Path, number: int, error: InvalidArgument) -> InvalidArgu
 
 
 def _count(row: _Row, name: str) -> int:
-    """A whole number from 0 to ``_MAX_INT``."""
+    """Check an integer from 0 to ``_MAX_INT``."""
     if name not in row:
         raise InvalidArgument(f"'{name}' is missing")
     value = row[name]
@@ -166,16 +167,16 @@ def _parse_rle(row: _Row, position: int, block_tokens: int) -> TraceRequest:
         raise InvalidArgument("a second 'meta': it belongs on the first line only; join traces by leaving the others' out")
     session, stream = row.get("s"), row.get("st", "main")
     if type(session) not in (int, str):
-        raise InvalidArgument(f"'s', the session of request {position}, takes a text or a whole number", value=_shown(session))
+        raise InvalidArgument(f"'s', the session of request {position}, must be a text or an integer", value=_shown(session))
     if not isinstance(stream, str):
-        raise InvalidArgument(f"'st', the stream of request {position}, takes a text, or is left out", value=_shown(stream))
+        raise InvalidArgument(f"'st', the stream of request {position}, must be a text, or missing", value=_shown(stream))
     name = str(session) if stream == "main" else f"{session}/{stream}"
     if len(name.encode(errors="replace")) > MAX_NAME_BYTES:
         raise InvalidArgument("the session's name is too long", limit_bytes=MAX_NAME_BYTES)
     ids, tokens = _expand(row.get("h")), _count(row, "in")
     if not tokens // block_tokens <= len(ids) <= -(-tokens // block_tokens):
         raise InvalidArgument(
-            "'in' and 'h' do not match: one id a block, with or without a partial last one",
+            "'in' and 'h' do not match: one id per block, with or without a partial last one",
             input_tokens=tokens, blocks=len(ids), block_tokens=block_tokens,
         )  # fmt: skip
     return TraceRequest(
@@ -189,7 +190,7 @@ def _parse_rle(row: _Row, position: int, block_tokens: int) -> TraceRequest:
 
 
 def _expand(runs: object) -> BlockIds:
-    """Expands ``[[first, count], …]``; sizes are added up before anything is allocated."""
+    """Expand ``[[first, count], …]``; sizes are added up before anything is allocated."""
     if not isinstance(runs, list):
         raise InvalidArgument("'h' is missing or no list")
     total = 0

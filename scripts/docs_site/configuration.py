@@ -32,7 +32,9 @@ def _sections(model: type[BaseModel], prefix: str, shown: dict[str, str]) -> Ite
         variable = f"{ENVIRONMENT_PREFIX}{key.replace('.', '__').upper()}__…"
         yield f"{'#' * (key.count('.') + 2)} {key}\n"
         yield f"{plain(inspect.getdoc(section) or '')} Environment: {code(variable)}.\n"
-        rows = [_row(f"{key}.{each}", one, shown) for each, one in section.model_fields.items() if not _is_section(one)]
+        rows = [
+            _row(f"{key}.{one.alias or each}", one, shown) for each, one in section.model_fields.items() if not _is_section(one)
+        ]
         yield table(_HEADING, rows)
         yield from _sections(section, f"{key}.", shown)
 

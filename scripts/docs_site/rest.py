@@ -11,7 +11,8 @@ import httpx
 
 from docs_site.markdown import code, fenced, plain, table
 from kvstore.admin.app import OPENAPI, make_app
-from kvstore.admin.config import AdminConfig
+from kvstore.admin.main import store_endpoint
+from kvstore.config.admin import AdminConfig
 from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.observe.counters import Counters
 
@@ -27,7 +28,7 @@ def pages() -> str:
 async def _document() -> Json:
     """Create the OpenAPI document without a running server."""
     config, counters = AdminConfig(), Counters()
-    rpc = StoreRpc(config.endpoint, counters)
+    rpc = StoreRpc(store_endpoint(config), counters)
     try:
         transport = httpx.ASGITransport(make_app(rpc, config, None, counters))
         async with httpx.AsyncClient(transport=transport, base_url=f"http://{config.listen}") as client:

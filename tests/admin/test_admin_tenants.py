@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from kvclient import CacheSpec, KVClient, StoreResult
 from kvstore.cli.app import root
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.types import NamespaceId
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.retention.settings_store import RuleSetting, SettingsStore
 from support.wait import wait_until
 

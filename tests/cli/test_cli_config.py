@@ -15,12 +15,12 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from kvstore.cli.app import root
 from kvstore.cli.support import build_config, folders
-from kvstore.config.model import Config, NodeSection
+from kvstore.config.model import Config
+from kvstore.config.node import NodeSection
 from kvstore.config.sources import Provenance, leaves, load_config, parse_assignment
 from kvstore.config.values import format_duration_ms, format_size, parse_duration_ms, parse_memory, parse_size
 from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import NodeSpec
-from kvstore.node.config import NodeConfig
 from kvstore.process.host_memory import memory_total
 from kvstore.process.tls import TlsConfig
 from kvstore.tiers.eviction.policy import POLICY_NAMES
@@ -89,7 +89,7 @@ def test_later_sources_win_and_every_leaf_knows_its_own(tmp_path: Path) -> None:
         ("node.dram=4GiB", "node.dram=5GiB"),
         folder=tmp_path,
     )
-    assert (config.node.dram, config.node.lease, config.node.policy, config.log.level) == (5 << 30, 8000, "lru", "debug")
+    assert (config.node.dram_bytes, config.node.lease_ms, config.node.policy, config.log.level) == (5 << 30, 8000, "lru", "debug")
     assert config.node.tls.ca == Path("/ca.pem")
     assert str(provenance["node.dram"]) == "flag --set node.dram"
     assert str(provenance["node.lease"]) == "environment KVSTORE_NODE__LEASE"
@@ -100,9 +100,9 @@ def test_later_sources_win_and_every_leaf_knows_its_own(tmp_path: Path) -> None:
 
 def test_all_three_ways_to_name_volumes(tmp_path: Path) -> None:
     one, _ = load('[node]\nnvme = ["/a:1GiB", {path = "/b", capacity = "2GB", direct = false}]', folder=tmp_path)
-    assert [(str(v.path), v.capacity, v.direct) for v in one.node.nvme] == [("/a", 1 << 30, True), ("/b", 2 * 10**9, False)]
+    assert [(str(v.path), v.capacity_bytes, v.direct) for v in one.node.nvme] == [("/a", 1 << 30, True), ("/b", 2 * 10**9, False)]
     two, _ = load(environment={"KVSTORE_NODE__NVME": "/a:1GiB, /with:colon:5"})
-    assert [(str(v.path), v.capacity) for v in two.node.nvme] == [("/a", 1 << 30), ("/with:colon", 5)]
+    assert [(str(v.path), v.capacity_bytes) for v in two.node.nvme] == [("/a", 1 << 30), ("/with:colon", 5)]
     three, _ = load(flags=("node.nvme=", "node.roles=storage,decode"))
     assert three.node.nvme == ()
     assert three.node.roles == ("storage", "decode")
@@ -113,7 +113,7 @@ def test_mounts_are_named_by_volume_and_path(tmp_path: Path) -> None:
     assert [str(mount) for mount in one.node.mounts] == ["s1/nvme0=/a", "s2/nvme0=/b (buffered)"]
     two, _ = load(flags=("node.mounts=s1/nvme0=/with=sign, s2/nvme0=/b",))
     assert [(mount.volume, str(mount.path)) for mount in two.node.mounts] == [("s1/nvme0", "/with=sign"), ("s2/nvme0", "/b")]
-    assert [mount.volume_id for mount in build_config.node_config(two).mounts] == ["s1/nvme0", "s2/nvme0"]
+    assert [mount.volume for mount in build_config.node_config(two).mounts] == ["s1/nvme0", "s2/nvme0"]
 
 
 def test_variables_that_others_make_are_left_alone() -> None:
@@ -160,11 +160,11 @@ def test_wrong_settings_say_what_to_mend(flag: str, hint: str) -> None:
     ("flags", "hint"),
     [
         (("node.node_id=a", "node.write_behind_to=a"), "node.write_behind_to names this node itself"),
-        (("node.prefill_buffer=2GiB", "node.dram=1GiB"), "node.prefill_buffer is a part of node.dram"),
-        (("node.decode_buffer=2GiB", "node.dram=1GiB"), "node.decode_buffer is a part of node.dram"),
+        (("node.prefill_buffer=2GiB", "node.dram=1GiB"), "node.prefill_buffer exceeds node.dram"),
+        (("node.decode_buffer=2GiB", "node.dram=1GiB"), "node.decode_buffer exceeds node.dram"),
         (("node.roles=",), "node.roles is empty"),
         (("node.nvme=/nowhere/v:1GiB,/nowhere/../nowhere/v:1GiB",), "node.nvme names a folder twice"),
-        (("node.nvme=/etc/passwd:32MiB",), "not a folder"),
+        (("node.nvme=/etc/passwd:32MiB",), "names a file"),
         (("node.nvme=/nowhere/v:1",), "(size=1)"),
     ],
 )
@@ -180,15 +180,13 @@ def test_what_names_no_node(node_id: str) -> None:
     with pytest.raises(ValidationError):
         Config.model_validate({"node": {"node_id": node_id}})
     with pytest.raises(InvalidArgument):
-        NodeConfig(node_id)
-    with pytest.raises(InvalidArgument):
         NodeSpec(node_id)
 
 
 @pytest.mark.parametrize("node_id", ["a", "host-1.rack_2", "0", "-", "A" * 64, "metadata-1"])
 def test_what_names_a_node(node_id: str) -> None:
     config, _ = load(flags=(f"node.node_id={node_id}",))
-    assert build_config.node_config(config).node_id == NodeConfig(node_id).node_id == NodeSpec(node_id).node_id == node_id
+    assert build_config.node_config(config).node_id == NodeSpec(node_id).node_id == node_id
 
 
 def test_the_configuration_knows_all_policies() -> None:
@@ -238,7 +236,7 @@ def test_a_named_file_must_exist_and_default_ones_need_not(tmp_path: Path) -> No
 
 def test_the_configuration_is_frozen() -> None:
     with pytest.raises(ValidationError):
-        NodeSection().dram = 5
+        NodeSection().dram_bytes = 5
 
 
 def test_secrets_are_masked() -> None:
@@ -265,9 +263,9 @@ def test_the_configuration_becomes_the_servers_settings(tmp_path: Path) -> None:
     )
     node = build_config.node_config(config)
     assert (node.node_id, node.nvme[0].capacity_bytes, node.prepare_ttl_ms) == ("n1", 1 << 30, 4000)
-    assert node.tls == TlsConfig(cert=Path("/c"), key=Path("/k"))
+    assert node.tls.resolve() == TlsConfig(cert=Path("/c"), key=Path("/k"))
     metadata = build_config.metadata_config(config)
-    assert (metadata.index_path, metadata.node_ttl_ms, metadata.tls) == (tmp_path / "index", 9000, None)
+    assert (metadata.index_path, metadata.node_ttl_ms, metadata.tls.resolve()) == (tmp_path / "index", 9000, None)
 
 
 def test_socket_folders_are_short_and_distinct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,9 +310,9 @@ def test_node_settings_configured_values_win() -> None:
         flags=("node.stop_grace=3s", "node.move_bandwidth=0", "node.huge_pages=true", "node.move_window=1MiB")
     )
     node = build_config.node_config(config, provenance)
-    assert (node.stop_grace_s, node.move_bytes_per_s, node.huge_pages, node.move_window_bytes) == (3.0, 0, True, 1 << 20)
+    assert (node.stop_grace_ms, node.move_bandwidth, node.huge_pages, node.move_window_bytes) == (3_000, 0, True, 1 << 20)
     assert (node.load_threads, node.load_window_bytes) == (8, 64 << 20)
-    shown = {one.key: one.source for one in node.in_force}
+    shown = {one.key: one.source for one in node.settings}
     assert (shown["node.stop_grace"], shown["node.load_threads"]) == ("flag", "derived")
 
 

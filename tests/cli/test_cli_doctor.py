@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-m", "kvstore.cli", "doctor"]
 
 
 @pytest.fixture(autouse=True)
-def run_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def socket_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where this test's nodes have their sockets, and the doctor looks for them: not those of whoever else uses this host."""
     place = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths are short
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
@@ -102,9 +102,9 @@ def test_a_running_node_says_what_it_really_uses(tmp_path: Path) -> None:
     assert "missing  node: 127.0.0.1:1: no answer" in gone.stdout
 
 
-def test_metadata_away_nodes_are_found_by_their_sockets(tmp_path: Path, run_place: Path) -> None:
+def test_metadata_away_nodes_are_found_by_their_sockets(tmp_path: Path, socket_dir: Path) -> None:
     nodes = [NodeSpec(name, dram_bytes=16 << 20, nvme_bytes=32 << 20) for name in ("a", "b")]
-    with LocalCluster(nodes, tmp_path / "store", run_place=run_place) as store:
+    with LocalCluster(nodes, tmp_path / "store", socket_dir=socket_dir) as store:
         address = store.metadata_address
         store.kill("metadata")
         store.kill("b")  # its socket stays
@@ -120,13 +120,13 @@ def test_metadata_away_nodes_are_found_by_their_sockets(tmp_path: Path, run_plac
     assert "no NVMe volume is configured" not in done.stdout
 
 
-def test_token_of_a_node_missing_or_wrong_is_said(tmp_path: Path, run_place: Path) -> None:
+def test_token_of_a_node_missing_or_wrong_is_said(tmp_path: Path, socket_dir: Path) -> None:
     tokens, good, bad = (tmp_path / name for name in ("tokens", "good", "bad"))
     for path, text in ((tokens, "operator alice 0123456789abcdef0\n"), (good, "0123456789abcdef0"), (bad, "fedcba98765432100")):
         path.write_text(text)
         path.chmod(0o600)
     node = NodeSpec("a", dram_bytes=16 << 20, settings=(("tokens_file", str(tokens)), ("metadata", "127.0.0.1:1")))
-    with LocalCluster([], tmp_path / "store", run_place=run_place) as store:
+    with LocalCluster([], tmp_path / "store", socket_dir=socket_dir) as store:
         store._specs["a"] = node
         store.start_node("a")
         answers = {

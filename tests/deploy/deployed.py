@@ -58,7 +58,7 @@ class Daemon:
     def grace_ms(self) -> int:
         """Time that the daemon has to stop."""
         settled, _ = settle(self.config, {})
-        return int(getattr(settled, self.arguments[0]).stop_grace)
+        return int(getattr(settled, self.arguments[0]).stop_grace_ms)
 
     @property
     def listens(self) -> dict[str, int]:

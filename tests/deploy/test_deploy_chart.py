@@ -93,11 +93,11 @@ def test_chart_node_memory_and_stop_time_suffice(example: str) -> None:
         limits = pod["containers"][0]["resources"]["limits"]
         memory = int(limits["memory"].removesuffix("Mi")) << 20
         if config.huge_pages:
-            assert int(limits["hugepages-2Mi"].removesuffix("Mi")) << 20 == config.dram
+            assert int(limits["hugepages-2Mi"].removesuffix("Mi")) << 20 == config.dram_bytes
         else:
             assert "hugepages-2Mi" not in limits
-            assert memory > config.dram
-        assert pod["terminationGracePeriodSeconds"] * 1_000 == config.stop_grace + 30_000
+            assert memory > config.dram_bytes
+        assert pod["terminationGracePeriodSeconds"] * 1_000 == config.stop_grace_ms + 30_000
         assert workload["spec"]["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
 
 
@@ -108,9 +108,9 @@ def test_chart_memory_holds_the_index_of_a_full_node(example: str) -> None:
             continue
         config = chart_daemon(workload).config.node
         limit = workload["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
-        arena = 0 if config.huge_pages else config.dram
+        arena = 0 if config.huge_pages else config.dram_bytes
         beside = (int(limit.removesuffix("Mi")) << 20) - arena
-        index = index_memory(config.dram, sum(volume.capacity for volume in config.nvme))
+        index = index_memory(config.dram_bytes, sum(volume.capacity_bytes for volume in config.nvme))
         assert index <= beside < index + (1 << 20)
 
 
@@ -129,7 +129,7 @@ def test_chart_claim_holds_the_index() -> None:
         (claim,) = metadata["spec"]["volumeClaimTemplates"]
         size = claim["spec"]["resources"]["requests"]["storage"]
         assert size.endswith("Gi")
-        assert int(size.removesuffix("Gi")) << 30 > chart_daemon(metadata).config.metadata.index_size
+        assert int(size.removesuffix("Gi")) << 30 > chart_daemon(metadata).config.metadata.index_size_bytes
 
 
 def test_tls_reaches_every_process_and_its_probes() -> None:
@@ -152,7 +152,7 @@ def test_chart_pool_inherits_and_settings_override() -> None:
     arguments = ("--set-string", "node.settings.node\\.policy=lru", "--set", "pools.all.settings.node\\.prefault=false")
     (node,) = (one for one in rendered("plain", *arguments) if one["kind"] == "DaemonSet")
     config = chart_daemon(node).config.node
-    assert (config.policy, config.prefault, config.dram) == ("lru", False, 4 << 30)
+    assert (config.policy, config.prefault, config.dram_bytes) == ("lru", False, 4 << 30)
     arguments = ("--set", "settings.node\\.allow_insecure_remote=false")
     (node,) = (one for one in rendered("plain", *arguments) if one["kind"] == "DaemonSet")
     assert chart_daemon(node).config.node.allow_insecure_remote is False

@@ -39,7 +39,7 @@ class Link:
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(1e5, 1e11), st.floats(0.2, 5.0), st.integers(0, 10**6))
-def test_finds_the_rate_from_any_configured_one(configured: float, factor: float, seed: int) -> None:
+def test_estimator_finds_rate_from_any_configured_rate(configured: float, factor: float, seed: int) -> None:
     link = Link(BandwidthEstimator(configured), configured * factor, seed)
     for _ in range(12):
         link.load(0.3)
@@ -47,7 +47,7 @@ def test_finds_the_rate_from_any_configured_one(configured: float, factor: float
     assert link.error < 0.05
 
 
-def test_idle_gaps_do_not_count() -> None:
+def test_estimator_ignores_idle_gaps() -> None:
     link = Link(BandwidthEstimator(1e9), 1e9, 1)
     for _ in range(20):
         link.load(0.05, 0.01)
@@ -55,7 +55,7 @@ def test_idle_gaps_do_not_count() -> None:
     assert link.error < 0.02
 
 
-def test_a_link_that_got_slower_is_found_within_a_few_reports() -> None:
+def test_estimator_follows_a_slower_link_in_few_reports() -> None:
     link = Link(BandwidthEstimator(1e9), 1e9, 2)
     link.load(5.0)
     link.rate = 1e8
@@ -63,7 +63,7 @@ def test_a_link_that_got_slower_is_found_within_a_few_reports() -> None:
     assert link.estimator.rate(link.now) < 3e8
 
 
-def test_a_burst_after_silence_is_no_miracle() -> None:
+def test_estimator_burst_after_silence_is_bounded() -> None:
     """All that ten seconds read is told in one report: the rate is the same as with many reports."""
     link = Link(BandwidthEstimator(1e9), 1e9, 3)
     link.load(5.0)
@@ -75,7 +75,7 @@ def test_a_burst_after_silence_is_no_miracle() -> None:
     assert link.error < 0.05
 
 
-def test_a_stalled_link_is_seen_and_tried_again_later() -> None:
+def test_stalled_link_is_detected_and_retried() -> None:
     link = Link(BandwidthEstimator(1e9), 1e9, 4)
     link.estimator.begin(0.0)
     link.now = 10.0
@@ -85,7 +85,7 @@ def test_a_stalled_link_is_seen_and_tried_again_later() -> None:
     assert link.estimator.rate(link.now) > 0.6e9
 
 
-def test_what_nobody_tells_of_costs_a_link_no_more_than_it_would_have_taken() -> None:
+def test_unreported_bytes_cost_a_bounded_penalty() -> None:
     estimator = BandwidthEstimator(1e9)
     estimator.begin(0.0)  # one byte, of a client that died
     for second in range(60):
@@ -100,7 +100,7 @@ def test_what_nobody_tells_of_costs_a_link_no_more_than_it_would_have_taken() ->
     assert estimator.rate(140.0) > 0.8e9
 
 
-def test_a_link_that_is_slow_is_found_though_its_load_is_told_in_one_report() -> None:
+def test_slow_link_is_found_from_a_single_report() -> None:
     estimator = BandwidthEstimator(1e9)
     for second in range(0, 100, 20):
         estimator.begin(float(second))
@@ -109,7 +109,7 @@ def test_a_link_that_is_slow_is_found_though_its_load_is_told_in_one_report() ->
     assert estimator.rate(90.0) < 0.2e9
 
 
-def test_bytes_that_never_were_do_not_last() -> None:
+def test_invented_bytes_have_no_lasting_effect() -> None:
     link = Link(BandwidthEstimator(1e9), 1e9, 5)
     link.estimator.begin(0.0)
     link.estimator.credit(1 << 44, 0.1, pending=1 << 44)
@@ -119,7 +119,7 @@ def test_bytes_that_never_were_do_not_last() -> None:
     assert link.error < 0.1
 
 
-def test_time_that_runs_back_does_no_harm() -> None:
+def test_estimator_tolerates_time_running_backwards() -> None:
     estimator = BandwidthEstimator(1e9)
     estimator.begin(10.0)
     estimator.credit(1_000, 9.0)
@@ -131,7 +131,7 @@ def test_time_that_runs_back_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_rate_must_be_positive(rate: float) -> None:
+def test_rate_not_positive_is_rejected(rate: float) -> None:
     with pytest.raises(InvalidArgument):
         BandwidthEstimator(rate)
 
@@ -141,7 +141,7 @@ def test_a_rate_must_be_positive(rate: float) -> None:
     st.integers(0, 9),
     st.frozensets(st.sampled_from("abcdefgh")),
 )
-def test_shortest_first_is_sorting(changes: list[tuple[str, int | None]], count: int, without: frozenset[str]) -> None:
+def test_shortest_first_matches_sorting(changes: list[tuple[str, int | None]], count: int, without: frozenset[str]) -> None:
     order = ShortestFirst()
     model: dict[str, tuple[int, int]] = {}
     for tick, (name, key) in enumerate(changes):
@@ -157,7 +157,7 @@ def test_shortest_first_is_sorting(changes: list[tuple[str, int | None]], count:
     assert order.least(count, without) == expected
 
 
-def test_estimator_has_learnt_until_it_rested_for_long() -> None:
+def test_estimator_forgets_after_long_idle_time() -> None:
     link = Link(BandwidthEstimator(1e9), 2e9, 0)
     assert not link.estimator.has_learnt(link.now)
     link.estimator.begin(link.now)

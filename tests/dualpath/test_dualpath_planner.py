@@ -265,7 +265,7 @@ def two_nodes(policy: PrefillOnly | Split | Oracle | None = None) -> Planner:
     return planner
 
 
-def test_a_plan_keeps_its_numbers() -> None:
+def test_plan_keeps_indexes_and_generations() -> None:
     planner = two_nodes()
     planner.plan(PlanRequest("first", 100, 10_000_000, 64, "p", "d"), 0.0)
     second = planner.plan(PlanRequest("second", 100, 10_000_000, 64, "p", "d"), 0.0)
@@ -277,7 +277,7 @@ def test_a_plan_keeps_its_numbers() -> None:
     assert second.reasons.policy == "split"
 
 
-def test_replan_reads_exactly_what_has_not_arrived() -> None:
+def test_replan_reads_exactly_the_missing_blocks() -> None:
     planner = two_nodes()
     planner.add_node("r", 1e9, 8e9)
     first = planner.plan(PlanRequest("r", 100, 1_000_000, 64, "p", "d", ("r",)), 0.0)
@@ -294,7 +294,7 @@ def test_replan_reads_exactly_what_has_not_arrived() -> None:
     assert min(part.index for part in again.parts) == len(first.parts)
 
 
-def test_a_failed_prefill_node_reads_nothing_but_the_decode_node_still_can() -> None:
+def test_failed_prefill_node_leaves_reads_to_decode_node() -> None:
     planner = two_nodes()
     planner.remove_node("p")
     plan = planner.plan(PlanRequest("r", 10, 1_000_000, 64, "p", "d"), 0.0)
@@ -302,13 +302,13 @@ def test_a_failed_prefill_node_reads_nothing_but_the_decode_node_still_can() -> 
     assert plan.reasons.excluded == ("p",)
 
 
-def test_the_oracle_reads_nothing_and_an_empty_request_neither() -> None:
+def test_oracle_and_empty_request_read_nothing() -> None:
     assert two_nodes(Oracle()).plan(PlanRequest("r", 10, 1_000, 64, "p", "d"), 0.0).parts == ()
     assert two_nodes().plan(PlanRequest("r", 0, 1_000, 64, "p", "d"), 0.0).parts == ()
     assert Planner(Split()).plan(PlanRequest("r", 0, 1_000, 64, "p", "d"), 0.0).parts == ()
 
 
-def test_the_planner_offers_the_idlest_nodes_as_relays() -> None:
+def test_planner_offers_idlest_nodes_as_relays() -> None:
     planner = Planner(Split(least_blocks=1, least_bytes=0), relays=2)
     for node in ("p", "d", "busy", "idle", "dead", "gone"):
         planner.add_node(node, 1e9, 8e9)
@@ -323,7 +323,7 @@ def test_the_planner_offers_the_idlest_nodes_as_relays() -> None:
     assert named.request.relays == ("busy",)
 
 
-def test_a_node_that_was_forgotten_and_came_back_starts_empty() -> None:
+def test_node_that_rejoins_starts_with_empty_queue() -> None:
     planner = two_nodes(PrefillOnly())
     old = planner.plan(PlanRequest("r", 10, 1_000, 64, "p", "d"), 0.0)
     planner.queues.forget("p")
@@ -338,7 +338,7 @@ def test_a_node_that_was_forgotten_and_came_back_starts_empty() -> None:
     assert len(planner.queues) == 2
 
 
-def test_a_link_that_got_slower_gets_less() -> None:
+def test_slower_link_gets_fewer_blocks() -> None:
     planner = two_nodes()
     now = 0.0
     for _ in range(10):
@@ -355,7 +355,7 @@ def test_a_link_that_got_slower_gets_less() -> None:
     assert 80 <= shares["p"] <= 87  # 5 : 1 is 83
 
 
-def test_a_plan_lives_as_long_as_it_is_heard_of() -> None:
+def test_plan_lives_while_progress_is_reported() -> None:
     planner = Planner(Split(least_blocks=1, least_bytes=0), plan_life_s=LIFE)
     for node in ("p", "d", "r"):
         planner.add_node(node, 1e9, 8e9)
@@ -375,7 +375,7 @@ def test_a_plan_lives_as_long_as_it_is_heard_of() -> None:
         assert state.pending_bytes == 0
 
 
-def test_a_plan_with_a_life_of_its_own_ends_whatever_is_reported() -> None:
+def test_plan_with_deadline_ends_despite_reports() -> None:
     planner = two_nodes()
     silent, heard = (planner.plan(PlanRequest(name, 10, 1_000, 64, "p", "d"), 0.0, 3.0).plan_id for name in ("silent", "heard"))
     forgotten = planner.plan(PlanRequest("forgotten", 10, 1_000, 64, "p", "d"), 0.0, 1e9).plan_id
@@ -400,7 +400,7 @@ def pending(planner: Planner, node: str, now: float = 0.0) -> tuple[int, int, in
     return state.pending_bytes, state.sending_bytes, state.receiving_bytes
 
 
-def test_reports_without_progress_keep_no_plan_alive() -> None:
+def test_reports_without_progress_do_not_extend_a_plan() -> None:
     planner = two_nodes(PrefillOnly())
     idle, moving = (planner.plan(PlanRequest(name, 100, 1_000, 64, "p", "d"), 0.0, 600.0).plan_id for name in ("idle", "moving"))
     for second in range(1, 60):
@@ -411,7 +411,7 @@ def test_reports_without_progress_keep_no_plan_alive() -> None:
     assert planner.expire(59.0 + PLAN_LIFE_S) == [moving]
 
 
-def test_one_plan_fills_no_queue() -> None:
+def test_one_plan_has_a_bounded_charge() -> None:
     """Of a plan that a link could not read in hours, only the next seconds count, in whatever parts it comes."""
     planner = two_nodes(PrefillOnly())
     planner.add_node("x", 1e9, 8e9)
@@ -442,7 +442,7 @@ def test_one_plan_fills_no_queue() -> None:
     assert pending(planner, "d", 6.0) == (30_000_000, 30_000_000, 0)
 
 
-def test_a_plan_of_which_nothing_moves_does_not_count_until_something_does() -> None:
+def test_stalled_plan_does_not_count_until_progress() -> None:
     planner = two_nodes(PrefillOnly())
     before = planner.plan(PlanRequest("before", 20, 100_000_000, 64, "p", "d"), 0.0)
     dead = planner.plan(PlanRequest("dead", 20, 100_000_000, 64, "p", "d"), 0.0)  # 2 s behind the other
@@ -466,7 +466,7 @@ def test_a_plan_of_which_nothing_moves_does_not_count_until_something_does() -> 
     assert planner.counters.stalled == 2
 
 
-def test_what_is_kept_of_plans_is_bounded_by_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_decisions_are_bounded_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = two_nodes(PrefillOnly())
     gaps = [(at, 1) for at in range(0, 2_000, 2)]
     for _ in range(40):
@@ -491,14 +491,14 @@ def test_what_is_kept_of_plans_is_bounded_by_their_parts(monkeypatch: pytest.Mon
     assert planner.plan(PlanRequest("r", 1, 1_000, 64, "p"), 0.0).plan_id not in under_way
 
 
-def test_ids_are_those_that_are_drawn_and_no_plan_gets_that_of_another() -> None:
+def test_plan_ids_are_drawn_and_unique() -> None:
     drawn = iter([7, 3, 7, 3, 5])
     planner = Planner(PrefillOnly(), draw=lambda: next(drawn))
     planner.add_node("p", 1e9, 8e9)
     assert [planner.plan(PlanRequest("r", 1, 1, 1, "p"), 0.0).plan_id for _ in range(3)] == [7, 3, 5]
 
 
-def test_bad_reports_are_refused() -> None:
+def test_planner_bad_reports_are_rejected() -> None:
     planner = two_nodes()
     plan = planner.plan(PlanRequest("r", 10, 1_000, 64, "p", "d"), 0.0)
     first = plan.parts[0]
@@ -529,7 +529,7 @@ def test_bad_reports_are_refused() -> None:
         {"prefill_node": "n" * 5_000},
     ],
 )
-def test_requests_out_of_bounds_are_refused(wrong: dict[str, object]) -> None:
+def test_planner_requests_out_of_range_are_rejected(wrong: dict[str, object]) -> None:
     good: dict[str, object] = {"request_id": "r", "blocks": 1, "block_bytes": 1, "block_tokens": 1, "prefill_node": "p"}
     with pytest.raises(InvalidArgument):
         PlanRequest(**(good | wrong))  # type: ignore[arg-type]
@@ -544,19 +544,19 @@ class Wrong:
         return [Share("p", ReadSide.PREFILL, request.blocks - 1)]
 
 
-def test_a_policy_that_does_not_add_up_is_a_bug() -> None:
+def test_policy_with_wrong_sum_is_a_bug() -> None:
     with pytest.raises(Internal):
         lay(Wrong().choose(PlanRequest("r", 3, 1, 1, "p"), [], None), [(0, 3)], 0)
 
 
-def test_spans_and_what_is_missing() -> None:
+def test_missing_spans_complement_spans() -> None:
     assert list(spans_of(b"\x01\x00\x01\x01", 10)) == [(10, 1), (12, 2)]
     part = PlanPart(0, "n", ReadSide.PREFILL, 10, 4)
     assert missing_spans(part, [(12, 2), (10, 1), (10, 1)]) == [(11, 1)]
     assert missing_spans(part, []) == [(10, 4)]
 
 
-def test_queues_alone_never_fall_below_zero() -> None:
+def test_queues_never_become_negative() -> None:
     queues = ReadQueues()
     queues.join("n", 1e9, 1e9)
     charge = queues.charge("n", "n", 3, 100, 10, 0.0)
@@ -567,7 +567,7 @@ def test_queues_alone_never_fall_below_zero() -> None:
     assert queues.state("m", 0.0) is None
 
 
-def test_loads_that_are_given_up_say_nothing_of_a_link() -> None:
+def test_abandoned_loads_do_not_change_the_estimate() -> None:
     """A client that cancels its loads after a moment would make a link look as fast as it asks."""
     planner = Planner(policy_named("split"))
     for node in ("p", "d"):

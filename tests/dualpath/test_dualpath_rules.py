@@ -110,7 +110,7 @@ def test_prefill_assignment_is_algorithm_1(engines: list[Numbers], lengths: list
     small,
     small,
 )
-def test_an_engine_with_the_prefix_at_hand_may_be_as_far_behind(
+def test_engine_with_cached_prefix_is_charged_less(
     engines: list[Numbers], asked: list[tuple[int, dict[int, int]]], alpha: int, beta: int
 ) -> None:
     group = group_of(engines, EngineKind.PREFILL)
@@ -153,7 +153,7 @@ def test_decode_assignment_is_phase_2(engines: list[Numbers], waiting: list[tupl
     small,
     small,
 )
-def test_engines_of_nodes_that_are_shut_count_as_absent(
+def test_engines_of_shut_nodes_get_no_request(
     engines: list[Numbers], waiting: list[tuple[int, int]], shut: set[int], alpha: int, beta: int
 ) -> None:
     stays = [place for place in range(len(engines)) if place not in shut]
@@ -179,7 +179,7 @@ def test_engines_of_nodes_that_are_shut_count_as_absent(
         assert [number for place, number in enumerate(numbers_of(group)) if place in stays] == left
 
 
-def test_nobody_is_assigned_to_an_empty_group() -> None:
+def test_empty_group_gets_no_request() -> None:
     assert list(assign_prefill(EngineGroup("g", EngineKind.PREFILL), [1], 1, 1)) == []
     assert list(assign_decode(EngineGroup("g", EngineKind.DECODE), [(1, 1)], 1.0)) == []
 
@@ -219,9 +219,7 @@ class Quadratic:
     st.floats(1e-3, 5.0),
     st.integers(1, 16),
 )
-def test_quota_packs_first_come_first_served_and_cuts_the_one_that_does_not_fit(
-    waiting: list[PromptChunk], quota: float, granule: int
-) -> None:
+def test_quota_fills_batch_in_order_and_cuts_the_last(waiting: list[PromptChunk], quota: float, granule: int) -> None:
     model = Quadratic()
 
     def seconds(batch: list[PromptChunk]) -> float:
@@ -247,7 +245,7 @@ def test_quota_packs_first_come_first_served_and_cuts_the_one_that_does_not_fit(
     assert batch[whole:] == ([PromptChunk(cut.cached, best)] if best else [])
 
 
-def test_quota_out_of_bounds_is_refused() -> None:
+def test_quota_out_of_range_is_rejected() -> None:
     with pytest.raises(InvalidArgument):
         fill_batch([], Quadratic(), 0.0)
     with pytest.raises(InvalidArgument):
@@ -272,7 +270,7 @@ def test_quota_out_of_bounds_is_refused() -> None:
         (1, 1, math.inf, math.inf, -1.0, ("decode CNIC read",)),
     ],
 )
-def test_bounds_as_computed_by_hand(
+def test_pd_bounds_match_manual_computation(
     g: float, s: float, memory_in_b: float, lower: float, upper: float, by: tuple[str, ...]
 ) -> None:
     verdict = judge(Bed(1, 1, g, 50e9, s * 50e9, memory_in_b * 50e9))
@@ -282,9 +280,7 @@ def test_bounds_as_computed_by_hand(
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.floats(0.5, 16), st.floats(0.01, 8), st.floats(1.0, 100.0) | st.just(math.inf))
-def test_a_bed_is_free_just_where_equation_9_and_its_side_conditions_hold(
-    prefill: int, decode: int, g: float, s: float, memory_in_s: float
-) -> None:
+def test_bed_without_bottleneck_matches_equation_9(prefill: int, decode: int, g: float, s: float, memory_in_s: float) -> None:
     verdict = judge(Bed(prefill, decode, g, 1e9, s * 1e9, memory_in_s * s * 1e9))
     holds = verdict.lower <= verdict.ratio <= verdict.upper and s <= g / 2 and memory_in_s >= 2
     margin = min(abs(load - 1) for load in verdict.loads.values())
@@ -293,7 +289,7 @@ def test_a_bed_is_free_just_where_equation_9_and_its_side_conditions_hold(
     assert (verdict.loads[verdict.busiest] > 1 + 1e-9) == (not verdict.free)
 
 
-def test_the_sentence_says_what_binds() -> None:
+def test_bound_sentence_names_the_bottleneck() -> None:
     def of(prefill: int, decode: int, g: float, s: float) -> str:
         return judge(Bed(prefill, decode, g, 50e9, s * 50e9, 500e9)).sentence
 
@@ -305,6 +301,6 @@ def test_the_sentence_says_what_binds() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0, 1, 8, 1, 1), (1, 0, 8, 1, 1), (1, 1, 0, 1, 1), (1, 1, 8, 0, 1), (1, 1, 8, 1, -1)])
-def test_senseless_beds_are_refused(wrong: tuple[int, int, float, float, float]) -> None:
+def test_invalid_beds_are_rejected(wrong: tuple[int, int, float, float, float]) -> None:
     with pytest.raises(InvalidArgument):
         Bed(*wrong)

@@ -315,7 +315,7 @@ def paired(*answers: Fetched) -> list[Pair]:
     return [pair for answer in answers for pair in answer.pairs]
 
 
-def test_a_request_is_paired_by_whichever_fetch_comes_second() -> None:
+def test_request_is_paired_by_the_second_fetch() -> None:
     scheduler = small_cluster()
     scheduler.submit(Ask("r", 10, 10))
     assert paired(scheduler.fetch("P")) == []
@@ -323,7 +323,7 @@ def test_a_request_is_paired_by_whichever_fetch_comes_second() -> None:
     assert (pair.request_id, pair.prefill.node, pair.decode.node) == ("r", "node-p", "node-d")
 
 
-def test_a_dead_decode_engine_costs_the_prompt_and_the_reports_of_before_are_void() -> None:
+def test_dead_decode_engine_requeues_and_voids_reports() -> None:
     scheduler = small_cluster()
     scheduler.submit(Ask("r", 10, 10))
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
@@ -338,7 +338,7 @@ def test_a_dead_decode_engine_costs_the_prompt_and_the_reports_of_before_are_voi
     assert len(scheduler) == 0
 
 
-def test_given_back_requests_go_before_those_that_wait() -> None:
+def test_returned_requests_precede_waiting_ones() -> None:
     scheduler = small_cluster()
     scheduler.submit(Ask("first", 10))
     scheduler.submit(Ask("second", 10))
@@ -349,7 +349,7 @@ def test_given_back_requests_go_before_those_that_wait() -> None:
     assert [entry.request_id for entry in scheduler.fetch("P").assigned] == ["first", "second", "third"]
 
 
-def test_what_an_engine_reports_of_itself_is_not_counted_twice() -> None:
+def test_engine_reported_figures_are_not_counted_twice() -> None:
     scheduler = small_cluster()
     scheduler.submit(Ask("r", 10, 10))
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
@@ -359,7 +359,7 @@ def test_what_an_engine_reports_of_itself_is_not_counted_twice() -> None:
     assert [(load.tok, load.seq, load.hbm_free) for load in scheduler.loads()] == [(0, 0, 0), (0, 0, 100)]
 
 
-def test_figures_that_are_left_out_do_not_starve_an_engine() -> None:
+def test_missing_figures_do_not_starve_an_engine() -> None:
     scheduler = small_cluster()
     scheduler.report(
         [
@@ -378,7 +378,7 @@ def test_figures_that_are_left_out_do_not_starve_an_engine() -> None:
     assert [(load.tok, load.seq, load.hbm_free) for load in scheduler.loads()] == [(10, 1, 0), (10, 1, 0)], "what it was given"
 
 
-def test_an_engine_with_another_room_keeps_what_it_has() -> None:
+def test_resized_engine_keeps_its_requests() -> None:
     scheduler = small_cluster()
     scheduler.submit(Ask("r", 10, 80))
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
@@ -396,7 +396,7 @@ def test_an_engine_with_another_room_keeps_what_it_has() -> None:
         scheduler.resize("d", -1)
 
 
-def test_an_overloaded_engine_gets_nothing_and_a_long_queue_only_what_others_cannot_take() -> None:
+def test_overloaded_engine_gets_no_request() -> None:
     scheduler = small_cluster()
     scheduler.join(Engine("q", EngineKind.PREFILL, "P", "node-q"))
     for number in range(3):
@@ -405,7 +405,7 @@ def test_an_overloaded_engine_gets_nothing_and_a_long_queue_only_what_others_can
     assert [entry.engine for entry in scheduler.fetch("P", report).assigned] == ["q", "p", "p"]
 
 
-def test_a_request_too_large_for_every_engine_is_in_nobodys_way() -> None:
+def test_request_too_large_for_all_engines_blocks_no_other() -> None:
     scheduler = small_cluster()
     scheduler.submit(Ask("large", 10, 101))
     scheduler.submit(Ask("small", 10, 100))
@@ -414,7 +414,7 @@ def test_a_request_too_large_for_every_engine_is_in_nobodys_way() -> None:
     assert [entry.engine for entry in scheduler.fetch("D").assigned] == ["big"]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_scheduler_invalid_arguments_are_rejected() -> None:
     scheduler = small_cluster(max_waiting=1)
     with pytest.raises(Conflict):
         scheduler.join(Engine("x", EngineKind.DECODE, "P", "node-p"))

@@ -57,7 +57,7 @@ def candidates(draw: st.DrawFn, most_relays: int = 3) -> tuple[Nodes, NodeState]
 # ---- the simple ones ----
 
 
-def test_whole_request_policies_choose_as_named() -> None:
+def test_whole_request_policies_choose_their_side() -> None:
     nodes: Nodes = [(node("p", 500), P), (node("d", 400), D), (node("r"), R)]
     assert of(PrefillOnly().choose(ask(9), nodes, None)) == {"p": 9}
     assert of(ShorterQueue().choose(ask(9), nodes, None)) == {"d": 9}
@@ -66,13 +66,13 @@ def test_whole_request_policies_choose_as_named() -> None:
     assert [turns.choose(ask(9), nodes, None)[0].node for _ in range(4)] == ["p", "d", "p", "d"]
 
 
-def test_shorter_queue_counts_tokens_and_prefers_the_prefill_side_at_a_tie() -> None:
+def test_shorter_queue_prefers_prefill_side_at_a_tie() -> None:
     tied: Nodes = [(node("p")._replace(pending_tokens=7), P), (node("d", 10**6)._replace(pending_tokens=7), D)]
     assert of(ShorterQueue().choose(ask(1), tied, None)) == {"p": 1}
 
 
 @pytest.mark.parametrize("policy", [PrefillOnly(), ShorterQueue(), RoundRobin(), Split()])
-def test_relays_serve_where_the_pair_cannot(policy: PrefillOnly | ShorterQueue | RoundRobin | Split) -> None:
+def test_relays_serve_if_the_pair_cannot(policy: PrefillOnly | ShorterQueue | RoundRobin | Split) -> None:
     assert of(policy.choose(ask(9), [(node("r"), R)], None)) == {"r": 9}
 
 
@@ -85,23 +85,23 @@ def test_policies_are_found_by_name() -> None:
 # ---- split ----
 
 
-def test_equal_idle_links_halve_a_request() -> None:
+def test_split_equal_idle_links_halves_a_request() -> None:
     nodes: Nodes = [(node("p"), P), (node("d"), D)]
     assert of(Split(least_bytes=0).choose(ask(100), nodes, nodes[0][0])) == {"p": 50, "d": 50}
 
 
-def test_a_longer_queue_gets_less_and_the_side_that_starts_first_gets_the_leading_blocks() -> None:
+def test_split_longer_queue_gets_fewer_and_later_blocks() -> None:
     nodes: Nodes = [(node("p", 40 * BLOCK), P), (node("d"), D)]
     shares = Split(least_bytes=0).choose(ask(100), nodes, nodes[0][0])
     assert [tuple(share) for share in shares] == [("d", D, 70), ("p", P, 30)]
 
 
-def test_a_faster_link_gets_more() -> None:
+def test_split_faster_link_gets_more() -> None:
     nodes: Nodes = [(node("p", snic=3e6), P), (node("d"), D)]
     assert of(Split(least_bytes=0).choose(ask(100), nodes, nodes[0][0])) == {"p": 75, "d": 25}
 
 
-def test_forwarding_is_limited_by_the_narrowest_compute_link() -> None:
+def test_split_forwarding_is_limited_by_slowest_cnic() -> None:
     prefill = node("p", cnic=5e5)
     nodes: Nodes = [(prefill, P), (node("d"), D), (node("r"), R)]
     shares = of(Split(least_bytes=0).choose(ask(90), nodes, prefill))
@@ -110,7 +110,7 @@ def test_forwarding_is_limited_by_the_narrowest_compute_link() -> None:
     assert of(Split(least_bytes=0).choose(ask(120), slow_sender, node("p"))) == {"p": 100, "d": 20}
 
 
-def test_small_requests_and_small_parts_are_not_cut() -> None:
+def test_split_small_requests_are_not_divided() -> None:
     nodes: Nodes = [(node("p"), P), (node("d"), D)]
     policy = Split(least_blocks=8, least_bytes=0)
     assert of(policy.choose(ask(15), nodes, None)) == {"p": 15}
@@ -121,7 +121,7 @@ def test_small_requests_and_small_parts_are_not_cut() -> None:
     assert of(by_bytes.choose(ask(19), nodes, None)) == {"p": 19}
 
 
-def test_relays_are_used_only_where_they_gain() -> None:
+def test_split_uses_relays_only_for_a_gain() -> None:
     pair: Nodes = [(node("p"), P), (node("d"), D)]
     idle: Nodes = [*pair, (node("r"), R)]
     assert of(Split(least_bytes=0).choose(ask(99), idle, None)) == {"p": 33, "d": 33, "r": 33}
@@ -131,14 +131,14 @@ def test_relays_are_used_only_where_they_gain() -> None:
     assert len(Split(least_bytes=0, least_blocks=1, relay_gain=0.0).choose(ask(100), busy, None)) == 3
 
 
-def test_the_number_of_parts_is_bounded() -> None:
+def test_split_number_of_parts_is_bounded() -> None:
     nodes: Nodes = [(node("p"), P), (node("d"), D), *((node(f"r{number}"), R) for number in range(20))]
     assert len(Split(least_bytes=0, most_parts=5).choose(ask(1_000), nodes, None)) == 5
 
 
 @settings(max_examples=300, deadline=None)
 @given(candidates(), st.integers(1, 3_000), st.integers(1, 9), st.integers(0, 20_000), st.sampled_from([0.0, 0.05]))
-def test_split_is_never_worse_than_the_paper_and_keeps_its_bounds(
+def test_split_is_never_worse_than_the_paper(
     drawn: tuple[Nodes, NodeState], blocks: int, least_blocks: int, least_bytes: int, gain: float
 ) -> None:
     nodes, prefill = drawn
@@ -157,7 +157,7 @@ def test_split_is_never_worse_than_the_paper_and_keeps_its_bounds(
 
 @settings(max_examples=300, deadline=None)
 @given(candidates(most_relays=1), st.integers(1, 14))
-def test_split_is_as_good_as_trying_every_cut(drawn: tuple[Nodes, NodeState], blocks: int) -> None:
+def test_split_matches_exhaustive_search(drawn: tuple[Nodes, NodeState], blocks: int) -> None:
     nodes, prefill = drawn
     policy = Split(least_blocks=1, least_bytes=0, relay_gain=0.0)
     block_bytes = 100_000
@@ -176,6 +176,6 @@ def test_split_is_as_good_as_trying_every_cut(drawn: tuple[Nodes, NodeState], bl
 
 
 @pytest.mark.parametrize("wrong", [{"least_blocks": 0}, {"least_bytes": -1}, {"most_parts": 0}, {"relay_gain": 1.0}])
-def test_senseless_bounds_are_refused(wrong: dict[str, float]) -> None:
+def test_split_invalid_bounds_are_rejected(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidArgument):
         Split(**wrong)  # type: ignore[arg-type]

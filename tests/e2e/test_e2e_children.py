@@ -82,5 +82,5 @@ def test_child_missing_program_raises(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text("no program")
     broken.chmod(0o755)
-    with pytest.raises(OSError, match="cannot be started"):
+    with pytest.raises(OSError, match="failed to start"):
         children.start([str(broken)])

@@ -29,7 +29,7 @@ LAYERS, LAYER_BYTES = 6, 8192
 def store(make_store: Callable[..., Store]) -> Store:
     return make_store(
         NodeSpec("storage-0", ("storage",), dram_bytes=64 << 20, nvme_bytes=128 << 20),
-        NodeSpec("prefill-0", ("prefill",), dram_bytes=64 << 20, settings=(("keep_loaded", "false"),)),
+        NodeSpec("prefill-0", ("prefill",), dram_bytes=64 << 20, settings=(("cache_loads", "false"),)),
         NodeSpec("decode-0", ("decode",), dram_bytes=64 << 20, write_behind_to="storage-0"),
     )
 
@@ -282,7 +282,7 @@ def test_store_passing_through_node_is_durable_there(make_store: Callable[..., S
             ("prefill",),
             dram_bytes=64 << 20,
             write_behind_to="storage-0",
-            settings=(("keep_loaded", "false"),),
+            settings=(("cache_loads", "false"),),
         ),
     )
     writer = engine(store, "prefill-0")

@@ -54,7 +54,7 @@ def timed(work: Callable[[], LoadResult | StoreResult]) -> tuple[LoadResult | St
 
 @pytest.fixture
 def store(make_store: MakeStore) -> Store:
-    return make_store(*(NodeSpec(name, dram_bytes=64 * MIB, settings=(("keep_loaded", "false"),)) for name in ("a", "b", "c")))
+    return make_store(*(NodeSpec(name, dram_bytes=64 * MIB, settings=(("cache_loads", "false"),)) for name in ("a", "b", "c")))
 
 
 def both_find(engines: list[Engine], chain: str, blocks: int) -> None:
@@ -237,7 +237,7 @@ def test_hung_metadata_server_delays_no_known_handoff(store: Store, monkeypatch:
 
 
 def test_hung_prefill_node_planned_load_takes_the_other_path(make_store: MakeStore) -> None:
-    settings = (("keep_loaded", "false"),)
+    settings = (("cache_loads", "false"),)
     store = make_store(
         NodeSpec("s", roles=("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=settings),
         NodeSpec("p", dram_bytes=64 * MIB, write_behind_to="s"),

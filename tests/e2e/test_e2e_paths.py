@@ -35,7 +35,7 @@ MIB = 1 << 20
 LAYERS = 6
 MakeStore = Callable[..., Store]
 POLICIES = ("prefill_only", "round_robin", "shorter_queue", "split")
-SETTINGS = (("keep_loaded", "false"), ("lease", "3s"))
+SETTINGS = (("cache_loads", "false"), ("lease", "3s"))
 STALL_S = 0.5
 
 

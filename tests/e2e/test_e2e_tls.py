@@ -85,7 +85,7 @@ class Secured:
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     folder = tmp_path_factory.mktemp("secured")
     files = make_certificates(folder / "pki")
-    settings = (*files.settings(), ("keep_loaded", "false"))
+    settings = (*files.settings(), ("cache_loads", "false"))
     places = [DaemonHost(f"127.0.0.{number}") for number in (1, 2, 3)]
     nodes = [
         NodeSpec("storage", ("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=settings, place=places[0]),

@@ -25,7 +25,7 @@ APPEND = 429
         ("ds-v3", 4.8e9, 5.8e9, 0.12),
     ],
 )
-def test_bytes_per_pflop_are_those_published(name: str, low: float, high: float, slack: float) -> None:
+def test_roofline_bytes_per_pflop_match_published_values(name: str, low: float, high: float, slack: float) -> None:
     """DualPath, Table 1: 429 new tokens after 16K to 64K cached ones, KV of one byte an element (Qwen2.5: two)."""
     model = model_named(name)
     assert model.bytes_per_pflop(16 * K, APPEND) == pytest.approx(low, rel=slack)
@@ -34,18 +34,18 @@ def test_bytes_per_pflop_are_those_published(name: str, low: float, high: float,
     assert model.bytes_per_pflop(32_700, APPEND) <= high
 
 
-def test_the_mean_turn_of_the_published_trace_asks_for_22_gb_a_pflop() -> None:
+def test_roofline_mean_turn_needs_22_gb_per_pflop() -> None:
     assert model_named("ds-660b").bytes_per_pflop(32_700, APPEND) == pytest.approx(22e9, rel=0.1)
 
 
-def test_prefill_reaches_the_published_rate_of_a_large_deployment() -> None:
+def test_roofline_prefill_matches_published_rate() -> None:
     """DeepSeek's overview: 73.7 thousand tokens/s a node of eight with 56.3 % cached, four nodes a unit."""
     engine = EngineModel(model_named("ds-v3"), H100, group_gpus=32)
     rate = 8 * 4000 / engine.prefill_seconds([PrefillChunk(0, 1000)] * 4)
     assert rate == pytest.approx(73_700 * (1 - 0.563), rel=0.2)
 
 
-def test_decode_reaches_the_published_speed_of_a_large_deployment() -> None:
+def test_roofline_decode_matches_published_speed() -> None:
     """The same: 14.8 thousand tokens/s a node of eight at 20 to 22 a user, 18 nodes a unit, about 5,000 tokens of context."""
     engine = EngineModel(model_named("ds-v3"), H100, group_gpus=144)
     sequences = 14_800 / 8 / 21
@@ -59,7 +59,7 @@ def test_decode_reaches_the_published_speed_of_a_large_deployment() -> None:
     name=st.sampled_from(sorted(MODELS)),
     gpu=st.sampled_from(sorted(GPUS)),
 )
-def test_more_work_never_takes_less_time(cached: int, new: int, name: str, gpu: str) -> None:
+def test_roofline_time_is_monotonic_in_work(cached: int, new: int, name: str, gpu: str) -> None:
     engine = EngineModel(model_named(name), gpu_named(gpu), group_gpus=16)
     one = engine.prefill_seconds([PrefillChunk(cached, new)])
     assert 0 < one <= engine.prefill_seconds([PrefillChunk(cached, new + 1)])
@@ -73,7 +73,7 @@ def test_more_work_never_takes_less_time(cached: int, new: int, name: str, gpu: 
     assert engine.decode_seconds(1, cached) <= engine.decode_seconds(2, 2 * cached)
 
 
-def test_nothing_takes_no_time() -> None:
+def test_roofline_empty_batch_takes_no_time() -> None:
     engine = EngineModel(model_named("llama-3-8b"), H100)
     assert engine.prefill_seconds([]) == 0
     assert engine.decode_seconds(0, 0) == 0
@@ -81,7 +81,7 @@ def test_nothing_takes_no_time() -> None:
     assert exchange_seconds(10_000) == exchange_seconds(128)
 
 
-def test_an_8b_model_on_one_gpu_is_what_people_measure() -> None:
+def test_roofline_8b_model_matches_measurements() -> None:
     """A few hundred tokens/s a stream at most, tens of thousands of prompt tokens a second."""
     engine = EngineModel(model_named("llama-3-8b"), H100)
     assert 1 / engine.decode_seconds(1, 1000) == pytest.approx(125, rel=0.1)
@@ -90,7 +90,7 @@ def test_an_8b_model_on_one_gpu_is_what_people_measure() -> None:
 
 
 @given(dilation=st.floats(0.01, 100), byte_scale=st.floats(1e-6, 10))
-def test_a_scale_keeps_every_ratio(dilation: float, byte_scale: float) -> None:
+def test_roofline_scale_keeps_every_ratio(dilation: float, byte_scale: float) -> None:
     scale = Scale(dilation, byte_scale)
     real = EngineModel(model_named("ds-660b"), H100, group_gpus=16)
     small = EngineModel(real.model, H100, group_gpus=16, scale=scale)
@@ -114,7 +114,7 @@ def test_every_model_fits_its_default_cluster(name: str) -> None:
         assert engine.kv_room_bytes > 2 * 64 * K * engine.token_bytes or model.layer_token_bytes > 2000
 
 
-def test_what_is_not_there_is_named() -> None:
+def test_unknown_model_or_gpu_is_named() -> None:
     with pytest.raises(NotFound, match="llama-3-8b"):
         model_named("gpt")
     with pytest.raises(NotFound, match="h200"):

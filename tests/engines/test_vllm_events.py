@@ -15,9 +15,9 @@ from vllm.distributed import kv_events as theirs
 from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import BlockRun, Tier
+from kvstore.config.events import EventsConfig
 from kvstore.events import wire as ours
-from kvstore.events.config import EventsConfig
-from kvstore.events.publisher import Publisher
+from kvstore.events.publisher import EventPublisher
 from kvstore.events.translation import MEDIA, Translator, last_eight_bytes
 from kvstore.observe.counters import Counters
 from kvstore.testing.index.model import Chain
@@ -80,10 +80,10 @@ def free_port() -> int:
 def test_both_publishers_say_the_same_on_both_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same events, at the same time by the clock, live and replayed: equal frames."""
     config = EventsConfig(
-        metadata="127.0.0.1:7400", endpoint="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv@pod@model", first=0
+        metadata="127.0.0.1:7400", zmq="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv@pod@model", first=0
     )
     monkeypatch.setattr(time, "time", lambda: 1234.5)
-    publisher = Publisher(config, Translator(last_eight_bytes, {CHAIN.namespace: 64}.__getitem__), Counters())
+    publisher = EventPublisher(config, Translator(last_eight_bytes, {CHAIN.namespace: 64}.__getitem__), Counters())
     replay = f"tcp://127.0.0.1:{free_port()}"
     vllm = theirs.ZmqEventPublisher(
         0, endpoint=f"ipc:///tmp/kv-events-{free_port()}", replay_endpoint=replay, topic="kv@pod@model"

@@ -12,9 +12,9 @@ from events_subscriber import ZmqSubscriber
 from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import BlockRun, Tier
+from kvstore.config.events import EventsConfig
 from kvstore.core.errors import InvalidArgument, Unavailable
-from kvstore.events.config import EventsConfig
-from kvstore.events.publisher import Publisher
+from kvstore.events.publisher import EventPublisher
 from kvstore.events.translation import Translator, last_eight_bytes
 from kvstore.observe.counters import Counters
 from kvstore.testing.index.model import Chain
@@ -29,13 +29,13 @@ class Source:
     def __init__(self, **settings: object) -> None:
         config = EventsConfig(
             metadata="127.0.0.1:7400",
-            endpoint="tcp://127.0.0.1:*",
+            zmq="tcp://127.0.0.1:*",
             replay="tcp://127.0.0.1:*",
-            **{"first": 0, **settings},  # type: ignore[arg-type]
-        )
+            first=0,
+        ).model_copy(update=settings)
         self.mirror = BlockMirror()
         self.counters = Counters()
-        self.publisher = Publisher(config, Translator(last_eight_bytes, {NAMESPACE: 64}.__getitem__), self.counters)
+        self.publisher = EventPublisher(config, Translator(last_eight_bytes, {NAMESPACE: 64}.__getitem__), self.counters)
         self.tell(pb.WatchBlocksResponse(resync=pb.Resync(feed_id=b"f" * 16, reason=pb.RESYNC_REASON_ASKED)))
         volume = pb.VolumeOpened(volume=1, volume_id="v", node_id="n", tier=Tier.TIER_DRAM, boot_id=b"b" * 16, served=True)
         self.tell(pb.WatchBlocksResponse(events=pb.BlockEvents(events=[pb.BlockEvent(opened=volume)])))
@@ -94,11 +94,11 @@ def test_what_was_missed_is_replayed() -> None:
 
 
 def test_a_publisher_that_was_started_again_leaves_a_gap_that_is_replayed() -> None:
-    with source(first=None, heartbeat_s=0.001) as made, subscriber(made) as one:
+    with source(first=None, heartbeat_ms=1) as made, subscriber(made) as one:
         made.store(0, 3)
         one.last, one.believed = 41, {("what another publisher told", "CPU")}
         while one.believed != blocks(0, 1, 2):
-            made.publisher.beat()  # nothing happens
+            made.publisher.heartbeat()  # nothing happens
             one.read()
         assert one.replays == 1
 
@@ -135,7 +135,7 @@ def test_who_asks_for_what_is_gone_gets_everything() -> None:
 
 def test_a_large_snapshot_fits_between_the_numbers() -> None:
     """Few numbers are free, so that the batches are larger."""
-    with source(replay_bytes=200) as made:
+    with source(replay_memory_bytes=200) as made:
         made.store(0, 200)
         made.remove(0, 1)
         with subscriber(made) as late:
@@ -183,8 +183,8 @@ def test_it_connects_to_a_router_that_binds() -> None:
     sub = context.socket(zmq.SUB)
     sub.subscribe("")
     port = sub.bind_to_random_port("tcp://127.0.0.1")
-    config = EventsConfig(metadata="127.0.0.1:7400", endpoint=f"tcp://127.0.0.1:{port}", connect=True)
-    publisher = Publisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())
+    config = EventsConfig(metadata="127.0.0.1:7400", zmq=f"tcp://127.0.0.1:{port}", connect=True)
+    publisher = EventPublisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())
     try:
         for _ in range(2_000):  # until the connection is there
             publisher._publish([])
@@ -200,27 +200,25 @@ def test_it_connects_to_a_router_that_binds() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"endpoint": "tcp://*:5557"},
-        {"endpoint": "tcp://0.0.0.0:5557"},
-        {"endpoint": "tcp://[::]:5557"},
-        {"endpoint": "tcp://router:5557"},
-        {"endpoint": "udp://127.0.0.1:5557"},
-        {"endpoint": "tcp://127.0.0.1"},
-        {"endpoint": "tcp://*:5557", "connect": True},
-        {"endpoint": "ipc:///tmp/x", "replay": "tcp://*:5558"},
-        {"endpoint": "ipc:///tmp/x", "topic": "t" * 600},
-        {"endpoint": "ipc:///tmp/x", "high_water": 0},
-        {"endpoint": "ipc:///tmp/x", "heartbeat_s": 0.0},
+        {"zmq": "tcp://*:5557"},
+        {"zmq": "tcp://0.0.0.0:5557"},
+        {"zmq": "tcp://[::]:5557"},
+        {"zmq": "tcp://router:5557"},
+        {"zmq": "udp://127.0.0.1:5557"},
+        {"zmq": "tcp://127.0.0.1"},
+        {"zmq": "tcp://*:5557", "connect": True},
+        {"zmq": "ipc:///tmp/x", "replay": "tcp://*:5558"},
+        {"zmq": "ipc:///tmp/x", "topic": "t" * 600},
     ],
     ids=str,
 )
 def test_doors_that_nobody_asked_for_stay_closed(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
-        EventsConfig(metadata="127.0.0.1:7400", **wrong)  # type: ignore[arg-type]
+        EventsConfig(metadata="127.0.0.1:7400", **wrong).check()  # type: ignore[arg-type]
 
 
 def test_a_taken_endpoint_is_said() -> None:
     with source() as made:
-        config = EventsConfig(metadata="127.0.0.1:7400", endpoint=made.publisher.endpoint)
+        config = EventsConfig(metadata="127.0.0.1:7400", zmq=made.publisher.endpoint)
         with pytest.raises(Unavailable):
-            Publisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())
+            EventPublisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())

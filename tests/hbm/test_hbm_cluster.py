@@ -73,7 +73,7 @@ def test_pool_with_name_in_use_is_rejected(
     keys = client.keys(tokens(4, 90))
     client.store(keys, content(4, 90), wait_visible=True)
     for name in (pool.node_id, "prefill"):
-        with pytest.raises(Conflict, match="another living node"):
+        with pytest.raises(Conflict, match="another live node"):
             HbmPool("cpu", capacity_bytes=1 << 20, metadata=cluster.metadata_address, node_id=name)
     assert pool.wait_published()
     assert Tier.HBM in tiers_of(connect().lookup(keys))

@@ -111,7 +111,7 @@ def disk_of(folder: Path, blocks: int = 12, seed: int = 1, room_for: int = 40, d
         wait_until(lambda: disk.near.reads_disks(disk.volumes))
         yield disk
         disk.slab.close()
-        pool._table.check()
+        pool._table.validate()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -34,7 +34,7 @@ def below() -> Below:
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
     with HbmPool(request.param, capacity_bytes=40 * SPEC.block_bytes, room_wait_s=5.0) as pool:
         yield pool
-        pool._table.check()
+        pool._table.validate()
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_table_is_sound(self) -> None:
-        self.pool._table.check()
+        self.pool._table.validate()
         assert self.pool.stats()["hbm_lost"] == 0
 
     def teardown(self) -> None:

@@ -20,7 +20,7 @@ from kvstore.rpc.client import call, connect
 SPEC = CacheSpec(model="hbm-planned", block_tokens=16, layers=4, layer_block_bytes=4096)
 BLOCKS = 40
 MIB = 1 << 20
-SETTINGS = (("keep_loaded", "false"),)
+SETTINGS = (("cache_loads", "false"),)
 PATHS = Paths(decode_node="d", policy="split")
 
 

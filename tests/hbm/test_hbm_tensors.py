@@ -24,7 +24,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
     with HbmPool(request.param, capacity_bytes=64 * SPEC.block_bytes, room_wait_s=5.0) as pool:
         yield pool
-        pool._table.check()
+        pool._table.validate()
 
 
 Make = Callable[[torch.device, BlockShape], torch.Tensor]
@@ -74,7 +74,7 @@ def test_blocks_round_trip_through_device_tensors(pool: HbmPool, make: Make, apa
         kept = [block for at, block in enumerate(pool._table.snapshot()) if at % 2]
         for block in reversed(pool._table.snapshot()):
             if block not in kept:
-                block.expendable = block.passing = True
+                pool._table.discard_after_use([block])
         pool._table.unpin([block for block in pool._table.pin_resident(kept[0].namespace, other) if block is not None])
         assert pool.usage().blocks == len(kept)
     assert near.keep_tensor(keys, None, 0, filled) == BLOCKS

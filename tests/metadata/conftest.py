@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from metadata_harness import Running
 
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import ManualClock
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import connect_aio
 
@@ -18,7 +18,7 @@ from kvstore.rpc.client import connect_aio
 async def running(tmp_path: Path) -> AsyncIterator[Running]:
     clock = ManualClock()
     config = MetadataConfig(
-        index_path=tmp_path / "index", listen="127.0.0.1:0", map_bytes=64 << 20, heartbeat_interval_ms=20, node_ttl_ms=100
+        index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=64 << 20, heartbeat_interval_ms=20, node_ttl_ms=100
     )
     server = MetadataServer(config, clock=clock)
     address = await server.start()

@@ -157,13 +157,14 @@ class Running:
 SCRIPT = """
 import json, logging, sys
 from pathlib import Path
-from kvstore.metadata.config import MetadataConfig
+from kvstore.config.metadata import MetadataConfig
 from kvstore.metadata.main import run
 if __name__ == "__main__":
     logging.basicConfig(level="INFO")
     folder, listen, workers, ttl_ms = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     run(MetadataConfig(index_path=folder / "index", listen=listen, workers=workers, ready_file=folder / "ready",
-                       map_bytes=64 << 20, heartbeat_interval_ms=ttl_ms // 5, node_ttl_ms=ttl_ms, **json.loads(sys.argv[5])))
+                       index_size_bytes=64 << 20, heartbeat_interval_ms=ttl_ms // 5, node_ttl_ms=ttl_ms,
+                       **json.loads(sys.argv[5])))
 """
 
 

@@ -131,7 +131,7 @@ async def test_plans_decisions_and_the_policy(running: Running) -> None:
     behind = await ask(running, "DescribePlanning", pb.DescribePlanningRequest(live=10, after_plan=plan.plan_id))
     assert not behind.live
 
-    with pytest.raises(InvalidArgument, match="no such path policy"):
+    with pytest.raises(InvalidArgument, match="unknown path policy"):
         await ask(running, "SetPathPolicy", pb.SetPathPolicyRequest(policy="oracle"))
     with pytest.raises(Conflict):
         await ask(running, "SetPathPolicy", pb.SetPathPolicyRequest(policy="prefill_only", expected="round_robin"))
@@ -180,5 +180,5 @@ async def test_several_workers_keep_the_policy_that_they_were_started_with(tmp_p
         async with connect_aio(server.address) as channel:
             stub = MetadataAdminStub(channel)
             assert (await call_aio(stub.DescribeServer, pb.DescribeServerRequest(), TIMEOUT_S)).workers == 2
-            with pytest.raises(Conflict, match="plans by itself"):
+            with pytest.raises(Conflict, match="several workers plan separately"):
                 await call_aio(stub.SetPathPolicy, pb.SetPathPolicyRequest(policy="split"), TIMEOUT_S)

@@ -11,10 +11,10 @@ from metadata_harness import TIMEOUT_S, Peer, Running, chain, run_of
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.index.lmdb import LmdbIndex
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.indexing.index_mutations import register_node
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.server import MetadataServer
@@ -36,7 +36,7 @@ async def forgetful(tmp_path: Path) -> AsyncIterator[Running]:
     config = MetadataConfig(
         index_path=tmp_path / "index",
         listen="127.0.0.1:0",
-        map_bytes=64 << 20,
+        index_size_bytes=64 << 20,
         heartbeat_interval_ms=200,
         node_ttl_ms=TTL_MS,
         node_forget_ms=FORGET_MS,
@@ -97,7 +97,7 @@ def test_a_node_is_hidden_before_it_is_forgotten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step_s", [-1e9, 1e9])
 def test_steps_of_the_wall_clock_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
     """On the host's own clock: nobody dies and nobody is forgotten when the time of day jumps by thirty years."""
-    index = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20)
+    index = LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20)
     info = NodeInfo(node_id="n", boot_id=b"b" * 16, volumes=[VolumeInfo(volume_id="v", tier="TIER_NVME")])
     register_node(index, info)
     nodes_known = NodeTable(index, MonotonicClock(), 60.0, Counters())

@@ -32,7 +32,7 @@ async def test_a_second_node_with_the_same_id_is_refused_while_the_first_is_hear
     second = Addressed(running.channel, "n", "10.0.0.2:7411", "n/b")
     await first.register()
     for _ in range(5):
-        with pytest.raises(Conflict, match="give one of them another"):
+        with pytest.raises(Conflict, match="another live node has this id"):
             await second.register()
         running.clock.advance(BEAT_S)
         assert not (await first.beat()).register_again, "the first node is not troubled"

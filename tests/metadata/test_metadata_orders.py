@@ -11,9 +11,9 @@ from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of,
 from kvproto.v1 import common_pb2
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import DrainOrder, DrainProgress, Tier
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable, Unsupported
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.membership.node_admin import MAX_LOCATED
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
@@ -84,7 +84,7 @@ async def test_an_order_reaches_the_node_and_its_progress_is_shown(running: Runn
 
 async def test_orders_and_progress_outlive_server_and_boot(tmp_path: Path) -> None:
     clock = ManualClock()
-    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", map_bytes=64 << 20)
+    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=64 << 20)
     server = MetadataServer(config, clock=clock)
     async with connect_aio(await server.start()) as channel:
         peer = Peer(channel)

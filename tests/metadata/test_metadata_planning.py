@@ -19,6 +19,7 @@ from kvclient.nodes.connect import watch_servers
 from kvclient.nodes.metadata_client import MetadataClient
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core import limits
 from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound, Unavailable
@@ -26,7 +27,6 @@ from kvstore.core.spec import CacheSpec
 from kvstore.dualpath.contract import LoadPlan
 from kvstore.dualpath.planner import DEADLINE_GRACE_S, PATIENCE_S, PLAN_LIFE_S
 from kvstore.dualpath.queues import QUEUE_S
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe.limited_log import LimitedLog
@@ -290,7 +290,7 @@ async def test_a_plan_that_cannot_be_told_charges_nothing(running: Running, monk
 async def test_another_server_knows_none_of_these_plans(running: Running, tmp_path: Path) -> None:
     p = (await hosts(running))["p"]
     old = [await plan(p, asked()) for _ in range(3)]
-    config = MetadataConfig(index_path=tmp_path / "other", listen="127.0.0.1:0", map_bytes=64 << 20)
+    config = MetadataConfig(index_path=tmp_path / "other", listen="127.0.0.1:0", index_size_bytes=64 << 20)
     server = MetadataServer(config, clock=ManualClock())
     address = await server.start()
     async with connect_aio(address) as channel:

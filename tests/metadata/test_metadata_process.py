@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from metadata_harness import Peer, ServerProcess, chain, run_of, server_process
+from pydantic import ValidationError
 
+from kvstore.config.base import TlsSection
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.main import run
-from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect_aio
 from support.wait import wait_until_async
 
@@ -244,20 +245,25 @@ def test_an_index_path_that_is_a_file_is_said(tmp_path: Path) -> None:
         {"listen": "[::]:7400"},
         {"listen": "store.example:7400"},
         {"listen": "nonsense"},
-        {"workers": 0},
         {"workers": 2, "listen": "unix:/tmp/x"},
         {"node_ttl_ms": 100, "heartbeat_interval_ms": 100},
-        {"map_bytes": 0},
+        {"engine_ttl_ms": 5_000, "request_ttl_ms": 5_000},
     ],
     ids=str,
 )
 def test_configurations_that_cannot_work_or_open_a_door_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
+        MetadataConfig(index_path=tmp_path, **change).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"workers": 0}, {"index_size_bytes": 0}], ids=str)
+def test_metadata_config_value_out_of_range_rejected(tmp_path: Path, change: dict[str, int]) -> None:
+    with pytest.raises(ValidationError):
         MetadataConfig(index_path=tmp_path, **change)  # type: ignore[arg-type]
 
 
 def test_an_open_door_takes_tls_or_an_explicit_word(tmp_path: Path) -> None:
-    MetadataConfig(index_path=tmp_path, listen="0.0.0.0:1", allow_insecure_remote=True)
-    MetadataConfig(index_path=tmp_path, listen="0.0.0.0:1", tls=TlsConfig(cert=tmp_path, key=tmp_path))
-    MetadataConfig(index_path=tmp_path, listen="[::1]:1")
-    MetadataConfig(index_path=tmp_path, listen="localhost:1")
+    MetadataConfig(index_path=tmp_path, listen="0.0.0.0:1", allow_insecure_remote=True).check()
+    MetadataConfig(index_path=tmp_path, listen="0.0.0.0:1", tls=TlsSection(cert=tmp_path, key=tmp_path)).check()
+    MetadataConfig(index_path=tmp_path, listen="[::1]:1").check()
+    MetadataConfig(index_path=tmp_path, listen="localhost:1").check()

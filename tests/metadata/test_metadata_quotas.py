@@ -16,11 +16,10 @@ from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import metadata_pb2
 from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
 from kvproto.v1.common_pb2 import CacheSpec
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId
-from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.retention.quota_shares import REST_TIMES
-from kvstore.metadata.retention.quotas import HEADROOM, shares
+from kvstore.metadata.retention.quota_shares import HEADROOM, REST_TIMES, divide_quota
 from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting, SettingsStore
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
@@ -36,7 +35,7 @@ nodes = st.lists(st.tuples(st.integers(0, 1 << 40), st.sampled_from([0, 1, 1 << 
 def test_shares_are_never_more_than_the_quota_and_who_holds_little_keeps_it(quota: int, known: list[tuple[int, int]]) -> None:
     rooms = [room for _, room in known]
     held = [has if room else 0 for has, room in known]
-    given_ = shares(quota, held, rooms)
+    given_ = divide_quota(quota, held, rooms)
     assert sum(given_) <= quota
     for has, room, share in zip(held, rooms, given_, strict=True):
         fair = quota * room // sum(rooms) if sum(rooms) else 0
@@ -50,24 +49,24 @@ def test_shares_are_never_more_than_the_quota_and_who_holds_little_keeps_it(quot
 def test_a_lone_holder_comes_to_have_most_of_it_and_gives_way_to_another() -> None:
     held = [0, 0]
     for _ in range(30):
-        held = [shares(8000, held, [1, 1])[0], 0]  # the first fills what it is given
+        held = [divide_quota(8000, held, [1, 1])[0], 0]  # the first fills what it is given
     assert held[0] >= 8000 * (HEADROOM - 1) // HEADROOM
     for _ in range(40):
-        held = shares(8000, held, [1, 1])  # now both do
+        held = divide_quota(8000, held, [1, 1])  # now both do
     assert held == [4000, 4000]
 
 
 @given(held=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9), spare=st.integers(0, 1 << 40), data=st.data())
 def test_without_room_to_grow_nobody_gives_while_the_quota_suffices(held: list[int], spare: int, data: st.DataObject) -> None:
     rooms = data.draw(st.lists(st.integers(1, 1 << 40), min_size=len(held), max_size=len(held)))
-    given_ = shares(sum(held) + spare, held, rooms, grows=False)
+    given_ = divide_quota(sum(held) + spare, held, rooms, grows=False)
     assert all(share >= has for has, share in zip(held, given_, strict=True))
     assert sum(held) + spare - len(held) <= sum(given_) <= sum(held) + spare
 
 
 def test_no_room_no_share() -> None:
-    assert shares(100, [], []) == []
-    assert shares(100, [5, 5], [0, 0]) == [0, 0]
+    assert divide_quota(100, [], []) == []
+    assert divide_quota(100, [5, 5], [0, 0]) == [0, 0]
 
 
 # ---- the file ----
@@ -119,24 +118,24 @@ def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, raw: bytes) ->
     path = tmp_path / "orders.json"
     path.write_bytes(raw)
     file = SettingsStore(path)
-    assert file.now() is None
-    assert file.wrong
+    assert file.read() is None
+    assert file.problem
     with pytest.raises(Conflict):
         file.change(lambda orders: orders.with_quota("a", QuotaSetting(1)))
     assert path.read_bytes() == raw
     path.unlink()
-    assert file.now() == OperatorSettings()
+    assert file.read() == OperatorSettings()
 
 
 def test_what_another_process_changed_is_seen(tmp_path: Path) -> None:
     mine, theirs = SettingsStore(tmp_path / "o"), SettingsStore(tmp_path / "o")
-    assert mine.now() == OperatorSettings()
+    assert mine.read() == OperatorSettings()
     theirs.change(lambda orders: orders.with_quota("a", QuotaSetting(1, None)))
-    assert mine.now() == OperatorSettings({"a": QuotaSetting(1, None)})
+    assert mine.read() == OperatorSettings({"a": QuotaSetting(1, None)})
     mine.change(lambda orders: orders.with_quota("b", QuotaSetting(None, 2)))
-    assert theirs.now() == OperatorSettings({"a": QuotaSetting(1, None), "b": QuotaSetting(None, 2)})
-    before = mine.now()
-    assert mine.now() is before, "read again only where it has changed"
+    assert theirs.read() == OperatorSettings({"a": QuotaSetting(1, None), "b": QuotaSetting(None, 2)})
+    before = mine.read()
+    assert mine.read() is before, "read again only where it has changed"
 
 
 # ---- the server ----
@@ -263,9 +262,9 @@ async def test_sharing_out_rests_after_it_took_long_and_is_done_for_nobody_silen
     def slow(*arguments: Any, **more: Any) -> list[int]:
         made.append(arguments)
         running.clock.advance(0.0025)  # so little that nobody is taken for dead meanwhile
-        return shares(*arguments, **more)
+        return divide_quota(*arguments, **more)
 
-    monkeypatch.setattr("kvstore.metadata.retention.quota_shares.shares", slow)
+    monkeypatch.setattr("kvstore.metadata.retention.quota_shares.divide_quota", slow)
     first, second = running.peer("a"), running.peer("b")
     for peer in (first, second):
         await peer.register()
@@ -353,7 +352,7 @@ async def test_a_node_of_before_and_hostile_usages(running: Running) -> None:
 
 
 async def test_quotas_outlive_the_index(tmp_path: Path) -> None:
-    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", map_bytes=64 << 20)
+    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=64 << 20)
     for lived in (False, True):
         server = MetadataServer(config)
         address = await server.start()

@@ -85,7 +85,7 @@ def test_networks_are_isolated(make_lab: MakeLab) -> None:
     assert isinstance(ping_ms(a, b, "compute"), list)
 
 
-def test_a_cut_link_stalls_and_a_restored_one_goes_on(make_lab: MakeLab) -> None:
+def test_netlab_cut_link_stalls_until_restored(make_lab: MakeLab) -> None:
     lab, a, b = pair(make_lab)
     sink = Peer(b, "sink", b.storage_ip)
     sender = Peer(a, "send", b.storage_ip, sink.line(), 24 << 20, 0)
@@ -125,7 +125,7 @@ def test_programs_on_a_host(make_lab: MakeLab) -> None:
         a.popen(["no-such-program"])
 
 
-def test_two_labs_at_once_know_nothing_of_each_other(make_lab: MakeLab) -> None:
+def test_netlab_two_labs_are_independent(make_lab: MakeLab) -> None:
     first, a, b = pair(make_lab)
     second, c, d = pair(make_lab, 50, 50)
     assert (a.storage_ip, a.compute_ip) == (c.storage_ip, c.compute_ip)
@@ -174,7 +174,7 @@ def test_a_refused_command_says_what_and_why(make_lab: MakeLab) -> None:
 
 
 # ---------------------------------------------------------------- recordings
-def test_a_recording_shows_who_moved_how_much(make_lab: MakeLab) -> None:
+def test_netlab_recording_counts_traffic_per_nic(make_lab: MakeLab) -> None:
     lab = make_lab(HostSpec("s", 400, 400), HostSpec("p", 200, 400), HostSpec("d", 200, 400))
     with lab.record(0.01) as recording:
         measure_mbit(lab.host("s"), lab.host("p"), "storage", megabytes=8)
@@ -190,7 +190,7 @@ def test_a_recording_shows_who_moved_how_much(make_lab: MakeLab) -> None:
     assert recording.max_over_avg("compute", ["p", "d"]) == 1.0
 
 
-def test_a_long_recording_gets_coarser_and_loses_no_byte(make_lab: MakeLab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_netlab_long_recording_is_thinned_without_loss(make_lab: MakeLab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "_MAX_SAMPLES", 16)
     lab, a, b = pair(make_lab)
     with lab.record(0.001) as recording:
@@ -267,7 +267,7 @@ def start_owner() -> tuple[subprocess.Popen[bytes], str, int]:
     return owner, lab, int(guard)
 
 
-def test_a_killed_owner_leaves_nothing(lab_possible: None) -> None:
+def test_netlab_killed_owner_leaves_nothing(lab_possible: None) -> None:
     owner, lab, _ = start_owner()
     inside = [pid for name in netns.namespaces_of(lab) for pid in netns.pids_inside(name)]
     assert inside
@@ -278,7 +278,7 @@ def test_a_killed_owner_leaves_nothing(lab_possible: None) -> None:
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in inside), "its processes are gone")
 
 
-def test_what_a_dead_guard_leaves_is_removed_by_hand_or_at_the_next_start(lab_possible: None, make_lab: MakeLab) -> None:
+def test_netlab_leftovers_of_dead_guard_are_removed(lab_possible: None, make_lab: MakeLab) -> None:
     for way in ("by hand", "at the next start", "by several at once"):
         owner, lab, guard = start_owner()
         os.kill(guard, signal.SIGKILL)

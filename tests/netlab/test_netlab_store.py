@@ -37,7 +37,7 @@ def test_blocks_travel_over_the_storage_links(make_lab: Callable[..., NetLab], t
     prefill, decode, storage = (lab.host(name) for name in ("prefill-0", "decode-0", "storage-0"))
     nodes = [node(prefill, "prefill"), node(decode, "decode"), node(storage, "storage", nvme_bytes=64 * MIB)]
     metadata = lab.host(METADATA_HOST)
-    with LocalCluster(nodes, tmp_path, metadata_place=DaemonHost(metadata.compute_ip, metadata.popen)) as cluster:
+    with LocalCluster(nodes, tmp_path, metadata_host=DaemonHost(metadata.compute_ip, metadata.popen)) as cluster:
         assert engine(storage, cluster, "put") == {"stored": BLOCKS}
         before = lab.sample()
         assert engine(prefill, cluster, "get") == {"hits": BLOCKS, "wrong": 0}

@@ -12,7 +12,8 @@ from kvstore.core.types import BlockKey, BlockRun, Outcome
 from kvstore.node.base.cancellation import wait
 from kvstore.node.loads.runs import LoadedRun
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.model import Block, Claim
+from kvstore.node.state.grants import LoadClaim
+from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import ProviderGate
@@ -90,7 +91,7 @@ def test_cancel_load_that_waits_for_slots_frees_its_claims(node: LayeredNode, st
 def test_load_window_fails_others_are_released(node: LayeredNode, storage: StorageNode, monkeypatch: pytest.MonkeyPatch) -> None:
     claim, begun = node.table.claim, threading.Event()
 
-    def failing(namespace: NodeNamespace, requested: Sequence[BlockKey]) -> Claim:
+    def failing(namespace: NodeNamespace, requested: Sequence[BlockKey]) -> LoadClaim:
         if requested[0] == keys(1)[0]:
             assert begun.wait(20.0)  # a window that has not begun would be cancelled instead
             raise RuntimeError("a bug")

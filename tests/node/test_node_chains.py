@@ -36,11 +36,10 @@ def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
         held = []
         for depth, slot in enumerate(slots):
             block = Block(NAMESPACE, keys[depth], keys[depth - 1] if depth else None, depth, b"")
-            held.append(table.adopted(block, slot))
-            block.expendable = False
+            held.append(table.insert_fetched(block, slot, clean=False))
         table.unpin(held)
     yield table
-    table.check()
+    table.validate()
     table.close()
     arena.close()
 
@@ -49,8 +48,8 @@ def key_of(chain: int, depth: int) -> BlockKey:
     return BlockKey(bytes([chain]) * 8 + depth.to_bytes(8, "big"))
 
 
-def test_what_must_leave_is_written_below_chain_by_chain_or_leaf_by_leaf(table: BlockTable) -> None:
-    whole = table._cascades_chains
+def test_dirty_victims_are_written_by_chain_or_by_leaf(table: BlockTable, request: pytest.FixtureRequest) -> None:
+    whole = request.node.callspec.params["table"]
     assert table.reserve(SHAPE, 4, 0.0) is None
     pending = table.take_pending(ROOM, ROOM << 20, 0.0)
     keys = {block.key for block in pending}
@@ -59,7 +58,7 @@ def test_what_must_leave_is_written_below_chain_by_chain_or_leaf_by_leaf(table: 
     leaves = {key_of(chain, CHAIN - 1) for chain in range(ROOM // CHAIN)}
     assert keys == (wanted if whole else leaves)
     for block in pending:
-        table.not_persisted(block)
+        table.writeback_failed(block)
     slots = table.reserve(SHAPE, 4, 0.0)
     assert slots is not None
     table.unreserve(slots)
@@ -68,7 +67,7 @@ def test_what_must_leave_is_written_below_chain_by_chain_or_leaf_by_leaf(table: 
 
 def test_what_waits_is_given_up_at_once_and_what_is_being_written_goes_on(table: BlockTable) -> None:
     keys = [key_of(0, depth) for depth in range(CHAIN)]
-    table.write_again(NAMESPACE, keys)
+    table.requeue_writeback(NAMESPACE, keys)
     taken = table.take_pending(4, 1 << 20, 0.0)
     assert table.give_up_pending() == CHAIN - 4
     assert table.counts() == (ROOM, 4)
@@ -77,7 +76,7 @@ def test_what_waits_is_given_up_at_once_and_what_is_being_written_goes_on(table:
     # those above what is being written stay, and it too
     assert table.evict_dram() == CHAIN - 4
     for block in taken:
-        table.not_persisted(block)
+        table.writeback_failed(block)
     assert table.wait_written(0.0)
     assert table.evict_dram() == 4
     assert table.counts() == (ROOM - CHAIN, 0)

@@ -75,7 +75,7 @@ class Node:
 
     def close(self) -> None:
         self.checks.close()
-        self.table.check()
+        self.table.validate()
         assert all(block.pins == 0 for block in self.table.snapshot()), "a check lets go of what it has read"
         self.table.close()
         self.node_volume.volume.close()
@@ -99,20 +99,20 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def test_what_is_good_stays_as_it_is_and_is_not_used(node: Node) -> None:
     assert node.checks.last(node.node_volume) is None
     order = [block.key for block in node.table.nvme_victims(node.node_volume)]
-    node.table.stay_on_nvme([node.block(position) for position in range(BLOCKS)])
+    node.table.cancel_nvme_eviction([node.block(position) for position in range(BLOCKS)])
     found = node.check()
     assert (found.state, found.blocks, found.good, found.bad) == (CheckState.DONE, BLOCKS, BLOCKS, 0)
     assert found.checked_bytes == BLOCKS * SHAPE.block_bytes
     victims = node.table.nvme_victims(node.node_volume)
-    node.table.stay_on_nvme(victims)
+    node.table.cancel_nvme_eviction(victims)
     assert [block.key for block in victims] == order, "the order of eviction is what it was"
 
 
 def test_what_is_bad_leaves_and_comes_back_from_dram(node: Node) -> None:
     """Position 3 lies in DRAM too, 11 does not."""
     cold = node.block(11)
-    with node.table._lock:
-        node.table._evict_dram(cold)
+    with node.table.residency.lock:
+        node.table.residency.evict_dram(cold)
     node.plan.add(VolumeFault.BIT_FLIP, operation=VolumeOperation.READ, keys=[node.keys[3], node.keys[11]], times=2)
     found = node.check()
     assert (found.good, found.bad, found.rewritten_blocks, found.unreadable) == (BLOCKS - 2, 2, 1, 0)
@@ -137,7 +137,7 @@ def test_a_replica_that_proved_bad_is_not_taken_for_the_one_that_followed(node: 
     bad = block.nvme
     assert bad is not None
     quarantine(node.table, node.node_volume, block, bad, node.counters)
-    node.table.write_again(node.namespace, [block.key])
+    node.table.requeue_writeback(node.namespace, [block.key])
     node.write_behind()
     assert block.nvme is not None
     assert block.nvme != bad
@@ -151,8 +151,8 @@ def test_a_good_copy_that_is_written_while_a_bad_one_is_forgotten_stays(node: No
     block = node.block(3)
     bad, commit = block.nvme, node.node_volume.volume.commit
     assert bad is not None
-    with node.table._lock:
-        node.table._evict_dram(block)
+    with node.table.residency.lock:
+        node.table.residency.evict_dram(block)
     payload = hashlib.sha256(block.key).digest() * (SHAPE.block_bytes // 32)
     sums = layer_checksums(memoryview(payload), SHAPE)
     run = BlockRun(node.namespace.namespace_id, node.keys[2], 3, (block.key,))
@@ -186,7 +186,7 @@ def test_loads_go_on_while_a_check_looks_for_what_it_is_to_read(node: Node, monk
     class Blocks(list[Block]):
         def __iter__(self) -> Iterator[Block]:
             for block in super().__iter__():
-                looked.append(node.table._lock.locked())
+                looked.append(node.table.residency.lock.locked())
                 yield block
 
     snapshot = node.table.snapshot

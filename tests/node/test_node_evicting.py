@@ -18,9 +18,9 @@ from kvstore.node.eviction.on_demand import evict_down_to, evict_namespace, inva
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Harness]:
     made = make_harness(tmp_path / "slab")
-    made.table._clock = MonotonicClock()
+    made.table.clock = MonotonicClock()
     yield made
-    made.table.check()
+    made.table.validate()
     made.close()
 
 
@@ -112,4 +112,4 @@ def test_a_catalog_that_cannot_change_keeps_its_blocks(node: Harness, monkeypatc
     with pytest.raises(Unavailable):
         evict_down_to(node.table, node.table.node_volumes[0], 0)
     assert tiers(node, keys) == ["dn"] * 4
-    assert not any(block.leaving for block in node.table.snapshot())
+    assert not any(block.evicting for block in node.table.snapshot())

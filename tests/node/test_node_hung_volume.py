@@ -13,8 +13,8 @@ import pytest
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, Outcome, StoreOutcome
 from kvstore.node.base.volume_guard import VolumeStalled
+from kvstore.node.durability.requeue import requeue_dram_only
 from kvstore.node.durability.scrub import CheckState, VolumeChecks
-from kvstore.node.durability.shutdown_flush import write_back
 from kvstore.node.durability.writeback import WriteBehind
 from kvstore.node.eviction.on_demand import evict_all_nvme
 from kvstore.node.loads.locate import pin_stored
@@ -79,13 +79,13 @@ class Node(NodeHarness):
 
     def check_nothing_leaked(self) -> None:
         """Check that every used slot of arena and volumes belongs to a block."""
-        self.table.check()
+        self.table.validate()
         blocks = self.table.snapshot()
-        assert all(block.pins == 0 and not block.pending and not block.leaving for block in blocks)
+        assert all(block.pins == 0 and not block.writing and not block.evicting for block in blocks)
         assert self.arena.usage().blocks == sum(block.dram is not None for block in blocks)
         for volume in self.volumes:
             of_volume = sum(block.nvme_volume is volume for block in blocks)
-            assert volume.volume.usage().blocks == of_volume + len(volume.outdated.slots())
+            assert volume.volume.usage().blocks == of_volume
 
     def close(self) -> None:
         self.faults.clear()
@@ -184,7 +184,7 @@ def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Vol
         assert node.load(chain) == HIT, "from DRAM"
     node.answers_again()
     wait_until(lambda: node.hung.guard.takes_changes, "the volume accepts changes again")
-    assert write_back(node.table) == 5 * CHAIN
+    assert requeue_dram_only(node.table) == 5 * CHAIN
     assert node.table.wait_written(node.clock.now_s() + WAIT_S)
     assert all(all(node.table.are_durable(chain)) for chain in keys)
     node.table.evict_dram()
@@ -194,7 +194,7 @@ def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Vol
 
 
 def test_commit_late_leaves_no_stale_catalog_entry(node: Node, tmp_path: Path) -> None:
-    """The commit succeeds after its blocks were written to the other volume: the next commit removes them from the catalog."""
+    """The commit succeeds after its blocks were written to the other volume: they leave the catalog at once."""
     node.store_on(node.good, "ballast")
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.COMMIT, times=1)
     node.start_write_behind()
@@ -202,10 +202,9 @@ def test_commit_late_leaves_no_stale_catalog_entry(node: Node, tmp_path: Path) -
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
     assert all(node.block(key).nvme_volume is node.good for key in keys)
     node.answers_again()
-    assert len(node.hung.outdated.slots()) == CHAIN
+    assert node.hung.volume.usage().blocks == 0
     node.store_chain("next")
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
-    assert node.hung.outdated.slots() == []
     named = {key for key, _ in node.hung.volume._inner._listed()}  # type: ignore[attr-defined]
     assert named == set(node.keys("next", CHAIN))
 
@@ -217,7 +216,7 @@ def test_evict_volume_hung_fails_soon_and_settles_later(node: Node) -> None:
     with pytest.raises(VolumeStalled):
         evict_all_nvme(node.table)
     assert time.monotonic() - began_s < SOON_S
-    assert all(node.block(key).leaving for key in hung), "a load could begin to read them"
+    assert all(node.block(key).evicting for key in hung), "a load could begin to read them"
     assert node.load(hung) == [Outcome.MISS] * CHAIN
     node.answers_again()
     assert node.table.snapshot() == [], "the commit has ended: the blocks are evicted"

@@ -10,8 +10,8 @@ import pytest
 
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
 from kvstore.lab.filled_table import BytelessVolume, FilledTable
-from kvstore.node.state.eviction_reason import Leaving
-from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.block_states import VOLUME_SHIFT, DramState, VolumeReplica
+from kvstore.node.state.model import STATE_MASK, Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.state.slot_map import PlaceMap
 from kvstore.tiers.contract import Slot
@@ -56,8 +56,8 @@ def test_ghost_takes_few_bytes() -> None:
     assert (traced_bytes() - before) / 20_000 < GHOST_BOUND_BYTES
 
 
-def test_block_keeps_every_field_apart() -> None:
-    """All small fields lie in one integer: to change one leaves the others as they are."""
+def test_block_fields_are_kept_apart() -> None:
+    """All small fields share one integer: a change of one leaves the others as they are."""
     namespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), SHAPE)
     checksums = bytes(range(256))
     block = Block(namespace, BlockKey(b"k" * 16), None, (1 << 24) - 1, checksums)
@@ -66,43 +66,32 @@ def test_block_keeps_every_field_apart() -> None:
     slot = Slot((1 << 46) - 4096, slot_bytes(SHAPE), (1 << 64) - 1)
 
     def state() -> dict[str, object]:
-        flags = ("expendable", "elsewhere", "ours", "pending", "arriving", "passing", "leaving")
-        return {name: getattr(block, name) for name in (*flags, "depth", "row", "disputed", "nvme", "nvme_volume", "durable")}
+        names = ("dram_state", "volume_replica", "produced_here", "transient", "depth", "row", "nvme", "nvme_volume")
+        return {name: getattr(block, name) for name in names}
 
     expected = state()
-    assert expected == dict.fromkeys(expected, False) | {
-        "ours": True, "depth": (1 << 24) - 1, "row": 0, "disputed": 0, "nvme": None, "nvme_volume": None,
-        "leaving": Leaving.STAYS,
-    }  # fmt: skip
-    for name, value in (("pending", True), ("expendable", True), ("ours", False), ("arriving", True), ("passing", True)):
+    assert list(expected.values()) == [DramState.ABSENT, VolumeReplica.ABSENT, True, False, (1 << 24) - 1, 0, None, None]
+    for name, value in (("transient", True), ("produced_here", False)):
         setattr(block, name, value)
         expected[name] = value
-        assert state() == expected
-    for count in range(1, 300):
-        block.dispute()
-        expected["disputed"] = min(count, 255)
         assert state() == expected
     for row in (1, (1 << 32) - 1, 7):
         block.row = expected["row"] = row
         assert state() == expected
-    block.settle(node_volume, slot)
-    expected |= {"nvme": slot, "nvme_volume": node_volume, "durable": True}
+    for at, states in ((0, DramState), (VOLUME_SHIFT, VolumeReplica)):
+        for new in (*states, states(0)):
+            block.bits = block.bits & ~(STATE_MASK << at) | new << at
+            assert state() == expected | {"dram_state" if at == 0 else "volume_replica": new}
+    block.put_on(node_volume, slot)
+    expected |= {"nvme": slot, "nvme_volume": node_volume}
     assert state() == expected
-    for why in (Leaving.FOR_QUOTA, Leaving.FOR_ROOM):
-        block.leave(why)
-        assert state() == expected | {"leaving": why}
-        assert namespace.parting == 1
-    assert block.stay() is Leaving.FOR_ROOM
-    assert state() == expected
-    assert block.stay() is Leaving.STAYS
-    assert namespace.parting == 0
+    assert block.durable
     assert block.record().seal is None
     block.dram = None
     block.forget_checksums()
     assert (block.record().checksums, block.record().seal) == (b"", seal_of(checksums))
-    block.row = 0
-    block.unsettle()
-    assert state() == expected | {"nvme": None, "nvme_volume": None, "durable": False, "row": 0}
+    block.take_off()
+    assert state() == expected | {"nvme": None, "nvme_volume": None}
 
 
 def test_block_in_dram_alone_keeps_its_checksums() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.config.node import MountSection, NodeConfig
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
-from kvstore.node.config import MountConfig, NodeConfig
 from kvstore.node.loads.mounts import Answers, Mount, Mounts
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
@@ -50,7 +50,7 @@ def namespace() -> NodeNamespace:
 
 @pytest.fixture
 def mount(tmp_path: Path, counters: Counters) -> Iterator[Mount]:
-    mount = Mount(MountConfig(NAME, tmp_path / "v"), io_threads=2, counters=counters, clock=MonotonicClock())
+    mount = Mount(MountSection(volume=NAME, path=tmp_path / "v"), io_threads=2, counters=counters, clock=MonotonicClock())
     yield mount
     mount.close()
 
@@ -124,7 +124,7 @@ def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
     put(owner, [1], SHAPE)
     monkeypatch.setattr("kvstore.node.loads.mounts.THREADS", 1)
     monkeypatch.setattr("kvstore.node.base.volume_guard.CHANGERS", 0)
-    mount = Mount(MountConfig(NAME, tmp_path / "v"), io_threads=2, counters=Counters(), clock=MonotonicClock())
+    mount = Mount(MountSection(volume=NAME, path=tmp_path / "v"), io_threads=2, counters=Counters(), clock=MonotonicClock())
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -153,7 +153,7 @@ def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
 def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(
     tmp_path: Path, namespace: NodeNamespace, counters: Counters
 ) -> None:
-    config = MountConfig(NAME, tmp_path / "v")
+    config = MountSection(volume=NAME, path=tmp_path / "v")
     mount = Mount(config, io_threads=2, counters=counters, clock=MonotonicClock(), rest_s=0.0)
     deadline_s = MonotonicClock().now_s() + LONG_S
     mount.catch_up(deadline_s)
@@ -182,4 +182,6 @@ def test_mounts_are_found_by_volume(mount: Mount) -> None:
 @pytest.mark.parametrize("volumes", [["a/nvme0"], ["b/nvme0", "b/nvme0"]])
 def test_mounts_of_ones_own_volumes_are_refused(tmp_path: Path, volumes: list[str]) -> None:
     with pytest.raises(InvalidArgument):
-        NodeConfig("a", mounts=tuple(MountConfig(volume, tmp_path) for volume in volumes))
+        NodeConfig(
+            node_id="a", run_dir=tmp_path, mounts=tuple(MountSection(volume=volume, path=tmp_path) for volume in volumes)
+        ).check()

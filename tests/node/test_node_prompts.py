@@ -85,7 +85,7 @@ class DecodeEngine:
                     assert self.node.are_layers_right(block, 0, SHAPE.layers)
                     assert block.key == keys(64)[index]
             self.node.table.unpin(run.pinned())
-        self.node.table.check()
+        self.node.table.validate()
         assert not last or not self.node.gate.awaits(keys(64))
         return [outcome for run in sorted(self.runs, key=lambda run: run.first) for outcome in run.outcomes]
 
@@ -150,7 +150,7 @@ def test_prompt_keys_of_another_namespace_do_not_count(node: LayeredNode) -> Non
     other = node.registry.of_shape(NamespaceId(b"n" * 16), SHAPE)
     grant = node.table.prepare(other, BlockRun(other.namespace_id, None, 0, tuple(keys(2))), node.clock.now_s())
     node.table.complete(grant, keys(2), [bytes(8 * SHAPE.layers)] * 2)
-    node.table.check()
+    node.table.validate()
     assert engine.end() == [Outcome.TIMEOUT] * 2
 
 

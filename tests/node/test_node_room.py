@@ -144,7 +144,7 @@ class Full:
         self.table.complete(prepared, list(prepared.slots), [self._sum(slot) for slot in prepared.slots.values()])
         blocks = self.table.take_pending(count, 1 << 30, 0.0)
         self.target.persist(blocks, lambda: None)
-        self.table.check()
+        self.table.validate()
         return sum(block.nvme is not None for block in blocks)
 
     def _sum(self, slot: Slot) -> bytes:
@@ -162,7 +162,7 @@ class Full:
         return chunks * chunk // 8192
 
     def close(self) -> None:
-        self.table.check()
+        self.table.validate()
         self.table.close()
         for slab in self.slabs:
             slab.close()
@@ -181,14 +181,14 @@ def test_larger_blocks_become_durable_where_more_small_ones_lie_than_a_search_lo
     before = full.durable(full.small)
     assert len(before) > 2 * LOOK
     searches = 0
-    asked = full.table._durable.victims
+    asked = full.table.residency.volumes.victims
 
     def counted(*arguments: object) -> list[Block]:
         nonlocal searches
         searches += 1
         return asked(*arguments)  # type: ignore[arg-type]
 
-    full.table._durable.victims = counted  # type: ignore[method-assign]
+    full.table.residency.volumes.victims = counted  # type: ignore[method-assign]
     for count in (1, 4, 8):
         assert full.store(f"L{count}", count) == count
     assert searches <= 13, "one for each block at most"
@@ -214,12 +214,12 @@ def test_a_place_in_which_something_is_in_use_is_passed_by(full: Full) -> None:
     """The place that would have been emptied, and with one block of it pinned another is; with all pinned, none."""
     table, node_volume = full.table, full.table.node_volumes[0]
     _, first = table.allocate_nvme(node_volume, LARGE, 1, ahead=1)
-    table.stay_on_nvme(first)
+    table.cancel_nvme_eviction(first)
     first[-1].pins = 1
     _, second = table.allocate_nvme(node_volume, LARGE, 1, ahead=1)
     assert second
     assert first[-1] not in second
-    table.stay_on_nvme(second)
+    table.cancel_nvme_eviction(second)
     for block in table.snapshot():
         block.pins = 1
     assert table.allocate_nvme(node_volume, LARGE, 1, ahead=1) == (None, [])
@@ -248,5 +248,5 @@ def test_the_arena_gives_room_to_larger_blocks_than_it_is_full_of(tmp_path: Path
         slots = full.table.reserve(LARGE, 1, full.clock.now_s())
         assert slots is not None, number
         assert before - full.arena.usage().blocks < 3 * members
-        full.table.check()
+        full.table.validate()
     full.close()

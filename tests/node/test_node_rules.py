@@ -27,7 +27,7 @@ HALF_DRAM, HALF_NVME = ARENA_BYTES // BLOCK // 2, SLAB_BYTES // (2 * BLOCK) // 2
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path / "slab", request.param)
     yield made
-    made.table.check()
+    made.table.validate()
     made.close()
 
 
@@ -318,7 +318,7 @@ class RuleMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.node.table.check()
+        self.node.table.validate()
         for namespace in self.node.namespaces[:2]:
             held_keys = {block.key for block in self.node.table.snapshot() if block.namespace is namespace}
             if namespace.uses is not None:

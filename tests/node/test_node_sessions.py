@@ -71,7 +71,7 @@ def op(number: int) -> OperationId:
 def node() -> Iterator[Node]:
     made = Node()
     yield made
-    made.table.check()
+    made.table.validate()
     made.table.close()
     made.arena.close()
 
@@ -289,7 +289,7 @@ def test_a_shut_gate_gives_no_slots_and_lets_what_was_begun_finish(node: Node) -
     assert node.used == 3
     node.gate.draining = False
     assert list(node.prepare(session, 0, 5, operation=3)[0]) == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.STORED] * 2
-    vigil = node.table.watch(node.namespace, [key_of(9)])
+    vigil = node.table.subscribe(node.namespace, [key_of(9)])
     assert node.gate.awaits([key_of(8), key_of(9)])
-    node.table.unwatch(vigil)
+    node.table.unsubscribe(vigil)
     assert not node.gate.awaits([key_of(9)])

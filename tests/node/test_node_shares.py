@@ -15,17 +15,17 @@ from kvstore.core.types import BlockRun, NodeId, Tier
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.control.pull import Puller
 from kvstore.node.eviction import quotas as tenants
-from kvstore.node.eviction.on_demand import leave_nvme
+from kvstore.node.eviction.on_demand import evict_from_volume
 from kvstore.node.eviction.quotas import beyond_pins, claim_durable, durable_victims, over_share, unclaim_durable
 from kvstore.node.loads.peers import PeerAddress
-from kvstore.node.state.eviction_reason import Leaving
+from kvstore.node.state.block_states import VolumeReplica
 
 
 @pytest.fixture(params=["reuse-distance", "lru", "s3-fifo"])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path / "slab", request.param)
     yield made
-    made.table.check()
+    made.table.validate()
     made.close()
 
 
@@ -64,7 +64,7 @@ def test_what_was_found_at_start_leaves_only_for_a_share_made_with_knowledge_of_
     node.told(("acme", None, 1), report=99)  # for another life of this node
     node.retainer.round()
     assert held(node)[1] == 18
-    node.table.check()
+    node.table.validate()
     node.close()
 
 
@@ -85,20 +85,20 @@ def test_what_left_its_volume_for_a_quota_owes_nobody_durability(node: Node) -> 
     assert node.table.not_durable() == 0
     node.told()
     kept = node.keys(1, 20)
-    node.table.write_again(node.namespaces[0], kept)
+    node.table.requeue_writeback(node.namespaces[0], kept)
     node.durable()
     assert node.table.are_durable(kept) == [True] * 20
-    assert all(block.ours for block in node.table.snapshot()), "durable here again: that is to be kept"
+    assert all(block.produced_here for block in node.table.snapshot()), "durable here again: that is to be kept"
 
 
 def test_a_pin_beyond_its_part_still_owes_durability(node: Node) -> None:
     ruled(node, (0, 0, True))
     node.stored(1, 10)
     order = node.namespaces[0].pin_orders[Tier.NVME]
-    with node.table._lock:
-        victims = durable_victims(node.table, order, 3 * BLOCK)
-    assert [block.leaving for block in victims] == [Leaving.FOR_ROOM] * 3
-    leave_nvme(node.table, node.table.node_volumes[0], victims)
+    with node.table.residency.lock:
+        victims = durable_victims(node.table.residency, order, 3 * BLOCK)
+    assert [block.volume_replica for block in victims] == [VolumeReplica.EVICTING] * 3
+    evict_from_volume(node.table, node.table.node_volumes[0], victims)
     assert node.table.not_durable() == 3
 
 
@@ -140,19 +140,19 @@ def test_what_is_on_its_way_out_is_no_excess_for_others(node: Node) -> None:
     node.told(("acme", None, 12))
     node.retainer._join_all()
     table = node.table
-    with table._lock:
-        ((order, excess),) = over_share(table, Tier.NVME)
-        victims = durable_victims(table, order, excess)
+    with table.residency.lock:
+        ((order, excess),) = over_share(table.residency, Tier.NVME)
+        victims = durable_victims(table.residency, order, excess)
         assert len(victims) == 8
-        assert list(over_share(table, Tier.NVME)) == [], "another thread looks before they have left"
-    leave_nvme(table, table.node_volumes[0], victims)
+        assert list(over_share(table.residency, Tier.NVME)) == [], "another thread looks before they have left"
+    evict_from_volume(table, table.node_volumes[0], victims)
     assert held(node)[1] == 12
-    first = claim_durable(table, node.namespaces[0], 4)
-    second = claim_durable(table, node.namespaces[0], 4)
+    first = claim_durable(table.residency, node.namespaces[0], 4)
+    second = claim_durable(table.residency, node.namespaces[0], 4)
     assert (first.blocks, len(first.victims)) == (0, 4)
     assert (second.blocks, len(second.victims)) == (4, 0), "what leaves for one is not asked for twice"
-    leave_nvme(table, table.node_volumes[0], first.victims)
-    unclaim_durable(table, second)
+    evict_from_volume(table, table.node_volumes[0], first.victims)
+    unclaim_durable(table.residency, second)
     assert held(node)[1] == 8
 
 
@@ -161,12 +161,12 @@ def test_what_could_not_leave_is_excess_again(node: Node) -> None:
     node.told(("acme", None, 12))
     node.retainer._join_all()
     table = node.table
-    with table._lock:
-        ((order, excess),) = over_share(table, Tier.NVME)
-        victims = durable_victims(table, order, excess)
-    table.stay_on_nvme(victims)
-    with table._lock:
-        assert [size for _, size in over_share(table, Tier.NVME)] == [8 * BLOCK]
+    with table.residency.lock:
+        ((order, excess),) = over_share(table.residency, Tier.NVME)
+        victims = durable_victims(table.residency, order, excess)
+    table.cancel_nvme_eviction(victims)
+    with table.residency.lock:
+        assert [size for _, size in over_share(table.residency, Tier.NVME)] == [8 * BLOCK]
 
 
 def test_pins_beyond_their_part_are_looked_for_once(node: Node) -> None:
@@ -174,12 +174,12 @@ def test_pins_beyond_their_part_are_looked_for_once(node: Node) -> None:
     for chain in range(8):
         node.stored(chain, (HALF_NVME + 8) // 8 + 1)
     table = node.table
-    with table._lock:
-        ((order, excess),) = beyond_pins(table, Tier.NVME)
-        victims = durable_victims(table, order, excess)
+    with table.residency.lock:
+        ((order, excess),) = beyond_pins(table.residency, Tier.NVME)
+        victims = durable_victims(table.residency, order, excess)
         assert victims
-        assert list(beyond_pins(table, Tier.NVME)) == []
-    table.stay_on_nvme(victims)
+        assert list(beyond_pins(table.residency, Tier.NVME)) == []
+    table.cancel_nvme_eviction(victims)
 
 
 # ---- pins of a tenant over its share ----

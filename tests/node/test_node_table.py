@@ -22,7 +22,8 @@ from kvstore.core.checksum import layer_checksums, verify
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.model import Block, KeyWaiter, NodeVolume, StoreGrant
+from kvstore.node.state.grants import KeyWaiter, StoreGrant
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -88,7 +89,7 @@ class Harness:
                 break
             if not victims:
                 for block in blocks:
-                    self.table.not_persisted(block)
+                    self.table.writeback_failed(block)
                 return 0
             node_volume.volume.commit([], [block.key for block in victims])
             self.table.evicted_nvme(node_volume, victims)
@@ -99,7 +100,7 @@ class Harness:
         assert node_volume.volume.write(items) == [None] * len(items)
         node_volume.volume.commit([(slot, record) for slot, record, _ in items], [])
         for block, slot in zip(blocks, slots, strict=True):
-            self.table.persisted(block, node_volume, slot)
+            self.table.writeback_done(block, node_volume, slot)
         return len(blocks)
 
     def close(self) -> None:
@@ -133,7 +134,7 @@ def make_harness(path: Path, policy: str = "lru", slab_bytes: int = SLAB_BYTES) 
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     made = make_harness(tmp_path / "slab", request.param)
     yield made
-    made.table.check()
+    made.table.validate()
     made.close()
 
 
@@ -262,7 +263,7 @@ def test_where_dram_only_stages_what_is_stored_leaves_it_once_it_is_durable_and_
     assert node.arena.usage().blocks == 0
     assert all(node.table.are_durable([key_of(2, depth) for depth in range(3)]))
     node.store(2, 0, 1)
-    node.table.not_persisted(node.table.take_pending(1, 1 << 20, 0.0)[0])
+    node.table.writeback_failed(node.table.take_pending(1, 1 << 20, 0.0)[0])
     assert node.arena.usage().blocks == 1, "what could not be written stays"
     node.close()
 
@@ -331,7 +332,7 @@ class TableMachine(RuleBasedStateMachine):
             view = node.arena.view(slot, shape.block_bytes)
             [(outcome, checksums)] = node.slab.read_with_checksums([(block.nvme, block.record(), view)])
             assert outcome.name == "HIT"
-            node.table.promoted(block, slot, checksums)
+            node.table.finish_promotion(block, slot, checksums)
             done.append(block)
         if slots is None:
             node.table.unclaim((block.key for block in claim.durable.values()), claim.durable.values())
@@ -358,7 +359,7 @@ class TableMachine(RuleBasedStateMachine):
             return
         for position, slot in zip(mine, slots, strict=True):
             parent = keys[position - 1] if position else None
-            block = node.table.arriving(Block(where, keys[position], parent, position, b""), slot)
+            block = node.table.begin_fill(Block(where, keys[position], parent, position, b""), slot)
             assert node.table.pin_resident(where, [block.key]) == [None], "half a block is found by its key"
             self.arriving.append(block)
 
@@ -381,7 +382,7 @@ class TableMachine(RuleBasedStateMachine):
             payload = payload_of(block.key, shape)
             self.node.arena.view(block.dram, shape.block_bytes)[:] = payload
             block.checksums = layer_checksums(memoryview(payload), shape)
-            self.node.table.arrived(block)
+            self.node.table.finish_fill(block)
             self.halves = [half for half in self.halves if half is not block]
         else:
             self.node.table.unclaim([block.key], [])
@@ -394,36 +395,36 @@ class TableMachine(RuleBasedStateMachine):
     @rule(chain=st.integers(0, 5), count=st.integers(1, 12), namespace=st.integers(0, 1))
     def watch(self, chain: int, count: int, namespace: int) -> None:
         keys = [key_of(chain * 2 + namespace, depth) for depth in range(count)]
-        self.vigils.append(self.node.table.watch(self.node.namespaces[namespace], keys))
+        self.vigils.append(self.node.table.subscribe(self.node.namespaces[namespace], keys))
 
     @rule(take=st.booleans())
     def unwatch(self, take: bool) -> None:
         if self.vigils:
             vigil = self.vigils.pop(0)
             if take:
-                self.pinned.append([block for _, block in self.node.table.came(vigil, self.node.clock.now_s())])
-            self.node.table.unwatch(vigil)
+                self.pinned.append([block for _, block in self.node.table.next_arrivals(vigil, self.node.clock.now_s())])
+            self.node.table.unsubscribe(vigil)
 
     @invariant()
     def no_slot_leaks(self) -> None:
         table = self.node.table
         resident = sum(block.dram is not None for block in table.snapshot())
-        stores = {id(one): one for one in table._preparing.values()}.values()
-        halves = {id(block) for block in [*self.arriving, *(one for one in self.halves if one.arriving and one.pins)]}
+        stores = {id(one): one for one in table.residency.preparing.values()}.values()
+        halves = {id(block) for block in [*self.arriving, *(one for one in self.halves if one.filling and one.pins)]}
         assert self.node.arena.usage().blocks == resident + sum(len(one.slots) for one in stores) + len(halves)
 
     @invariant()
     def holds(self) -> None:
-        self.node.table.check()
+        self.node.table.validate()
         for vigil in self.vigils:
-            for _, block in vigil.came:
+            for _, block in vigil.arrivals:
                 assert block.pins > 0
                 assert block.dram is not None
         for blocks in self.pinned:
             for block in blocks:
                 shape = block.namespace.shape
                 assert block.dram is not None
-                if block.arriving:
+                if block.filling:
                     continue  # what of it is there, its load knows
                 view = self.node.arena.view(block.dram, shape.block_bytes)
                 assert bytes(view) == payload_of(block.key, shape)

@@ -20,10 +20,11 @@ from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockRun, StoreOutcome, Tier
 from kvstore.node.control.retention import Retainer
 from kvstore.node.durability.writeback import LocalTarget
-from kvstore.node.eviction.quotas import Accounts, held_bytes
+from kvstore.node.eviction.quotas import held_bytes
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.model import Block, NodeVolume, StoreGrant
-from kvstore.node.state.namespaces import NamespaceRegistry
+from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import Accounts, NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import spec_to_proto
@@ -95,7 +96,7 @@ class Node(Harness):
         self.retainer.told(told)
 
     def held(self, tenant: int, tier: Tier) -> int:
-        return held_bytes(self.table, [self.namespaces[tenant]], tier) // BLOCK
+        return held_bytes(self.table.residency, [self.namespaces[tenant]], tier) // BLOCK
 
     def resident(self, keys: list[BlockKey], tenant: int) -> list[bool]:
         found = self.table.pin_resident(self.namespaces[tenant], keys)
@@ -107,7 +108,7 @@ class Node(Harness):
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path / "slab", request.param)
     yield made
-    made.table.check()
+    made.table.validate()
     made.close()
 
 
@@ -178,7 +179,7 @@ def test_loads_are_never_refused_and_what_is_beyond_leaves_soon(node: Node) -> N
     slots = node.table.reserve(node.namespaces[0].shape, len(claim.durable), node.clock.now_s(), node.namespaces[0])
     assert slots is not None
     for block, slot in zip(claim.durable.values(), slots, strict=True):
-        node.table.promoted(block, slot, bytes(8 * block.namespace.shape.layers))
+        node.table.finish_promotion(block, slot, bytes(8 * block.namespace.shape.layers))
     assert node.held(0, Tier.DRAM) == 12
     node.retainer.round()
     assert node.held(0, Tier.DRAM) == 12, "in use"
@@ -220,7 +221,7 @@ def test_usage_is_told_by_tenant(node: Node) -> None:
     node.retainer.report(beat)
     told = {one.tenant: (one.dram_bytes // BLOCK, one.nvme_bytes // BLOCK) for one in beat.tenants}
     assert told == {"acme": (3, 3), "beta": (5, 5)}
-    (dram,) = [one for one in node.retainer.by_tenant(node.table._arena.room.held, Tier.DRAM) if one.tenant == "beta"]
+    (dram,) = [one for one in node.retainer.by_tenant(node.table.residency.arena.room.held, Tier.DRAM) if one.tenant == "beta"]
     assert (dram.dram_bytes, dram.nvme_bytes) == (5 * BLOCK, 0)
 
 
@@ -292,7 +293,7 @@ class TenantMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.node.table.check()
+        self.node.table.validate()
         for namespace in self.node.namespaces:
             assert namespace.granted == 0
             for tier, order in namespace.in_account.items():

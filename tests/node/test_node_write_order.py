@@ -58,14 +58,14 @@ class Table:
             self.changed.wait_for(lambda: self.batches, wait_s)
             return self.batches.pop(0) if self.batches else []
 
-    def not_persisted(self, block: Block) -> None:
+    def writeback_failed(self, block: Block) -> None:
         self.given_up.append(block)
 
 
 @pytest.mark.parametrize("where", ["while checking", "while writing"])
 def test_a_bug_ends_neither_write_behind_nor_the_wait_of_its_blocks(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table, counters = Table(), Counters()
-    bad, good = (cast("Block", SimpleNamespace(name=name, pending=True)) for name in ("bad", "good"))
+    bad, good = (cast("Block", SimpleNamespace(name=name, writing=True)) for name in ("bad", "good"))
     written: list[Block] = []
     done = threading.Event()
 

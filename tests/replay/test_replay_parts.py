@@ -38,12 +38,12 @@ def test_capacities(text: str, dram: int, nvme: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "dram", "dram=", "dram=x", "hbm=1GiB", "nvme=1GiB", "dram=1,dram=2", "dram=0", "dram=1GiB,"]
 )
-def test_what_is_no_capacity(text: str) -> None:
+def test_parse_capacity_invalid_text_is_rejected(text: str) -> None:
     with pytest.raises(InvalidArgument):
         parse_capacity(text)
 
 
-def test_a_capacity_counts_whole_slots() -> None:
+def test_capacity_counts_whole_slots() -> None:
     assert StoreCapacity(3 * 8192 - 1).blocks(SHAPE) == 2
     assert StoreCapacity(8192, 5 * 12_288).blocks(SHAPE) == 1 + 5
 
@@ -51,14 +51,14 @@ def test_a_capacity_counts_whole_slots() -> None:
 @pytest.mark.parametrize(
     ("text", "given", "least"), [("dram=1", "dram=1 ", "dram=8KiB"), ("dram=8KiB,nvme=8KiB", "nvme=8KiB", "nvme=12KiB")]
 )
-def test_room_for_no_block_is_refused_with_the_least_that_works(text: str, given: str, least: str) -> None:
+def test_capacity_below_one_block_names_the_minimum(text: str, given: str, least: str) -> None:
     with pytest.raises(InvalidArgument, match=rf"^{given}.*{least}$"):
         parse_capacity(text).check(SHAPE)
     parse_capacity("dram=8KiB,nvme=12KiB").check(SHAPE)
     parse_capacity("dram=8KiB").check(SHAPE)
 
 
-def test_room_goes_to_memory_then_to_disk_then_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_prefers_memory_then_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = BlockShape(1, 1 << 20)
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 8 << 30)
     assert room_for(1000, block, tmp_path).nvme_bytes == 0
@@ -71,7 +71,7 @@ def test_room_goes_to_memory_then_to_disk_then_nowhere(tmp_path: Path, monkeypat
         room_for(1 << 40, block, tmp_path)
 
 
-def test_available_memory_is_known_here() -> None:
+def test_available_memory_is_positive() -> None:
     assert capacity.available_memory_bytes() > 0
 
 
@@ -82,7 +82,7 @@ def requests(*ids: list[int]) -> list[TraceRequest]:
 INFO = TraceInfo("tiny", 64, "generated")
 
 
-def test_a_plan_knows_what_the_workload_needs() -> None:
+def test_workload_counts_its_blocks() -> None:
     workload = read_workload(INFO, requests([1, 2, 3], [1, 2, 4, 5], [9], []), 4096, 2, None)
     assert (workload.unique_blocks, workload.largest_request, workload.unbounded.hit_blocks) == (6, 4, 2)
     keys = list(workload.requests())
@@ -91,7 +91,7 @@ def test_a_plan_knows_what_the_workload_needs() -> None:
     assert len(list(read_workload(INFO, requests([1], [2]), 4096, 1, 1).requests())) == 1
 
 
-def test_a_plan_refuses_what_makes_no_blocks() -> None:
+def test_workload_invalid_block_sizes_are_rejected() -> None:
     with pytest.raises(InvalidArgument, match="divide"):
         read_workload(INFO, requests([1]), 1000, 3, None)
     with pytest.raises(InvalidArgument, match="no requests"):
@@ -101,7 +101,7 @@ def test_a_plan_refuses_what_makes_no_blocks() -> None:
             read_workload(INFO, requests([1]), block_bytes, layers, None)
 
 
-def test_answers_count_as_stored_in_the_demo() -> None:
+def test_demo_counts_answers_as_stored() -> None:
     plan = DemoPlan(sessions=2, max_turns=5)
     turns, possible = read_turns(plan)
     prompts_only = read_workload(
@@ -126,7 +126,7 @@ def test_verdicts() -> None:
     assert verdict(result(replace(good, blocks_hit=1), limited=True)) is None
 
 
-def test_reports_of_nothing_and_of_trouble() -> None:
+def test_report_of_empty_and_failed_runs() -> None:
     empty = ReplayTotals()
     assert tally_json(empty, 0.0)["load_ms"] == {"p50": None, "p90": None, "p99": None, "max": None}
     assert tally_json(empty, 0.0)["hit_ratio"] == 0.0
@@ -147,7 +147,7 @@ def test_times_and_sizes() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_on_a_terminal_and_elsewhere(terminal: bool) -> None:
+def test_progress_on_terminal_and_file(terminal: bool) -> None:
     out = io.StringIO()
     with progress("work", 3, Console(file=out, force_terminal=terminal, width=120)) as report:
         for done in (1, 2, 3):

@@ -41,7 +41,7 @@ def small_workload(sessions: int = 4, block_bytes: int = 4096, layers: int = 2) 
     return read_workload(source.info, source, block_bytes, layers, None)
 
 
-def test_blocks_of_an_earlier_replay_are_no_hits_of_this_one(tmp_path: Path) -> None:
+def test_replay_on_used_folder_is_rejected(tmp_path: Path) -> None:
     workload = small_workload(sessions=1)
     room = StoreCapacity(4 << 20, 16 << 20, limited=True)
     first = replay(workload, room, "lru", tmp_path)
@@ -51,7 +51,7 @@ def test_blocks_of_an_earlier_replay_are_no_hits_of_this_one(tmp_path: Path) -> 
         replay(workload, room, "lru", tmp_path)
 
 
-def test_too_many_distinct_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_with_too_many_distinct_blocks_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = small_workload().unique_blocks
     monkeypatch.setattr(plan, "MAX_DISTINCT_BLOCKS", blocks)
     small_workload()
@@ -60,7 +60,7 @@ def test_too_many_distinct_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -
         small_workload()
 
 
-def test_with_room_for_everything_hits_are_exact(tmp_path: Path) -> None:
+def test_replay_with_full_capacity_has_exact_hits(tmp_path: Path) -> None:
     workload = small_workload()
     done: list[int] = []
     shown = replay(
@@ -84,7 +84,7 @@ def test_with_room_for_everything_hits_are_exact(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
-def test_with_less_room_it_says_how_far_from_the_best(tmp_path: Path, policy: str) -> None:
+def test_replay_with_small_capacity_reports_best_hits(tmp_path: Path, policy: str) -> None:
     workload = small_workload(sessions=12, block_bytes=32 << 10)
     shown = replay(workload, StoreCapacity(24 << 20, limited=True), policy, tmp_path)
     assert shown.best is not None
@@ -93,7 +93,7 @@ def test_with_less_room_it_says_how_far_from_the_best(tmp_path: Path, policy: st
 
 
 @pytest.mark.slow
-def test_blocks_come_back_from_nvme(tmp_path: Path) -> None:
+def test_replay_loads_blocks_from_nvme(tmp_path: Path) -> None:
     workload = small_workload(sessions=8, block_bytes=32 << 10)
     shown = replay(workload, StoreCapacity(24 << 20, 512 << 20, limited=True), "lru", tmp_path)
     assert shown.exact
@@ -101,7 +101,7 @@ def test_blocks_come_back_from_nvme(tmp_path: Path) -> None:
     assert shown.tally.bytes_by_tier["nvme"] > 0
 
 
-def test_a_store_that_fails_costs_hits_and_nothing_else(tmp_path: Path) -> None:
+def test_replay_store_failure_costs_only_hits(tmp_path: Path) -> None:
     """The node is killed in the middle: the engine goes on, and not one wrong byte passes."""
     workload = small_workload(sessions=2)
     tally = ReplayTotals()
@@ -123,7 +123,7 @@ def test_a_store_that_fails_costs_hits_and_nothing_else(tmp_path: Path) -> None:
     assert tally.errors
 
 
-def test_wrong_bytes_are_seen(tmp_path: Path) -> None:
+def test_replay_detects_wrong_bytes(tmp_path: Path) -> None:
     """Blocks stored under keys whose payload they are not: the store serves what it was given, the check sees it."""
     info = TraceInfo("tiny", 64, "generated")
     workload = read_workload(info, [TraceRequest("s", 0, 0, 0, 0, np.arange(5, dtype=np.int64))], 4096, 1, None)
@@ -139,7 +139,7 @@ def test_wrong_bytes_are_seen(tmp_path: Path) -> None:
     assert tally.wrong_bytes > 5 * 4000
 
 
-def test_a_demo_in_small(tmp_path: Path) -> None:
+def test_demo_small_run_succeeds(tmp_path: Path) -> None:
     shown = run_demo(DemoPlan(sessions=2, max_turns=6), tmp_path)
     assert shown.problem is None
     assert shown.tally.blocks_hit == shown.possible_hits
@@ -147,7 +147,7 @@ def test_a_demo_in_small(tmp_path: Path) -> None:
     assert shown.tally.wrong_bytes == 0
 
 
-def test_the_commands_print_and_write_what_was_seen(tmp_path: Path) -> None:
+def test_replay_commands_print_and_write_results(tmp_path: Path) -> None:
     runner = CliRunner()
     trace = tmp_path / "chat.jsonl"
     row = {"timestamp": 0, "input_length": 1500, "output_length": 1, "hash_ids": [0, 1, 2]}
@@ -168,7 +168,7 @@ def test_the_commands_print_and_write_what_was_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.trace
-def test_a_part_of_each_public_trace_replays_exactly(traces: Path, tmp_path: Path) -> None:
+def test_replay_part_of_public_trace_is_exact(traces: Path, tmp_path: Path) -> None:
     for name in ("mooncake_conversation.jsonl.zst", "weka_smoke_20s.rle.jsonl.zst"):
         source = open_trace(traces / name)
         workload = read_workload(source.info, source, 4096, 1, 150)
@@ -179,7 +179,7 @@ def test_a_part_of_each_public_trace_replays_exactly(traces: Path, tmp_path: Pat
 
 @pytest.mark.trace
 @pytest.mark.slow
-def test_a_whole_public_trace_replays_exactly(traces: Path, tmp_path: Path) -> None:
+def test_replay_whole_public_trace_is_exact(traces: Path, tmp_path: Path) -> None:
     source = open_trace(traces / "weka_smoke_20s.rle.jsonl.zst")
     workload = read_workload(source.info, source, 4096, 1, None)
     shown = replay(workload, room_for(workload.unique_blocks, workload.spec.shape, tmp_path), "s3-fifo")

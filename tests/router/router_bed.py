@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -12,14 +12,25 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore.config.router import RouterConfig
 from kvstore.lab.fake_engine import FakeEngine
-from kvstore.router.config import EngineConfig, HealthLimits, Role, RouterConfig
+from kvstore.router.engines import EngineConfig, Role
 from kvstore.router.main import router
 from kvstore.rpc.http_server import Connection, bind
 
-QUICK = HealthLimits(check_interval_s=0.05, check_timeout_s=2.0, ejection_time_s=0.1, max_ejection_time_s=0.4)
-FIRST_CHECK_ONLY = HealthLimits(check_interval_s=3600.0)
+QUICK: dict[str, Any] = {"check_interval_ms": 50, "ejection_time_ms": 100, "max_ejection_time_ms": 400}
+FIRST_CHECK_ONLY: dict[str, Any] = {"check_interval_ms": 3_600_000}
 """Without further checks: an ejected engine stays ejected."""
+
+
+def engine_settings(engines: Sequence[EngineConfig]) -> dict[str, Any]:
+    """The settings ``engines``, ``prefill`` and ``decode`` for some engines."""
+    keys = {Role.PLAIN: "engines", Role.PREFILL: "prefill", Role.DECODE: "decode"}
+    found: dict[str, tuple[str, ...]] = {}
+    for one in engines:
+        text = f"{one.name}={one.url}@{one.node}".removesuffix("@")
+        found[keys[one.role]] = (*found.get(keys[one.role], ()), text)
+    return found
 
 
 class Bed:
@@ -79,8 +90,9 @@ class Make:
         return await self._router(other.configs, other.engines, config)
 
     async def _router(self, configs: list[EngineConfig], engines: dict[str, FakeEngine], config: dict[str, Any]) -> Bed:
-        settings: dict[str, Any] = {"policy": "least_loaded", "health": FIRST_CHECK_ONLY, "connect_timeout_s": 5.0, **config}
-        http = await self._stack.enter_async_context(serving(RouterConfig(configs, listen="127.0.0.1:0", **settings)))
+        defaults: dict[str, Any] = {"policy": "least_loaded", "metadata": None, **FIRST_CHECK_ONLY, "connect_timeout_ms": 5_000}
+        made = RouterConfig(**engine_settings(configs), listen="127.0.0.1:0", **{**defaults, **config})
+        http = await self._stack.enter_async_context(serving(made))
         return Bed(http, engines, configs)
 
 

@@ -153,7 +153,7 @@ async def test_engine_only_one_500_not_retried(bed: Make) -> None:
 
 
 async def test_engine_silent_times_out_without_retry(bed: Make) -> None:
-    router = await bed("e0", "e1", first_byte_timeout_s=0.2)
+    router = await bed("e0", "e1", first_byte_timeout_ms=200)
     for engine in router.engines.values():
         engine.default = Behaviour(hold=asyncio.Event())
     answer = await router.complete()
@@ -188,7 +188,7 @@ async def test_engine_broken_streams_is_ejected(bed: Make) -> None:
 
 
 async def test_engine_hanging_is_ejected(bed: Make) -> None:
-    router = await bed("e0", "e1", policy="round_robin", first_byte_timeout_s=1.0)
+    router = await bed("e0", "e1", policy="round_robin", first_byte_timeout_ms=1000)
     router["e0"].default = Behaviour(hold=asyncio.Event())
     statuses = [(await router.complete()).status_code for _ in range(20)]
     assert statuses.count(504) == 3
@@ -197,7 +197,7 @@ async def test_engine_hanging_is_ejected(bed: Make) -> None:
 
 
 async def test_engine_ejected_by_requests_comes_back(bed: Make) -> None:
-    router = await bed("e0", "e1", policy="round_robin", health=QUICK)
+    router = await bed("e0", "e1", policy="round_robin", **QUICK)
     router["e0"].script.extend([Behaviour(cut_after=0)] * 3)
     for _ in range(6):
         assert (await router.complete()).status_code == 200
@@ -268,7 +268,7 @@ async def test_bad_clients_mixed_eject_nothing(bed: Make) -> None:
 
 
 async def test_engines_all_down_panic_then_recovery(bed: Make) -> None:
-    router = await bed("e0", "e1", health=QUICK)
+    router = await bed("e0", "e1", **QUICK)
     for engine in router.engines.values():
         await engine.stop()
     assert (await router.complete()).status_code == 503
@@ -290,7 +290,7 @@ async def test_engines_all_down_panic_then_recovery(bed: Make) -> None:
 
 
 async def test_engine_failing_checks_gets_no_requests(bed: Make) -> None:
-    router = await bed("e0", "e1", health=QUICK)
+    router = await bed("e0", "e1", **QUICK)
     router["e0"].well = False
 
     async def ejected() -> bool:
@@ -309,7 +309,7 @@ async def test_engine_failing_checks_gets_no_requests(bed: Make) -> None:
 
 async def test_model_unlisted_engine_used_last(bed: Make) -> None:
     """An engine that lists no models gets a request only if no engine lists the requested model."""
-    router = await bed("e0", "e1", policy="round_robin", health=QUICK)
+    router = await bed("e0", "e1", policy="round_robin", **QUICK)
     router["e0"].models = ()
 
     async def unlisted() -> bool:

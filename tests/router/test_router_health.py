@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.router.config import EngineConfig, HealthLimits, Role
+from kvstore.router.engines import EngineConfig, HealthLimits, Role
 from kvstore.router.health.engine_health import TRANSITIONS, Ejection, EngineHealthTable, HealthEvent, HealthState
 
 PLAIN = ("e0", "e1", "e2", "e3")

@@ -84,7 +84,7 @@ async def test_client_stalled_is_disconnected(
     bed: Make, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.router.proxy.proxy._log", LimitedLog(logging.getLogger("kvstore.router.proxy.proxy")))
-    router = await bed("e0", client_timeout_s=0.3)
+    router = await bed("e0", client_timeout_ms=300)
     long = Behaviour(pieces=20_001, hold=asyncio.Event(), hold_after=20_000)  # a megabyte, then a pause
     router["e0"].default = long if stream else Behaviour(body={"text": "x" * (8 << 20)})
     content = json.dumps({"model": "m", "prompt": "a", "stream": stream}).encode()
@@ -109,7 +109,7 @@ async def test_client_stalled_is_disconnected(
 
 
 async def test_client_slow_reader_gets_whole_response(bed: Make) -> None:
-    router = await bed("e0", client_timeout_s=0.5)
+    router = await bed("e0", client_timeout_ms=500)
     router["e0"].default = Behaviour(body={"text": "x" * (2 << 20)})
     async with router.http.stream("POST", "/v1/completions", json={"model": "m", "prompt": "a"}) as answer:
         assert int(answer.headers["content-length"]) > 2 << 20

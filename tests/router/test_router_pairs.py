@@ -189,7 +189,7 @@ async def test_prefill_calls_after_response_are_bounded(bed: Make, monkeypatch: 
 
 async def test_prefill_hung_is_ejected_not_waiting_decode(bed: Make) -> None:
     """Both calls time out at the same time, but the decode engine only waits for the prompt."""
-    router = await bed(prefill=("p0",), decode=("d0", "d1"), policy="round_robin", first_byte_timeout_s=0.5)
+    router = await bed(prefill=("p0",), decode=("d0", "d1"), policy="round_robin", first_byte_timeout_ms=500)
     router["p0"].default = Behaviour(hold=asyncio.Event())
     router["d0"].default = router["d1"].default = Behaviour(waits_for_prompts=True)
     for _ in range(3):
@@ -232,7 +232,7 @@ async def test_decode_reset_cancels_prefill_and_is_retried(bed: Make) -> None:
 
 
 async def test_decode_hanging_after_prefill_is_ejected(bed: Make) -> None:
-    router = await bed(prefill=("p0",), decode=("d0", "d1"), policy="round_robin", first_byte_timeout_s=0.5)
+    router = await bed(prefill=("p0",), decode=("d0", "d1"), policy="round_robin", first_byte_timeout_ms=500)
     router["d0"].default = Behaviour(hold=asyncio.Event())
     while "d0" in await router.healthy():
         await router.complete()

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_bed import FIRST_CHECK_ONLY, QUICK, Bed, Make
+from router_bed import FIRST_CHECK_ONLY, QUICK, Bed, Make, engine_settings
 
 from kvclient import AsyncSchedulerClient, EngineRequest
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
+from kvstore.config.router import RouterConfig
 from kvstore.embedded.cluster import LocalCluster
 from kvstore.lab.fake_engine import Behaviour
-from kvstore.router.config import EngineConfig, Role, RouterConfig
+from kvstore.router.engines import EngineConfig, Role
 from kvstore.router.main import make_context
 from kvstore.router.placement.scheduler_reporter import SchedulerReporter
 from kvstore.rpc.client import call_aio, connect_aio
@@ -52,7 +53,7 @@ async def scheduler(store: LocalCluster) -> AsyncIterator[Scheduler]:
 
 
 def scheduled(store: LocalCluster, **config: Any) -> dict[str, Any]:
-    return {"policy": "scheduler", "metadata": store.metadata_address, "health": QUICK, **config}
+    return {"policy": "scheduler", "metadata": store.metadata_address, **QUICK, **config}
 
 
 async def known(router: Bed, scheduler: Scheduler, engines: int) -> None:
@@ -164,7 +165,7 @@ async def test_client_leaving_while_waiting_is_cancelled(bed: Make, store: Local
 
 
 async def test_assign_timeout_answers_429(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
-    router = await bed("e0", **scheduled(store, assign_timeout_s=0.5))
+    router = await bed("e0", **scheduled(store, assign_timeout_ms=500))
     await known(router, scheduler, 2)
     release = asyncio.Event()
     router["e0"].default = Behaviour(hold=release)
@@ -215,7 +216,7 @@ async def test_wait_for_prefill_ends_with_last_prefill_engine(bed: Make, store: 
 
 async def test_request_ending_as_engine_is_lost_is_released(store: LocalCluster, scheduler: Scheduler) -> None:
     engines = [EngineConfig("p0", "http://p0", Role.PREFILL, "host-1"), EngineConfig("d0", "http://d0", Role.DECODE, "host-2")]
-    context = make_context(RouterConfig(engines, policy="scheduler", metadata=store.metadata_address))
+    context = make_context(RouterConfig(**engine_settings(engines), policy="scheduler", metadata=store.metadata_address))
     for engine in engines:
         context.health.check_succeeded(engine.name, context.now_s(), [])
     async with AsyncSchedulerClient(store.metadata_address) as client:
@@ -259,9 +260,9 @@ async def test_wait_ends_when_last_engine_dies(bed: Make, store: LocalCluster, s
 
 
 async def test_assignment_to_ejected_engine_is_returned(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
-    reports = await bed("e0", "e1", **scheduled(store, health=FIRST_CHECK_ONLY))
+    reports = await bed("e0", "e1", **scheduled(store, **FIRST_CHECK_ONLY))
     await known(reports, scheduler, 3)
-    router = await bed.beside(reports, **scheduled(store, health=FIRST_CHECK_ONLY, report=False, retries=1))
+    router = await bed.beside(reports, **scheduled(store, **FIRST_CHECK_ONLY, report=False, retries=1))
     await router["e0"].stop()  # the reporting router does not notice it, so the scheduler continues to assign e0
     for number in range(16):
         assert (await router.complete(f"p{number}")).headers["x-kvstore-engine"] == "e1"
@@ -299,7 +300,7 @@ async def test_scheduler_down_router_places_until_it_is_back(bed: Make, store: L
 
 
 async def test_scheduler_never_started_router_serves(bed: Make, tmp_path: Path) -> None:
-    router = await bed("e0", policy="scheduler", metadata="127.0.0.1:1", health=QUICK)
+    router = await bed("e0", policy="scheduler", metadata="127.0.0.1:1", **QUICK)
     assert (await router.complete()).status_code == 200
     assert await router.counter("router_unscheduled_total") == 1
 

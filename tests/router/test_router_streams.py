@@ -121,7 +121,7 @@ async def test_stream_comments_forwarded_at_once(bed: Make) -> None:
 
 
 async def test_stream_stalled_ends_with_timeout_event(bed: Make) -> None:
-    router = await bed("e0", idle_timeout_s=0.2)
+    router = await bed("e0", idle_timeout_ms=200)
     router["e0"].default = Behaviour(hold=asyncio.Event(), hold_after=1)
     answer = await router.complete(stream=True)
     assert '"code": "deadline_exceeded"' in answer.text

@@ -7,9 +7,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from kvstore.config.router import RouterConfig
 from kvstore.core.errors import InvalidArgument
-from kvstore.router.config import EngineConfig, HealthLimits, Role, RouterConfig, parse_engine
+from kvstore.router.engines import EngineConfig, Role, engines_of, parse_engine
 from kvstore.router.health.engine_metrics import parse_metrics
 from kvstore.router.placement.balancer import RotationOrder, least_loaded
 from kvstore.router.placement.inflight import EngineWork, InflightEntry, InflightTokens
@@ -204,11 +206,7 @@ def test_engine_argument_parsed_or_rejected(text: str, expected: EngineConfig | 
         assert parse_engine(text, Role.PLAIN) == expected
 
 
-E0, P0, D0 = (
-    EngineConfig("e", "http://e:1"),
-    EngineConfig("p", "http://p:1", Role.PREFILL),
-    EngineConfig("d", "http://d:1", Role.DECODE, "n"),
-)
+E0, P0, D0 = "e=http://e:1", "p=http://p:1", "d=http://d:1@n"
 
 
 @pytest.mark.parametrize(
@@ -216,36 +214,25 @@ E0, P0, D0 = (
     [
         {"engines": []},
         {"engines": [E0, E0]},
-        {"engines": [E0, EngineConfig("x", "http://e:1")]},
-        {"engines": [E0, P0, D0]},
-        {"engines": [P0]},
-        {"engines": [D0]},
-        {"engines": [P0, EngineConfig("d", "http://d:1", Role.DECODE)]},
+        {"engines": [E0, "x=http://e:1"]},
+        {"engines": [E0], "prefill": [P0], "decode": [D0]},
+        {"engines": [], "prefill": [P0]},
+        {"engines": [], "decode": [D0]},
+        {"engines": [], "prefill": [P0], "decode": ["d=http://d:1"]},
         {"policy": "scheduler"},
         {"listen": "0.0.0.0:80"},
         {"listen": "nowhere"},
-        {"retries": 99},
-        {"idle_timeout_s": 0},
-        {"client_timeout_s": 0},
         {"name": "a b"},
+        {"ejection_time_ms": 2_000, "max_ejection_time_ms": 1_000},
     ],
 )
 def test_router_config_invalid_value_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
-        RouterConfig(**{"engines": [E0], "policy": "least_loaded", **wrong})  # type: ignore[arg-type]
-    assert RouterConfig([P0, D0], policy="round_robin").pairs
+        engines_of(RouterConfig(**{"engines": [E0], "policy": "least_loaded", "metadata": None, **wrong}).check())  # type: ignore[arg-type]
+    assert RouterConfig(prefill=(P0,), decode=(D0,), policy="round_robin").pairs
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"check_interval_s": 0.0},
-        {"ejection_time_s": 2.0, "max_ejection_time_s": 1.0},
-        {"gateway_failures": 0},
-        {"server_errors": 0},
-        {"max_ejected_share": 1.5},
-    ],
-)
-def test_health_limits_invalid_value_rejected(wrong: dict[str, float]) -> None:
-    with pytest.raises(InvalidArgument):
-        HealthLimits(**wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", [{"retries": 99}, {"idle_timeout_ms": 0}, {"client_timeout_ms": 0}])
+def test_router_config_value_out_of_range_rejected(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValidationError):
+        RouterConfig(engines=(E0,), **wrong)  # type: ignore[arg-type]

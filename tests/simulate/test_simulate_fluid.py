@@ -39,7 +39,7 @@ capacities = st.lists(st.floats(0.5, 50), min_size=LINKS, max_size=LINKS)
 
 
 @given(capacities, st.lists(routes, min_size=1, max_size=14))
-def test_rates_are_those_of_the_naive_solver_whatever_came_before(rooms: list[float], flows: list[Route]) -> None:
+def test_fluid_rates_match_naive_solver(rooms: list[float], flows: list[Route]) -> None:
     network = FluidNetwork(rooms)
     for count, path in enumerate(flows, start=1):
         network.start(path, 1e12, 0.0, lambda: None)
@@ -49,7 +49,7 @@ def test_rates_are_those_of_the_naive_solver_whatever_came_before(rooms: list[fl
 
 
 @given(capacities, st.lists(st.tuples(routes, st.floats(0.1, 100), st.floats(0, 3)), min_size=1, max_size=12))
-def test_every_byte_arrives_and_rates_stay_fair(rooms: list[float], flows: list[tuple[Route, float, float]]) -> None:
+def test_fluid_every_byte_arrives_at_fair_rates(rooms: list[float], flows: list[tuple[Route, float, float]]) -> None:
     network = FluidNetwork(rooms)
     running: dict[int, Route] = {}
     now = 0.0
@@ -76,7 +76,7 @@ def test_every_byte_arrives_and_rates_stay_fair(rooms: list[float], flows: list[
         assert network.moved[link] <= rooms[link] * now * (1 + 1e-6)
 
 
-def test_a_flow_alone_takes_its_time_and_two_share() -> None:
+def test_fluid_two_flows_share_a_link() -> None:
     network = FluidNetwork([10.0, math.inf])
     done: list[str] = []
     network.start(route((0, 1.0), (1, 1.0)), 100.0, 0.0, lambda: done.append("first"))
@@ -89,7 +89,7 @@ def test_a_flow_alone_takes_its_time_and_two_share() -> None:
     assert network.next_end() == pytest.approx(11)
 
 
-def test_where_nothing_limits_it_ends_at_once() -> None:
+def test_fluid_unlimited_flow_ends_at_once() -> None:
     network = FluidNetwork([math.inf])
     network.start(route((0, 1.0)), 5.0, 3.0, lambda: None)
     assert network.next_end() == 3.0

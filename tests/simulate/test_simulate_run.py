@@ -58,14 +58,14 @@ def check(result: SimResult) -> None:
     assert (result.ttfts >= 0).all()
 
 
-def test_one_request_split_over_two_sides_takes_half_the_time() -> None:
+def test_simulate_split_over_two_sides_halves_load_time() -> None:
     alone = simulate(bed(1, 1, load_of(1000), "prefill_only")).load.mean
     assert alone == pytest.approx(1000 * (1 << 20) / 1e9, rel=1e-6)
     assert simulate(bed(1, 1, load_of(1000), "shorter_queue")).load.mean == pytest.approx(alone)
     assert simulate(bed(1, 1, load_of(1000), "split")).load.mean == pytest.approx(alone / 2, rel=0.01)
 
 
-def test_one_request_split_with_relays_takes_a_share_a_node() -> None:
+def test_simulate_split_with_relays_divides_load_time() -> None:
     alone = simulate(bed(1, 2, load_of(1200), "prefill_only")).load.mean
     split = simulate(bed(1, 2, load_of(1200), "split"))
     assert split.load.mean == pytest.approx(alone / 3, rel=0.01)
@@ -81,7 +81,7 @@ def test_one_request_split_with_relays_takes_a_share_a_node() -> None:
     groups=st.sampled_from([1, 4]),
     slots=st.sampled_from([None, 1, 3]),
 )
-def test_every_byte_asked_for_is_delivered_and_no_split_beats_the_links(
+def test_simulate_delivers_every_byte_within_link_rates(
     prefill: int, decode: int, sizes: list[int], variant: str, groups: int, slots: int | None
 ) -> None:
     sessions = [session for size in sizes for session in load_of(size)]
@@ -97,7 +97,7 @@ def test_every_byte_asked_for_is_delivered_and_no_split_beats_the_links(
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_every_variant_serves_everybody_and_twice_the_same(variant: str) -> None:
+def test_simulate_every_variant_is_deterministic(variant: str) -> None:
     config = uniform(MODEL, H100, AGENTS, variant=VARIANTS[variant])
     result = simulate(config)
     check(result)
@@ -106,7 +106,7 @@ def test_every_variant_serves_everybody_and_twice_the_same(variant: str) -> None
     assert (again.ttfts == result.ttfts).all()
 
 
-def test_the_oracle_is_a_lower_bound_and_gains_stay_below_the_links() -> None:
+def test_simulate_oracle_is_a_lower_bound() -> None:
     many = agents(256)
     seconds = {name: simulate(uniform(MODEL, H100, many, variant=policy, snic=8e9)).seconds for name, policy in POLICIES.items()}
     assert seconds["oracle"] == min(seconds.values())
@@ -116,7 +116,7 @@ def test_the_oracle_is_a_lower_bound_and_gains_stay_below_the_links() -> None:
     assert seconds["split"] <= seconds["shorter_queue"] * 1.03
 
 
-def test_layer_wise_computing_needs_no_hbm_for_whole_requests() -> None:
+def test_simulate_layerwise_needs_less_hbm() -> None:
     """Two requests of which only one fits: not layer-wise, the second's load waits for the first's push."""
     room = uniform(MODEL, H100, ()).prefill.kv_room_bytes
     tokens = int(room * 0.6 / MODEL.token_bytes) // 64 * 64
@@ -137,7 +137,7 @@ def test_layer_wise_computing_needs_no_hbm_for_whole_requests() -> None:
     assert by[True].seconds < by[False].seconds
 
 
-def test_computing_begins_before_the_last_layers_have_come() -> None:
+def test_simulate_compute_starts_before_last_layers() -> None:
     sessions = [AgentSession(0.0, (SessionTurn(512 * 64, 4096, 1),))]
     whole, grouped = (simulate(bed(1, 1, sessions, "prefill_only", compute=True, layer_groups=groups)) for groups in (1, 8))
     assert grouped.load.mean == pytest.approx(whole.load.mean)
@@ -145,25 +145,25 @@ def test_computing_begins_before_the_last_layers_have_come() -> None:
     assert grouped.ttft.mean >= grouped.load.mean * (1 - 1e-6)
 
 
-def test_small_buffers_hold_nobody_up_for_ever() -> None:
+def test_simulate_small_buffers_do_not_deadlock() -> None:
     longest = max(turn.hit + turn.new + turn.out for session in AGENTS for turn in session.turns) * MODEL.token_bytes
     check(simulate(uniform(MODEL, H100, AGENTS, stage_bytes=longest * 1.01)))
     with pytest.raises(InvalidArgument, match="staging"):
         simulate(uniform(MODEL, H100, AGENTS, stage_bytes=longest / 2))
 
 
-def test_links_a_gpu_or_a_node_carry_the_same_bytes() -> None:
+def test_simulate_links_per_gpu_or_node_carry_equal_bytes() -> None:
     each, together = (simulate(uniform(MODEL, H100, AGENTS, cnic_per_gpu=split)) for split in (True, False))
     check(each)
     assert each.read_bytes == together.read_bytes
     assert each.seconds == pytest.approx(together.seconds, rel=0.05)
 
 
-def test_dense_models_too() -> None:
+def test_simulate_dense_model_finishes() -> None:
     check(simulate(uniform(model_named("qwen2.5-32b"), GPUS["h200"], agents(8))))
 
 
-def test_turns_are_thinned_and_arrivals_drawn_by_seed() -> None:
+def test_simulate_thinning_and_arrivals_are_seeded() -> None:
     sessions = [AgentSession(8.0, tuple(SessionTurn(64 * i, 1, 1) for i in range(1, 11)))] * 40
     thin = thinned(sessions, 4)
     assert thinned(sessions, 1) == sessions
@@ -179,7 +179,7 @@ def test_turns_are_thinned_and_arrivals_drawn_by_seed() -> None:
         arriving(sessions, 0, 1)
 
 
-def test_hits_are_those_of_an_unbounded_store() -> None:
+def test_sessions_hits_match_an_unbounded_store() -> None:
     workload = AgentWorkload(PROFILES["agentic-32k"], 3, seed=9)
     before: dict[str, int] = {}
     expected = []
@@ -193,7 +193,7 @@ def test_hits_are_those_of_an_unbounded_store() -> None:
     assert sum(t.new for s in longer for t in s.turns) == pytest.approx(2 * sum(t - h for h, t in expected), rel=0.01)
 
 
-def test_capacity_is_found_between_a_rate_that_keeps_up_and_one_that_does_not() -> None:
+def test_capacity_search_brackets_the_limit() -> None:
     pool = thinned(sessions_of(AgentWorkload(PROFILES["agentic-32k"], 24, seed=2), 64), 24)
     config = uniform(MODEL, H100, (), variant=POLICIES["prefill_only"], snic=2e9)
     found = capacity(config, pool, every=24, lives=2.0, first_guess=0.1)
@@ -221,7 +221,7 @@ def test_nonsense_is_refused() -> None:
         uniform(model_named("llama-2-70b"), H100, (), gpus_per_node=6)
 
 
-def test_a_workload_of_nothing_takes_no_time() -> None:
+def test_simulate_empty_workload_takes_no_time() -> None:
     result = simulate(uniform(MODEL, H100, ()))
     assert result.requests == 0
     assert math.isnan(result.ttft.mean)

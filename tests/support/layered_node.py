@@ -129,12 +129,12 @@ class LayeredNode(NodeHarness):
                 pins += run.pinned()
             else:
                 self.table.unpin(run.pinned())
-            self.table.check()
+            self.table.validate()
         return layers, failed, pins
 
     def check_empty(self) -> None:
         """Check that nothing is pinned, admitted or claimed."""
-        self.table.check()
+        self.table.validate()
         assert self.budget.used_bytes == 0
         self.table.evict_dram()
         assert self.arena.usage().blocks == 0, "a slot leaked"

@@ -17,7 +17,8 @@ from kvstore.node.loads.mounts import make_mounts
 from kvstore.node.loads.peers import Peers
 from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.model import Block, NodeVolume, StoreGrant
+from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -228,7 +229,7 @@ class NodeHarness:
         self.faults.release_hangs()
         for close in reversed(self._closers):
             close()
-        self.table.check()
+        self.table.validate()
         self.table.close()
         for volume in self.volumes:
             volume.guard.close()

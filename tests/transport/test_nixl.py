@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.config.node import NodeConfig
 from kvstore.core.errors import InvalidArgument
-from kvstore.node.config import NodeConfig
 from kvstore.node.loads.nixl import NixlPorts
 from kvstore.observe.counters import Counters
-from kvstore.transport.nixl.agent import NixlOptions, Region
+from kvstore.transport.nixl.agent import Region
 
 HERE = Path(__file__).parent
 
@@ -45,10 +45,10 @@ def test_nixl_cases_in_own_process_pass(cases: str, which: str, tmp_path: Path) 
 
 def test_node_nixl_without_trusted_network_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="may read and write its memory and end it"):
-        NodeConfig(node_id="n1", nixl=NixlOptions())
+        NixlPorts(NodeConfig(node_id="n1", run_dir=Path(), nixl="auto"), Region(1 << 20, 1 << 20), Counters())
 
 
 def test_node_on_loopback_nixl_beyond_host_is_refused() -> None:
-    config = NodeConfig(node_id="n1", nixl=NixlOptions(devices="eth0"), nixl_trusted_network=True)
+    config = NodeConfig(node_id="n1", run_dir=Path(), nixl="auto", nixl_devices="eth0", nixl_trusted_network=True)
     with pytest.raises(InvalidArgument, match="beyond this host"):
         NixlPorts(config, Region(1 << 20, 1 << 20), Counters())

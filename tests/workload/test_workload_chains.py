@@ -23,7 +23,7 @@ def ids(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 @given(requests)
-def test_equal_prefixes_and_nothing_else_share_chain_ids_and_keys(workload: list[tuple[str, list[int]]]) -> None:
+def test_chain_ids_are_shared_by_equal_prefixes_only(workload: list[tuple[str, list[int]]]) -> None:
     table, keys = ChainTable(), BlockKeys(SPEC)
     numbers: dict[tuple[int, ...], int] = {}
     named: dict[tuple[int, ...], bytes] = {}

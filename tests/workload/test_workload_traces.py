@@ -121,8 +121,8 @@ def test_wrong_fields_are_refused(tmp_path: Path, change: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("change", "hint"),
     [
-        ({"s": 1.5}, "takes a text or a whole number"),
-        ({"st": 0}, "'st', the stream of request 1, takes a text"),
+        ({"s": 1.5}, "must be a text or an integer"),
+        ({"st": 0}, "'st', the stream of request 1, must be a text"),
         ({"in": 256}, "'in' and 'h' do not match"),
         ({"in": 385}, "'in' and 'h' do not match"),
         ({"ts": 1 << 63}, f"from 0 to {(1 << 63) - 1}"),
@@ -249,7 +249,7 @@ JSON = st.recursive(
     change=st.dictionaries(st.sampled_from([*TURN, *CHAT]), JSON | st.lists(st.lists(st.integers(-3, 1 << 20))), max_size=3),
     packed=st.booleans(),
 )
-def test_any_json_ends_in_a_typed_error_with_file_and_line_or_in_sound_requests(
+def test_trace_of_any_json_yields_requests_or_typed_error(
     tmp_path_factory: pytest.TempPathFactory, first: Any, base: dict[str, Any], change: dict[str, Any], packed: bool
 ) -> None:
     content = "\n".join(json.dumps(row) for row in (first, base, {**base, **change})).encode()

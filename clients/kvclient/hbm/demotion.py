@@ -76,7 +76,7 @@ class Demoter:
                 _log.exception("failed demotion: %d blocks", len(blocks))
             for block in blocks:
                 # evictable now, demoted or not. The tiers below may evict them again, so they do not count as durable
-                parts.table.not_persisted(block)
+                parts.table.writeback_failed(block)
 
     def _demote(self, blocks: Sequence[Block]) -> bool:
         """Demote one run. Returns whether the tiers below hold all of it now."""

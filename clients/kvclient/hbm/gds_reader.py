@@ -24,9 +24,9 @@ from typing import Literal, NamedTuple, get_args
 from kvclient.hbm.pool_state import PoolState
 from kvclient.memory.device_buffer import DeviceHung
 from kvclient.memory.engine_pool import StoredVolume
+from kvstore.config.node import MountSection
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, Outcome
-from kvstore.node.config import MountConfig
 from kvstore.node.loads.mounts import Answers, Mount
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.metric_definitions import device as device_metrics
@@ -171,7 +171,7 @@ class GdsReader:
                     return
             if kvikio is not None:
                 self._register(kvikio)
-            config = MountConfig(volume.volume_id, volume.path)
+            config = MountSection(volume=volume.volume_id, path=volume.path)
             mount = Mount(
                 config,
                 io_threads=self._in_flight,

@@ -27,9 +27,9 @@ from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey
+from kvstore.node.eviction.allocation import PIECE_BLOCKS
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
-from kvstore.node.table import PIECE_BLOCKS
 from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.nvme.slot_header import slot_bytes
@@ -97,8 +97,7 @@ class NamespaceView:
         blocks = [block for block in found[:lead] if block is not None]
         try:
             if parts.demote:
-                for block in blocks:  # used again: offer it for demotion again before eviction
-                    block.expendable = block.passing
+                parts.table.mark_dirty(blocks)  # used again: offer them for demotion again before eviction
             offsets = np.fromiter((block.dram.offset for block in blocks if block.dram is not None), np.int64, lead)
             yield PinnedBlocks(offsets, blocks)
         finally:
@@ -337,8 +336,8 @@ class NamespaceView:
                         if len(inserted) < len(slots):
                             break
         finally:
-            for block in held if parts.lost else ():
-                block.expendable = block.passing = True
+            if parts.lost:
+                table.discard_after_use(held)
             table.unclaim([keys[at] for at in claim.claimed_absent[done:]], ())
             table.unpin(held)
         parts.counters.add(device_metrics.HBM_KEPT_BLOCKS, done)
@@ -388,8 +387,7 @@ class NamespaceView:
         blocks = []
         for position, slot, row in zip(positions, slots, rows, strict=False):
             block = Block(self._namespace, keys[position], keys[position - 1] if position else parent, depth + position, row)
-            table.adopted(block, slot)
-            block.expendable = not demote  # pinned until the whole run is done
+            table.insert_fetched(block, slot, clean=not demote)
             blocks.append(block)
         return blocks
 

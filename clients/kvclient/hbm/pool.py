@@ -203,11 +203,10 @@ class HbmPool:
             for block in self._table.snapshot():
                 waiting.setdefault(block.namespace_id, []).append(block.key)
             for namespace_id, keys in waiting.items():
-                self._table.write_again(self._namespaces.get(namespace_id), keys)
+                self._table.requeue_writeback(self._namespaces.get(namespace_id), keys)
             self._table.wait_written(self._clock.now_s() + timeout_s)
         self._demoter.skip_batch()
-        for block in self._table.snapshot():
-            block.expendable = True
+        self._table.mark_clean(self._table.snapshot())
         return self._table.evict_dram()
 
     def resize(self, capacity_bytes: int, *, demote: bool = True, timeout_s: float = _STOP_S) -> bool:

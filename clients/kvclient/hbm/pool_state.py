@@ -98,12 +98,11 @@ class PoolState:
         if first:
             _log.error("disabled pool: %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error)
         self.table.give_up_pending()
-        for block in self.table.snapshot():  # a pinned block is evicted with its last unpin
-            block.expendable = block.passing = True
+        self.table.discard_after_use(self.table.snapshot())
         self.table.evict_dram()
 
     def drop_corrupt(self, block: Block) -> None:
         """Drop a pinned block whose bytes no longer match its checksums; it is evicted with its last unpin, without demotion."""
-        block.expendable = block.passing = True
+        self.table.discard_after_use([block])
         self.counters.add(device_metrics.HBM_CORRUPT_BLOCKS)
         _limited.warning("dropped corrupt block: pool %s (device=%s)", self.node_id, self.volume.device)

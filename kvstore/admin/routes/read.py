@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Path, Query, Response
 
 from kvproto.v1 import admin_pb2 as pb
-from kvstore.admin.config import AdminConfig
 from kvstore.admin.etags import tag_of
 from kvstore.admin.pagination import USUAL, Cursor, Limit, Page, after, cursor_for, page_of
+from kvstore.config.admin import AdminConfig
 from kvstore.control_api import serializers
 from kvstore.control_api.queries import Queries, describe, id_from_hex
 from kvstore.control_api.schemas import store as models
@@ -138,7 +138,7 @@ class Reads:
         server = await self._rpc.server()
         mine = [
             pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
-            for one in self._config.in_force
+            for one in self._config.settings
         ]
         return models.Configuration(
             processes=[serializers.settings("metadata", server.settings), serializers.settings("admin", mine)]

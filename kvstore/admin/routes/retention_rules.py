@@ -19,11 +19,11 @@ from kvstore.core.errors import Conflict
 from kvstore.observe.counters import Counters
 
 _LISTING: Final[Responses] = {
-    409: {"description": "the metadata server cannot read its file of orders"},
+    409: {"description": "the metadata server cannot read its settings file"},
     501: {"description": "the metadata server does not list rules: it is of an older version"},
 }
 _SETTING: Final[Responses] = {
-    409: {"description": "the metadata server cannot read its file of orders"},
+    409: {"description": "the metadata server cannot read its settings file"},
     429: {"description": "too many namespaces have a rule, or the metadata server's disk is full"},
     501: {"description": "the metadata server knows no rules: it is of an older version"},
 }

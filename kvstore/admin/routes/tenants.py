@@ -21,7 +21,7 @@ from kvstore.observe.counters import Counters
 
 Whose = Annotated[str, Query(max_length=MAX_NAME_BYTES, description="the tenant; empty: the default tenant", examples=["team-a"])]
 _OLD: Final[Responses] = {
-    409: {"description": "the metadata server cannot read its file of orders"},
+    409: {"description": "the metadata server cannot read its settings file"},
     501: {"description": "the metadata server knows no quotas: it is of an older version"},
 }
 _FULL: Final[Responses] = {429: {"description": "too many tenants have a quota, or the metadata server's disk is full"}}

@@ -8,7 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from kvstore.cli.support.folders import data_dir, run_dir
-from kvstore.config.model import Config, NodeSection
+from kvstore.config.model import Config
+from kvstore.config.node import NodeSection
 from kvstore.config.sources import Origin, Provenance
 from kvstore.process.host_defaults import HostFacts, NodeDefaults, derive
 from kvstore.process.host_memory import huge_pages_free
@@ -41,8 +42,10 @@ def settle(config: Config, provenance: Provenance) -> tuple[Config, Provenance]:
     origins = dict(provenance)
     for key, (value, why) in filled.items():
         section, _, name = key.rpartition(".")
-        if getattr(getattr(config, section) if section else config, name) is None:
-            changed.setdefault(section, {})[name] = value
+        model = getattr(config, section) if section else config
+        attribute = next(each for each, field in type(model).model_fields.items() if (field.alias or each) == name)
+        if getattr(model, attribute) is None:
+            changed.setdefault(section, {})[attribute] = value
             origins[key] = Origin("derived", f"({why})")
     top = changed.pop("", {})
     parts = {section: getattr(config, section).model_copy(update=values) for section, values in changed.items()}
@@ -55,7 +58,7 @@ def node_defaults(section: NodeSection) -> NodeDefaults:
     return derive(
         HostFacts(
             cores=len(os.sched_getaffinity(0)),
-            arena_bytes=section.dram,
+            arena_bytes=section.dram_bytes,
             volumes=len(section.nvme),
             writes_elsewhere=section.write_behind_to is not None,
             huge_pages_free_bytes=huge_pages_free(),

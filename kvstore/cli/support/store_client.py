@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from kvstore.cli.support.build_config import tls, token
+from kvstore.cli.support.build_config import token
 from kvstore.cli.support.config_options import configuration, setting_option, with_quiet_config
 from kvstore.cli.support.output import clean, note
-from kvstore.config.model import ClientSection, Config
+from kvstore.config.client import ClientSection
+from kvstore.config.model import Config
 from kvstore.core.errors import DeadlineExceeded, ErrorKind, KVStoreError, Unavailable
 from kvstore.process.node_id import is_plain
 
@@ -131,9 +132,9 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
     rpc = StoreRpc(
         StoreEndpoint(
             metadata=config.client.metadata,
-            timeout_s=min(config.admin.timeout, config.client.deadline) / 1000,
-            change_timeout_s=config.admin.change_timeout / 1000,
-            tls=tls(config.client.tls),
+            timeout_s=min(config.admin.timeout_ms, config.client.deadline_ms) / 1000,
+            change_timeout_s=config.admin.change_timeout_ms / 1000,
+            tls=config.client.tls.resolve(),
             token=token(config.client),
             read_token=TokenSource.of(file=config.client.read_token_file),
         ),
@@ -216,7 +217,7 @@ def _completed(ctx: click.Context, ids: Callable[[Store], Awaitable[list[str]]],
     """Those that begin so. A shell puts them into a command line: nothing is offered that is more than a plain name."""
     try:
         config, _ = configuration(ctx)
-        quick = config.client.model_copy(update={"deadline": int(_COMPLETION_S * 1000)})
+        quick = config.client.model_copy(update={"deadline_ms": int(_COMPLETION_S * 1000)})
         found = ask(config.model_copy(update={"client": quick}), ids)
     except (KVStoreError, click.ClickException, OSError):
         return []  # a completion that fails offers nothing

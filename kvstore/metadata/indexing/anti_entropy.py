@@ -1,7 +1,7 @@
-"""Comparing a node's digests with the index: which ranges of key space must be repaired.
+"""Compare a node's range digests with the index, to find the ranges of key space that must be repaired.
 
-Reading ranges of a large index takes a while. It happens on a thread of its own, in slices, so that neither lookups nor writes
-wait for it and a caller that has gone away stops it.
+Reading the ranges of a large index takes a while. It runs on a thread of its own, in slices, so that neither lookups nor writes
+wait for it, and a cancelled caller stops it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.indexing.index_thread import IndexThread
 
 _SLICE: Final = 64
-"""Ranges compared in one job."""
+"""Ranges per job of the thread."""
 
 
 async def differing_ranges(
     index: PrefixIndex, thread: IndexThread, volume_epoch: VolumeEpoch, first: int, digests: Sequence[int], counts: Sequence[int]
 ) -> list[int]:
-    """Ranges in which the index and the node do not hold the same keys for a volume epoch.
+    """Find the ranges in which the index and a node disagree about the keys of a volume epoch.
 
     Args:
         index: the index.
-        thread: reads it.
-        volume_epoch: the node's volume in its present boot.
-        first: the first range compared.
+        thread: thread that reads the index.
+        volume_epoch: volume epoch of the node's volume.
+        first: number of the first range.
         digests: the node's digest of each range.
         counts: the node's number of keys in each range.
     """
@@ -41,8 +41,8 @@ def _compare(
     index: PrefixIndex, volume_epoch: VolumeEpoch, first: int, digests: Sequence[int], counts: Sequence[int]
 ) -> list[int]:
     differing = []
-    for wanted_range, (digest, count) in enumerate(zip(digests, counts, strict=True), start=first):
-        keys = index.keys_in_range(volume_epoch, wanted_range)
+    for number, (digest, count) in enumerate(zip(digests, counts, strict=True), start=first):
+        keys = index.keys_in_range(volume_epoch, number)
         if len(keys) != count or digest_keys(keys) != digest:
-            differing.append(wanted_range)
+            differing.append(number)
     return differing

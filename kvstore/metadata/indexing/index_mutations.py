@@ -1,7 +1,7 @@
-"""Everything that changes the index, as plain functions that one thread runs in order.
+"""All changes of the index, as plain functions that one thread runs in order.
 
-They read what they decide on from the index itself, never from a cache, so that several workers and restarts cannot make them
-act on old news. Each is safe to run again: a crash between two writes leaves a state from which the caller's retry goes on.
+They decide on what the index itself contains, never on a cache, so that other workers and restarts cannot make them act on stale
+data. Each function may be repeated: after a crash between two writes, the caller's retry completes the change.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class PublishBatch:
 
     @property
     def key_count(self) -> int:
-        """Keys it speaks of."""
+        """Number of stored and removed keys."""
         return sum(len(run.keys) for run in self.stored) + len(self.removed)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishOutcome:
-    """What became of some batches: all up to ``sequence`` are in the index; then, perhaps, an error."""
+    """Outcome of some batches: all batches up to ``sequence`` are in the index. ``error`` is about the next batch."""
 
     sequence: int
     blocks_stored: int
@@ -59,10 +59,10 @@ class PublishOutcome:
 
 # ---- registration ----
 def register_node(index: PrefixIndex, info: NodeInfo) -> list[VolumeNeed]:
-    """Opens the volume epochs of a boot and closes what it ends.
+    """Open the volume epochs of a boot, and close those that it replaces.
 
     Returns:
-        For each volume, in the order registered, whether its inventory is needed.
+        For each registered volume, in order, whether its inventory is needed.
     """
     node_id, boot_id = NodeId(info.node_id), BootId(info.boot_id)
     sequence = SequenceState.decode(index.note(sequence_note(node_id)), boot_id)
@@ -72,45 +72,45 @@ def register_node(index: PrefixIndex, info: NodeInfo) -> list[VolumeNeed]:
         index.put_note(node_note(node_id), encoded)
     if index.note(left_note(node_id)) is not None:
         index.put_note(left_note(node_id), None)
-    index.put_note(removed_note(node_id), None, announce=False)  # another boot than that: it may come
+    index.put_note(removed_note(node_id), None, announce=False)  # this boot is not the removed one: it may register
     tiers = {VolumeId(volume.volume_id): Tier(volume.tier) for volume in info.volumes}
-    volume_epochs = {volume_id: index.open_volume_epoch(volume_id, node_id, tier, boot_id) for volume_id, tier in tiers.items()}
+    opened = {volume_id: index.open_volume_epoch(volume_id, node_id, tier, boot_id) for volume_id, tier in tiers.items()}
     for other in index.volume_epochs():
-        if other.volume_id not in volume_epochs:
-            ended = other.node_id == node_id  # a volume that the node no longer has
+        if other.volume_id not in opened:
+            ended = other.node_id == node_id  # the node no longer has this volume
         else:
-            # what lay in memory is gone with its boot; what lies on disk stays visible until the new inventory is complete
+            # blocks in DRAM were lost with their boot; blocks on NVMe stay visible until the new inventory is complete
             durable = other.tier is Tier.NVME and tiers[other.volume_id] is Tier.NVME and other.node_id == node_id
-            ended = other.volume_epoch != volume_epochs[other.volume_id] and not durable
+            ended = other.volume_epoch != opened[other.volume_id] and not durable
         if ended:
             index.close_volume_epoch(other.volume_epoch)
-            if other.volume_id not in volume_epochs:
+            if other.volume_id not in opened:
                 index.put_note(synced_note(other.volume_id), None)
     return [
         VolumeNeed(volume_id=volume_id, inventory_needed=index.note(synced_note(volume_id)) != encode_volume_epoch(volume_epoch))
-        for volume_id, volume_epoch in volume_epochs.items()
+        for volume_id, volume_epoch in opened.items()
     ]
 
 
 def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
-    """Drops a boot that was silent for long: its volume epochs, which hides all it held, and its notes."""
+    """Drop a boot: close its volume epochs, which hides all its blocks, and delete its notes. No effect on another boot."""
     note = index.note(node_note(node_id))
     if note is None or NodeInfo.FromString(note).boot_id != boot_id:
-        return  # another boot of it has come
-    for volume_epoch in index.volume_epochs():
-        if volume_epoch.node_id == node_id:
-            index.close_volume_epoch(volume_epoch.volume_epoch)
-            index.put_note(synced_note(volume_epoch.volume_id), None)
+        return
+    for info in index.volume_epochs():
+        if info.node_id == node_id:
+            index.close_volume_epoch(info.volume_epoch)
+            index.put_note(synced_note(info.volume_id), None)
     for name in (heartbeat_note(node_id), refused_note(node_id), sequence_note(node_id)):
         index.put_note(name, None, announce=False)
     for name in (drain_note(node_id), left_note(node_id)):
         index.put_note(name, None)
-    index.put_note(node_note(node_id), None)  # last: a crash before it leaves what is forgotten at the next tick
+    index.put_note(node_note(node_id), None)  # last: after a crash before it, the next tick repeats the whole change
 
 
 # ---- publishing ----
 def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches: Sequence[PublishBatch]) -> PublishOutcome:
-    """Applies batches of one node in order, in as few index transactions as their contents allow."""
+    """Apply batches of one node in order, in as few index transactions as their contents allow."""
     state = SequenceState.decode(index.note(sequence_note(node_id)), boot_id)
     duplicates, error = 0, None
     admitted: list[PublishBatch] = []
@@ -118,7 +118,7 @@ def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches:
         verdict, following = state.judge(batch.sequence)
         if verdict is BatchVerdict.REFUSE:
             error = Conflict("a publish batch is missing: register again", got=batch.sequence, expected=state.last + 1)
-            _forget_inventories(index, node_id)
+            _request_inventories(index, node_id)
             state = following
             break
         if verdict is BatchVerdict.APPLY:
@@ -129,23 +129,23 @@ def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches:
     stored = removed = 0
     for group in _groups(admitted):
         runs = [run for batch in group for run in batch.stored]
-        gone = [key for batch in group for key in batch.removed]
-        if runs or gone:
-            index.publish(group[0].volume_epoch, runs, gone)
+        keys = [key for batch in group for key in batch.removed]
+        if runs or keys:
+            index.publish(group[0].volume_epoch, runs, keys)
         stored += sum(len(run.keys) for run in runs)
-        removed += len(gone)
+        removed += len(keys)
         if group[-1].sync_end:
             _end_sync(index, group[-1])
-    # last: where the process dies before it, the node sends the batches again, and applying them again changes nothing
+    # last: after a crash before it, the node sends the batches again, and applying them again changes nothing
     index.put_note(sequence_note(node_id), state.encode(), announce=False)
     return PublishOutcome(state.last, stored, removed, duplicates, error)
 
 
 def _groups(batches: Sequence[PublishBatch]) -> list[list[PublishBatch]]:
-    """Cuts batches into groups that one ``publish`` may apply: first all that is removed, then all that is stored.
+    """Group batches that one ``publish`` may apply: first all removals, then all stores.
 
-    A batch joins the group before it when both speak of one volume epoch, nothing was stored there that this one removes (it
-    removes nothing), and no inventory ended in between.
+    A batch joins the previous group if it is about the same volume epoch, removes nothing, and the group does not end an
+    inventory.
     """
     groups: list[list[PublishBatch]] = []
     for batch in batches:
@@ -157,33 +157,33 @@ def _groups(batches: Sequence[PublishBatch]) -> list[list[PublishBatch]]:
 
 
 def _end_sync(index: PrefixIndex, batch: PublishBatch) -> None:
-    """A volume's inventory is complete: what older volume epochs of it held is now told by this one."""
+    """A volume's inventory is complete: close older volume epochs of the volume."""
     for other in index.volume_epochs():
         if other.volume_id == batch.volume_id and other.volume_epoch != batch.volume_epoch:
             index.close_volume_epoch(other.volume_epoch)
     index.put_note(synced_note(batch.volume_id), encode_volume_epoch(batch.volume_epoch))
 
 
-def _forget_inventories(index: PrefixIndex, node_id: NodeId) -> None:
-    """Something of this node was lost on the way: when it registers again, it is asked for everything."""
-    for volume_epoch in index.volume_epochs():
-        if volume_epoch.node_id == node_id:
-            index.put_note(synced_note(volume_epoch.volume_id), None)
+def _request_inventories(index: PrefixIndex, node_id: NodeId) -> None:
+    """A batch of this node was lost: request all its inventories when it registers again."""
+    for info in index.volume_epochs():
+        if info.node_id == node_id:
+            index.put_note(synced_note(info.volume_id), None)
 
 
 # ---- anti-entropy ----
 def repair_range(index: PrefixIndex, volume_epoch: VolumeEpoch, wanted_range: int, runs: Sequence[BlockRun]) -> tuple[int, int]:
-    """Makes the index say of one volume epoch and range what the node says.
+    """Replace the index's keys of one volume epoch and range by the node's.
 
     Returns:
-        How many replicas were added and how many removed.
+        The numbers of added and removed replicas.
 
     Raises:
-        InvalidArgument: a key of another range.
+        InvalidArgument: a key belongs to another range.
     """
     wanted = {key for run in runs for key in run.keys}
     if any(key_range(key) != wanted_range for key in wanted):
-        raise InvalidArgument("a key lies in another range than the one to repair", range=wanted_range)
+        raise InvalidArgument("a key is outside of the range to repair", range=wanted_range)
     held = set(index.keys_in_range(volume_epoch, wanted_range))
     surplus = sorted(held - wanted)
     index.publish(volume_epoch, runs, surplus)

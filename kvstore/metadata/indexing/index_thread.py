@@ -11,14 +11,14 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 MAX_PENDING: Final = 64
-"""Jobs in line or running; whoever brings one more waits, within its own deadline."""
+"""Maximum number of queued and running jobs. A further caller waits, up to its own deadline."""
 
 
 class IndexThread:
-    """Runs jobs one after the other, in the order in which they came.
+    """Runs jobs one after the other, in the order of their submission.
 
-    A caller that gives up (deadline, lost connection) no longer waits, but a job that has begun is finished: index changes are
-    whole or not at all.
+    A caller that is cancelled (deadline, lost connection) no longer waits, but a job that has begun is completed: an index change
+    is applied as a whole or not at all.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,10 +26,10 @@ class IndexThread:
         self._slots = asyncio.Semaphore(MAX_PENDING)
 
     async def run(self, job: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Runs a job and returns what it returns."""
+        """Run a job and return its result."""
         async with self._slots:
             return await asyncio.wrap_future(self._executor.submit(job, *args, **kwargs))
 
     async def close(self) -> None:
-        """Waits for the job that runs, and drops those in line."""
+        """Wait for the running job, and drop queued jobs."""
         await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)

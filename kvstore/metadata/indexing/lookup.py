@@ -1,7 +1,7 @@
-"""The hot path: one lookup, on the event loop, from request to answer.
+"""The hot path: one lookup on the event loop, from request to encoded answer.
 
-The index answers in tens of microseconds, so a lookup is not worth a thread. The answer leaves as bytes: a registration is
-encoded once per view, not once per lookup, and encoded messages of one type may be joined by writing one after the other.
+The index answers in tens of microseconds, so a lookup does not use a thread. The answer is made as bytes: a registration is
+encoded once per view, not once per lookup, and encoded messages of one type can be concatenated.
 """
 
 from __future__ import annotations
@@ -17,51 +17,54 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id, count_keys
 
-_COUNTED = (metadata_metrics.LOOKUPS, metadata_metrics.LOOKUP_KEYS, metadata_metrics.LOOKUP_HIT_BLOCKS)
+_COUNTERS = (metadata_metrics.LOOKUPS, metadata_metrics.LOOKUP_KEYS, metadata_metrics.LOOKUP_HIT_BLOCKS)
 
 
 MOST_COUNTED: Final = 16_384
-"""Namespaces whose lookups are counted each for itself: a bound on what strange ids can take."""
+"""Maximum number of namespaces with statistics of their own, because callers may invent namespace ids."""
 
 
 @dataclass(slots=True)
 class LookupStats:
-    """How lookups in one namespace fared, since the start."""
+    """Lookups in one namespace since the start of the process."""
 
     lookups: int = 0
-    blocks: int = 0
-    hits: int = 0
+    keys: int = 0
+    hit_blocks: int = 0
 
 
 class Lookups:
-    """Answers lookups of one server process."""
+    """Answers the lookups of one server process."""
 
     def __init__(self, index: PrefixIndex, nodes: NodeTable, counters: Counters) -> None:
         self._index = index
         self._nodes = nodes
         self._counters = counters
-        self._asked: dict[bytes, LookupStats] = {}
+        self._stats: dict[bytes, LookupStats] = {}
 
-    def asked(self, namespace: NamespaceId) -> LookupStats:
-        """How lookups in a namespace fared."""
-        return self._asked.get(namespace) or LookupStats()
+    def stats(self, namespace: NamespaceId) -> LookupStats:
+        """Statistics of the lookups in a namespace."""
+        return self._stats.get(namespace) or LookupStats()
 
-    def _count(self, namespace: NamespaceId, blocks: int, hits: int) -> None:
-        self._counters.add_all(_COUNTED, (1, blocks, hits))
-        asked = self._asked.get(namespace)
-        if asked is None:
-            if len(self._asked) >= MOST_COUNTED:
+    def _count(self, namespace: NamespaceId, keys: int, hit_blocks: int) -> None:
+        self._counters.add_all(_COUNTERS, (1, keys, hit_blocks))
+        stats = self._stats.get(namespace)
+        if stats is None:
+            if len(self._stats) >= MOST_COUNTED:
                 self._counters.add(metadata_metrics.LOOKUPS_UNCOUNTED)
                 return
-            asked = self._asked[namespace] = LookupStats()
-        asked.lookups += 1
-        asked.blocks += blocks
-        asked.hits += hits
+            stats = self._stats[namespace] = LookupStats()
+        stats.lookups += 1
+        stats.keys += keys
+        stats.hit_blocks += hit_blocks
 
     def answer(self, request: LookupRequest) -> bytes:
-        """How much of a chain can be served, and by whom: an encoded ``LookupResponse``.
+        """Find the servable prefix of a chain and the nodes that serve it.
 
-        A namespace that nobody registered has no blocks: a miss, not an error, since the engine then does the right thing.
+        An unregistered namespace has no blocks. That is a miss, not an error, because the engine then simply computes the prompt.
+
+        Returns:
+            An encoded ``LookupResponse``.
 
         Raises:
             InvalidArgument: wrong lengths or too many keys.
@@ -71,7 +74,7 @@ class Lookups:
         count = count_keys(keys)
         nodes = self._nodes
         hit = self._index.lookup(namespace, keys, nodes.visible)
-        if hit.revision != nodes.revision:  # somebody registered or left since the nodes were read
+        if hit.revision != nodes.revision:  # registrations have changed since the view was read
             nodes.view()
             hit = self._index.lookup(namespace, keys, nodes.visible)
         self._count(namespace, count, hit.blocks)
@@ -82,6 +85,6 @@ class Lookups:
         answer = LookupResponse(hit_blocks=hit.blocks)
         add = answer.runs.add
         for start, count, volume_epoch in hit.runs:
-            place = nodes.server_of(volume_epoch)
-            add(start=start, count=count, node=positions.setdefault(place.node_id, len(positions)), volume=place.volume)
+            location = nodes.server_of(volume_epoch)
+            add(start=start, count=count, node=positions.setdefault(location.node_id, len(positions)), volume=location.volume)
         return b"".join([answer.SerializeToString(), *[encoded_nodes[node_id] for node_id in positions]])

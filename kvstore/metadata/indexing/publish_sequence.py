@@ -1,10 +1,10 @@
-"""Order of one node's publish batches: pure rules, and their form as a note in the index.
+"""Order of one node's publish batches: pure rules, and their encoding as a note in the index.
 
-Batches are numbered 1, 2, 3, … within one boot. One that was applied before changes nothing and is acknowledged again; one that
-skips ahead means that something was lost on the way, and then only a full inventory helps: the node must register again.
+Batches are numbered 1, 2, 3, … within one boot. A batch that was applied before changes nothing and is acknowledged again. A
+batch that skips a number means that one was lost. Then only a full inventory helps: the node must register again.
 
-Registering reopens the count: the first batch after it may begin anew at 1 or go on where the last acknowledgement ended.
-Re-applying a batch is harmless (the index's ``publish`` is idempotent), so a retried registration is harmless too.
+After a registration the numbering may restart at 1 or continue after the last acknowledgement. Applying a batch again is harmless
+(``publish`` is idempotent), so a repeated registration is harmless, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FORMAT: Final = struct.Struct("<16sQB")
 
 
 class SequenceMode(IntEnum):
-    """What the next batch may be numbered."""
+    """Numbers that the next batch may have. The values are stored on disk."""
 
     RUNNING = 0  # up to one more than the last
-    REOPENED = 1  # registered again: 1, or up to one more than the last
-    LOST = 2  # a gap was seen: nothing, until the node registers
-    ANEW = 3  # registered after a gap: anything, an inventory follows
+    REOPENED = 1  # after a registration: 1, or up to one more than the last
+    LOST = 2  # after a gap: none, until the node registers
+    ANEW = 3  # after a gap and a registration: any, because an inventory follows
 
 
 class BatchVerdict(IntEnum):
@@ -42,8 +42,8 @@ class SequenceState:
 
     Args:
         boot_id: the boot.
-        last: the last batch that is in the index; 0: none.
-        mode: what may come next.
+        last: number of the last batch in the index; 0: none.
+        mode: numbers that the next batch may have.
     """
 
     boot_id: BootId
@@ -51,7 +51,7 @@ class SequenceState:
     mode: SequenceMode = SequenceMode.REOPENED
 
     def judge(self, sequence: int) -> tuple[BatchVerdict, SequenceState]:
-        """What to do with a batch, and the state once that is done."""
+        """What to do with a batch, and the state after that."""
         if self.mode is SequenceMode.LOST:
             return BatchVerdict.REFUSE, self
         if self.mode is SequenceMode.RUNNING and sequence <= self.last:
@@ -62,19 +62,19 @@ class SequenceState:
         return BatchVerdict.APPLY, replace(self, last=sequence, mode=SequenceMode.RUNNING)
 
     def registered(self, boot_id: BootId) -> SequenceState:
-        """The state after the node has registered a boot."""
+        """The state after a boot has registered."""
         if boot_id != self.boot_id:
             return SequenceState(boot_id)
         lost = self.mode in {SequenceMode.LOST, SequenceMode.ANEW}
         return replace(self, mode=SequenceMode.ANEW if lost else SequenceMode.REOPENED)
 
     def encode(self) -> bytes:
-        """As a note."""
+        """Encode as a note."""
         return _FORMAT.pack(self.boot_id, self.last, self.mode)
 
     @classmethod
     def decode(cls, note: bytes | None, boot_id: BootId) -> SequenceState:
-        """From a note; of no note or one of another boot, the state of a boot that has not published yet."""
+        """Decode a note; without a valid note of this boot, the state of a boot that has not published yet."""
         if note is None or len(note) != _FORMAT.size:
             return cls(boot_id)
         noted_boot, last, mode = _FORMAT.unpack(note)

@@ -1,8 +1,8 @@
-"""The publish stream: batches come in order, are applied in groups, and are acknowledged once they are in the index.
+"""The publish stream of a node: batches arrive in order, are applied in groups, and are acknowledged once they are in the index.
 
-A reader task takes messages off the stream, checks them and puts them into a short queue; what has gathered there while the
-index thread was busy is applied as one group. So a burst of small batches costs few transactions, a slow index slows the
-node (gRPC flow control), and what a peer can make this process hold is bounded.
+A reader task reads messages, checks them and puts them into a short queue. All batches that are queued when the index thread
+becomes free are applied as one group. So a burst of small batches costs few transactions, a slow index slows the node down
+(gRPC flow control), and the memory per stream is bounded.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kvstore.rpc.codec import check_id, check_name, keys_from_packed, runs_from_
 logger = logging.getLogger(__name__)
 
 _QUEUED_BATCHES: Final = 8
-"""Messages checked and not yet applied, per stream."""
+"""Maximum number of checked messages per stream that are not applied yet."""
 _GROUP_KEYS: Final = limits.MAX_KEYS_PER_CALL
-"""Keys after which a group is closed: longer transactions would make other nodes wait."""
+"""A group with as many keys is applied: a longer transaction would delay other nodes."""
 
 
 class PublishStream:
@@ -45,15 +45,15 @@ class PublishStream:
         self._identity: tuple[NodeId, BootId] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
-        # None is the end of the stream; an error comes after the batches before it
+        # None is the end of the stream; an error follows the batches that arrived before it
         self._queue: asyncio.Queue[PublishBatch | KVStoreError | None] = asyncio.Queue(_QUEUED_BATCHES)
 
     async def run(self, requests: AsyncIterator[PublishRequest]) -> AsyncIterator[int]:
-        """Yields sequence numbers: every batch up to it is in the index.
+        """Yield sequence numbers: all batches up to each number are in the index.
 
         Raises:
-            InvalidArgument: a malformed message, or one of another node than the stream's first.
-            NotFound: the boot or the volume is not registered (any more).
+            InvalidArgument: a message is malformed, or of another node than the first one.
+            NotFound: the boot or the volume is not registered.
             Conflict: a batch is missing before this one.
         """
         reader = self._reader = asyncio.create_task(self._read(requests))
@@ -75,13 +75,13 @@ class PublishStream:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def end(self) -> None:
-        """Takes nothing more from the node: what was taken is applied and acknowledged, then the stream ends."""
+        """Stop reading: apply and acknowledge the batches that were read, then end the stream."""
         if self._reader is not None and self._end is None:
             self._reader.cancel()
             self._end = asyncio.create_task(self._queue.put(None))
 
     def _gather(self, first: PublishBatch | KVStoreError | None) -> tuple[list[PublishBatch], bool, KVStoreError | None]:
-        """What may be applied now: the first item and what is in the queue behind it, up to a bound."""
+        """Collect a group: the first item and the queued ones after it, up to a limit. Returns (group, end of stream, error)."""
         group: list[PublishBatch] = []
         keys = 0
         item = first
@@ -112,24 +112,24 @@ class PublishStream:
                 await self._queue.put(self._check(request))
         except KVStoreError as error:
             await self._queue.put(error)
-        except grpc.aio.UsageError as error:  # how gRPC says that the server has stopped, or the call is over: nobody waits
-            logger.info("a publish stream ended: %s", error)
+        except grpc.aio.UsageError as error:  # gRPC raises it if the server has stopped or the call has ended
+            logger.info("publish stream ended: %s", error)
             await self._queue.put(None)
-        except Exception as error:  # process edge: the stream would wait for ever for what is not read any more
-            logger.exception("a publish stream cannot be read")
+        except Exception as error:  # process edge: without an item in the queue the stream would wait forever
+            logger.exception("publish stream unreadable")
             await self._queue.put(Internal("the publish stream cannot be read", cause=type(error).__name__))
         else:
             await self._queue.put(None)
 
     def _check(self, request: PublishRequest) -> PublishBatch:
-        """One message, checked: shape first, then whether the boot may speak of the volume."""
+        """Check a message: its shape first, then whether the boot has registered the volume."""
         identity = NodeId(check_name(request.node_id, "node_id")), BootId(check_id(request.boot_id, "boot_id"))
         if self._identity is None:
             self._identity = identity
         elif self._identity != identity:
             raise InvalidArgument("a publish stream belongs to one boot of one node", node_id=request.node_id)
         if request.sequence < 1:
-            raise InvalidArgument("sequence numbers begin at 1")
+            raise InvalidArgument("sequence starts at 1")
         volume_id = VolumeId(check_name(request.volume_id, "volume_id"))
         removed_count = len(request.removed) // KEY_BYTES
         if removed_count > limits.MAX_KEYS_PER_CALL:

@@ -1,11 +1,22 @@
-"""Shares of quotas as nodes are told them: made anew now and then, of what nodes said that they hold, for all of them at once.
+"""Shares of cluster-wide quotas: how much of each tenant's quota each node may hold.
 
-Only numbers are kept; what one node is told is put together when it asks. Making them takes time for every tenant with a quota
-and every node: so it lets other calls through on the way, is done once for all who wait for it, and rests afterwards for
-``REST_TIMES`` as long as it took. Runs on the event loop.
+Every heartbeat answer contains the node's *shares*, and the node enforces them (``kvstore.node.eviction.quotas``).
+``divide_quota`` makes the shares of one quota from what each live node holds now. Each node gets what it holds plus some
+headroom, and the rest of the quota is divided by capacity. If that exceeds the quota, nodes that hold little for their capacity
+keep what they have, and the others are cut to one level (max-min fairness, weighted by capacity). Therefore:
 
-A share says of which report of the node it was made, so that a node knows whether what it has told since is in it. Nodes that
-drain have no share, and what they hold does not count: it is on its way to the others, which share all of the quota.
+* shares that were made together never exceed the quota. What nodes hold may exceed it for some heartbeats, while one node grows
+  into what another must evict, or as long as blocks in use cannot be evicted;
+* a tenant whose engines all run on one host has at least seven eighths of its quota there, whatever the number of nodes;
+* a node that begins to hold blocks of the tenant gets its fair share within some heartbeats.
+
+A draining node has no share, and its blocks do not count: they are on their way to the other nodes, which share the whole quota
+and take those blocks only as far as they fit. Meanwhile no node gets headroom at the expense of others, or the moved blocks
+would be evicted again. A silent node has no share and does not count, because nobody serves its blocks.
+
+All shares are made at once, on the event loop, and reused for all nodes. It takes time per tenant and node, so other calls run
+in between, one run serves all heartbeats that wait for it, and the next run waits ``REST_TIMES`` as long as the run took. A
+share names the node's report that it was made from, so that the node knows which of its changes are included.
 """
 
 from __future__ import annotations
@@ -21,43 +32,89 @@ from kvproto.v1.metadata_pb2 import HeartbeatRequest, NamespaceRule, Retention, 
 from kvstore.core.clock import Clock
 from kvstore.core.types import NamespaceId, NodeId, Tier
 from kvstore.metadata.membership.node_table import NodeTable
-from kvstore.metadata.retention.quotas import shares
 from kvstore.metadata.retention.settings_store import OperatorSettings, RuleSetting
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 logger: Final = logging.getLogger(__name__)
+HEADROOM: Final = 8
+"""One n-th of a node's part of the quota by capacity is its headroom, whichever node holds the rest."""
 REST_TIMES: Final = 20
-"""QuotaShares out takes at most one n-th of the loop's time."""
+"""Making shares takes at most one n-th of the event loop's time."""
 SLICE_S: Final = 0.002
-"""So long it goes on before other calls are let through."""
+"""Time after which other calls run in between."""
+
+
+def divide_quota(quota: int, held: Sequence[int], capacities: Sequence[int], *, grows: bool = True) -> list[int]:
+    """Divide a quota among nodes.
+
+    Args:
+        quota: bytes, for all nodes together.
+        held: bytes that each node holds now.
+        capacities: capacity of each node in the tier, in bytes; 0: it has no volume of the tier.
+        grows: whether nodes get headroom at the expense of others. Otherwise no node gets less than it holds, unless the nodes
+            hold more than the quota.
+
+    Returns:
+        The share of each node in bytes; the sum is at most the quota.
+    """
+    total = sum(capacities)
+    if not total:
+        return [0] * len(held)
+    spare = quota // HEADROOM if grows else 0
+    wanted = [size + spare * capacity // total if capacity else 0 for size, capacity in zip(held, capacities, strict=True)]
+    shares = [0] * len(held)
+    left, capacity_left = quota, total
+    exceeded = sum(wanted) > quota
+    for node in sorted(range(len(held)), key=lambda node: wanted[node] / capacities[node] if capacities[node] else 0.0):
+        capacity = capacities[node]
+        if not capacity:
+            continue
+        fair = left * capacity // capacity_left
+        shares[node] = min(wanted[node], fair) if exceeded else wanted[node]
+        left -= shares[node]
+        capacity_left -= capacity
+    if exceeded:
+        return shares
+    return [share + left * capacity // total for share, capacity in zip(shares, capacities, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
-    """Shares as they were made."""
+class _ShareTable:
+    """Shares of all quotas, as one run made them.
 
-    orders: OperatorSettings
+    Attributes:
+        settings: the settings that they implement.
+        rules: all retention rules, as an encoded ``Retention``.
+        reports: boot and report number of each node that has reported what it holds.
+        positions: position of each node that has shares.
+        tenants: each tenant's shares by position, in DRAM and on NVMe; None: no quota for the tier.
+        made_s: when the run began.
+        took_s: how long the run took on the event loop.
+    """
+
+    settings: OperatorSettings
     rules: bytes
-    """As a ``Retention`` that says them alone."""
     reports: Mapping[NodeId, tuple[bytes, int]]
-    """Boot and number of the report of each node that has said what it holds."""
-    places: Mapping[NodeId, int]
-    """Positions of those that have a share."""
+    positions: Mapping[NodeId, int]
     tenants: Sequence[tuple[str, Sequence[int] | None, Sequence[int] | None]]
-    """Each tenant's shares by position, in DRAM and on NVMe."""
     made_s: float
     took_s: float
 
+    def includes(self, heartbeat: HeartbeatRequest) -> bool:
+        """Whether the shares are made from a report of this boot."""
+        known = self.reports.get(NodeId(heartbeat.node_id))
+        return known is not None and known[0] == heartbeat.boot_id
+
 
 class QuotaShares:
-    """What nodes are told.
+    """Makes shares, and answers heartbeats with them.
 
     Args:
-        nodes: who lives, and what they hold.
-        counters: events of this process.
+        nodes: live nodes and their reports.
+        counters: counters of this process.
         clock: the host's monotonic clock.
-        interval_s: how long shares hold.
+        interval_s: how long shares are reused.
     """
 
     def __init__(self, nodes: NodeTable, counters: Counters, clock: Clock, interval_s: float) -> None:
@@ -65,112 +122,107 @@ class QuotaShares:
         self._counters = counters
         self._clock = clock
         self._interval_s = interval_s
-        self._shared: _Shared | None = None
-        self._making: asyncio.Task[None] | None = None
+        self._shares: _ShareTable | None = None
+        self._run: asyncio.Task[None] | None = None
 
-    async def answer(self, orders: OperatorSettings, asking: HeartbeatRequest) -> Retention | None:
-        """What a node is told, which has just said what it holds; None: nothing, what it was told before holds.
+    async def answer(self, settings: OperatorSettings, heartbeat: HeartbeatRequest) -> Retention | None:
+        """The rules and shares of a node.
 
-        Never before it has said what it holds: with a share made without that it would let go of what it may keep.
+        Returns:
+            None if the node has not reported what it holds: with a share that ignores its blocks it would evict blocks that it
+            may keep. Its previous rules and shares then stay in force.
         """
-        if not orders.quotas and not orders.rules:
-            return Retention(report=asking.report)
-        if not asking.usages:
+        if not settings.quotas and not settings.rules:
+            return Retention(report=heartbeat.report)
+        if not heartbeat.usages:
             return None
-        if self._stale(orders, asking):
-            if self._making is None or self._making.done():
-                self._making = asyncio.create_task(self._make(orders))
-            await asyncio.shield(self._making)  # others may wait for it, too
-        return self._told(asking)
+        if self._stale(settings, heartbeat):
+            if self._run is None or self._run.done():
+                self._run = asyncio.create_task(self._make(settings))
+            await asyncio.shield(self._run)  # others may wait for it, too
+        return self._answer_from(self._shares, heartbeat)
 
-    def _stale(self, orders: OperatorSettings, asking: HeartbeatRequest) -> bool:
-        shared = self._shared
-        if shared is None:
+    def _stale(self, settings: OperatorSettings, heartbeat: HeartbeatRequest) -> bool:
+        shares = self._shares
+        if shares is None:
             return True
-        age_s = self._clock.now_s() - shared.made_s
-        if age_s < REST_TIMES * shared.took_s:
+        age_s = self._clock.now_s() - shares.made_s
+        if age_s < REST_TIMES * shares.took_s:
             return False
-        return shared.orders is not orders or age_s >= self._interval_s or not _knows(shared, asking)
+        return shares.settings is not settings or age_s >= self._interval_s or not shares.includes(heartbeat)
 
-    def _told(self, asking: HeartbeatRequest) -> Retention | None:
-        shared = self._shared
-        if shared is None or not _knows(shared, asking):
+    def _answer_from(self, shares: _ShareTable | None, heartbeat: HeartbeatRequest) -> Retention | None:
+        if shares is None or not shares.includes(heartbeat):
             return None
-        node_id = NodeId(asking.node_id)
-        told = Retention.FromString(shared.rules)
-        told.report = shared.reports[node_id][1]
-        place = shared.places.get(node_id)
-        if place is not None and not self._nodes.is_draining(node_id):
-            told.shares.extend(
+        node_id = NodeId(heartbeat.node_id)
+        answer = Retention.FromString(shares.rules)
+        answer.report = shares.reports[node_id][1]
+        position = shares.positions.get(node_id)
+        if position is not None and not self._nodes.is_draining(node_id):
+            answer.shares.extend(
                 TenantShare(
                     tenant=tenant,
-                    dram_bytes=None if dram is None else dram[place],
-                    nvme_bytes=None if nvme is None else nvme[place],
+                    dram_bytes=None if dram is None else dram[position],
+                    nvme_bytes=None if nvme is None else nvme[position],
                 )
-                for tenant, dram, nvme in shared.tenants
+                for tenant, dram, nvme in shares.tenants
             )
-        return told
+        return answer
 
-    async def _make(self, orders: OperatorSettings) -> None:
+    async def _make(self, settings: OperatorSettings) -> None:
         try:
-            self._shared = await self._share_out(orders)
-        except Exception:  # process edge: heartbeats are to be answered, and what nodes were told before holds
+            self._shares = await self._make_shares(settings)
+        except Exception:  # process edge: heartbeats must be answered, and the previous shares stay in force
             self._counters.add(metadata_metrics.QUOTA_SHARE_FAILURES)
-            logger.exception("sharing out quotas failed, trying again")
+            logger.exception("making quota shares failed; the next heartbeat tries again")
 
-    async def _share_out(self, orders: OperatorSettings) -> _Shared:
+    async def _make_shares(self, settings: OperatorSettings) -> _ShareTable:
         began_s = slice_s = self._clock.now_s()
         took_s = 0.0
-        living = list(self._nodes.live_nodes())
+        live = list(self._nodes.live_nodes())
         reports = {
-            NodeId(info.node_id): (info.boot_id, report.report) for info, report in living if report is not None and report.usages
+            NodeId(info.node_id): (info.boot_id, report.report) for info, report in live if report is not None and report.usages
         }
-        sharing = [(info, report) for info, report in living if not self._nodes.is_draining(info.node_id)]
-        places = {NodeId(info.node_id): place for place, (info, _) in enumerate(sharing)}
+        sharing = [(info, report) for info, report in live if not self._nodes.is_draining(info.node_id)]
+        positions = {NodeId(info.node_id): position for position, (info, _) in enumerate(sharing)}
         moving = {
             usage.tenant
-            for info, report in living
-            if report is not None and NodeId(info.node_id) not in places
+            for info, report in live
+            if report is not None and NodeId(info.node_id) not in positions
             for usage in report.tenants
             if not usage.unknown
         }
         held: dict[tuple[str, Tier], list[tuple[int, int]]] = {}
-        for place, (_, report) in enumerate(sharing):
+        for position, (_, report) in enumerate(sharing):
             for usage in report.tenants if report is not None else ():
-                if usage.tenant in orders.quotas and not usage.unknown:
-                    held.setdefault((usage.tenant, Tier.DRAM), []).append((place, usage.dram_bytes))
-                    held.setdefault((usage.tenant, Tier.NVME), []).append((place, usage.nvme_bytes))
-        rooms = {tier: [_capacity(info, tier) for info, _ in sharing] for tier in (Tier.DRAM, Tier.NVME)}
+                if usage.tenant in settings.quotas and not usage.unknown:
+                    held.setdefault((usage.tenant, Tier.DRAM), []).append((position, usage.dram_bytes))
+                    held.setdefault((usage.tenant, Tier.NVME), []).append((position, usage.nvme_bytes))
+        capacities = {tier: [_capacity(info, tier) for info, _ in sharing] for tier in (Tier.DRAM, Tier.NVME)}
 
-        def of(tenant: str, tier: Tier, quota: int | None) -> Sequence[int] | None:
+        def shares_of(tenant: str, tier: Tier, quota: int | None) -> Sequence[int] | None:
             if quota is None:
                 return None
-            known = [0] * len(sharing)
-            for place, size in held.get((tenant, tier), ()):
-                known[place] = size
-            return shares(quota, known, rooms[tier], grows=tenant not in moving)
+            sizes = [0] * len(sharing)
+            for position, size in held.get((tenant, tier), ()):
+                sizes[position] = size
+            return divide_quota(quota, sizes, capacities[tier], grows=tenant not in moving)
 
         tenants = []
-        for tenant, quota in orders.quotas.items():
-            tenants.append((tenant, of(tenant, Tier.DRAM, quota.dram), of(tenant, Tier.NVME, quota.nvme)))
+        for tenant, quota in settings.quotas.items():
+            tenants.append((tenant, shares_of(tenant, Tier.DRAM, quota.dram), shares_of(tenant, Tier.NVME, quota.nvme)))
             if (worked_s := self._clock.now_s() - slice_s) > SLICE_S:
                 took_s += worked_s
                 await asyncio.sleep(0)
                 slice_s = self._clock.now_s()
         took_s += self._clock.now_s() - slice_s
-        rules = Retention(rules=[rule_to_proto(namespace, rule) for namespace, rule in orders.rules.items()])
-        return _Shared(orders, rules.SerializeToString(), reports, places, tenants, began_s, took_s)
+        rules = Retention(rules=[rule_to_proto(namespace, rule) for namespace, rule in settings.rules.items()])
+        return _ShareTable(settings, rules.SerializeToString(), reports, positions, tenants, began_s, took_s)
 
 
 def rule_to_proto(namespace: NamespaceId, rule: RuleSetting) -> NamespaceRule:
-    """A namespace's rule as it travels."""
+    """A namespace's rule as a message."""
     return NamespaceRule(namespace_id=namespace, ttl_ms=rule.ttl_ms, pinned=rule.pinned)
-
-
-def _knows(shared: _Shared, asking: HeartbeatRequest) -> bool:
-    """Whether they were made of what this boot of a node has said."""
-    known = shared.reports.get(NodeId(asking.node_id))
-    return known is not None and known[0] == asking.boot_id
 
 
 def _capacity(info: NodeInfo, tier: Tier) -> int:

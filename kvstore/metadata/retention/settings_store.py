@@ -1,12 +1,11 @@
-"""What operators ordered and what must outlive all else: tenants' quotas, rules of namespaces. A small file beside the index.
+"""Operator settings that must outlive everything else: tenants' quotas and retention rules, in a small file beside the index.
 
-The index is a hint, and may be dropped at any time; orders are not, so they are not kept in it. The file is JSON, written anew
-as a whole (synced, then renamed), so that it is there before or after a change and never in between; several workers change it
-one after the other (``flock``) and see each other's changes by its time and number. It is looked at whenever somebody asks: a
-few microseconds.
+The index is a hint and may be dropped at any time, so these settings are not kept in it. The file is JSON. A change writes it
+as a whole (synced, then renamed), so a reader sees it before or after a change. Several workers change it one after the other
+(``flock``) and notice each other's changes by its inode, time and size. Each read costs a ``stat`` of a few microseconds.
 
-A file that cannot be read is left alone: the server serves, says so in its log, tells nodes nothing, which therefore go on as
-they did, and refuses changes until somebody has mended or removed it.
+A file that cannot be read is not touched. The server keeps serving, logs the problem, and sends nodes no settings, so they keep
+their last ones. It rejects changes until an operator has repaired or removed the file.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from kvstore.process.atomic_file import write_atomically
 
 VERSION: Final = 1
 MAX_FILE_BYTES: Final = 4 << 20
-"""Several times what all quotas and rules that there may be take."""
+"""Several times the size of the maximum number of quotas and rules."""
 NAMESPACE_BYTES: Final = 16
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaSetting:
-    """What a tenant may hold in all nodes together, in bytes of payload; None: as much as there is."""
+    """Maximum bytes of payload that a tenant may hold in all nodes together; None: unlimited."""
 
     dram: int | None = None
     nvme: int | None = None
@@ -46,10 +45,14 @@ class QuotaSetting:
 
 @dataclass(frozen=True, slots=True)
 class RuleSetting:
-    """What may stay of a namespace."""
+    """Retention rule of a namespace.
+
+    Attributes:
+        ttl_ms: blocks that were not used for this time are evicted; 0: no limit.
+        pinned: whether blocks are never evicted.
+    """
 
     ttl_ms: int = 0
-    """Blocks that were not used for so long leave; 0: never for that."""
     pinned: bool = False
 
     def __bool__(self) -> bool:
@@ -58,140 +61,143 @@ class RuleSetting:
 
 @dataclass(frozen=True, slots=True)
 class OperatorSettings:
-    """All of them."""
+    """All quotas, by tenant, and all rules, by namespace."""
 
     quotas: Mapping[str, QuotaSetting] = field(default_factory=dict)
-    """By tenant."""
     rules: Mapping[NamespaceId, RuleSetting] = field(default_factory=dict)
-    """By namespace."""
 
     def with_quota(self, tenant: str, quota: QuotaSetting) -> OperatorSettings:
-        """The same with another quota of one tenant; one without any bound: none."""
+        """A copy with another quota of one tenant; an unlimited quota is removed."""
         others = {name: known for name, known in self.quotas.items() if name != tenant}
         return replace(self, quotas={**others, tenant: quota} if quota else others)
 
     def with_rule(self, namespace: NamespaceId, rule: RuleSetting) -> OperatorSettings:
-        """The same with another rule of one namespace; one that says nothing: none."""
+        """A copy with another rule of one namespace; an empty rule is removed."""
         others = {one: known for one, known in self.rules.items() if one != namespace}
         return replace(self, rules={**others, namespace: rule} if rule else others)
 
     def encode(self) -> bytes:
-        """As the file has it."""
+        """Encode as the file's content."""
         quotas = {tenant: {"dram": quota.dram, "nvme": quota.nvme} for tenant, quota in sorted(self.quotas.items())}
         rules = {namespace.hex(): {"ttl_ms": one.ttl_ms, "pinned": one.pinned} for namespace, one in sorted(self.rules.items())}
         return json.dumps({"version": VERSION, "quotas": quotas, "namespaces": rules}, indent=1).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> OperatorSettings:
-        """From the file.
+        """Decode the file's content.
 
         Raises:
-            ValueError: it is none of ours.
+            ValueError: the content is invalid.
         """
         if len(raw) > MAX_FILE_BYTES:
-            raise ValueError("too large for a file of orders")
+            raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
         try:
             found = json.loads(raw)
         except RecursionError as error:
             raise ValueError("nested too deeply") from error
         if not isinstance(found, dict) or found.get("version") != VERSION:
-            raise ValueError("of another version, or no file of orders")
+            raise ValueError(f"not a settings file of version {VERSION}")
         return cls(
             {
-                _tenant(name): QuotaSetting(_number(said, "dram"), _number(said, "nvme"))
-                for name, said in _part(found, "quotas", MAX_QUOTAS)
+                _tenant(name): QuotaSetting(_number(entry, "dram"), _number(entry, "nvme"))
+                for name, entry in _entries(found, "quotas", MAX_QUOTAS)
             },
             {
-                _namespace(name): RuleSetting(_number(said, "ttl_ms") or 0, said.get("pinned") is True)
-                for name, said in _part(found, "namespaces", MAX_RULES)
+                _namespace(name): RuleSetting(_number(entry, "ttl_ms") or 0, entry.get("pinned") is True)
+                for name, entry in _entries(found, "namespaces", MAX_RULES)
             },
         )
 
 
-def _part(found: dict[str, Any], name: str, most: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    part = found.get(name, {})
-    if not isinstance(part, dict) or len(part) > most:
-        raise ValueError(f"{name} are none, or more than {most}")
-    for key, said in part.items():
-        if not isinstance(said, dict):
-            raise ValueError(f"{name} of {key!r} are not as they are written")  # noqa: TRY004  # as all else that is wrong
-        yield key, said
+def _entries(found: dict[str, Any], name: str, limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    entries = found.get(name, {})
+    if not isinstance(entries, dict) or len(entries) > limit:
+        raise ValueError(f"{name} is not an object with at most {limit} entries")
+    for key, entry in entries.items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"{name}[{key!r}] is not an object")  # noqa: TRY004  # like all invalid content
+        yield key, entry
 
 
 def _tenant(name: str) -> str:
-    if len(name.encode()) > MAX_NAME_BYTES or not name.isprintable():  # a lone surrogate cannot be encoded: a ValueError, too
-        raise ValueError(f"{name[:64]!r} is no tenant's name")
+    if len(name.encode()) > MAX_NAME_BYTES or not name.isprintable():  # a lone surrogate raises UnicodeEncodeError, a ValueError
+        raise ValueError(f"{name[:64]!r} is not a valid tenant name")
     return name
 
 
 def _namespace(name: str) -> NamespaceId:
     namespace = bytes.fromhex(name)
     if len(namespace) != NAMESPACE_BYTES:
-        raise ValueError(f"{name[:64]!r} is no id of a namespace")
+        raise ValueError(f"{name[:64]!r} is not a namespace id")
     return NamespaceId(namespace)
 
 
-def _number(said: dict[str, Any], name: str) -> int | None:
-    value = said.get(name)
+def _number(entry: dict[str, Any], name: str) -> int | None:
+    value = entry.get(name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63):
-        raise ValueError(f"{name} is no number that it can be")
+        raise ValueError(f"{name} is not an integer from 0 to 2^63 - 1")
     return value
 
 
 class SettingsStore:
-    """The file. ``now`` on one thread, ``change`` on another; several processes may have it."""
+    """The settings file. Call ``read`` on one thread and ``change`` on another; several processes may use the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._seen: tuple[int, int, int] | None = None
-        self._orders: OperatorSettings | None = OperatorSettings()
-        self.wrong = ""
-        """Why it cannot be read; empty: it can."""
+        self._file_state: tuple[int, int, int] | None = None
+        self._settings: OperatorSettings | None = OperatorSettings()
+        self.problem = ""
+        """Why the file cannot be read; empty: it can be read."""
 
-    def now(self) -> OperatorSettings | None:
-        """The orders in force; None: they cannot be read (``wrong`` says why)."""
+    def read(self) -> OperatorSettings | None:
+        """The settings in force; None: the file cannot be read (see ``problem``)."""
         try:
             found = self.path.stat()
-            seen = (found.st_ino, found.st_mtime_ns, found.st_size)
-            if seen != self._seen:
+            file_state = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if file_state != self._file_state:
                 with self.path.open("rb") as file:
                     raw = file.read(MAX_FILE_BYTES + 1)
-                self._orders, self.wrong = OperatorSettings.decode(raw), ""
-                self._seen = seen
+                self._settings, self.problem = OperatorSettings.decode(raw), ""
+                self._file_state = file_state
         except FileNotFoundError:
-            self._orders, self.wrong, self._seen = OperatorSettings(), "", None
+            self._settings, self.problem, self._file_state = OperatorSettings(), "", None
         except (OSError, ValueError) as error:
-            self._orders, self.wrong, self._seen = None, str(error), None
-        return self._orders
+            self._settings, self.problem, self._file_state = None, str(error), None
+        return self._settings
 
-    def change(self, changed: Callable[[OperatorSettings], OperatorSettings]) -> tuple[OperatorSettings, OperatorSettings]:
-        """Changes the orders: what they were, and what they are. Blocks for I/O.
+    def change(self, edit: Callable[[OperatorSettings], OperatorSettings]) -> tuple[OperatorSettings, OperatorSettings]:
+        """Change the settings. Blocks for I/O.
 
         Args:
-            changed: of the orders that there are, those that are to be; what it raises goes on to the caller.
+            edit: returns the new settings for the present ones; its exceptions reach the caller.
+
+        Returns:
+            The settings before and after the change.
 
         Raises:
             Conflict: the file cannot be read.
-            CapacityExceeded: there is no room on disk; nothing is changed.
-            Unavailable: it cannot be written; nothing is changed.
+            CapacityExceeded: the disk is full; nothing is changed.
+            Unavailable: the file cannot be written; nothing is changed.
         """
         try:
-            with self._alone():
-                before = SettingsStore(self.path)
-                orders = before.now()
-                if orders is None:
-                    raise Conflict("the file of orders cannot be read: mend or remove it", path=self.path, why=before.wrong)
-                after = changed(orders)
-                if after != orders:
+            with self._exclusive():
+                present = SettingsStore(self.path)
+                before = present.read()
+                if before is None:
+                    raise Conflict(
+                        "the settings file cannot be read: repair or remove it", path=self.path, reason=present.problem
+                    )
+                after = edit(before)
+                if after != before:
                     write_atomically(self.path, after.encode())
-                return orders, after
+                return before, after
         except OSError as error:
             if error.errno in _NO_ROOM:
-                raise CapacityExceeded("no room on disk for orders", path=self.path) from error
-            raise Unavailable("orders cannot be written", path=self.path, reason=error) from error
+                raise CapacityExceeded("no room on disk for the settings file", path=self.path) from error
+            raise Unavailable("the settings file cannot be written", path=self.path, reason=error) from error
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         lock = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # held for one small write at a time

@@ -1,4 +1,4 @@
-"""Whose a namespace is, as its spec says, for calls that are confined to a tenant (``kvstore.rpc.auth.interceptor``)."""
+"""Owners of namespaces: checks for calls whose token is confined to one tenant (``kvstore.rpc.auth.interceptor``)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvstore.rpc.codec import check_id, spec_to_proto
 
 
 class NamespaceOwners:
-    """The namespaces of one index. ``register`` is for the thread that changes it, the rest for the server's loop."""
+    """The tenant of each namespace of an index. Call ``register`` on the index thread, the other methods on the event loop."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self._owners: dict[bytes, str] = {}  # a namespace is its spec, so that this never changes; as many as the index has
+        self._owners: dict[bytes, str] = {}  # never changes: a namespace id is the digest of its spec
 
     def check(self, namespace_id: bytes) -> None:
-        """Refuses a namespace that is not the caller's.
+        """Check that the caller may use a namespace.
 
         Raises:
-            InvalidArgument: the id has another length.
-            NotFound: nobody has registered it, so that it cannot be told; register it, and ask again.
-            PermissionDenied: it is another tenant's.
+            InvalidArgument: the id has a wrong length.
+            NotFound: the namespace is not registered, so its tenant is unknown: register it, then call again.
+            PermissionDenied: the namespace belongs to another tenant.
         """
         if tenant() is None:
             return
@@ -35,20 +35,31 @@ class NamespaceOwners:
         if owner is None:
             spec = self._index.spec_of(NamespaceId(namespace_id))
             if spec is None:
-                raise NotFound("nobody has registered this namespace", namespace=namespace_id.hex())
+                raise NotFound("unknown namespace: register it", namespace=namespace_id.hex())
             owner = self._owners[namespace_id] = CacheSpec.FromString(spec).tenant
         require_tenant(owner)
 
-    def register(self, spec: Spec) -> None:
-        """Remembers a namespace in the index.
+    def check_all(self, namespace_ids: Sequence[bytes]) -> None:
+        """Check that the caller may use all of these namespaces.
 
         Raises:
-            CapacityExceeded: there are too many, of its tenant or of all.
+            PermissionDenied: a namespace belongs to another tenant, or the list is empty, which selects all namespaces.
+        """
+        if tenant() is not None and not namespace_ids:
+            raise PermissionDenied("a tenant must name the namespaces that it follows", tenant=tenant())
+        for one in namespace_ids:
+            self.check(one)
+
+    def register(self, spec: Spec) -> None:
+        """Store a namespace in the index.
+
+        Raises:
+            CapacityExceeded: the tenant has too many namespaces, or the index has.
         """
         if self._index.spec_of(spec.namespace) is not None:
             return
         known = self._index.namespaces()
-        # only what is new is parsed, and what is no more is dropped: an index that was made anew begins without
+        # parse only new specs, and drop namespaces that a recreated index does not have
         before = self._owners
         owners: dict[bytes, str] = {
             one: before[one] if one in before else CacheSpec.FromString(encoded).tenant for one, encoded in known
@@ -59,14 +70,3 @@ class NamespaceOwners:
             )
         self._owners = owners
         self._index.put_namespace(spec.namespace, spec_to_proto(spec).SerializeToString(deterministic=True))
-
-    def check_all(self, namespace_ids: Sequence[bytes]) -> None:
-        """As ``check``; a tenant that names none would see those of all.
-
-        Raises:
-            PermissionDenied: likewise.
-        """
-        if tenant() is not None and not namespace_ids:
-            raise PermissionDenied("a tenant names the namespaces that it wants to follow", tenant=tenant())
-        for one in namespace_ids:
-            self.check(one)

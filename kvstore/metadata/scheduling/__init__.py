@@ -1,1 +1,1 @@
-"""PendingWork plans and request scheduling over prefill and decode engines."""
+"""Load plans and request scheduling over prefill and decode engines."""

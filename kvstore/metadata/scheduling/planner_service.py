@@ -1,8 +1,8 @@
-"""PendingWork plans over gRPC: the one planner of the cluster, fed with who lives and with what clients report.
+"""Load plans over gRPC: the planner of the cluster, with the live nodes and the reports of clients as its input.
 
-The planner itself is pure (``kvstore.dualpath``); here requests are checked, nodes made known to it, and its answers put into
-messages. Runs on the event loop only. With several workers each plans for the clients that are connected to it, and sees the
-queues that it charged itself.
+The planner itself is pure (``kvstore.dualpath``). This module checks requests, keeps the planner's nodes up to date, and encodes
+its answers. It runs on the event loop only. With several workers, each plans for the clients that are connected to it, and knows
+only the queues of its own plans.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
 
 RELAYS: Final = 8
-"""Idle third nodes that one plan considers."""
+"""Maximum number of idle third nodes per plan."""
 ANSWERS_KEPT: Final = 4096
-"""Plans that a retry of the same operation is answered with."""
+"""Plans that are kept for retries of the same operation."""
 MOST_PLAN_ID: Final = (1 << 63) - 1
-"""Ids are drawn at random up to it: whoever has a plan's id may report on it, and nobody guesses one."""
+"""Largest plan id. Ids are random: only a client that got the plan can report on it."""
 MAX_REPORTS: Final = 4096
 MAX_RANGES: Final = 65_536
 
@@ -49,8 +49,8 @@ SIDES: Final = {
 }
 
 
-class _Known(NamedTuple):
-    """A node as the planner was told of it."""
+class _PlannerNode(NamedTuple):
+    """The facts of a node that the planner has."""
 
     boot_id: bytes
     measured: int
@@ -61,10 +61,10 @@ class PlannerService:
     """The planner behind RPCs.
 
     Args:
-        nodes: who is registered and alive.
-        policy: name of the policy that decides where a request names none.
-        counters: ``metadata_plans_total`` and its like.
-        clock: time.
+        nodes: registrations and liveness.
+        policy: path policy of requests that do not name one.
+        counters: counters of this process.
+        clock: clock.
     """
 
     def __init__(self, nodes: NodeTable, policy: str, counters: Counters, clock: Clock) -> None:
@@ -73,55 +73,55 @@ class PlannerService:
         self._clock = clock
         self._policies: dict[str, PlanPolicy] = {}
         self._default = policy
-        # clients report to whoever answers at this address: a server started anew, or another worker, must not know their plans
+        # clients report to any server at this address: a restarted server or another worker must not accept their plan ids
         self.planner = Planner(self._policy(policy), draw=lambda: secrets.randbelow(MOST_PLAN_ID) + 1)
-        self._known: dict[NodeId, _Known] = {}  # nodes that the planner believes alive
+        self._known: dict[NodeId, _PlannerNode] = {}  # live nodes of the planner
         self._answers: OrderedDict[bytes, tuple[bytes, pb.LoadPlan]] = OrderedDict()
-        """By operation: a digest of the request, but for its time left, and its plan."""
+        """By operation: a digest of the request without its budget, and the plan."""
 
     def _policy(self, name: str) -> PlanPolicy:
-        """One instance a policy: ``round_robin`` remembers whose turn it is."""
+        """One instance per policy, because ``round_robin`` keeps a position."""
         if name not in self._policies:
             self._policies[name] = policy_named(name)
         return self._policies[name]
 
     @property
     def default_policy(self) -> str:
-        """Name of the policy that decides where a request names none."""
+        """Path policy of requests that do not name one."""
         return self._default
 
     @default_policy.setter
     def default_policy(self, name: str) -> None:
-        """Plans under way go on as they were decided."""
+        """Change the policy. Plans in progress stay as they are."""
         self._policy(name)
         self._default = name
 
     # ---- requests ----
     def plan(self, request: pb.PlanLoadRequest) -> pb.LoadPlan:
-        """Plans one load.
+        """Plan one load.
 
         Raises:
-            InvalidArgument: malformed.
+            InvalidArgument: the request is malformed.
             Conflict: the operation id was used for another load.
-            CapacityExceeded: too many loads are under way.
-            NotFound: a node left meanwhile; nothing stays charged.
+            CapacityExceeded: too many loads are in progress.
+            NotFound: a node left during planning; nothing stays charged.
             Unavailable: no node that could read is alive.
         """
         operation = check_id(request.operation_id, "operation_id")
-        asked = pb.PlanLoadRequest()
-        asked.CopyFrom(request)
-        asked.budget_ms = 0  # less in each retry
-        content = hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()
+        canonical = pb.PlanLoadRequest()
+        canonical.CopyFrom(request)
+        canonical.budget_ms = 0  # differs in each retry
+        content = hashlib.sha256(canonical.SerializeToString(deterministic=True)).digest()
         earlier = self._answers.get(operation)
         if earlier is not None:
             if earlier[0] != content:
-                raise Conflict("this operation id was used for another load: draw one for each", operation_id=operation.hex())
+                raise Conflict("this operation id was used for another load: use a new id per load", operation_id=operation.hex())
             return earlier[1]
         check_name(request.prefill_node, "prefill_node")
         if request.decode_node:
             check_name(request.decode_node, "decode_node")
         now_s = self._clock.now_s()
-        self._follow_nodes(now_s)
+        self._update_nodes()
         read = PlanRequest(
             operation.hex(),
             request.blocks,
@@ -139,7 +139,7 @@ class PlannerService:
             raise
         try:
             answer = self._message(made)
-        except NotFound:  # nobody will ever report on a plan that nobody was told
+        except NotFound:  # no client knows this plan, so no report would ever end it
             self.planner.abort(made.plan_id, now_s)
             raise
         plan_id.set(str(made.plan_id))
@@ -151,10 +151,10 @@ class PlannerService:
         return answer
 
     def report(self, request: pb.ReportLoadsRequest) -> pb.ReportLoadsResponse:
-        """Takes progress in.
+        """Process progress reports.
 
         Raises:
-            InvalidArgument: a part that its plan never had, or more blocks than it has; everything else was taken in.
+            InvalidArgument: a part does not exist, or has fewer blocks than reported. All other reports took effect.
         """
         if len(request.loads) > MAX_REPORTS:
             raise InvalidArgument("too many loads in one report", got=len(request.loads), limit=MAX_REPORTS)
@@ -169,7 +169,7 @@ class PlannerService:
             for part in load.parts:
                 try:
                     known &= self.planner.progress(load.plan_id, part.index, part.blocks_done, now_s)
-                except InvalidArgument as error:  # reports of many loads travel together: the others count
+                except InvalidArgument as error:  # one call reports many loads: the others count
                     wrong = error
             if load.finished:
                 known &= self.planner.finish(load.plan_id, now_s)
@@ -181,21 +181,21 @@ class PlannerService:
         return pb.ReportLoadsResponse(forgotten=forgotten)
 
     def replan(self, request: pb.ReplanLoadRequest) -> pb.LoadPlan:
-        """Plans what a failed part did not bring anew.
+        """Plan the missing blocks of a failed part again.
 
         Raises:
-            NotFound: the plan is over or was never.
-            InvalidArgument: the part is over, or the ranges are not within it, or too many: less is to be said then.
-            CapacityExceeded: the plan has too many parts, or too many are under way; it goes on without the failed part.
+            NotFound: the plan has ended or never existed.
+            InvalidArgument: the part has ended, or the ranges are not within it, or there are too many ranges.
+            CapacityExceeded: the plan, or all plans together, have too many parts. The plan continues without the failed part.
             Unavailable: no node is left.
         """
         if len(request.arrived) > limits.MAX_REPLAN_RANGES:
             most = limits.MAX_REPLAN_RANGES
             raise InvalidArgument("too many ranges: leave out the smallest", got=len(request.arrived), limit=most)
         plan_id.set(str(request.plan_id))
-        limited.warning("a part of a load failed and is planned again: %s", request.why[: limits.MAX_REASON])
+        limited.warning("replanned a failed part of a load: %s", request.why[: limits.MAX_REASON])
         now_s = self._clock.now_s()
-        self._follow_nodes(now_s)
+        self._update_nodes()
         arrived = [(one.start, one.count) for one in request.arrived]
         try:
             plan = self.planner.fail(request.plan_id, request.index, arrived, now_s)
@@ -205,25 +205,25 @@ class PlannerService:
         self._counters.add(metadata_metrics.REPLANS)
         try:
             return self._message(plan)
-        except NotFound:  # the client takes this for the plan's end
+        except NotFound:  # for the client this ends the plan
             self.planner.abort(plan.plan_id, now_s)
             raise
 
     # ---- time ----
     def expire(self) -> None:
-        """Forgets plans whose clients are silent, and nodes that are; what does not move counts no more. Called now and then."""
+        """End plans of silent clients, stop counting stalled plans, and remove silent nodes. Called several times per second."""
         now_s = self._clock.now_s()
         stalled = self.planner.counters.stalled
         if over := self.planner.expire(now_s):
             self._counters.add(metadata_metrics.PLANS_EXPIRED, len(over))
         if stalled := self.planner.counters.stalled - stalled:
             self._counters.add(metadata_metrics.PLANS_STALLED, stalled)
-            limited.warning("of loads that were planned nothing moves: their reads do not count in queues any more (%d)", stalled)
-        self._follow_nodes(now_s)
+            limited.warning("stalled loads: their planned reads no longer count in queues (plans=%d)", stalled)
+        self._update_nodes()
 
     # ---- nodes ----
-    def _follow_nodes(self, now_s: float) -> None:  # noqa: ARG002  # the planner's own times come with each plan
-        """Makes joins, restarts and deaths known to the planner; for it, a node that drains is gone."""
+    def _update_nodes(self) -> None:
+        """Tell the planner of nodes that joined, restarted or left. It does not use draining nodes."""
         records = self._nodes.view().nodes
         for node_id, record in records.items():
             alive = self._nodes.is_alive(node_id) and not self._nodes.is_draining(node_id)
@@ -234,29 +234,29 @@ class PlannerService:
             measured, known = self._nodes.read_bytes_per_s(node_id), self._known.get(node_id)
             if alive and (known is None or known.boot_id != record.boot_id or known.measured != measured):
                 rates = link_rates(record, measured)
-                self._known[node_id] = _Known(record.boot_id, measured, rates)
+                self._known[node_id] = _PlannerNode(record.boot_id, measured, rates)
                 self.planner.add_node(node_id, rates.storage, rates.compute)
         for node_id in self._known.keys() - records.keys():
             del self._known[node_id]
             self.planner.remove_node(node_id)
 
     def sources(self, node_id: str, now_s: float) -> tuple[BandwidthSource, BandwidthSource]:
-        """Where the bandwidths come from that a node's storage and compute link are planned with."""
+        """Sources of the bandwidths that plans assume for a node's storage and compute link."""
         known = self._known.get(NodeId(node_id))
         if known is None:
             return BANDWIDTH_SOURCE_UNSPECIFIED, BANDWIDTH_SOURCE_UNSPECIFIED
-        learnt = self.planner.queues.has_learnt(node_id, now_s)
-        return BANDWIDTH_SOURCE_MEASURED if learnt else known.rates.storage_source, known.rates.compute_source
+        measured = self.planner.queues.has_learnt(node_id, now_s)
+        return BANDWIDTH_SOURCE_MEASURED if measured else known.rates.storage_source, known.rates.compute_source
 
     def _relays(self, request: pb.PlanLoadRequest, now_s: float) -> tuple[str, ...]:
-        """Third hosts with engines: a storage node has no link of its own to lend."""
+        """Idle third nodes with engines. A storage node has no compute link to relay over."""
         records = self._nodes.last_view.nodes
-        unfit = {node_id for node_id, record in records.items() if not {"prefill", "decode"}.intersection(record.roles)}
-        return tuple(self.planner.queues.idlest(RELAYS, now_s, unfit | {request.prefill_node, request.decode_node}))
+        without_engines = {node_id for node_id, record in records.items() if not {"prefill", "decode"}.intersection(record.roles)}
+        return tuple(self.planner.queues.idlest(RELAYS, now_s, without_engines | {request.prefill_node, request.decode_node}))
 
     def _message(self, plan: LoadPlan) -> pb.LoadPlan:
         records = self._nodes.last_view.nodes
-        answer = pb.LoadPlan(plan_id=plan.plan_id, attempt=plan.attempt, policy=plan.reasons.policy, reason=_told(plan))
+        answer = pb.LoadPlan(plan_id=plan.plan_id, attempt=plan.attempt, policy=plan.reasons.policy, reason=_explain(plan))
         for part in plan.parts:
             info: NodeInfo | None = records.get(NodeId(part.node))
             if info is None:
@@ -273,9 +273,9 @@ class PlannerService:
         return answer
 
 
-def _told(plan: LoadPlan) -> str:
-    """The figures of a decision, for people."""
+def _explain(plan: LoadPlan) -> str:
+    """The figures of a decision, as text."""
     queues = ", ".join(
         f"{state.node}: {state.pending_bytes / 1e6:.1f} MB queued at {state.snic / 1e6:.0f} MB/s" for state in plan.reasons.nodes
     )
-    return f"{queues}; done in {plan.reasons.predicted_seconds:.3f} s"[: limits.MAX_NAME_BYTES * 4]
+    return f"{queues}; predicted {plan.reasons.predicted_seconds:.3f} s"[: limits.MAX_NAME_BYTES * 4]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.core.types import BlockKey, BlockRun, StoreOutcome
-from kvstore.node.state.model import StoreGrant
+from kvstore.node.state.grants import StoreGrant
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -40,10 +40,8 @@ class Gate:
 
     def stores_under_way(self) -> int:
         """Blocks whose slots somebody is writing to."""
-        with self._table._lock:
-            return len(self._table._preparing)
+        return self._table.stores_in_progress()
 
     def awaits(self, keys: Iterable[BlockKey]) -> bool:
         """Whether somebody here already waits for one of the keys."""
-        with self._table._lock:
-            return any(key in self._table._vigils for key in keys)
+        return self._table.is_awaited(keys)

@@ -27,7 +27,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_REASON
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.control.migrator import BlockMigrator
-from kvstore.node.durability.shutdown_flush import by_namespace
+from kvstore.node.durability.requeue import by_namespace
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -233,7 +233,7 @@ class Drainer:
         for node_volume in self._table.node_volumes:
             node_volume.volume.check_files()
         migrator = self.migrator if order.move else None
-        volatile = [block for block in self._table.snapshot() if block.ours and not block.durable]
+        volatile = [block for block in self._table.snapshot() if block.produced_here and not block.durable]
         return [block for block in volatile if migrator is None or not migrator.is_safe(block.key)]
 
     def _write_back(self, order: DrainOrder) -> None:
@@ -241,7 +241,7 @@ class Drainer:
         if not self._writes_behind:
             return
         for namespace, keys in by_namespace(sorted(self._volatile(order), key=lambda block: block.depth)):
-            self._table.write_again(namespace, keys)
+            self._table.requeue_writeback(namespace, keys)
         while not self._is_over(order) and not self._table.wait_written(self._clock.now_s() + WRITTEN_S):
             self._not_durable = len(self._volatile(order))
 

@@ -115,7 +115,7 @@ class BlockMigrator:
         targets = self._target_nodes()
         staying = {status.node.node_id for status in targets}
         self._moved = {key: node_id for key, node_id in self._moved.items() if node_id in staying}
-        ours = [block for block in blocks if block.ours and not block.elsewhere and not block.leaving]
+        ours = [block for block in blocks if block.produced_here and not block.durable_remotely and not block.evicting]
         safe = self._safe(ours)
         free = {NodeId(status.node.node_id): _free_bytes(status) for status in targets}
         moves = plan_moves(ours, safe, {one: size for one, size in free.items() if size}, self._window_bytes, BATCH_BLOCKS)

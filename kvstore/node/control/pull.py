@@ -17,10 +17,10 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockRun, Outcome, StoreOutcome
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.control.migration_plan import free_space, slot_space
-from kvstore.node.eviction.quotas import Account, free_durable
+from kvstore.node.eviction.quotas import free_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.provider import NodeProvider
-from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.state.namespaces import Account, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -90,7 +90,7 @@ class Puller:
         size = self._table.volumes_of(namespace, run.keys).count(None) * namespace.shape.block_bytes
         account = namespace.account
         with self._lock:
-            free = free_durable(self._table, namespace)
+            free = free_durable(self._table.residency, namespace)
             fits = not size or free is None or self._pulling[account] + size <= free
             if fits:
                 self._pulling[account] += size

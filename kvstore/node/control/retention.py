@@ -31,22 +31,12 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import NamespaceId, Tier
 from kvstore.node.control.rules_file import read_rules, write_rules
-from kvstore.node.eviction.on_demand import leave_nvme
-from kvstore.node.eviction.quotas import (
-    MOST_GIVEN,
-    TIERS,
-    EvictionOrder,
-    QuotaShare,
-    durable_victims,
-    enter,
-    give_dram,
-    held_bytes,
-    join,
-    over_share,
-)
-from kvstore.node.eviction.ttl import MOST_EXPIRED, TtlOrder, expired
+from kvstore.node.eviction.on_demand import evict_from_volume
+from kvstore.node.eviction.quotas import MOST_GIVEN, durable_victims, enter, evict_tenant_dram, held_bytes, join, over_share
+from kvstore.node.eviction.ttl import MOST_EXPIRED, expired
+from kvstore.node.state.eviction_orders import EvictionOrder, TtlOrder
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
+from kvstore.node.state.namespaces import TIERS, NamespaceRegistry, NodeNamespace, QuotaShare
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -129,7 +119,7 @@ class Retainer:
             self._apply_rules()
 
     def _keep_rules(self) -> None:
-        now_s = self._table._clock.now_s()
+        now_s = self._table.clock.now_s()
         rules = self._rules
         if self._rules_file is None or rules == self._kept or now_s < self._keep_at_s:
             return
@@ -163,7 +153,7 @@ class Retainer:
         known = [namespace for namespace, report in self._joining.items() if report <= orders.report]
         if shares == self._shares and not known:
             return
-        with self._table._lock:
+        with self._table.residency.lock:
             self._namespaces.accounts.told(shares)
             for namespace in known:
                 namespace.counted = True
@@ -186,10 +176,10 @@ class Retainer:
         joining = [namespace for namespace in self._namespaces.all() if namespace.account is not None and not namespace.counted]
         told = []  # counts are read as they are: a block that comes or leaves meanwhile is told at the next heartbeat
         for account in self._namespaces.accounts.all():
-            dram, nvme = (held_bytes(self._table, account.namespaces, tier) for tier in TIERS)
+            dram, nvme = (held_bytes(self._table.residency, account.namespaces, tier) for tier in TIERS)
             told.append(TenantUsage(tenant=account.tenant, dram_bytes=dram, nvme_bytes=nvme))
         nobodys = [namespace for namespace in self._namespaces.all() if namespace.account is None]
-        dram, nvme = (held_bytes(self._table, nobodys, tier) for tier in TIERS)
+        dram, nvme = (held_bytes(self._table.residency, nobodys, tier) for tier in TIERS)
         told.append(TenantUsage(unknown=True, dram_bytes=dram, nvme_bytes=nvme))
         told = [one for one in told if one.dram_bytes or one.nvme_bytes]
         told.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
@@ -237,11 +227,11 @@ class Retainer:
         fresh = []
         for account in self._namespaces.accounts.all():
             for namespace in account.namespaces if account.orders else ():
-                with table._lock:
-                    if join(table, namespace):
+                with table.residency.lock:
+                    if join(table.residency, namespace):
                         fresh.append(namespace)
         for namespace, blocks in self._held_of(fresh).items():
-            enter(table, {tier: order for tier, order in namespace.in_account.items() if order is not None}, blocks)
+            enter(table.residency, {tier: order for tier, order in namespace.in_account.items() if order is not None}, blocks)
 
     def _held_of(self, namespaces: Sequence[NodeNamespace]) -> dict[NodeNamespace, list[Block]]:
         """The blocks of some namespaces, as they came."""
@@ -260,7 +250,7 @@ class Retainer:
             ttl_s, pinned = self._rules.get(namespace.namespace_id, (0.0, False))
             if (ttl_s, pinned) == (namespace.uses.ttl_s if namespace.uses is not None else 0.0, namespace.pinned):
                 continue
-            with table._lock:
+            with table.residency.lock:
                 if namespace.uses is not None and ttl_s:
                     namespace.uses.ttl_s = ttl_s
                 elif namespace.uses is not None:
@@ -268,7 +258,7 @@ class Retainer:
                         namespace.drop_order(tier, namespace.uses)
                     namespace.uses = None
                 elif ttl_s:
-                    namespace.uses = TtlOrder(table._clock, ttl_s)
+                    namespace.uses = TtlOrder(table.clock, ttl_s)
                     begun.append((namespace, dict.fromkeys(TIERS, namespace.uses)))
                 if pinned and not namespace.pinned:
                     namespace.pin_orders = {tier: EvictionOrder(LruPolicy(), of_pins=True) for tier in TIERS}
@@ -280,31 +270,38 @@ class Retainer:
                 namespace.pinned = pinned
                 table.accounts.pinned = tuple(one for one in {*table.accounts.pinned, namespace} if one.pinned)
         for namespace, orders in begun:
-            with table._lock:
+            with table.residency.lock:
                 for tier, order in orders.items():
                     order.entering = 1
                     namespace.add_order(tier, order)
         held = self._held_of([*(namespace for namespace, _ in begun), *unpinned])
         for namespace, orders in begun:
-            enter(table, orders, held[namespace])
+            enter(table.residency, orders, held[namespace])
         for namespace in unpinned:
             keys = [block.key for block in held[namespace]]
             for first in range(0, len(keys), MOST_GIVEN):
-                with table._lock:
-                    table._arena.restore(namespace, keys[first : first + MOST_GIVEN])
-                    table._durable.restore(namespace, keys[first : first + MOST_GIVEN])
+                with table.residency.lock:
+                    table.residency.arena.restore(namespace, keys[first : first + MOST_GIVEN])
+                    table.residency.volumes.restore(namespace, keys[first : first + MOST_GIVEN])
         self._ruled = {namespace for namespace in self._namespaces.all() if namespace.pinned or namespace.uses is not None}
 
     def _bring_down(self) -> None:
         table = self._table
         for _ in range(BATCHES):
-            with table._lock:
-                given = sum([give_dram(table, order, excess) for order, excess in over_share(table, Tier.DRAM)])
+            with table.residency.lock:
+                given = sum(
+                    [
+                        evict_tenant_dram(table.residency, order, excess)
+                        for order, excess in over_share(table.residency, Tier.DRAM)
+                    ]
+                )
                 victims = [
-                    block for order, excess in over_share(table, Tier.NVME) for block in durable_victims(table, order, excess)
+                    block
+                    for order, excess in over_share(table.residency, Tier.NVME)
+                    for block in durable_victims(table.residency, order, excess)
                 ]
                 if given:
-                    table._changed.notify_all()
+                    table.residency.changed.notify_all()
             self._leave(victims)
             if self._stopping.is_set() or not (given or victims):
                 return
@@ -313,16 +310,18 @@ class Retainer:
         table = self._table
         for namespace in self._ruled:
             for _ in range(BATCHES):
-                with table._lock:
-                    victims = expired(table, namespace.uses) if namespace.uses is not None and not namespace.pinned else []
+                with table.residency.lock:
+                    victims = (
+                        expired(table.residency, namespace.uses) if namespace.uses is not None and not namespace.pinned else []
+                    )
                 try:
                     self._leave([block for block in victims if block.nvme is not None])
                 finally:
-                    with table._lock:
+                    with table.residency.lock:
                         for block in victims:
-                            if block.nvme is None and block.dram is not None and table._idle(block):
-                                table._evict_dram(block)
-                        table._changed.notify_all()
+                            if block.nvme is None and block.dram is not None and table.residency.is_idle(block):
+                                table.residency.evict_dram(block)
+                        table.residency.changed.notify_all()
                 self._counters.add(node_metrics.EVICTED_UNUSED_BLOCKS, len(victims))
                 if self._stopping.is_set() or len(victims) < MOST_EXPIRED:
                     break
@@ -332,7 +331,7 @@ class Retainer:
         failed: OSError | KVStoreError | None = None
         for node_volume in self._table.node_volumes:
             try:
-                leave_nvme(self._table, node_volume, [block for block in victims if block.nvme_volume is node_volume])
+                evict_from_volume(self._table, node_volume, [block for block in victims if block.nvme_volume is node_volume])
             except (OSError, KVStoreError) as error:
                 failed = error
         if failed is not None:
@@ -340,7 +339,7 @@ class Retainer:
 
     def _learn_specs(self) -> None:
         """Whose the namespaces are that were found at start, and that no engine has opened since."""
-        now_s = self._table._clock.now_s()
+        now_s = self._table.clock.now_s()
         unknown = {namespace.namespace_id for namespace in self._namespaces.all() if namespace.spec is None}
         if not unknown or now_s < self._asked_s + ASK_S:
             return

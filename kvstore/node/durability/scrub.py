@@ -239,16 +239,16 @@ class VolumeChecks:
         check.bad += 1
         quarantine(self._table, node_volume, block, slot, self._counters)
         # only now: before the catalog forgot the bad copy, it would forget the new one with it
-        check.rewritten_blocks += self._table.write_again(block.namespace, [block.key])
+        check.rewritten_blocks += self._table.requeue_writeback(block.namespace, [block.key])
 
 
 def pin_held(table: BlockTable, node_volume: NodeVolume, batch: Sequence[Block]) -> list[tuple[Block, Slot]]:
     """Pins those blocks of a batch that are still on a volume. Their slots stay theirs until they are unpinned."""
-    with table._lock:
+    with table.residency.lock:
         pinned = [
             (block, block.nvme)
             for block in batch
-            if block.nvme is not None and block.nvme_volume is node_volume and not block.leaving
+            if block.nvme is not None and block.nvme_volume is node_volume and not block.evicting
         ]
         for block, _ in pinned:
             block.pins += 1

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
-from kvstore.node.durability.shutdown_flush import write_back
+from kvstore.node.durability.requeue import requeue_dram_only
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -83,7 +83,7 @@ class VolumeWatch:
             self._stalls[number], self._dirty[number] = node_volume.guard.stalls, sys.maxsize
         if not self._dirty[number] or not node_volume.guard.takes_changes:
             return
-        dirty = write_back(self._table)
+        dirty = requeue_dram_only(self._table)
         if dirty:
             log.info("blocks sent to write-behind again: %s answers again (dirty=%d)", node_volume.volume_id, dirty)
         # if they become no fewer, the volume is full or fails: the rest is tried again when the node stops

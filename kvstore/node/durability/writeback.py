@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -26,10 +26,10 @@ from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.checksum import verify
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, KVStoreError
-from kvstore.core.types import BlockKey, StoreOutcome
+from kvstore.core.types import StoreOutcome
 from kvstore.node.base.volume_guard import VolumeStalled
-from kvstore.node.eviction.on_demand import leave_nvme
-from kvstore.node.eviction.quotas import Leave, claim_durable, unclaim_durable
+from kvstore.node.eviction.on_demand import evict_from_volume
+from kvstore.node.eviction.quotas import WriteAllowance, claim_durable, unclaim_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.state.change_log import runs_of
 from kvstore.node.state.model import Block, NodeVolume
@@ -86,21 +86,21 @@ class LocalTarget:
         try:
             self._persist(blocks[: leave.blocks], turn)
         finally:
-            unclaim_durable(self._table, leave)
+            unclaim_durable(self._table.residency, leave)
         if denied := blocks[leave.blocks :]:
             turn()
             self._counters.add(node_metrics.WRITE_BEHIND_BEYOND_QUOTA_BLOCKS, len(denied))
             for block in denied:
-                self._table.not_persisted(block, denied=True)
+                self._table.writeback_failed(block, denied=True)
 
-    def _claim(self, namespace: NodeNamespace, wanted: int) -> Leave:
+    def _claim(self, namespace: NodeNamespace, wanted: int) -> WriteAllowance:
         """How many leading blocks their tenant's share lets come to the volumes; its coldest have left for them."""
         for _ in range(CLAIM_TRIES):
-            leave = claim_durable(self._table, namespace, wanted)
+            leave = claim_durable(self._table.residency, namespace, wanted)
             if not leave.victims:
                 return leave
             self._leave(None, leave.victims)
-        return Leave(0)
+        return WriteAllowance(0)
 
     def _persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
         if not blocks:
@@ -120,7 +120,7 @@ class LocalTarget:
         turn()
         self._counters.add(node_metrics.WRITE_BEHIND_DROPPED_BLOCKS, len(blocks))
         for block in blocks:
-            self._table.not_persisted(block)
+            self._table.writeback_failed(block)
 
     @staticmethod
     def _room(node_volume: NodeVolume) -> int:
@@ -129,7 +129,7 @@ class LocalTarget:
 
     def _write(self, node_volume: NodeVolume, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Block]:
         """Writes to one volume; returns the blocks it did not take."""
-        slots = self._slots(node_volume, blocks, turn)
+        slots = self._slots(node_volume, blocks)
         taken, left = blocks[: len(slots)], list(blocks[len(slots) :])
         if not taken:
             return left
@@ -146,36 +146,32 @@ class LocalTarget:
         written = [(block, slot) for block, slot, error in zip(taken, slots, errors, strict=True) if error is None]
         failed = [(block, slot, error) for block, slot, error in zip(taken, slots, errors, strict=True) if error is not None]
         turn()
-        outdated = node_volume.outdated.take()
-        stored = {block.key for block, _ in written}
 
         def late(error: BaseException | None) -> None:
-            """The commit ended after its blocks were given up: the next commit removes its entries from the catalog."""
-            if error is None:
-                node_volume.volume.free(list(outdated.values()))
-                _put_back(node_volume, {block.key: slot for block, slot in written})
+            """The commit ended after its blocks were given up: the catalog must not name their slots."""
+            try:
+                if error is None:
+                    node_volume.guard.timed(lambda: node_volume.volume.commit([], [block.key for block, _ in written]))
+            except (OSError, KVStoreError) as failure:
+                log.warning("volume keeps blocks until restart: %s (blocks=%d): %s", node_volume.volume_id, len(written), failure)
             else:
-                _put_back(node_volume, outdated)
                 node_volume.volume.free([slot for _, slot in written])
 
         entries = [(slot, block.record()) for block, slot in written]
-        removed = [key for key in outdated if key not in stored]
         try:
-            node_volume.guard.change(lambda: node_volume.volume.commit(entries, removed), late)
+            node_volume.guard.change(lambda: node_volume.volume.commit(entries, []), late)
         except VolumeStalled as error:
             self._stalled(node_volume, error)
             node_volume.volume.free([slot for _, slot, _ in failed])
             return list(blocks)
         except (OSError, KVStoreError) as error:
-            _put_back(node_volume, outdated)
             failed += [(block, slot, error) for block, slot in written]
             written = []
         else:
-            node_volume.volume.free(list(outdated.values()))
             if written:
                 node_volume.failing.succeeded(self._clock.now_s())
         for block, slot in written:
-            self._table.persisted(block, node_volume, slot)
+            self._table.writeback_done(block, node_volume, slot)
         self._counters.add(node_metrics.WRITE_BEHIND_BLOCKS, len(written))
         if failed:
             self._rest(node_volume, failed[0][2])
@@ -183,7 +179,7 @@ class LocalTarget:
             left += [block for block, _, _ in failed]
         return left
 
-    def _slots(self, node_volume: NodeVolume, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Slot]:
+    def _slots(self, node_volume: NodeVolume, blocks: Sequence[Block]) -> list[Slot]:
         """Slots for as many leading blocks as room can be made for."""
         shape, count = blocks[0].namespace.shape, len(blocks)
         while count:
@@ -191,13 +187,8 @@ class LocalTarget:
             if slots is not None:
                 return slots
             if not victims:
-                if node_volume.outdated.slots():
-                    turn()  # what of them was stored anew since is committed: no commit of it may come between
-                    if self._forget_outdated(node_volume):
-                        continue
                 count //= 2
-                continue
-            if not self._leave(node_volume, victims):
+            elif not self._leave(node_volume, victims):
                 return []
         return []
 
@@ -207,7 +198,7 @@ class LocalTarget:
         for each in self._table.node_volumes:
             theirs = [block for block in victims if block.nvme_volume is each]
             try:
-                leave_nvme(self._table, each, theirs)
+                evict_from_volume(self._table, each, theirs)
             except VolumeStalled as error:
                 self._stalled(each, error)
                 left = left and each is not node_volume
@@ -215,28 +206,6 @@ class LocalTarget:
                 self._rest(each, error)
                 left = left and each is not node_volume
         return left
-
-    def _forget_outdated(self, node_volume: NodeVolume) -> bool:
-        """Frees the slots of displaced blocks. Whether there were some."""
-        outdated = node_volume.outdated.take()
-
-        def settle(error: BaseException | None) -> None:
-            if error is None:
-                node_volume.volume.free(list(outdated.values()))
-            else:
-                _put_back(node_volume, outdated)
-
-        try:
-            node_volume.guard.change(lambda: node_volume.volume.commit([], list(outdated)), settle)
-        except VolumeStalled as error:
-            self._stalled(node_volume, error)
-            return False
-        except (OSError, KVStoreError) as error:
-            settle(error)
-            self._rest(node_volume, error)
-            return False
-        settle(None)
-        return bool(outdated)
 
     def _stalled(self, node_volume: NodeVolume, error: VolumeStalled) -> None:
         """Count a stall. The volume's guard refuses writes until it answers, so no rest is needed."""
@@ -249,11 +218,6 @@ class LocalTarget:
         now_s = self._clock.now_s()
         node_volume.failing.failed(now_s, error)
         node_volume.resting_until_s = now_s + REST_S
-
-
-def _put_back(node_volume: NodeVolume, outdated: Mapping[BlockKey, Slot]) -> None:
-    for key, slot in outdated.items():
-        node_volume.outdated.add(key, slot)
 
 
 class RemoteTarget:
@@ -287,9 +251,9 @@ class RemoteTarget:
         self._counters.add(node_metrics.WRITE_BEHIND_DROPPED_BLOCKS, len(blocks) - len(durable))
         for block in blocks:
             if id(block) in durable:
-                self._table.persisted(block, None, None)
+                self._table.writeback_done(block, None, None)
             else:
-                self._table.not_persisted(block)
+                self._table.writeback_failed(block)
 
     def _send(self, namespace: NodeNamespace, blocks: Sequence[Block]) -> set[int]:
         peer = self._peers.peer(self._find(), namespace)
@@ -409,8 +373,8 @@ class WriteBehind:
         self._counters.add(node_metrics.WRITE_BEHIND_BUGS)
         log.error("write-behind of %d blocks failed", len(blocks), exc_info=bug)
         for block in blocks:
-            if block.pending:
-                self._table.not_persisted(block)
+            if block.writing:
+                self._table.writeback_failed(block)
 
     def _sound_of(self, blocks: Sequence[Block]) -> list[Block]:
         """Those whose bytes match; with pauses that let the writers go on.
@@ -438,5 +402,5 @@ class WriteBehind:
             return True
         self._counters.add(node_metrics.WRITE_BEHIND_CORRUPT_BLOCKS)
         log.error("block %s in DRAM does not match its checksums: dropped", block.key.hex())
-        self._table.not_persisted(block, corrupt=True)
+        self._table.writeback_failed(block, corrupt=True)
         return False

@@ -30,10 +30,13 @@ class ArenaEvictor:
         self._blocks = blocks
         self._policy = policy
         self._idle = idle
+        self.version = 0
+        """Changes whenever the order does, except by use."""
         self.room = SpaceReclaimer(dram, blocks, policy)
 
     def insert(self, block: Block, slot: Slot) -> None:
         """A block has come."""
+        self.version += 1
         self.room.insert(block, slot)
         self._policy.insert(block.key, block.parent)
         for order in block.namespace.dram_orders:
@@ -41,6 +44,7 @@ class ArenaEvictor:
 
     def remove(self, block: Block, slot: Slot) -> None:
         """A block has left."""
+        self.version += 1
         self.room.remove(block, slot)
         self._policy.remove(block.key)
         for order in block.namespace.dram_orders:
@@ -58,22 +62,24 @@ class ArenaEvictor:
         for order in namespace.dram_orders:
             order.policy.restore(keys)
 
+    def every(self) -> Iterator[BlockKey]:
+        """All keys, coldest first, children before parents; those of pinned namespaces may be left out."""
+        self.version += 1
+        return self._policy.coldest(lambda _key: True)
+
     def coldest(self) -> Iterator[tuple[BlockKey, Slot]]:
         """What may leave as it is, with its slots, coldest first."""
         blocks, idle = self._blocks, self._idle
+        self.version += 1
 
         def may_leave(key: BlockKey) -> bool | None:
             block = blocks[key]
-            return None if block.namespace.pinned else idle(block) and block.expendable
+            return None if block.namespace.pinned else idle(block) and block.clean
 
         for key in self._policy.coldest(may_leave):
             slot = blocks[key].dram
             assert slot is not None
             yield key, slot
-
-    def warmth(self, keys: Sequence[BlockKey]) -> list[int]:
-        """How late blocks would leave: a number each, the larger the later."""
-        return self._policy.warmth(keys)
 
     def victims(self, shape: BlockShape, count: int) -> tuple[list[Block], list[Block]]:
         """Those that leave for ``count`` slots or some of them (none: no room can be made), and those to be written behind.
@@ -81,6 +87,7 @@ class ArenaEvictor:
         The latter are colder, or in the way, and lie in DRAM only: ``CASCADE_AT_ONCE`` of them at most.
         """
         blocks, idle = self._blocks, self._idle
+        self.version += 1
         passed: dict[BlockKey, Block] = {}
 
         def may_leave(key: BlockKey) -> bool | None:
@@ -89,14 +96,12 @@ class ArenaEvictor:
                 return None
             if not idle(block):
                 return False
-            if not block.expendable and len(passed) < CASCADE_AT_ONCE:
+            if not block.clean and len(passed) < CASCADE_AT_ONCE:
                 passed[key] = block
-            return block.expendable
+            return block.clean
 
         order = (blocks[key] for key in self._policy.coldest(may_leave))
         leaving = self.room.victims(shape, (count,), order, lambda block: block.dram, (may_leave,))
         if not leaving:
-            leaving = self.room.among_pins(
-                shape, lambda block: block.dram, lambda key: idle(blocks[key]) and blocks[key].expendable
-            )
+            leaving = self.room.among_pins(shape, lambda block: block.dram, lambda key: idle(blocks[key]) and blocks[key].clean)
         return leaving, list(passed.values())

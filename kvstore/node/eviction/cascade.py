@@ -25,7 +25,7 @@ def with_parents(
     for leaf in leaves:
         block: Block | None = leaf
         while block is not None and block.key not in found and block.dram is not None and len(found) < limit:
-            if block.expendable or block.namespace is not leaf.namespace or not idle(block):
+            if block.clean or block.namespace is not leaf.namespace or not idle(block):
                 break
             found[block.key] = block
             block = blocks.get(block.parent) if block.parent is not None else None

@@ -11,7 +11,7 @@ The table's lock is held for ``BATCH`` blocks at a time, so that loads and store
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from kvstore.core.cancel_scope import current
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
+from kvstore.node.state.block_states import VolumeReplica
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
@@ -51,20 +52,23 @@ def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_byt
     batch = BATCH if node_volume is None or len(table.node_volumes) == 1 else BATCHES_AMONG_SEVERAL * BATCH
     evicted = 0
     while (excess := volume.usage().used_bytes - down_to_bytes) > 0 and not current().cancelled:  # stores may be as fast
-        with table._lock:
+        with table.residency.lock:
             victims = []
             for key, slot in islice(
-                table._arena.coldest() if node_volume is None else table._durable.coldest(node_volume, table._idle), batch
+                table.residency.arena.coldest()
+                if node_volume is None
+                else table.residency.volumes.coldest(node_volume, table.residency.is_idle),
+                batch,
             ):
                 if excess <= 0:
                     break
-                victims.append(table._blocks[key])
+                victims.append(table.residency.blocks[key])
                 excess -= slot.size
-            _leave_dram(table, victims) if node_volume is None else _mark(victims)
+            _leave_dram(table, victims) if node_volume is None else table.residency.mark_evicting(victims)
         if not victims:
             return Evicted(evicted, volume.usage().blocks)
         if node_volume is not None:
-            leave_nvme(table, node_volume, victims)
+            evict_from_volume(table, node_volume, victims)
         evicted += len(victims)
     return Evicted(evicted, volume.usage().blocks if excess > 0 else 0)
 
@@ -105,25 +109,28 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
         for first in range(0, len(doomed), BATCH):
             batch = doomed[first : first + BATCH]
             for node_volume in table.node_volumes:
-                with table._lock:
-                    victims = [block for block in batch if block.nvme_volume is node_volume and table._idle(block)]
-                    _mark(victims)
-                leave_nvme(table, node_volume, victims)
-            with table._lock:
-                idle = [block for block in batch if block.nvme is None and block.dram is not None and table._idle(block)]
+                with table.residency.lock:
+                    victims = [block for block in batch if block.nvme_volume is node_volume and table.residency.is_idle(block)]
+                    table.residency.mark_evicting(victims)
+                evict_from_volume(table, node_volume, victims)
+            with table.residency.lock:
+                idle = [
+                    block for block in batch if block.nvme is None and block.dram is not None and table.residency.is_idle(block)
+                ]
                 for block in idle:
-                    block.elsewhere = False  # the storage node drops its own
+                    if block.durable_remotely:  # the storage node drops its own
+                        table.residency.set_replica(block, VolumeReplica.ABSENT)
                 _leave_dram(table, idle)
-        with table._lock:
-            left = [block for block in doomed if table._blocks.get(block.key) is block]
+        with table.residency.lock:
+            left = [block for block in doomed if table.residency.blocks.get(block.key) is block]
             dropped += len(doomed) - len(left)
             doomed = left
-            if doomed and not any(table._idle(block) for block in doomed) and not table._wait(table._changed, deadline_s):
+            if doomed and not any(table.residency.is_idle(block) for block in doomed) and not table.wait_changed(deadline_s):
                 break
     return Evicted(dropped, len(doomed))
 
 
-def leave_nvme(table: BlockTable, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
+def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
     """Blocks that were marked as leaving do leave a durable volume.
 
     Raises:
@@ -138,7 +145,7 @@ def leave_nvme(table: BlockTable, node_volume: NodeVolume, victims: Sequence[Blo
         if error is None:
             table.evicted_nvme(node_volume, victims)
         else:
-            table.stay_on_nvme(victims)
+            table.cancel_nvme_eviction(victims)
 
     keys = [block.key for block in victims]
     try:
@@ -157,24 +164,21 @@ def quarantine(table: BlockTable, node_volume: NodeVolume, block: Block, slot: S
     The slot rests until the next start, which does not find it in the catalog any more. The catalog forgets it first: once the
     table has, a good copy may be committed under the same key, and would be forgotten in its place.
     """
-    with table._lock:
-        if block.nvme != slot or block.nvme_volume is not node_volume or block.leaving:
+    with table.residency.lock:
+        if block.nvme != slot or block.nvme_volume is not node_volume or block.evicting:
             return
-        block.leave()
+        table.residency.mark_evicting([block])
     counters.add(node_metrics.QUARANTINED_BLOCKS)
     try:
         node_volume.guard.change(lambda: node_volume.volume.commit([], [block.key]), ignore)
     except (OSError, KVStoreError) as error:
         log.warning("the catalog of %s still names the bad block %s: %s", node_volume.volume_id, block.key.hex(), error)
     finally:
-        with table._lock:
-            block.stay()
+        with table.residency.lock:
             node_volume.quarantined += 1
-            table._durable.remove(block, node_volume)
-            table._log.removed(node_volume.volume_id, block.key)
-            block.unsettle()
-            table._drop_if_nowhere(block)
-            table._changed.notify_all()
+            table.residency.remove_from_volume(block, node_volume)
+            table.residency.drop_if_nowhere(block)
+            table.residency.changed.notify_all()
 
 
 def evict_all_nvme(table: BlockTable) -> int:
@@ -187,7 +191,7 @@ def evict_all_nvme(table: BlockTable) -> int:
     evicted = 0
     for node_volume in table.node_volumes:
         victims = table.nvme_victims(node_volume)
-        leave_nvme(table, node_volume, victims)
+        evict_from_volume(table, node_volume, victims)
         evicted += len(victims)
     return evicted
 
@@ -202,20 +206,20 @@ def _evict_each(table: BlockTable, held: Sequence[Block], node_volume: NodeVolum
     staying: set[BlockKey | None] = set()
     evicted = kept = 0
     for first in range(0, len(held), BATCH):
-        with table._lock:
+        with table.residency.lock:
             victims = []
             for block in held[first : first + BATCH]:
                 if not _lies_in(block, node_volume):  # it left meanwhile
                     continue
                 stays = block.key in staying or block.namespace.pinned
-                if stays or not table._idle(block) or (node_volume is None and not block.expendable):
+                if stays or not table.residency.is_idle(block) or (node_volume is None and not block.clean):
                     staying.add(block.parent)
                     kept += 1
                 else:
                     victims.append(block)
-            _leave_dram(table, victims) if node_volume is None else _mark(victims)
+            _leave_dram(table, victims) if node_volume is None else table.residency.mark_evicting(victims)
         if node_volume is not None:
-            leave_nvme(table, node_volume, victims)
+            evict_from_volume(table, node_volume, victims)
         evicted += len(victims)
     return Evicted(evicted, kept)
 
@@ -225,14 +229,9 @@ def _lies_in(block: Block, node_volume: NodeVolume | None) -> bool:
     return block.dram is not None if node_volume is None else block.nvme_volume is node_volume
 
 
-def _mark(victims: Iterable[Block]) -> None:
-    for block in victims:
-        block.leave()
-
-
 def _leave_dram(table: BlockTable, victims: Sequence[Block]) -> None:
     """Under the table's lock."""
     for block in victims:
-        table._evict_dram(block)
-    table._counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(victims))
-    table._changed.notify_all()
+        table.residency.evict_dram(block)
+    table.residency.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(victims))
+    table.residency.changed.notify_all()

@@ -268,7 +268,7 @@ class LayeredLoader:
         sources = request.sources_by_block()
         with self._lock:
             for index, slot in zip(indices, slots, strict=True):
-                block = self._table.arriving(request.new_block(index), slot)
+                block = self._table.begin_fill(request.new_block(index), slot)
                 fill = _Fill(block, request.first_layer, sources[index])
                 load.fills[index] = self._filling[block.key] = fill
         return load
@@ -279,9 +279,9 @@ class LayeredLoader:
             for fill in load.fills.values():
                 if self._filling.get(fill.block.key) is fill:
                     del self._filling[fill.block.key]
-                if fill.block.arriving and fill.ready > fill.first:
+                if fill.block.filling and fill.ready > fill.first:
                     self._leased[fill.block.key] = fill
-        self._table.unclaim([fill.block.key for fill in load.fills.values() if fill.block.arriving], ())
+        self._table.unclaim([fill.block.key for fill in load.fills.values() if fill.block.filling], ())
         self._table.unpin([fill.block for fill in load.fills.values()])
         with self._lock:
             for key in [key for key, fill in self._leased.items() if fill.block.dram is None]:
@@ -397,7 +397,7 @@ class LayeredLoader:
                 assert fill.ready >= ready, "layers are returned in order"
             if is_last and read.outcomes[number] is Outcome.HIT and fill.first == 0:
                 fill.block.checksums = fill.checksums.astype("<u8", copy=False).tobytes()
-                self._table.arrived(fill.block)
+                self._table.finish_fill(fill.block)
         for start, stop in _consecutive(indices):
             outcomes = list(read.outcomes[start:stop])
             is_hit = [outcome is Outcome.HIT for outcome in outcomes]

@@ -40,7 +40,8 @@ from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.peers import Peers
 from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs, SourceRange, equal_stretches
-from kvstore.node.state.model import Block, Claim, NodeVolume
+from kvstore.node.state.grants import LoadClaim
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
@@ -365,7 +366,7 @@ class Loader:
             return None
         return self._table.reserve(request.namespace.shape, count, request.deadline_s, request.namespace)
 
-    def _read_volumes(self, request: BlockRequest, claim: Claim, run: LoadedRun, thread_of: NodeVolume | None) -> None:
+    def _read_volumes(self, request: BlockRequest, claim: LoadClaim, run: LoadedRun, thread_of: NodeVolume | None) -> None:
         """Read claimed durable blocks into new slots and verify them; those on the volume ``thread_of`` in this thread."""
         table, shape = self._table, request.namespace.shape
         todo = list(claim.durable.items())
@@ -408,7 +409,7 @@ class Loader:
                 offset, block = todo[number]
                 run.outcomes[offset] = outcome
                 if outcome is Outcome.HIT:
-                    table.promoted(block, slots[number], checksums)
+                    table.finish_promotion(block, slots[number], checksums)
                     run.blocks[offset] = block
                     continue
                 self._counters.add(node_metrics.NVME_READ_FAILED_BLOCKS[outcome.name.lower()])
@@ -429,7 +430,7 @@ class Loader:
         """Free the slots of a read that its load abandoned. The read has ended, so the kernel no longer writes to them."""
         self._table.unreserve(slots)
 
-    def _fetch_absent(self, request: BlockRequest, claim: Claim, run: LoadedRun, sources: tuple[SourceRange, ...]) -> None:
+    def _fetch_absent(self, request: BlockRequest, claim: LoadClaim, run: LoadedRun, sources: tuple[SourceRange, ...]) -> None:
         """Fetch claimed blocks that this node does not hold, from the first source that delivers each.
 
         Mounted volumes of sources come first: they use this node's storage link alone, and no other node works for them.
@@ -500,7 +501,7 @@ class Loader:
                 still_missing.append(offset)
                 continue
             block = request.new_block(run.first + offset, checksums[number].astype("<u8", copy=False).tobytes())
-            run.blocks[offset] = table.adopted(block, slots[number])
+            run.blocks[offset] = table.insert_fetched(block, slots[number])
             run.tier, run.node = answer.tiers[number], source.peer.node_id
         self._counters.add(node_metrics.PEER_FETCHED_BLOCKS, len(missing) - len(still_missing))
         return still_missing

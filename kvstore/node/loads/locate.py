@@ -27,15 +27,16 @@ def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[Block
     """Pin blocks that are on NVMe and not in DRAM, and mark them used there."""
     found: list[Located] = []
     used: list[BlockKey] = []
-    with table._lock:
+    residency = table.residency
+    with residency.lock:
         for position, key in enumerate(keys):
-            block = table._blocks.get(key)
+            block = residency.blocks.get(key)
             if (
                 block is None
                 or block.namespace is not namespace
                 or block.dram is not None
-                or block.leaving
-                or key in table._loading
+                or block.evicting
+                or key in residency.loading
             ):
                 continue  # a block that is being loaded will soon be in DRAM
             if block.nvme is None or block.nvme_volume is None or block.nvme_volume.guard.stalled:
@@ -44,7 +45,7 @@ def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[Block
             block.pins += 1
             used.append(key)
             found.append((position, block, node_volume, block.nvme))
-        table._durable.touch(namespace, used)
+        residency.volumes.touch(namespace, used)
     return found
 
 

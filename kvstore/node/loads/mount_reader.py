@@ -50,7 +50,7 @@ class MountReader:
             for (at, _), target, (outcome, checksums) in zip(known, targets, answers or (), strict=False):
                 if outcome is Outcome.HIT:
                     blocks[at].checksums = checksums
-                    loaded[at] = table.adopted(blocks[at], target)
+                    loaded[at] = table.insert_fetched(blocks[at], target)
                 else:
                     table.unreserve((target,))
         hits = len(blocks) - loaded.count(None)

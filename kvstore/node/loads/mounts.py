@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvstore.config.node import MountSection
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.node.base.volume_guard import STALL_S, VolumeGuard, VolumeStalled, ignore
-from kvstore.node.config import MountConfig
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
@@ -72,7 +72,7 @@ class Mount:
 
     def __init__(
         self,
-        config: MountConfig,
+        config: MountSection,
         *,
         io_threads: int,
         counters: Counters,
@@ -82,7 +82,7 @@ class Mount:
         rest_s: float = REST_S,
         stall_s: float = STALL_S,
     ) -> None:
-        self.volume_id = VolumeId(config.volume_id)
+        self.volume_id = VolumeId(config.volume)
         self._config = config
         self._io_threads = io_threads
         self._counters = counters
@@ -269,7 +269,7 @@ class Mounts:
 
 
 def make_mounts(
-    configs: Sequence[MountConfig], *, io_threads: int, counters: Counters, clock: Clock, stall_s: float = STALL_S
+    configs: Sequence[MountSection], *, io_threads: int, counters: Counters, clock: Clock, stall_s: float = STALL_S
 ) -> Mounts:
     """The mounts of a node."""
     return Mounts([Mount(config, io_threads=io_threads, counters=counters, clock=clock, stall_s=stall_s) for config in configs])

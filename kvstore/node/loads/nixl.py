@@ -6,14 +6,13 @@ Two, because a fence ends the agent that reads, and what this node serves to oth
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
+from kvstore.config.node import NodeConfig
 from kvstore.core.errors import InvalidArgument, Unsupported
-from kvstore.node.config import NodeConfig
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.rpc.address import stays_on_host
-from kvstore.transport.nixl.agent import LOOPBACK, NixlAgent, NixlOptions, Region, has_rdma
+from kvstore.transport.nixl.agent import LOOPBACK, NEEDS_TRUST, NixlAgent, NixlOptions, Region, has_rdma
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +37,21 @@ class NixlPorts:
         self.serving: NixlAgent | None = None
         self.reading: NixlAgent | None = None
         self.says = "off"
-        if config.nixl is None:
+        if config.nixl == "off":
             return
-        options = replace(config.nixl, bounce_bytes=BOUNCE_BYTES, devices=_devices(config, config.nixl))
+        if not config.nixl_trusted_network:
+            raise InvalidArgument(NEEDS_TRUST, option="node.nixl", needs="node.nixl_trusted_network=true")
+        options = NixlOptions(
+            mode=config.nixl_way,
+            service_level=config.nixl_service_level,
+            devices=_devices(config),
+            transports=config.nixl_transports,
+            bounce_bytes=BOUNCE_BYTES,
+        )
         problem: InvalidArgument | Unsupported | None = None
-        if config.tls is not None:
+        if config.tls.resolve() is not None:
             problem = InvalidArgument("bytes that NIXL moves go past TLS: node.nixl takes a node without tls")
-        elif config.traffic.cap_bytes_per_s:
+        elif config.compute_cap:
             problem = InvalidArgument("bytes that NIXL moves go past compute_cap: node.nixl takes a node without a cap")
         else:
             names = [f"{config.node_id}-{name}" for name in ("serves", "reads")]
@@ -64,7 +71,7 @@ class NixlPorts:
             self.says = f"in use, UCX over {options.transports or found}"
             log.info("NIXL is %s", self.says)
             return
-        if config.nixl_required:
+        if config.nixl == "required":
             raise problem
         counters.add(transport_metrics.NIXL_UNAVAILABLE)
         self.says = f"not in use: {problem}"
@@ -82,17 +89,17 @@ class NixlPorts:
                 port.close()
 
 
-def _devices(config: NodeConfig, options: NixlOptions) -> str:
+def _devices(config: NodeConfig) -> str:
     """Network devices for NIXL: those that are named; loopback for a node that listens nowhere else."""
     listens = (config.data_listen, config.storage_listen or config.data_listen)
     if not all(map(stays_on_host, listens)):
-        return options.devices
-    if options.devices in ("", LOOPBACK):
+        return config.nixl_devices
+    if config.nixl_devices in ("", LOOPBACK):
         return LOOPBACK
     if not config.allow_insecure_remote:
         raise InvalidArgument(
             "refusing to open ports of NIXL beyond this host, where this node listens on loopback alone: leave"
             " node.nixl_devices unset, or set allow_insecure_remote",
-            devices=options.devices,
+            devices=config.nixl_devices,
         )
-    return options.devices
+    return config.nixl_devices

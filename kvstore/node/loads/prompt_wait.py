@@ -115,15 +115,15 @@ class PromptWaits:
         """Return the prompt's blocks, pinned; None for those that are not in DRAM in time."""
         blocks: list[Block | None] = [None] * len(request.chain)
         missing = len(blocks)
-        waiter = self._table.watch(request.namespace, request.chain.keys)
+        waiter = self._table.subscribe(request.namespace, request.chain.keys)
         try:
             self._load_durable(request)
-            while missing and (arrivals := self._table.came(waiter, request.deadline_s)):
+            while missing and (arrivals := self._table.next_arrivals(waiter, request.deadline_s)):
                 for index, block in arrivals:
                     blocks[index] = block
                 missing -= len(arrivals)
         finally:
-            self._table.unwatch(waiter)
+            self._table.unsubscribe(waiter)
         return blocks
 
     def _load_durable(self, request: BlockRequest) -> None:

@@ -14,7 +14,8 @@ from kvstore.node.base.admission_gate import Gate
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.runs import BlockRequest, LoadedRun
-from kvstore.node.state.model import Block, StoreGrant
+from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
@@ -85,7 +86,7 @@ class NodeProvider(BlockProvider):
         keys = [request.run.keys[at] for at in held]
         if all(self._table.are_durable(keys)):
             return
-        self._table.write_again(namespace, keys)
+        self._table.requeue_writeback(namespace, keys)
         self._table.wait_written(request.deadline_s)
         for at, durable in zip(held, self._table.are_durable(keys), strict=True):
             if not durable:

@@ -124,10 +124,10 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
     def _volumes(self) -> list[pb.VolumeDescription]:
         table, by_tenant = self._parts.table, self._parts.retainer.by_tenant
         described = [_volume(table.dram)]
-        described[0].tenants.extend(by_tenant(table._arena.room.held, Tier.DRAM))
+        described[0].tenants.extend(by_tenant(table.residency.arena.room.held, Tier.DRAM))
         for node_volume in table.node_volumes:
             described.append(_volume(node_volume.volume, self._parts.health.why_read_only(node_volume), node_volume.quarantined))
-            described[-1].tenants.extend(by_tenant(table._durable.held_on(node_volume), Tier.NVME))
+            described[-1].tenants.extend(by_tenant(table.residency.volumes.held_on(node_volume), Tier.NVME))
         return described
 
     async def DescribeUsage(self, request: pb.DescribeUsageRequest, context: Context) -> pb.DescribeUsageResponse:  # noqa: N802, ARG002

@@ -4,59 +4,64 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvstore.node.state.model import Block
-    from kvstore.node.state.slot_map import PlaceMap
-    from kvstore.node.table import BlockTable
-    from kvstore.tiers.contract import Slot
+from kvstore.node.state.block_states import DramState, VolumeReplica
+from kvstore.node.state.model import Block
+from kvstore.node.state.residency import Residency
+from kvstore.node.state.slot_map import PlaceMap
+from kvstore.tiers.contract import Slot
 
 
-def check_invariants(table: BlockTable) -> None:
+def validate(residency: Residency) -> None:
     """Asserts all of it. The caller holds the table's lock."""
     slots: set[int] = set()
-    for key, block in table._blocks.items():
+    for key, block in residency.blocks.items():
         assert block.key == key
         assert block.dram is not None or block.nvme is not None, "a block without a replica"
         assert block.pins >= 0, "negative pins"
+        assert (block.dram is None) == (block.dram_state is DramState.ABSENT), "a state in DRAM that is not its slot's"
+        assert not block.filling, "filling, and in the table"
+        on_volume = block.volume_replica not in (VolumeReplica.ABSENT, VolumeReplica.REMOTE)
+        assert (block.nvme_volume is not None) == on_volume, "a replica that is not its slot's"
+        assert not (block.writing and block.nvme_volume is not None), "written although on a volume"
         assert block.checksums or None in (block.dram, block.nvme), "a block in both tiers that has lost its checksums"
-        assert key not in table._preparing, "held and being written"
+        assert key not in residency.preparing, "held and being written"
         if block.dram is not None:
             assert block.dram.offset not in slots, "one slot, two blocks"
             slots.add(block.dram.offset)
-    for prepared in set(map(id, table._preparing.values())):
-        store = next(one for one in table._preparing.values() if id(one) == prepared)
+    for prepared in set(map(id, residency.preparing.values())):
+        store = next(one for one in residency.preparing.values() if id(one) == prepared)
         for slot in store.slots.values():
             assert slot.offset not in slots, "a slot both held and being written"
             slots.add(slot.offset)
-    assert len(table._dram_policy) == sum(block.dram is not None for block in table._blocks.values())
-    for key, vigils in table._vigils.items():
-        held = table._blocks.get(key)
-        for vigil in vigils:
-            assert key in vigil.missing, "a vigil that nobody keeps"
-            assert held is None or held.dram is None or held.namespace is not vigil.namespace, "a vigil for what is there"
-    resident_blocks = {block.dram: block for block in table._blocks.values() if block.dram is not None}
-    _check_places(table._arena.room.by_place, resident_blocks)
-    for node_volume in table.node_volumes:
-        mine = (block for block in table._blocks.values() if block.nvme_volume is node_volume)
+    assert len(residency.dram_policy) == sum(block.dram is not None for block in residency.blocks.values())
+    for key, waiters in residency.waiters.items():
+        held = residency.blocks.get(key)
+        for waiter in waiters:
+            assert key in waiter.missing, "a waiter that nobody keeps"
+            assert held is None or held.dram is None or held.namespace is not waiter.namespace, "a waiter for what is there"
+    resident_blocks = {block.dram: block for block in residency.blocks.values() if block.dram is not None}
+    _check_places(residency.arena.room.by_place, resident_blocks)
+    for node_volume in residency.node_volumes:
+        mine = (block for block in residency.blocks.values() if block.nvme_volume is node_volume)
         durable = {place: block for block in mine if (place := block.nvme) is not None}
-        _check_places(table._durable.by_place(node_volume), durable)
-        assert durable.keys().isdisjoint(node_volume.outdated.slots()), "a slot that the catalog names twice"
+        _check_places(residency.volumes.by_place(node_volume), durable)
         assert all(block.nvme_volume is node_volume for block in node_volume.aside.values()), "aside, and not there"
-    assert len(table._durable) == sum(block.nvme_volume is not None for block in table._blocks.values())
-    resident = Counter(block.namespace for block in table._blocks.values() if block.dram is not None)
-    assert {namespace: blocks for namespace, blocks in table._arena.room.held.items() if blocks} == resident, "blocks miscounted"
-    for node_volume in table.node_volumes:
-        durable_blocks = Counter(block.namespace for block in table._blocks.values() if block.nvme_volume is node_volume)
+    assert len(residency.volumes) == sum(block.nvme_volume is not None for block in residency.blocks.values())
+    resident = Counter(block.namespace for block in residency.blocks.values() if block.dram is not None)
+    assert {namespace: blocks for namespace, blocks in residency.arena.room.held.items() if blocks} == resident, (
+        "blocks miscounted"
+    )
+    for node_volume in residency.node_volumes:
+        durable_blocks = Counter(block.namespace for block in residency.blocks.values() if block.nvme_volume is node_volume)
         assert {
-            namespace: blocks for namespace, blocks in table._durable.held_on(node_volume).items() if blocks
+            namespace: blocks for namespace, blocks in residency.volumes.held_on(node_volume).items() if blocks
         } == durable_blocks
-    parting = Counter(block.namespace for block in table._blocks.values() if block.leaving)
-    for node_volume in table.node_volumes:
-        for namespace in table._durable.held_on(node_volume):
-            assert namespace.parting == parting[namespace], "blocks on their way out miscounted"
-    for block in table._blocks.values():
+    parting = Counter(block.namespace for block in residency.blocks.values() if block.evicting)
+    for node_volume in residency.node_volumes:
+        for namespace in residency.volumes.held_on(node_volume):
+            assert namespace.evicting_blocks == parting[namespace], "blocks on their way out miscounted"
+    for block in residency.blocks.values():
         for order in (*block.namespace.dram_orders, *block.namespace.nvme_orders):
             assert len(order.policy) == len(order.keys), "an order that does not know what it holds"
 

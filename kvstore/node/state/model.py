@@ -1,16 +1,15 @@
-"""A block as its node knows it, and the records that pass between the table and those who act for it."""
+"""A block and a durable volume, as their node knows them."""
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome, VolumeId
+from kvstore.core.types import BlockKey, NamespaceId, VolumeId
 from kvstore.node.base.volume_guard import READERS, STALL_S, VolumeGuard, VolumeStalled
-from kvstore.node.state.eviction_reason import Leaving
+from kvstore.node.state.block_states import VOLUME_SHIFT, DramState, VolumeReplica
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import FailureTracker
@@ -20,20 +19,20 @@ from kvstore.tiers.nvme.slot_header import seal_of
 
 Key = TypeVar("Key", bound=Hashable)
 
-
-_PENDING, _EXPENDABLE, _ELSEWHERE, _OURS, _ARRIVING, _PASSING = (1 << bit for bit in range(6))
-_LEAVING_AT, _LEAVING_MASK = 6, 3
-_DISPUTED_AT, _DISPUTED_MASK = 8, (1 << 8) - 1
+STATE_MASK: Final = 0xF
+"""Of the state in DRAM; that of the replica on a volume lies ``VOLUME_SHIFT`` higher."""
+_PRODUCED, _TRANSIENT = 1 << 8, 1 << 9
 _DEPTH_AT, _DEPTH_MASK = 16, (1 << 32) - 1
 _ROW_AT, _ROW_MASK = 48, (1 << 32) - 1
 _PAGE_AT, _PAGE_MASK = 80, (1 << 48) - 1
 _GENERATION_AT, _SEAL_AT, _WORD_MASK = 128, 192, (1 << 64) - 1
-_PLACE_MASK = (1 << _PAGE_AT) - 1
+_SLOT_MASK = (1 << _PAGE_AT) - 1
 """What is below the fields of the NVMe slot."""
+_EVICTING = (VolumeReplica.EVICTING | VolumeReplica.EVICTING_FOR_QUOTA) << VOLUME_SHIFT
 
 
 class _Flag:
-    """One bit of a block's state."""
+    """Whether one of some bits of a block is set."""
 
     __slots__ = ("_mask",)
 
@@ -41,41 +40,43 @@ class _Flag:
         self._mask = mask
 
     def __get__(self, block: Block, kind: type[Block]) -> bool:
-        return block._bits & self._mask != 0
+        return block.bits & self._mask != 0
+
+
+class _SettableFlag(_Flag):
+    """One bit of a block."""
+
+    __slots__ = ()
 
     def __set__(self, block: Block, value: bool) -> None:
-        block._bits = block._bits | self._mask if value else block._bits & ~self._mask
+        block.bits = block.bits | self._mask if value else block.bits & ~self._mask
 
 
 class Block:
-    """One block and where it lies. Mutable, guarded by the table's lock; ``dram`` stays put while ``pins`` > 0.
+    """One block and its replicas. Mutable, guarded by the table's lock; ``dram`` stays while ``pins`` > 0.
 
-    A large node holds millions of blocks, nearly all of them on NVMe alone: such a block is this object of eight fields, its key
-    and one integer (``_bits``) that holds all small fields and the NVMe slot. Its checksums are not kept: they are in the slot's
-    header, and ``seal`` proves them. They are here as long as it lies in DRAM.
+    A large node holds millions of blocks, nearly all of them on NVMe alone. Such a block is this object of eight fields, its key
+    and one integer (``bits``) with its states (``kvstore.node.state.block_states``; only ``Residency`` changes them), all small
+    fields and the NVMe slot. Its checksums are kept only while it is in DRAM: the slot's header has them, and ``seal`` proves
+    the header.
     """
 
-    __slots__ = ("_bits", "checksums", "dram", "key", "namespace", "nvme_volume", "parent", "pins")
+    __slots__ = ("bits", "checksums", "dram", "key", "namespace", "nvme_volume", "parent", "pins")
 
-    expendable = _Flag(_EXPENDABLE)
-    """May leave DRAM as it is: it lies elsewhere, could not be written, or is only a copy of a peer's block."""
-    elsewhere = _Flag(_ELSEWHERE)
-    """Durable on the storage node."""
-    ours = _Flag(_OURS)
-    """Stored here by an engine or a peer; False: only a copy of a peer's block, whose durability is the peer's affair."""
-    pending = _Flag(_PENDING)
-    """Waits for write-behind, or is being written."""
-    arriving = _Flag(_ARRIVING)
-    """Its first layers are in its DRAM slot and the others on their way: not in the table yet, its slot lives by its pins."""
-    passing = _Flag(_PASSING)
-    """Only staged here for somebody: leaves DRAM as soon as nobody has it pinned."""
-
-    leaves = _Flag(_LEAVING_MASK << _LEAVING_AT)
-    """Whether it is ``leaving``."""
-    moves = _Flag(_PENDING | _LEAVING_MASK << _LEAVING_AT)
-    """It is on its way to a volume, or out of it."""
-    transient = _Flag(_ARRIVING | _PASSING)
-    """It lives by its pins."""
+    filling = _Flag(DramState.FILLING)
+    dirty = _Flag(DramState.DIRTY)
+    writing = _Flag(DramState.WRITING)
+    clean = _Flag(DramState.CLEAN)
+    durable_remotely = _Flag(VolumeReplica.REMOTE << VOLUME_SHIFT)
+    evicting = _Flag(_EVICTING)
+    in_transfer = _Flag(DramState.WRITING | _EVICTING)
+    """On its way to a volume, or out of it."""
+    lives_by_pins = _Flag(DramState.FILLING | _TRANSIENT)
+    """Leaves DRAM with its last pin."""
+    produced_here = _SettableFlag(_PRODUCED)
+    """Stored here by an engine or a peer, so this node must make it durable. False: a copy of another node's block."""
+    transient = _SettableFlag(_TRANSIENT)
+    """Only staged here: leaves DRAM once nobody has it pinned."""
 
     def __init__(self, namespace: NodeNamespace, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.namespace = namespace
@@ -85,11 +86,11 @@ class Block:
         self.dram: Slot | None = None
         self.nvme_volume: NodeVolume | None = None
         self.pins = 0
-        self._bits = depth << _DEPTH_AT | _OURS
+        self.bits = depth << _DEPTH_AT | _PRODUCED
 
     @property
     def namespace_id(self) -> NamespaceId:
-        """Whose it is."""
+        """Id of its namespace."""
         return self.namespace.namespace_id
 
     @property
@@ -98,91 +99,68 @@ class Block:
         return self.namespace.shape.block_bytes
 
     @property
+    def dram_state(self) -> DramState:
+        """State in DRAM."""
+        return DramState(self.bits & STATE_MASK)
+
+    @property
+    def volume_replica(self) -> VolumeReplica:
+        """Replica on a durable volume."""
+        return VolumeReplica(self.bits >> VOLUME_SHIFT & STATE_MASK)
+
+    @property
     def durable(self) -> bool:
         """Outlives this process."""
-        return self.elsewhere or (self.nvme_volume is not None and self.nvme_volume.volume.files_present)
+        return self.durable_remotely or (self.nvme_volume is not None and self.nvme_volume.volume.files_present)
 
     @property
     def depth(self) -> int:
         """Position in its chain."""
-        return self._bits >> _DEPTH_AT & _DEPTH_MASK
-
-    @property
-    def disputed(self) -> int:
-        """Stores that claimed another place for its key and were refused."""
-        return self._bits >> _DISPUTED_AT & _DISPUTED_MASK
-
-    def dispute(self) -> None:
-        """One more; 255 at most are counted."""
-        if self.disputed < _DISPUTED_MASK:
-            self._bits += 1 << _DISPUTED_AT
+        return self.bits >> _DEPTH_AT & _DEPTH_MASK
 
     @property
     def row(self) -> int:
         """Its row in the eviction policy of the volumes; 0: none."""
-        return self._bits >> _ROW_AT & _ROW_MASK
+        return self.bits >> _ROW_AT & _ROW_MASK
 
     @row.setter
     def row(self, row: int) -> None:
-        self._bits = self._bits & ~(_ROW_MASK << _ROW_AT) | row << _ROW_AT
+        self.bits = self.bits & ~(_ROW_MASK << _ROW_AT) | row << _ROW_AT
 
-    # ---- its NVMe replica
     @property
     def nvme(self) -> Slot | None:
         """Its slot on ``nvme_volume``."""
         if self.nvme_volume is None:
             return None
-        bits = self._bits
+        bits = self.bits
         page, generation = bits >> _PAGE_AT & _PAGE_MASK, bits >> _GENERATION_AT & _WORD_MASK
         return Slot(page * ALIGNMENT, self.namespace.slot_bytes, generation)
 
-    def settle(self, node_volume: NodeVolume, slot: Slot) -> None:
-        """It lies in a slot of a volume from now on."""
+    def put_on(self, node_volume: NodeVolume, slot: Slot) -> None:
+        """Note its slot on a volume."""
         offset, _, generation = slot
         self.nvme_volume = node_volume
         seal = seal_of(self.checksums)
-        place = offset // ALIGNMENT << _PAGE_AT | generation << _GENERATION_AT | seal << _SEAL_AT
-        self._bits = self._bits & _PLACE_MASK | place
+        fields = offset // ALIGNMENT << _PAGE_AT | generation << _GENERATION_AT | seal << _SEAL_AT
+        self.bits = self.bits & _SLOT_MASK | fields
         if self.dram is None:
             self.forget_checksums()
 
-    def unsettle(self) -> None:
-        """It no longer does."""
+    def take_off(self) -> None:
+        """Forget its slot on a volume."""
         self.nvme_volume = None
-        self._bits &= _PLACE_MASK
-
-    @property
-    def leaving(self) -> Leaving:
-        """Whether its NVMe replica is about to leave: nobody may begin to read it then. Changed by ``leave`` and ``stay``."""
-        return _LEAVING[self._bits >> _LEAVING_AT & _LEAVING_MASK]
-
-    def leave(self, why: Leaving = Leaving.FOR_ROOM) -> None:
-        """Its NVMe replica is on its way out from now on."""
-        if not self.leaving:
-            self.namespace.parting += 1
-        self._bits = self._bits & ~(_LEAVING_MASK << _LEAVING_AT) | why << _LEAVING_AT
-
-    def stay(self) -> Leaving:
-        """It is not: it left, or could not. Returns why it was."""
-        why = self.leaving
-        if why:
-            self._bits &= ~(_LEAVING_MASK << _LEAVING_AT)
-            self.namespace.parting -= 1
-        return why
+        self.bits &= _SLOT_MASK
 
     def forget_checksums(self) -> None:
-        """It is not in DRAM: where it lies on NVMe, its slot's header holds its checksums."""
+        """Forget the checksums of a block that is not in DRAM, if its slot on NVMe has them."""
         if self.nvme_volume is not None:
             self.checksums = b""
 
     def record(self) -> BlockRecord:
         """What a slot header says of it."""
         checksums, namespace = self.checksums, self.namespace
-        seal = None if checksums else self._bits >> _SEAL_AT
+        seal = None if checksums else self.bits >> _SEAL_AT
         return BlockRecord(namespace.namespace_id, self.key, self.parent, self.depth, namespace.shape, checksums, seal)
-
-
-_LEAVING = tuple(Leaving)
 
 
 class Recent(Generic[Key]):
@@ -204,39 +182,11 @@ class Recent(Generic[Key]):
         return key in self._keys
 
 
-class Outdated:
-    """Slots of blocks that left because they were stored at another place, which the catalog names until its next commit.
-
-    Whoever commits takes them, in the order of commits: a key among them may be stored anew, and committed. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._slots: dict[BlockKey, Slot] = {}
-        self._lock = threading.Lock()
-
-    def add(self, key: BlockKey, slot: Slot) -> None:
-        """A block left."""
-        with self._lock:
-            self._slots[key] = slot
-
-    def take(self) -> dict[BlockKey, Slot]:
-        """All of them, for one commit; then they are the volume's to free, or come back with ``add``."""
-        with self._lock:
-            taken, self._slots = self._slots, {}
-            return taken
-
-    def slots(self) -> list[Slot]:
-        """A look at them."""
-        with self._lock:
-            return list(self._slots.values())
-
-
 @dataclass(slots=True)
 class NodeVolume:
     """A durable volume, and what its node keeps of it."""
 
     volume: DurableVolume
-    outdated: Outdated = field(default_factory=Outdated)
     quarantined: int = 0
     """Replicas that proved bad: their slots are out of use until the next start."""
     resting_until_s: float = 0.0
@@ -273,47 +223,3 @@ class NodeVolume:
             return self.guard.look_up(self.volume.check_files)
         except VolumeStalled:
             return True
-
-
-@dataclass(slots=True)
-class StoreGrant:
-    """Slots granted to one store, until it is completed or abandoned."""
-
-    namespace: NodeNamespace
-    run: BlockRun
-    outcomes: list[StoreOutcome]
-    slots: dict[BlockKey, Slot] = field(default_factory=dict)
-    """Granted and not yet completed, in order of the run."""
-    depths: dict[BlockKey, int] = field(default_factory=dict)
-    parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
-    tail: BlockKey | None = None
-    """A partial block among them: handed over to whoever waits for it, neither written behind nor kept."""
-    guarded: Block | None = None
-    """The parent of the run, where it lies in one tier only: pinned, so that room for its children is not made by its leaving."""
-
-
-@dataclass(slots=True)
-class KeyWaiter:
-    """Keys that somebody waits for. Guarded by the table's lock."""
-
-    namespace: NodeNamespace
-    missing: dict[BlockKey, list[int]] = field(default_factory=dict)
-    """Positions of each key that is not there yet."""
-    came: list[tuple[int, Block]] = field(default_factory=list)
-    """(position, block), pinned and not yet told."""
-
-
-@dataclass(slots=True)
-class Claim:
-    """What a load may do about each key (positions among those asked for)."""
-
-    resident: dict[int, Block] = field(default_factory=dict)
-    """In DRAM already; pinned."""
-    durable: dict[int, Block] = field(default_factory=dict)
-    """On NVMe; pinned and claimed: to be read by the caller."""
-    absent: list[int] = field(default_factory=list)
-    """Not here."""
-    claimed_absent: list[int] = field(default_factory=list)
-    """Those of ``absent`` that the caller may fetch from elsewhere."""
-    busy: list[int] = field(default_factory=list)
-    """Another load or store brings it in now."""

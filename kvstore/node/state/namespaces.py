@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
 
 from kvstore.core.errors import CapacityExceeded, Conflict, NotFound
 from kvstore.core.limits import MAX_NAMESPACES, MAX_NAMESPACES_OF_TENANT
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockShape, NamespaceId, Tier
-from kvstore.node.eviction.quotas import Account, Accounts, EvictionOrder
-from kvstore.node.eviction.ttl import TtlOrder
+from kvstore.node.state.eviction_orders import EvictionOrder, TtlOrder
+from kvstore.tiers.contract import EvictionPolicy
+from kvstore.tiers.eviction.policy import LruPolicy
 from kvstore.tiers.nvme.slot_header import slot_bytes
+
+TIERS: Final = (Tier.DRAM, Tier.NVME)
 
 
 class NodeNamespace:
     """One namespace. There is one object a namespace and node, so that ``is`` compares them."""
 
     __slots__ = (
-        *("account", "counted", "dram_orders", "granted", "in_account", "namespace_id", "nvme_orders", "parting", "pin_orders"),
+        *(
+            "account",
+            "counted",
+            "dram_orders",
+            "granted",
+            "in_account",
+            "namespace_id",
+            "nvme_orders",
+            "evicting_blocks",
+            "pin_orders",
+        ),
         *("pinned", "shape", "slot_bytes", "spec", "uses"),
     )
 
@@ -35,7 +50,7 @@ class NodeNamespace:
         known. Until then its blocks do not count against the share, and none of them leaves for it."""
         self.granted = 0
         """Blocks granted to stores that are under way."""
-        self.parting = 0
+        self.evicting_blocks = 0
         """Blocks that are on their way out of durable volumes."""
         self.in_account: dict[Tier, EvictionOrder | None] = {Tier.DRAM: None, Tier.NVME: None}
         """The orders of its tenant that its blocks go by."""
@@ -75,6 +90,84 @@ class NodeNamespace:
             self.dram_orders = tuple(one for one in self.dram_orders if one is not order)
         else:
             self.nvme_orders = tuple(one for one in self.nvme_orders if one is not order)
+
+
+class QuotaShare(NamedTuple):
+    """The most that a tenant may hold on this node, in bytes of payload; None: no quota."""
+
+    dram: int | None = None
+    nvme: int | None = None
+
+    def of(self, tier: Tier) -> int | None:
+        """In a tier."""
+        return self.dram if tier is Tier.DRAM else self.nvme
+
+
+class Account:
+    """One tenant's namespaces here, and its share."""
+
+    __slots__ = ("claimed_bytes", "namespaces", "orders", "share", "tenant")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.namespaces: list[NodeNamespace] = []
+        self.share = QuotaShare()
+        self.orders: dict[Tier, EvictionOrder] = {}
+        """Of the tiers that it has a quota in."""
+        self.claimed_bytes = 0
+        """On their way to durable volumes, by leave of ``claim_durable``."""
+
+
+class Accounts:
+    """All tenants of a node.
+
+    Args:
+        make_order: an empty order of eviction, for a tenant with a quota.
+    """
+
+    def __init__(self, make_order: Callable[[], EvictionPolicy] = LruPolicy) -> None:
+        self._make_order = make_order
+        self._lock = threading.Lock()
+        self._accounts: dict[str, Account] = {}
+        self.pinned: tuple[NodeNamespace, ...] = ()
+        """Namespaces that are pinned."""
+        self.limited: dict[Tier, tuple[Account, ...]] = dict.fromkeys(TIERS, ())
+        """Those with a quota in a tier."""
+
+    @property
+    def in_force(self) -> bool:
+        """Whether somebody may have to give before others."""
+        return bool(self.pinned or any(self.limited.values()))
+
+    def of(self, namespace: NodeNamespace, tenant: str) -> Account:
+        """The account of a tenant, which a namespace turns out to belong to. Thread-safe; once a namespace."""
+        with self._lock:
+            account = self._accounts.get(tenant)
+            if account is None:
+                account = self._accounts[tenant] = Account(tenant)
+            account.namespaces.append(namespace)
+            return account
+
+    def all(self) -> list[Account]:
+        """A look at them."""
+        with self._lock:
+            return list(self._accounts.values())
+
+    def told(self, shares: Mapping[str, QuotaShare]) -> None:
+        """The shares in force from now on. Tenants without one have no quota."""
+        before = {account.tenant for limited in self.limited.values() for account in limited}
+        with self._lock:
+            concerned = [self._accounts.setdefault(tenant, Account(tenant)) for tenant in shares.keys() | before]
+        for account in concerned:
+            account.share = shares.get(account.tenant, QuotaShare())
+            for tier in TIERS:
+                if account.share.of(tier) is None:
+                    if account.orders.pop(tier, None) is not None:
+                        for namespace in account.namespaces:
+                            namespace.leave_account(tier)
+                elif tier not in account.orders:
+                    account.orders[tier] = EvictionOrder(self._make_order())
+        self.limited = {tier: tuple(one for one in concerned if tier in one.orders) for tier in TIERS}
 
 
 class NamespaceRegistry:

@@ -9,7 +9,7 @@ from kvstore.observe.metrics import MetricGroup
 
 group = MetricGroup("Admin server")
 REQUESTS: Final = group.counter("admin_requests_total", "requests to the admin REST")
-ANSWERS_REUSED: Final = group.counter("admin_answers_reused_total", "responses served from the cache")
+REQUESTS_SHARED: Final = group.counter("admin_requests_shared_total", "queries answered together with an equal concurrent query")
 ANSWERS_UNTAKEN: Final = group.counter(
     "admin_answers_untaken_total", "connections closed because the client did not read the response in time"
 )

@@ -127,10 +127,7 @@ WAITS_CANCELLED: Final = group.counter(
     "node_waits_cancelled_total", "waits for memory or blocks that ended because the caller disconnected"
 )
 STORE_CONFLICTS: Final = group.counter(
-    "store_conflicts_total", "stores rejected because the key exists in another chain or namespace"
-)
-STORE_DISPLACED_BLOCKS: Final = group.counter(
-    "store_displaced_blocks_total", "blocks replaced by a store at another position of a chain"
+    "store_conflicts_total", "stores rejected because a key is held with another parent, depth or namespace"
 )
 STORE_ABANDONED_BLOCKS: Final = group.counter("store_abandoned_blocks_total", "slots granted to stores that were never completed")
 STORE_LOST_BLOCKS: Final = group.counter("store_lost_blocks_total", "blocks completed after their grant had expired")

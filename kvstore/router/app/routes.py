@@ -19,8 +19,8 @@ from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError,
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
 from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.observe.metric_definitions import router as router_metrics
-from kvstore.router.config import Role
 from kvstore.router.context import RouterContext
+from kvstore.router.engines import Role
 from kvstore.router.placement.placement import Placement
 from kvstore.router.prompts.prompt_facts import PromptReader
 from kvstore.router.prompts.request_body import CHAT, COMPLETIONS, parse_body

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from kvstore.router.config import EngineConfig, HealthLimits, Role
+from kvstore.router.engines import EngineConfig, HealthLimits, Role
 
 
 class HealthState(StrEnum):

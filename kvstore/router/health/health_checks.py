@@ -47,11 +47,11 @@ class HealthChecks:
 
     async def _run(self, name: str) -> None:
         while True:
-            await asyncio.sleep(self._context.config.health.check_interval_s)
+            await asyncio.sleep(self._context.config.check_interval_ms / 1000)
             await self._check(name)
 
     async def _check(self, name: str) -> None:
-        context, timeout_s = self._context, self._context.config.health.check_timeout_s
+        context, timeout_s = self._context, self._context.config.check_timeout_ms / 1000
         try:
             await context.upstreams[name].get("/health", timeout_s)
         except KVStoreError as error:

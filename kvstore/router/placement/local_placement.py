@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from kvstore.core.errors import Unavailable
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import router as router_metrics
-from kvstore.router.config import Role
 from kvstore.router.context import RouterContext
+from kvstore.router.engines import Role
 from kvstore.router.placement.balancer import RotationOrder, least_loaded
 from kvstore.router.placement.inflight import InflightEntry
 from kvstore.router.placement.placement import PlacedRequest, PlacementRequest

@@ -11,8 +11,8 @@ from kvclient import Assignment, AsyncSchedulerClient, DeadlineExceeded, EngineR
 from kvstore.core.errors import CapacityExceeded
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import router as router_metrics
-from kvstore.router.config import Role
 from kvstore.router.context import RouterContext
+from kvstore.router.engines import Role
 from kvstore.router.placement.local_placement import LocalPlacement
 from kvstore.router.placement.placement import PlacedRequest, PlacementRequest
 from kvstore.router.placement.scheduler_reporter import SchedulerReporter
@@ -46,7 +46,7 @@ class ScheduledPlacement:
         self._assigned: dict[str, EngineRequest] = {}  # by attempt id
 
     async def place(self, request: PlacementRequest) -> PlacedRequest:
-        deadline_s = self._context.now_s() + self._context.config.assign_timeout_s
+        deadline_s = self._context.now_s() + self._context.config.assign_timeout_ms / 1000
         for _ in range(_MAX_ASSIGNMENTS):
             if self.reporter.scheduler_down.is_set() or not self._can_schedule(request):
                 break
@@ -96,7 +96,8 @@ class ScheduledPlacement:
             if assignment is not None:
                 placed = self._placed(request, assignment)
         except DeadlineExceeded:
-            raise CapacityExceeded("no engine had capacity in time", seconds=self._context.config.assign_timeout_s) from None
+            seconds = self._context.config.assign_timeout_ms / 1000
+            raise CapacityExceeded("no engine had capacity in time", seconds=seconds) from None
         finally:
             generation = 0 if assignment is None else assignment.generation
             engine = "" if placed is None else placed.prefill or placed.engine

@@ -29,8 +29,8 @@ from kvclient import (
 from kvstore.core.errors import Conflict, Unavailable
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import router as router_metrics
-from kvstore.router.config import Role
 from kvstore.router.context import RouterContext
+from kvstore.router.engines import Role
 from kvstore.router.placement.inflight import InflightEntry
 
 _logger = logging.getLogger(__name__)
@@ -356,7 +356,7 @@ class SchedulerReporter:
 
     def _expire(self) -> None:
         """Forget requests of routers that died."""
-        now_s, max_age_s = self._context.now_s(), self._context.config.first_byte_timeout_s
+        now_s, max_age_s = self._context.now_s(), self._context.config.first_byte_timeout_ms / 1000
         while self._known:
             request_id, known = next(iter(self._known.items()))
             if now_s - known.since_s < max_age_s:

@@ -21,8 +21,8 @@ from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import router as router_metrics
 from kvstore.process.tls import TlsConfig
-from kvstore.router.config import Role
 from kvstore.router.context import RouterContext
+from kvstore.router.engines import Role
 from kvstore.router.placement.balancer import RotationOrder
 from kvstore.router.prompts.prompt_facts import StoreHits
 from kvstore.router.prompts.request_body import RequestBody

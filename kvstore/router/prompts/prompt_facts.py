@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvstore.router.config import Role
 from kvstore.router.context import RouterContext
+from kvstore.router.engines import Role
 from kvstore.router.prompts.prefix_memory import MAX_TEXT_BYTES, PIECE_BYTES, text_chain
 from kvstore.router.prompts.request_body import RequestBody
 

@@ -77,9 +77,8 @@ class PrefillDecodeRequest:
                 return failure, prefill_engine
             outcome = await decode
             if isinstance(outcome, AttemptFailure) and outcome.kind is FailureKind.TIMEOUT:
-                failure = (
-                    prefill.result() if prefill.done() else _timeout(prefill_engine, self._context.config.first_byte_timeout_s)
-                )
+                timeout_s = self._context.config.first_byte_timeout_ms / 1000
+                failure = prefill.result() if prefill.done() else _timeout(prefill_engine, timeout_s)
                 if isinstance(failure, AttemptFailure):
                     return failure, prefill_engine
             return outcome, placed.engine

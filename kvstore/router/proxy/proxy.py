@@ -31,8 +31,8 @@ from starlette.types import Receive, Scope, Send
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFound, Unavailable
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import router as router_metrics
-from kvstore.router.config import Role
 from kvstore.router.context import RouterContext
+from kvstore.router.engines import Role
 from kvstore.router.placement.placement import PlacedRequest, Placement, PlacementRequest
 from kvstore.router.prompts.prompt_facts import PromptFacts, PromptReader
 from kvstore.router.prompts.request_body import RequestBody
@@ -95,7 +95,7 @@ class ProxyRequest:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request until it is answered, or the client disconnects or stalls; then cancel all calls to engines."""
-        work = asyncio.ensure_future(self._serve(ClientConnection(send, self._context.config.client_timeout_s)))
+        work = asyncio.ensure_future(self._serve(ClientConnection(send, self._context.config.client_timeout_ms / 1000)))
         disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
@@ -116,7 +116,7 @@ class ProxyRequest:
     async def _abort(self, scope: Scope, disconnect: asyncio.Future[None]) -> None:
         """Abort the client's connection. Closing it would wait until the client reads the rest."""
         self._context.counters.add(router_metrics.CLIENTS_STUCK)
-        _log.warning("client disconnected: it stopped reading (timeout_s=%g)", self._context.config.client_timeout_s)
+        _log.warning("client disconnected: it stopped reading (timeout_s=%g)", self._context.config.client_timeout_ms / 1000)
         abort: Callable[[], None] | None = scope.get("state", {}).get(ABORT)
         if abort is not None:  # other ASGI servers do not provide it, and close the connection
             abort()

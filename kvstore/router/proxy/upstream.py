@@ -15,8 +15,9 @@ from typing import Final
 
 import httpx
 
+from kvstore.config.router import RouterConfig
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable
-from kvstore.router.config import EngineConfig, RouterConfig
+from kvstore.router.engines import EngineConfig
 
 KEEP_IDLE_S: Final = 2.0
 """Longer idle connections are closed: servers close theirs after some seconds, and a request must not race with that."""
@@ -171,13 +172,13 @@ class Upstream:
 
     def __init__(self, engine: EngineConfig, config: RouterConfig, verify: ssl.SSLContext | bool) -> None:
         self.engine = engine
-        self._first_byte_s = config.first_byte_timeout_s
-        self._idle_s = config.idle_timeout_s
+        self._first_byte_s = config.first_byte_timeout_ms / 1000
+        self._idle_s = config.idle_timeout_ms / 1000
         self._http = httpx.AsyncClient(
             base_url=engine.url,
             verify=verify,
             trust_env=False,  # engines are reached directly, even if the environment names a proxy
-            timeout=httpx.Timeout(None, connect=config.connect_timeout_s, write=config.idle_timeout_s),
+            timeout=httpx.Timeout(None, connect=config.connect_timeout_ms / 1000, write=config.idle_timeout_ms / 1000),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_IDLE_S),
         )
 

@@ -1,4 +1,4 @@
-"""Who serves a request: the store's own scheduler, or a plain router that takes turns."""
+"""Assignment of requests to engines: the store's own scheduler, or a plain round-robin router."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Dispatch(Protocol):
 
 
 class TakeTurns:
-    """Engines in turns, whatever their load; a decode engine that has no room is passed over."""
+    """Round robin, independent of the load; a decode engine without space is skipped."""
 
     def __init__(self, prefill_engines: int, decode_room: Sequence[float], paired: Paired) -> None:
         self._prefill_engines = prefill_engines
@@ -75,7 +75,7 @@ class _RunningRequest:
 
 
 class ByScheduler:
-    """``kvstore.dualpath.scheduler``, whose groups fetch at most every so often."""
+    """``kvstore.dualpath.scheduler``; its groups fetch at a limited rate."""
 
     def __init__(
         self,

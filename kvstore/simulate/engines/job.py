@@ -1,4 +1,4 @@
-"""One request on its way through the cluster, and bounded room that requests wait for in order."""
+"""One request in the simulated cluster, and bounded space that requests wait for in order."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Job:
 
 
 class Room:
-    """Bounded room; whoever waits gets it in order, all of it at once, so that nobody holds a part and waits for the rest."""
+    """Bounded space, granted in order and as a whole, so that no request holds a part while it waits for the rest."""
 
     def __init__(self, size: float) -> None:
         self.size = size

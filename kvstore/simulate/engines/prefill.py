@@ -40,17 +40,17 @@ class AttentionTime:
 
 
 class PrefillUnit:
-    """Engines that compute in step: a forward pass takes as long as that of the slowest.
+    """Engines that compute in step: a forward pass takes as long as that of the slowest engine.
 
     Args:
-        loop: time.
+        loop: the event loop.
         engines: of this unit.
-        model: how long they take.
-        quota_s: attention time of a batch; None: none, but at most ``batch_tokens`` new tokens.
-        batch_tokens: see there.
-        stream_rate: bytes/s at which KV comes into one engine while it computes; a pass is never faster than that.
+        model: their compute times.
+        quota_s: attention time of a batch; None: no quota, but at most ``batch_tokens`` new tokens.
+        batch_tokens: maximum new tokens of a batch without a quota.
+        stream_rate: bytes/s at which KV arrives at one engine while it computes; it bounds the speed of a pass.
         compute: False: passes take no time.
-        started: called with each batch when its pass begins, and the jobs' tokens in it.
+        started: called with each batch at the start of its pass, and the jobs' tokens in it.
         done: called with each job whose last token is computed.
     """
 
@@ -115,7 +115,7 @@ class PrefillUnit:
         self._pass()
 
     def _seconds(self, batch: list[tuple[Job, PrefillChunk]]) -> float:
-        """Computing, or what of the cached KV streams in, whichever takes longer; the first layer's KV comes before."""
+        """Time of computing or of streaming the cached KV, whichever is longer; the first layer's KV arrives before."""
         compute = self._model.prefill_seconds(chunk for _, chunk in batch)
         if self._quota_s is None:
             return compute  # its KV is in HBM

@@ -30,11 +30,11 @@ def route(*uses: tuple[int, float]) -> Route:
 
 
 class Flow:
-    """Bytes on their way.
+    """A transfer in progress.
 
     Attributes:
-        nbytes: how many.
-        ended: called when the last has arrived.
+        nbytes: its size.
+        ended: called when the last byte has arrived.
     """
 
     __slots__ = ("ended", "nbytes")
@@ -168,7 +168,7 @@ class FluidNetwork:
             cls.version += 1
             for link, _ in cls.route:
                 if not self._users[link]:
-                    self._load[link] = 0.0  # sheds the rounding of what came and went
+                    self._load[link] = 0.0  # removes rounding errors of ended flows
         self._dirty[cls] = None
 
     def _full(self, link: int) -> bool:

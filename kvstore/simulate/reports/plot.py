@@ -31,13 +31,13 @@ def require_matplotlib() -> None:
 
 
 def plot(results: Sequence[SimResult], config: SimConfig, gains: Mapping[str, Sequence[float]], file: Path) -> None:
-    """Writes JCT, TTFT, load times and the storage links' bandwidth over time by variant; gains by P:D where there are some.
+    """Write JCT, TTFT, load times and the storage links' bandwidth over time by variant; gains by P:D if there are any.
 
     Args:
-        results: of the same sessions.
+        results: results of the same sessions.
         config: their cluster.
         gains: by name of a cluster, seconds of each result in its order; empty: no sweep.
-        file: what to write.
+        file: output file.
 
     Raises:
         Unsupported: matplotlib is not installed.

@@ -17,7 +17,7 @@ from kvstore.simulate.result import SimResult
 
 
 def bound_sentence(config: SimConfig) -> str:
-    """What equation 9 says of a cluster of equal nodes, which takes storage for as fast as their links, and what storage says."""
+    """Describe the bound of equation 9 for a cluster of equal nodes, and the limit of its storage."""
     verdict = judge(bed_of(config))
     hosts = config.of(EngineKind.PREFILL)
     prefill, every = (sum(host.snic for host in some) for some in (hosts, config.hosts))
@@ -34,7 +34,7 @@ def bound_sentence(config: SimConfig) -> str:
 
 
 def bed_of(config: SimConfig) -> Bed:
-    """The cluster as equation 9 sees it: its first prefill host stands for all."""
+    """The cluster in terms of equation 9: its first prefill host represents all."""
     host = config.of(EngineKind.PREFILL)[0]
     links = host.cnics if host.cnics > 1 else host.engines
     return Bed(
@@ -83,7 +83,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def print_sweep(clusters: Mapping[str, Sequence[SimResult]], nodes: Mapping[str, int], every: int, console: Console) -> None:
-    """A row a P:D; ``nodes`` tells what it costs."""
+    """Print one row per P:D; ``nodes`` is its cost."""
     first = next(iter(clusters.values()))
     table = Table(title="prefill:decode nodes (95 % done s; gain and requests/s for each node: of the best but the oracle)")
     table.add_column("cluster")

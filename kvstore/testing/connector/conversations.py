@@ -1,4 +1,4 @@
-"""Conversations for the connector conformance kit, what the engine alone answers, and one seeded run of faults."""
+"""Conversations for the connector conformance kit, the engine's own answers, and one seeded run of faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOON: Mapping[str, object] = {
     "store_deadline_s": 1.0,
     "verify": "always",
 }
-"""Options of engines in runs with faults: what fails is given up soon, and what lies in memory is verified, too."""
+"""Options of engines in runs with faults: short timeouts, and verification of bytes in memory."""
 
 
 class WrongTokensError(AssertionError):
@@ -30,11 +30,11 @@ class WrongTokensError(AssertionError):
 
 @dataclass
 class Conversations:
-    """Prompts that share beginnings in many ways, and what the engine alone says to each.
+    """Prompts with many shared prefixes, and the engine's answers without a store.
 
     Attributes:
         prompts: token ids.
-        answers: of the engine alone.
+        answers: answers of the engine alone.
     """
 
     prompts: list[tuple[int, ...]]
@@ -50,7 +50,7 @@ class Conversations:
             [tuple(stem[:cut] + dice.choices(PRINTABLE, k=dice.randrange(1, 2 * block))) for stem in stems for cut in cuts]
         )
         with closing(driver.open(None, {})) as alone:
-            for prompt in made.prompts:  # one at a time: what an engine says must not depend on who else asks
+            for prompt in made.prompts:  # one at a time: an answer must not depend on other requests
                 made.answers[prompt] = alone.generate([prompt], MOST_TOKENS)[0].tokens
         return made
 
@@ -84,14 +84,14 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What one seeded run did.
+    """Report of one seeded run.
 
     Attributes:
         seed: its seed.
-        fault: what went wrong.
-        during: whether that happened while the engine worked, or before it began to.
-        loaded_tokens: how much came from the store in all.
-        asked: how many prompts.
+        fault: the fault.
+        during: whether the fault occurred while the engine worked, or before.
+        loaded_tokens: tokens loaded from the store.
+        asked: number of prompts.
     """
 
     seed: int
@@ -102,10 +102,10 @@ class RunReport:
 
 
 def run_seeded(seed: int, engine: HookEngine, store: FaultyStore, talk: Conversations) -> RunReport:
-    """One run: prompts are stored and loaded, something goes wrong before or meanwhile, and is mended; always the right tokens.
+    """Do one run: store and load prompts with a fault before or during it, and repair the fault. The tokens must always be right.
 
     Raises:
-        WrongTokensError: not the right tokens.
+        WrongTokensError: the tokens are wrong.
     """
     dice = random.Random(seed)  # noqa: S311
     fault = list(StoreFault)[seed % len(StoreFault)]

@@ -1,7 +1,7 @@
-"""What a hook must be able to do so that the connector conformance kit can drive it.
+"""Interface that a hook implements so that the connector conformance kit can drive it.
 
-A hook (the part that lives in an engine) proves itself by a driver: a small object that opens engines with the hook in them. It
-is made in the test's process and in child processes, so it is a picklable value (a frozen dataclass of paths and numbers)::
+A hook (the part of the store inside an engine) is tested through a driver: a small object that opens engines with the hook. It
+is created in the test's process and in child processes, so it is a picklable value (a frozen dataclass of paths and numbers)::
 
     @dataclass(frozen=True)
     class MyDriver:
@@ -15,8 +15,8 @@ is made in the test's process and in child processes, so it is a picklable value
         def make_driver(cls, folder: Path) -> HookDriver:
             return MyDriver(make_model(folder / "model"))
 
-The rule above all: whatever happens to the store, the tokens are those of the engine alone. The suite holds a hook to it in a
-dozen cases, ``python -m kvstore.testing.connector.soak`` in as many seeded runs as wanted.
+The main rule: with any failure of the store, the tokens are those of the engine alone. The suite tests it in a dozen cases, and
+``python -m kvstore.testing.connector.soak`` in any number of seeded runs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where the store is.
+    """Addresses of the store.
 
     Attributes:
         metadata: address of the metadata server.
-        node: of this host's node; see ``HookOptions.node``.
+        node: address of this host's node; see ``HookOptions.node``.
     """
 
     metadata: str
@@ -57,11 +57,11 @@ class HookEngine(Protocol):
     """An engine with a hook in it. Used by one thread at a time."""
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
-        """Greedy answers to prompts, all at once where the engine can; in their order.
+        """Return greedy answers to prompts, in order; computed in one batch if the engine can.
 
         Args:
             prompts: token ids, each below 256.
-            max_tokens: exactly how many are generated for each.
+            max_tokens: exact number of tokens generated per prompt.
         """
 
     def flush(self, timeout_s: float) -> bool:
@@ -71,7 +71,7 @@ class HookEngine(Protocol):
         """Drops what the engine itself has cached, so that only the store can help."""
 
     def counters(self) -> Mapping[str, int]:
-        """Totals by name that tell of failures (and of whatever else)."""
+        """Totals by name, including all failures."""
 
     def close(self) -> None:
         """Ends it."""
@@ -85,9 +85,9 @@ class HookDriver(Protocol):
         """Tokens of a block."""
 
     def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> HookEngine:
-        """A new engine, with nothing cached.
+        """Open a new engine with an empty cache.
 
         Args:
-            store: where the store is; None: the engine alone, without the hook: what it says is right.
+            store: addresses of the store; None: the engine alone, without the hook; its answers are the reference.
             options: further options common to all hooks (fields of ``HookOptions``), such as ``verify`` or ``load_deadline_s``.
         """

@@ -1,4 +1,4 @@
-"""An engine with a hook in a process of its own: what another process stored is loaded here, and it may be killed."""
+"""An engine with a hook in its own process: it loads what another process stored, and tests can kill it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _STOP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What went wrong in the child."""
+    """An error of the child."""
 
     why: str
 
 
 class EngineProcess:
-    """A ``HookEngine`` in a child process, which may open one after the other: it is the process that takes long to begin.
+    """A ``HookEngine`` in a child process. One process can open engines in sequence, because its start is slow.
 
     Args:
-        driver: opens the engine there.
-        store: where the store is; None: the engine alone.
-        options: of the hook.
+        driver: opens the engine in the child.
+        store: addresses of the store; None: the engine alone.
+        options: options of the hook.
 
     Raises:
         Internal: the engine does not open.
@@ -55,7 +55,7 @@ class EngineProcess:
         return self._process.is_alive() and not self._is_asked
 
     def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> None:
-        """Opens an engine, where there is none at the moment.
+        """Open an engine, if none is open.
 
         Raises:
             Internal: it does not open.
@@ -135,7 +135,7 @@ class EngineProcess:
 
 
 def _serve(pipe: Connection, driver: HookDriver) -> None:
-    """The child: answers calls until it is told to close, or its parent is gone."""
+    """The child: answer calls until it receives ``close`` or its parent ends."""
     die_with_parent()
     engine: HookEngine | None = None
     while True:

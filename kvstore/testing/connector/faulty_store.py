@@ -30,14 +30,14 @@ METADATA = "metadata"
 MIB = 1 << 20
 _PAGE = 4096
 _SLAB_BEGIN = MIB
-"""Where the superblock ends."""
+"""End of the superblock."""
 _CALL_S = 20.0
 _STALL_S = (0.1, 1.5)
 _DELAY_S = 0.3
 
 
 class StoreFault(StrEnum):
-    """What may go wrong."""
+    """Faults of a store."""
 
     NODE_KILLED = "node killed"
     METADATA_KILLED = "metadata server killed"
@@ -55,9 +55,9 @@ class FaultyStore:
     """A metadata server (behind a proxy) and one node with memory and disk. A context manager.
 
     Args:
-        folder: where data and logs go.
-        dram_bytes: of the node; small: blocks are evicted while they are wanted.
-        nvme_bytes: of the node; small: the volume is full.
+        folder: folder for data and logs.
+        dram_bytes: of the node; if small, blocks are evicted while they are used.
+        nvme_bytes: of the node; if small, the volume fills up.
     """
 
     def __init__(self, folder: Path, dram_bytes: int = 64 * MIB, nvme_bytes: int = 64 * MIB) -> None:
@@ -112,7 +112,7 @@ class FaultyStore:
                 self.evict_memory()
 
     def heal(self) -> None:
-        """Everything runs again; what was corrupted stays so."""
+        """Restart everything; corrupt blocks remain corrupt."""
         assert self._proxy is not None
         self._end_stalls()
         self._proxy.to_client = Faults()
@@ -185,7 +185,7 @@ class FaultyStore:
         folder = Path(f"/proc/{self.cluster.node(NODE).process.pid}/fd")
         arenas = set()
         for fd in folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # closed concurrently
                 if os.readlink(fd).startswith("/memfd:"):
                     arenas.add(fd)
         with min(arenas).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
@@ -197,7 +197,7 @@ class FaultyStore:
         self._call(lambda node: call(node.Flush, node_pb2.FlushRequest(timeout_ms=int(_CALL_S * 1000)), _CALL_S + 1))
 
     def evict_memory(self) -> None:
-        """What is durable leaves the node's memory."""
+        """Evict all durable blocks from the node's memory."""
         request = node_pb2.EvictRequest(operation_id=bytes(16), tier=common_pb2.TIER_DRAM)
         self._call(lambda node: call(node.Evict, request, _CALL_S))
 

@@ -1,8 +1,8 @@
-"""As many seeded runs of faults under a hook as wanted, each repeatable by its seed.
+"""A soak test of a hook: any number of seeded runs with faults, each repeatable by its seed.
 
     PYTHONPATH=tests/engines python -m kvstore.testing.connector.soak test_vllm_kit:TestVllm --seeds 0:200
 
-A wrong token or a run that hangs ends it with code 1 and names the seed. Otherwise: one line each twenty runs, and what was done.
+A wrong token or a hung run ends it with code 1 and names the seed. Otherwise it prints a line every twenty runs, and a summary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.testing.connector.faulty_store import MIB, FaultyStore
 HANG_S = 120.0
 """A run that takes longer hangs."""
 _FRESH_EVERY = 20
-"""Runs after which engine and store are made anew: what is corrupted stays so, and slots of bad blocks are given up."""
+"""Runs after which engine and store are replaced: corrupt blocks accumulate, and their slots are lost."""
 _ROOM = ((64 * MIB, 64 * MIB), (6 * MIB, 8 * MIB), (16 * MIB, 0))
 """Memory and disk of the store, in turn: ample; hardly any; no disk at all."""
 

@@ -1,4 +1,4 @@
-"""Connector conformance suite: what every hook must do.
+"""Connector conformance suite: behaviour of every hook.
 
 Subclass it, name the class ``Test…``, and give it a driver::
 
@@ -7,8 +7,8 @@ Subclass it, name the class ``Test…``, and give it a driver::
         def make_driver(cls, folder: Path) -> HookDriver:
             return MyDriver(make_model(folder / "model"))
 
-The rule above all: whatever happens to the store, the tokens are those of the engine alone. A case that rolls bytes with
-checksums off shows that wrong bytes would be seen.
+The main rule: with any failure of the store, the tokens are those of the engine alone. One case rotates bytes with checksums
+disabled, to prove that wrong bytes would change the tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLE = range(len(StoreFault))
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What the cases of a class share."""
+    """State that the cases of a class share."""
 
     driver: HookDriver
     talk: Conversations
@@ -50,7 +50,7 @@ class Kit:
 
 
 class ConnectorSuite(ABC):
-    """What every hook must do."""
+    """Behaviour that every hook must have."""
 
     @classmethod
     @abstractmethod
@@ -64,14 +64,14 @@ class ConnectorSuite(ABC):
     @pytest.fixture(scope="class")
     @classmethod
     def kit(cls, tmp_path_factory: pytest.TempPathFactory) -> Kit:
-        """The driver, conversations and what the engine alone says to them."""
+        """The driver, conversations and the engine's own answers."""
         folder = tmp_path_factory.mktemp("kit")
         driver = cls.make_driver(folder)
         return Kit(driver, Conversations.make(driver), folder)
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[FaultyStore]:
-        """A store of its own for each case."""
+        """A separate store for each case."""
         with FaultyStore(tmp_path / "store") as made:
             yield made
 
@@ -98,9 +98,7 @@ class ConnectorSuite(ABC):
             processes.pop().kill()
 
     # ---- the same tokens ----
-    def test_stored_by_another_process_loaded_by_this_one_and_cached_by_the_engine(
-        self, kit: Kit, store: FaultyStore, other: EngineProcess
-    ) -> None:
+    def test_load_of_other_processes_blocks_is_cached_by_engine(self, kit: Kit, store: FaultyStore, other: EngineProcess) -> None:
         kit.talk.ask(other, kit.talk.prompts)
         assert other.flush(FLUSH_S)
         other.leave()

@@ -1,4 +1,4 @@
-"""Model of a prefix index, made of plain dictionaries, and chains to look up."""
+"""Model of a prefix index in plain dictionaries, and chains for its tests."""
 
 from __future__ import annotations
 

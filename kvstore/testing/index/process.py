@@ -1,4 +1,4 @@
-"""An index opened by another process, driven over a pipe: for the tests of backends that several processes may share."""
+"""An index opened by another process, driven over a pipe: for backends that several processes may share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class IndexProcess:
     """A child process that has an index open.
 
     Args:
-        opener: ``"module:callable"``, which takes the place and answers an open ``PrefixIndex``; found by name, so that the child
-            needs nothing of the parent.
-        place: where the index is.
+        opener: ``"module:callable"``, which receives the folder and returns an open ``PrefixIndex``; a name, so that the child
+            inherits nothing from the parent.
+        place: folder of the index.
     """
 
     def __init__(self, opener: str, place: Path) -> None:
@@ -35,31 +35,31 @@ class IndexProcess:
         self.receive()
 
     def call(self, member: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever the index answers
-        """Calls a method, or reads a property, of the index over there; raises what it raises."""
+        """Call a method, or read a property, of the index in the child; raises its errors."""
         self._connection.send((member, arguments))
         return self.receive()
 
     def send(self, member: str, *arguments: object) -> None:
-        """Begins a call without waiting for its end: ``receive`` does, once for each, in order."""
+        """Begin a call without waiting; ``receive`` returns the results in order."""
         self._connection.send((member, arguments))
 
     def receive(self) -> Any:  # noqa: ANN401
-        """What the oldest call that was sent, and not received yet, answered."""
+        """Result of the oldest call that was sent and not received yet."""
         if not self._connection.poll(ANSWER_TIMEOUT_S):
-            raise TimeoutError("the other process does not answer")
+            raise TimeoutError("the child process did not answer")
         result, error = self._connection.recv()
         if error is not None:
             raise error
         return result
 
     def kill(self) -> None:
-        """``SIGKILL``, at once; nothing where the process has ended."""
+        """Send ``SIGKILL``; no effect if the process has ended."""
         if self._process is not None and self._process.pid is not None and self._process.is_alive():
             os.kill(self._process.pid, signal.SIGKILL)
         self._end()
 
     def close(self) -> None:
-        """Closes the index over there and ends the process."""
+        """Close the index in the child and end the process."""
         self.call("close")
         self._connection.send(None)
         self._end()

@@ -43,7 +43,7 @@ choices = st.integers(0, 1_000)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """What both machines do."""
+    """Steps that both machines share."""
 
     persistent = True
     """Whether closing and opening the index again at one place brings its content back."""
@@ -189,7 +189,7 @@ class ClosedIndexMachine(IndexMachine):
 
     @rule(choice=choices, chain=chains, end=positions, cut=positions)
     def store(self, choice: int, chain: Chain, end: int, cut: int) -> None:
-        """The volume epoch goes on where it holds the chain up to; as one run or two."""
+        """A volume epoch extends a chain that it holds; in one run or two."""
         volume_epoch = self.volume_epoch(choice)
         have = self._prefix(volume_epoch, chain)
         if end > have:
@@ -198,7 +198,7 @@ class ClosedIndexMachine(IndexMachine):
 
     @rule(choice=choices, chain=chains, start=positions, end=positions)
     def store_again(self, choice: int, chain: Chain, start: int, end: int) -> None:
-        """What it holds already, from anywhere."""
+        """Store blocks that the epoch already holds, from any position."""
         volume_epoch = self.volume_epoch(choice)
         end = min(end, self._prefix(volume_epoch, chain))
         if start < end:

@@ -50,7 +50,7 @@ class Told:
 
 
 class IndexSuite:
-    """What every index does. One empty place a test."""
+    """Behaviour of every index. One empty folder per test."""
 
     persistent: ClassVar[bool] = True
     """Whether closing and opening again at one place brings the content back."""
@@ -63,7 +63,7 @@ class IndexSuite:
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Path:
-        """Where this test's index is."""
+        """Folder of this test's index."""
         return tmp_path / "index"
 
     @pytest.fixture
@@ -164,7 +164,7 @@ class IndexSuite:
         assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
 
     def test_a_run_behind_its_parent_mends_a_forgotten_one(self, index: PrefixIndex) -> None:
-        """Another node published the rest as if it were a chain of its own, and goes on doing so."""
+        """Another node published the rest as a separate chain, and continues to do so."""
         volume_epoch, other = begin(index), begin(index, "w")
         slip = BlockRun(NAMESPACE, None, 0, CHAIN.keys[50:])
         index.publish(other, [slip], [])
@@ -346,7 +346,7 @@ class IndexSuite:
             )
         ]
         told.heard.clear()
-        index.publish(other, [CHAIN.run(50, 71)], CHAIN.keys[69:70])  # the stray one gives way, so that its holder has it no more
+        index.publish(other, [CHAIN.run(50, 71)], CHAIN.keys[69:70])  # the conflicting run is removed from its holder
         assert told.heard == [
             (other, [CHAIN.run(50, 71)], [(other, NAMESPACE, [CHAIN.keys[69]]), (volume_epoch, NAMESPACE, [stray])])
         ]
@@ -421,7 +421,7 @@ class IndexSuite:
 
     # ---- looking ----
     def test_a_key_is_described(self, index: PrefixIndex) -> None:
-        """Place, and who holds it from where on; those who are closed are shown until they are swept."""
+        """Position and holders with their run starts; closed epochs are shown until they are swept."""
         first, second = self.volume_epochs_for_describe(index)
         index.publish(first, [CHAIN.run(0, 4)], [])
         index.publish(second, [CHAIN.run(2, 4)], [])

@@ -161,11 +161,6 @@ class _TreePolicy(ABC):
     def is_parent(self, key: BlockKey) -> bool:
         return self._children[self._row_of.get(key, _NONE)] > 0
 
-    def warmth(self, keys: Sequence[BlockKey]) -> list[int]:
-        find, present, of = self._row_of.get, self._present, self._warmth
-        rows = (find(key, _NONE) for key in keys)
-        return [of(row) if present[row] else 0 for row in rows]
-
     def with_descendants(self, keys: Iterable[BlockKey], evictable: Callable[[BlockKey], bool]) -> list[BlockKey] | None:
         found: list[BlockKey] = []
         seen: set[int] = set()
@@ -273,10 +268,6 @@ class _TreePolicy(ABC):
     def _left(self, row: int) -> None:
         """A block left."""
 
-    def _warmth(self, row: int) -> int:
-        """As ``warmth``."""
-        return self._positions[row]
-
     @abstractmethod
     def _queue(self, row: int) -> None:
         """Enters a block that is (or is about to be) a leaf into its queue."""
@@ -329,7 +320,6 @@ class S3FifoPolicy(_TreePolicy):
 
     MOST_USES = 3
     """Uses counted: turns that a block of the main queue is spared."""
-    _USES_BIT, _MAIN_BIT = 59, 61
 
     def __init__(self, rows: Rows | None = None, small_share: float = 0.1) -> None:
         super().__init__(rows)
@@ -384,9 +374,6 @@ class S3FifoPolicy(_TreePolicy):
         self._ghosts.add(self._key_of(row), 0)
         if len(self._ghosts) > max(self._count, 1):
             self._ghosts.drop_oldest()
-
-    def _warmth(self, row: int) -> int:
-        return self._positions[row] | self._uses[row] << self._USES_BIT | self._in_main[row] << self._MAIN_BIT
 
     def _queue(self, row: int) -> None:
         self._push(self._main if self._in_main[row] else self._small, self._positions[row], row)
@@ -467,9 +454,6 @@ class ReuseDistancePolicy(_TreePolicy):
 
     def _begin(self) -> None:
         pass
-
-    def _warmth(self, row: int) -> int:
-        return min(self._positions[row], self._ticks - self._gaps[row])  # the gap expected, counted back from now
 
     def _queue(self, row: int) -> None:
         self._push(self._by_age, self._positions[row], row)

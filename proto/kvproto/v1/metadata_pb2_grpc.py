@@ -150,167 +150,167 @@ class MetadataServicer:
     """Missing associated documentation comment in .proto file."""
 
     def RegisterNode(self, request, context):
-        """Announces a node's new boot. Opens a new volume epoch of each of its volumes: what an older boot had in DRAM leaves the
-        index at once; what it had on NVMe stays visible until the node's inventory has been published (SyncEnd).
-        Idempotent for one boot id.
+        """Registers a new boot of a node and opens a volume epoch (one boot of one volume) for each of its volumes. Blocks that an older
+        boot had in DRAM leave the index at once. Blocks on NVMe stay visible until the new boot has published its inventory
+        (PublishRequest.sync_end). Idempotent for one boot id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Keeps a node visible. A node that misses its time to live is hidden from lookups, not forgotten.
+        """Keeps a node visible. A node without a heartbeat for its time to live is hidden from lookups, but not forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnregisterNode(self, request, context):
-        """A node ends in order: lookups stop naming it at once, instead of when it has been silent for long. What it has on NVMe is
-        remembered for its next boot, and served meanwhile by nodes that mount it. Idempotent; of another boot it is ignored.
+        """A node stops gracefully: lookups stop returning it at once, instead of after its time to live. Its blocks on NVMe are kept for its
+        next boot, and nodes that mount the volume serve them until then. Idempotent; ignored if another boot is registered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request_iterator, context):
-        """Applies blocks stored and removed, in order. One stream a node; each batch is acknowledged by its sequence number
-        once it is in the index, and a batch sent again after a lost acknowledgement changes nothing.
+        """Publishes stored and removed blocks, in order. One stream per node. Each batch is acknowledged by its sequence number after it is in
+        the index. A batch that is sent again after a lost acknowledgement changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompareDigests(self, request, context):
-        """Anti-entropy: compares a volume's digests, range by range of key space, with the index; answers the ranges that differ.
+        """Anti-entropy: compares a volume's digests per range of key space with the index, and returns the ranges that differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RepairRange(self, request, context):
-        """Anti-entropy: replaces what the index says of one volume in one range of key space.
+        """Anti-entropy: replaces the index's keys of one volume in one range of key space.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterNamespace(self, request, context):
-        """Makes a namespace known. Idempotent: equal spec, equal namespace.
+        """Registers a namespace. Idempotent: equal specs have equal namespaces.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListNamespaces(self, request, context):
-        """All namespaces known.
+        """Lists all registered namespaces.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListNodes(self, request, context):
-        """All nodes known, living or not.
+        """Lists all registered nodes, alive or not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """Orders a node to drain: no plan, assignment, store or staging goes to it any more, reads go on, and what it holds becomes
-        durable (with `move`: on other nodes). Holds until UndrainNode or RemoveNode; ListNodes shows how far it is. Idempotent; with
-        another `move` the order changes. A node that is silent now drains once it is back.
+        """Orders a node to drain. It gets no new plans, assignments, stores or staged loads; reads continue, and its blocks become durable
+        (with `move`: on other nodes). The order holds until UndrainNode or RemoveNode. ListNodes shows the progress. Idempotent; another
+        value of `move` changes the order. A silent node drains after it is back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UndrainNode(self, request, context):
-        """Lifts the order: the node takes part again. What was copied to others stays there. Idempotent.
+        """Lifts the drain order: the node gets new work again. Blocks that were copied to other nodes stay there. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveNode(self, request, context):
-        """Forgets a node with its replicas and its order, at once. Refused (Conflict) for a living one that is not drained, unless
-        forced. A boot that was removed while it lived stays away; the node's next boot may come.
+        """Forgets a node with its replicas and its drain order at once. Rejected (Conflict) for a live node that is not drained, unless
+        forced. A boot that was removed while it was alive cannot register again; the node's next boot can.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LocateBlocks(self, request, context):
-        """Which volumes hold each of some keys, whether their nodes live or not. For operators and nodes that drain, not for loads.
+        """Returns the volumes that hold each key, whether their nodes are alive or not. For operators and draining nodes, not for loads.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """The longest run of leading keys that can be served, and which volumes hold which part of it.
+        """Returns the longest servable prefix of a chain, and the volumes that hold it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PlanLoad(self, request, context):
-        """Decides over which nodes' storage links blocks that lie in storage are read, and charges those nodes' read queues.
+        """Plans over which nodes' storage links blocks are read from storage, and adds the reads to these nodes' read queues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportLoads(self, request, context):
-        """Tells how far planned loads are: credits queues, feeds the bandwidth estimates. Reports of forgotten plans are ignored.
+        """Reports the progress of planned loads, which shortens read queues and updates bandwidth estimates. Unknown plans are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReplanLoad(self, request, context):
-        """A part of a plan failed or stalls: what has not arrived is planned anew, on other nodes.
+        """A part of a plan failed or stalled: plans its missing blocks again, on other nodes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportEngines(self, request, context):
-        """The leader of an engine group reports for all its engines and fetches what is assigned to them; called every few to 100 ms.
-        The first report joins the group; an engine no longer reported, or a group silent for the server's engine_ttl, is gone, and
-        what it had not finished goes to others, under a new generation. What is told stays in the answers until it is acknowledged.
+        """The leader of an engine group reports the state of its engines and fetches their work; called every few to 100 ms. The first report
+        joins the group. An engine that is no longer reported, or a group that is silent for metadata.engine_ttl, is removed, and its
+        unfinished requests are assigned to others under a new generation. Events are repeated in each answer until acknowledged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AssignRequest(self, request, context):
-        """A router asks for a prefill and a decode engine, and waits until both are found. Called again with the same operation id,
-        it waits for the same request; with after_generation, for the engines that take over when one of those died.
+        """A router requests a prefill and a decode engine, and waits until both are assigned. A call with the same operation id waits for the
+        same request; with after_generation, it waits for the engines that replace lost ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """Nobody wants a request's answer any more, at whatever state it is; engines are told to drop it. Idempotent.
+        """Cancels a request in any state; its engines are told to drop it. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchBlocks(self, request, context):
-        """Tells what the index learns, as it learns it, until the caller leaves: blocks stored and removed, volumes that come, go and fall
-        silent. A stream begins where the caller left off, or with a snapshot: a Resync, then BlocksHeld between events, then a
-        SnapshotEnd. Whoever is too slow for what the server remembers is sent another Resync and snapshot in the same stream.
-        UNSUPPORTED where several workers would each know a part of the changes.
+        """Streams changes of the index until the caller cancels: stored and removed blocks, and volumes that are opened, closed, silent or
+        back. A stream resumes where the caller stopped, or begins with a snapshot: Resync, then BlocksHeld between events, then
+        SnapshotEnd. A caller that falls behind the server's event log gets another Resync and snapshot in the same stream. UNSUPPORTED with
+        several workers, because each would know a part of the changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Counters and sizes, for people and tests.
+        """Returns counters and sizes, for operators and tests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -140,6 +140,7 @@ class NodeServicer:
 
     def Prepare(self, request, context):
         """Store, step 1: asks for slots. Blocks already held, or being written by another writer, are answered as such.
+        Keys must be derived from the chain: the first writer of a key decides its parent and depth, another claim is a Conflict.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

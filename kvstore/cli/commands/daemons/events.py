@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvstore.cli.support.build_config import tls, token
+from kvstore.cli.support.build_config import events_config, token
 from kvstore.cli.support.config_options import setting_option, with_config
 from kvstore.cli.support.help import Command
 from kvstore.config.model import Config
-from kvstore.core.errors import InvalidArgument
-from kvstore.core.types import KEY_BYTES, NamespaceId, NodeId, Tier
 from kvstore.process.graceful_shutdown import exit_now
 
 if TYPE_CHECKING:
     from kvclient.events import BlockMirror, Change
-    from kvstore.events.config import EventsConfig
 
 _WATCH_S: Final = 0.2
 
@@ -60,52 +57,6 @@ def events(config: Config) -> None:
     run(events_config(config, config.events.zmq))
 
 
-def events_config(config: Config, endpoint: str) -> EventsConfig:
-    """Settings of the publisher. Its channel to the metadata server is a client's."""
-    from kvstore.events.config import EventsConfig
-
-    section = config.events
-    return EventsConfig(
-        metadata=section.metadata,
-        endpoint=endpoint,
-        connect=section.connect,
-        replay=section.replay,
-        topic=section.topic,
-        hashes=section.hashes,
-        namespaces=_namespaces(config),
-        nodes=[NodeId(node) for node in section.nodes],
-        tiers=[Tier[tier.upper()] for tier in section.tiers],
-        rank=section.rank,
-        replay_batches=section.replay_batches,
-        replay_bytes=section.replay_memory,
-        high_water=section.high_water,
-        heartbeat_s=section.heartbeat / 1000,
-        tls=tls(config.client.tls),
-        token=token(config.client),
-        metrics_listen=None if section.metrics_listen in {"", "none"} else section.metrics_listen,
-        ready_file=section.ready_file,
-        allow_insecure_remote=section.allow_insecure_remote,
-    )
-
-
-def _namespaces(config: Config) -> list[NamespaceId]:
-    """Those to be watched.
-
-    Raises:
-        InvalidArgument: one is no such thing.
-    """
-    found = []
-    for text in config.events.namespaces:
-        try:
-            digest = bytes.fromhex(text)
-        except ValueError:
-            digest = b""
-        if len(digest) != KEY_BYTES:
-            raise InvalidArgument("a namespace is given as 32 hexadecimal digits: kvstore status --json lists them", got=text)
-        found.append(NamespaceId(digest))
-    return found
-
-
 def _print_events(config: Config) -> None:
     """A line of JSON a block whose holders have changed."""
     from kvclient.events import BlockWatcher
@@ -126,10 +77,10 @@ def _print_events(config: Config) -> None:
 
     with BlockWatcher(
         config.events.metadata,
-        namespaces=_namespaces(config),
-        nodes=[NodeId(node) for node in config.events.nodes],
-        tiers=[Tier[tier.upper()] for tier in config.events.tiers],
-        tls=tls(config.client.tls),
+        namespaces=config.events.namespace_ids,
+        nodes=config.events.node_ids,
+        tiers=config.events.tier_kinds,
+        tls=config.client.tls.resolve(),
         token=token(config.client),
         on_change=show,
     ) as watcher:

@@ -17,7 +17,8 @@ from kvstore.cli.support.config_options import handed_on, with_quiet_config
 from kvstore.cli.support.folders import data_dir as configured_data_dir
 from kvstore.cli.support.folders import short_run_dirs
 from kvstore.cli.support.help import Command
-from kvstore.config.model import Config, TlsSection
+from kvstore.config.base import TlsSection
+from kvstore.config.model import Config
 from kvstore.core.errors import Internal, KVStoreError
 
 if TYPE_CHECKING:
@@ -76,17 +77,17 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
     node = NodeSpec(
         node_id,
         roles=("prefill", "decode", "storage"),
-        dram_bytes=config.node.dram if dram is None else dram,
+        dram_bytes=config.node.dram_bytes if dram is None else dram,
         nvme_bytes=nvme,
         policy=config.node.policy,
         settings=(
             ("listen", config.node.listen),
             ("data_listen", config.node.data_listen),
-            ("metrics_listen", config.node.metrics_listen),
+            ("metrics_listen", config.node.metrics_listen or "none"),
         ),
     )
     arguments = handed_on(_DECIDED)
-    metadata_settings = (("listen", config.metadata.listen), ("metrics_listen", config.metadata.metrics_listen))
+    metadata_settings = (("listen", config.metadata.listen), ("metrics_listen", config.metadata.metrics_listen or "none"))
     stop = threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
@@ -95,7 +96,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     with LocalCluster(
-        [node], folder, metadata_settings=metadata_settings, arguments=arguments, run_place=short_run_dirs()
+        [node], folder, metadata_settings=metadata_settings, arguments=arguments, socket_dir=short_run_dirs()
     ) as cluster:
         daemons = [cluster.node("metadata"), cluster.node(node_id)]
         page, admin = _start_admin(cluster, config)

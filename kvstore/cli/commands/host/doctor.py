@@ -13,12 +13,15 @@ from typing import Any, Final
 import click
 
 from kvstore.cli.support import param_types
-from kvstore.cli.support.build_config import tls, token
+from kvstore.cli.support.build_config import token
 from kvstore.cli.support.config_options import configuration, setting_option, with_quiet_config
 from kvstore.cli.support.folders import socket_folders
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.host_settings import settle
-from kvstore.config.model import ClientSection, Config, NodeSection, TlsSection
+from kvstore.config.base import TlsSection
+from kvstore.config.client import ClientSection
+from kvstore.config.model import Config
+from kvstore.config.node import NodeSection
 from kvstore.config.sources import Provenance, leaves
 from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
@@ -100,14 +103,14 @@ def wanted_of(config: Config, provenance: Provenance, block_bytes: int | None = 
     settled, origins = settle(config, provenance)
     node = settled.node
     return Wanted(
-        dram_bytes=node.dram,
+        dram_bytes=node.dram_bytes,
         huge_pages=bool(node.huge_pages),
         huge_pages_refused=config.node.huge_pages is False,
         block_bytes=block_bytes or USUAL_BLOCK_BYTES,
         defaults=tuple(_defaults(settled, origins)),
         tls=tuple(_certificates(config)),
         gds=node.gds,
-        volumes=tuple(WantedVolume(volume.path, volume.capacity, volume.direct) for volume in node.nvme),
+        volumes=tuple(WantedVolume(volume.path, volume.capacity_bytes, volume.direct) for volume in node.nvme),
         mounts=tuple(mount.path for mount in node.mounts),
         nixl=None if node.nixl == "off" else _wanted_nixl(node),
     )
@@ -133,7 +136,7 @@ def _wanted_nixl(node: NodeSection) -> WantedNixl:
     return WantedNixl(
         required=node.nixl == "required",
         trusted=node.nixl_trusted_network,
-        ruled_out="tls" if tls(node.tls) is not None else "compute_cap" if node.compute_cap else None,
+        ruled_out="tls" if node.tls.resolve() is not None else "compute_cap" if node.compute_cap else None,
         devices=node.nixl_devices or (LOOPBACK if all(map(stays_on_host, listens)) else ""),
         transports=node.nixl_transports,
     )
@@ -165,7 +168,7 @@ def _ask_metadata(
     from kvstore.rpc.client import call, connect
 
     try:
-        with connect(address, tls=tls(section.tls), token=token(section)) as channel:
+        with connect(address, tls=section.tls.resolve(), token=token(section)) as channel:
             known = call(metadata_pb2_grpc.MetadataStub(channel).ListNodes, metadata_pb2.ListNodesRequest(), _ANSWER_S).nodes
     except (KVStoreError, OSError) as error:
         answer, why = _answered(error, address, section)
@@ -186,7 +189,7 @@ def _answered(error: Exception, address: str, section: ClientSection | NodeSecti
         return Answer.REFUSED, f"a token is required ({why})"
     if isinstance(error, PermissionDenied):
         return Answer.REFUSED, str(error)
-    return Answer.NONE, diagnose(address, tls(section.tls), f"[{name}.tls]") or str(error)
+    return Answer.NONE, diagnose(address, section.tls.resolve(), f"[{name}.tls]") or str(error)
 
 
 def running_nodes(
@@ -216,7 +219,7 @@ def _ask_node(config: Config, address: str) -> RunningNode:
     from kvstore.rpc.client import call, connect
 
     try:
-        with connect(address, tls=tls(config.client.tls), token=token(config.client)) as channel:
+        with connect(address, tls=config.client.tls.resolve(), token=token(config.client)) as channel:
             said = call(node_pb2_grpc.NodeStub(channel).GetNodeStats, node_pb2.GetNodeStatsRequest(), _ANSWER_S)
     except (KVStoreError, OSError) as error:
         answer, why = _answered(error, address, config.client)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import http.client
 import ssl
-from dataclasses import replace
 from typing import Final
 
 import click
 
-from kvstore.cli.support.build_config import node_config, tls
+from kvstore.cli.support.build_config import node_config
 from kvstore.cli.support.config_options import with_quiet_config
 from kvstore.cli.support.folders import socket_folders
 from kvstore.cli.support.help import Command
 from kvstore.config.model import Config
+from kvstore.config.node import NodeConfig
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unavailable
 from kvstore.doctor.local_nodes import sockets_in
-from kvstore.node.config import NodeConfig
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.diagnosis import Target
@@ -54,11 +53,11 @@ def health(config: Config, *, daemon: str) -> None:
             if serves and settings.metadata is not None:
                 unheard = _why_unheard(settings, address)
         elif daemon == "metadata":
-            serves = _grpc_serves(_from_here(config.metadata.listen), tls(config.metadata.tls))
+            serves = _grpc_serves(_from_here(config.metadata.listen), config.metadata.tls.resolve())
         elif daemon == "router":
-            serves = _http_serves(_from_here(config.router.listen), "/health", tls(config.router.tls))
+            serves = _http_serves(_from_here(config.router.listen), "/health", config.router.tls.resolve())
         else:
-            serves = _http_serves(_from_here(config.admin.listen), "/readyz", tls(config.admin.tls))
+            serves = _http_serves(_from_here(config.admin.listen), "/readyz", config.admin.tls.resolve())
     except (KVStoreError, OSError, http.client.HTTPException) as error:
         raise click.ClickException(f"{daemon}: {error}") from error
     if not serves:
@@ -77,7 +76,7 @@ def _found(config: Config, settings: NodeConfig) -> NodeConfig:
     if len(running) > 1:
         names = ", ".join(path.stem for path in running)
         raise click.ClickException(f"node: several nodes run on this host ({names}); name one: --set node.node_id=NAME")
-    return replace(settings, run_dir=running[0].parent, node_id=running[0].stem) if running else settings
+    return settings.model_copy(update={"run_dir": running[0].parent, "node_id": running[0].stem}) if running else settings
 
 
 def _from_here(listen: str) -> str:
@@ -111,7 +110,7 @@ def _why_unheard(settings: NodeConfig, address: str) -> str | None:
     target = Target(
         server="the metadata server",
         address=settings.metadata,
-        tls=settings.tls,
+        tls=settings.tls.resolve(),
         token=token,
         tls_settings="[node.tls]",
         token_setting="node.token_file",  # noqa: S106  # its name
@@ -119,7 +118,7 @@ def _why_unheard(settings: NodeConfig, address: str) -> str | None:
     # a question that only nodes may ask, about a boot that does not exist
     request = metadata_pb2.CompareDigestsRequest(node_id=settings.node_id, boot_id=bytes(16), volume_id=settings.node_id)
     try:
-        with connect(settings.metadata, tls=settings.tls, token=token) as channel:
+        with connect(settings.metadata, tls=settings.tls.resolve(), token=token) as channel:
             call(metadata_pb2_grpc.MetadataStub(channel).CompareDigests, request, _REASON_S)
     except NotFound:
         pass

@@ -9,30 +9,31 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from kvstore.admin.app import make_app
-from kvstore.admin.config import AdminConfig
 from kvstore.admin.etags import check_match
-from kvstore.admin.middleware import Gate
+from kvstore.admin.main import store_endpoint
+from kvstore.admin.middleware import AdminMiddleware
 from kvstore.admin.pagination import after, cursor_for, page_of
 from kvstore.admin.problems import Refused
+from kvstore.config.admin import AdminConfig
+from kvstore.config.base import TlsSection
 from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.core.errors import InvalidArgument
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.process.tls import TlsConfig
 from kvstore.rpc import http_server
 from kvstore.rpc.auth.tokens import AccessRole, TokenTable, WatchedFile
 from kvstore.rpc.auth.tokens import tokens_file as watched
 
 ALICE, BOB = "operators-token-1", "readers-token-2-x"
-NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_s=0.5)
+NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_ms=500)
 """With a metadata server that is not there."""
 
 
@@ -41,7 +42,7 @@ async def served(
     config: AdminConfig = NOBODY, tokens: WatchedFile[TokenTable] | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Counters]]:
     counters = Counters()
-    rpc = StoreRpc(config.endpoint, counters)
+    rpc = StoreRpc(store_endpoint(config), counters)
     transport = httpx.ASGITransport(make_app(rpc, config, tokens, counters))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7470") as client:
         yield client, counters
@@ -121,14 +122,16 @@ def test_whatever_is_no_file_of_tokens_is_refused_at_once(tmp_path: Path) -> Non
 
 def test_doors_beyond_this_host_take_tokens_and_tls(tmp_path: Path) -> None:
     for listen in ("0.0.0.0:7470", "[::]:7470", "store.example:7470"):
-        with pytest.raises(InvalidArgument, match="without tokens"):
-            AdminConfig(listen=listen, allow_insecure_remote=True)
-        with pytest.raises(InvalidArgument, match="without TLS"):
-            AdminConfig(listen=listen, tokens_file=tmp_path)
-        AdminConfig(listen=listen, tokens_file=tmp_path, allow_insecure_remote=True)
-        AdminConfig(listen=listen, tokens_file=tmp_path, serve_tls=TlsConfig(cert=tmp_path, key=tmp_path))
-    for wrong in ({"listen": "unix:/x"}, {"timeout_s": 0}, {"max_body_bytes": 1}, {"max_inflight": 0}):
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(InvalidArgument, match="requires tokens"):
+            AdminConfig(listen=listen, allow_insecure_remote=True).check()
+        with pytest.raises(InvalidArgument, match="requires TLS"):
+            AdminConfig(listen=listen, tokens_file=tmp_path).check()
+        AdminConfig(listen=listen, tokens_file=tmp_path, allow_insecure_remote=True).check()
+        AdminConfig(listen=listen, tokens_file=tmp_path, tls=TlsSection(cert=tmp_path, key=tmp_path)).check()
+    with pytest.raises(InvalidArgument):
+        AdminConfig(listen="unix:/x").check()
+    for wrong in ({"timeout_ms": 0}, {"max_body_bytes": 1}, {"max_inflight": 0}):
+        with pytest.raises(ValidationError):
             AdminConfig(**wrong)  # type: ignore[arg-type]
 
 
@@ -175,7 +178,7 @@ async def test_without_tokens_pages_from_elsewhere_are_refused() -> None:
 
 
 async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(replace(NOBODY, max_body_bytes=1_024, max_inflight=1)) as (client, _):
+    async with served(NOBODY.model_copy(update={"max_body_bytes": 1_024, "max_inflight": 1})) as (client, _):
         lookup = {"url": "/v1/blocks/lookup", "headers": {"content-type": "application/json"}}
         problem(await client.post(**lookup, content=b" " * 1_025), 413, "invalid_argument")
 
@@ -209,7 +212,7 @@ async def listening(
 ) -> AsyncIterator[tuple[str, int, Callable[[str], Awaitable[int]], Counters]]:
     """A server on a real port; asks it for a path as the one who reads."""
     counters = Counters()
-    rpc = StoreRpc(config.endpoint, counters)
+    rpc = StoreRpc(store_endpoint(config), counters)
     app = make_app(rpc, config, tokens, counters)
     door = http_server.bind("127.0.0.1:0", "test")
     serving = asyncio.create_task(
@@ -250,7 +253,7 @@ async def still(counters: Counters) -> None:
 
 
 async def test_who_reads_no_answers_takes_no_places(tokens: WatchedFile[TokenTable]) -> None:
-    async with listening(tokens, replace(NOBODY, max_inflight=2)) as (host, port, ask, counters):
+    async with listening(tokens, NOBODY.model_copy(update={"max_inflight": 2})) as (host, port, ask, counters):
         refused = [deaf(host, port, "/v1/nodes") for _ in range(4)]
         await still(counters)
         assert await ask("/v1/nodes") == 503, "let in, and the metadata server is not there"
@@ -354,8 +357,8 @@ async def test_what_is_not_there_and_what_nobody_meant(caplog: pytest.LogCapture
         monkeypatch.setattr(StoreRpc, "nodes", broken)
         problem(await client.get("/v1/nodes"), 500, "internal")
         assert counters.snapshot()["admin_errors_internal_total"] == 1
-    gate = Gate(broken, NOBODY, None, Counters())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://127.0.0.1") as client:
+    middleware = AdminMiddleware(broken, NOBODY, None, Counters())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://127.0.0.1") as client:
         body = problem(await client.get("/v1/nodes"), 500, "internal")
     assert "secret" not in str(body)
     assert "a secret of ours" in caplog.text, "the log has it"

@@ -134,7 +134,7 @@ class FeedMachine(RuleBasedStateMachine):
     def idle(self, subscriber: Subscriber) -> bool:
         """Whether it has been told all that there is to tell."""
         assert subscriber.pending is not None
-        told_all = subscriber.watch._sequence == self.feed.state().sequence
+        told_all = subscriber.watch.sequence == self.feed.sequence
         return subscriber.mirror.complete and told_all and not subscriber.pending.done()
 
     @rule(which=st.integers(0, len(FILTERS) - 1), count=st.integers(1, 12))
@@ -271,12 +271,12 @@ class SmallRingMachine(FeedMachine):
 @contextmanager
 def small_pages() -> Iterator[None]:
     """Snapshots in many pages, so that much happens between them; messages of few events."""
-    before = watching._PAGE_RECORDS, watching._MESSAGE_BYTES
-    watching._PAGE_RECORDS, watching._MESSAGE_BYTES = 3, 400
+    before = watching.PAGE_RECORDS, watching.MESSAGE_BYTES
+    watching.PAGE_RECORDS, watching.MESSAGE_BYTES = 3, 400
     try:
         yield
     finally:
-        watching._PAGE_RECORDS, watching._MESSAGE_BYTES = before
+        watching.PAGE_RECORDS, watching.MESSAGE_BYTES = before
 
 
 class TestFeed(FeedMachine.TestCase):

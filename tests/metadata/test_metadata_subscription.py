@@ -14,8 +14,8 @@ from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvproto.v1.common_pb2 import BlockRun, Tier
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable, Unsupported
-from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import connect_aio
 from kvstore.rpc.errors import from_rpc_error
@@ -150,8 +150,8 @@ async def test_what_is_gone_and_what_is_of_another_count_begins_anew(running: Ru
     ahead.sequence += 1_000_000
     foreign.feed_id = b"?" * 16
     watch.call.cancel()
-    assert running.server._feed is not None
-    running.server._feed._ring_bytes = 1
+    assert running.server.event_log is not None
+    running.server.event_log.ring_bytes = 1
     await peer.publish(peer.dram, run_of(chain("b", 5)))
     for wanted, reason in (
         (request, pb.RESYNC_REASON_GONE),
@@ -220,7 +220,9 @@ async def test_filters(running: Running) -> None:
 
 
 async def test_a_subscriber_that_never_reads_holds_nothing_and_begins_anew(tmp_path: Path) -> None:
-    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", map_bytes=256 << 20, events_bytes=1 << 20)
+    config = MetadataConfig(
+        index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=256 << 20, events_memory_bytes=1 << 20
+    )
     server = MetadataServer(config)
     address = await server.start()
     try:
@@ -232,7 +234,7 @@ async def test_a_subscriber_that_never_reads_holds_nothing_and_begins_anew(tmp_p
             slow, quick = Watch(slow_channel), Watch(channel)
             await slow.complete()
             await quick.complete()
-            feed = server._feed
+            feed = server.event_log
             assert feed is not None
             keys = chain("many", 120_000)  # more than ring and window hold
             for start in range(0, len(keys), 20_000):
@@ -252,7 +254,7 @@ async def test_a_subscriber_that_never_reads_holds_nothing_and_begins_anew(tmp_p
 async def test_without_subscribers_nothing_is_kept(running: Running) -> None:
     peer = running.peer()
     await peer.register()
-    feed = running.server._feed
+    feed = running.server.event_log
     assert feed is not None
     await peer.publish(peer.dram, run_of(KEYS, 0, 10))
     assert feed.held_bytes == 0
@@ -269,7 +271,7 @@ async def test_without_subscribers_nothing_is_kept(running: Running) -> None:
     await peer.publish(peer.dram, run_of(KEYS, 20, 30))  # it may only have been restarted
     assert feed.held_bytes > 0
     sequence = watch.resumed()
-    sequence.sequence = feed.state().sequence  # nothing has happened since
+    sequence.sequence = feed.sequence  # nothing has happened since
     running.clock.advance(3_600.0)
 
     async def let_go() -> bool:
@@ -296,8 +298,8 @@ async def test_without_subscribers_nothing_is_kept(running: Running) -> None:
 async def test_malformed_requests_are_refused(running: Running, request_: pb.WatchBlocksRequest) -> None:
     with pytest.raises(InvalidArgument):
         await Watch(running.channel, request_).read()
-    assert running.server._feed is not None
-    assert running.server._feed.subscribers == 0
+    assert running.server.event_log is not None
+    assert running.server.event_log.subscribers == 0
 
 
 async def test_subscribers_have_a_bound(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ async def test_subscribers_have_a_bound(tmp_path: Path) -> None:
             watches[0].call.cancel()
 
             async def room() -> bool:
-                return server._feed is not None and server._feed.subscribers == 1
+                return server.event_log is not None and server.event_log.subscribers == 1
 
             await wait_until_async(room)
             await Watch(channel).complete()

@@ -1,0 +1,75 @@
+"""Configuration of the admin server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field
+
+from kvstore.config.base import DEFAULT_METADATA_ADDRESS, Section, TlsSection
+from kvstore.config.client import ClientSection
+from kvstore.config.values import DurationMs, Size
+from kvstore.core.errors import InvalidArgument
+from kvstore.process.effective_config import EffectiveSetting
+from kvstore.rpc.address import check_address, is_unix, stays_on_host
+
+
+class AdminSection(Section):
+    """The admin server: REST API and web page. It reaches metadata server and nodes with client.tls and client.token_file."""
+
+    listen: str = Field(
+        default="127.0.0.1:7470",
+        description="address of the HTTP service; port 0: any free port; none: kvstore up starts no admin server",
+    )
+    metadata: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
+    tokens_file: Path | None = Field(
+        default=None,
+        description="file with lines of ROLE NAME TOKEN, roles read and operator; read again after a change."
+        " Unset: every caller on this host may do everything",
+    )
+    timeout_ms: DurationMs = Field(default=3_000, gt=0, description="timeout of a query to the metadata server or a node")
+    change_timeout_ms: DurationMs = Field(default=60_000, gt=0, description="timeout of a change, such as an eviction")
+    max_body_bytes: Size = Field(default=4 << 20, ge=1_024, description="largest request body")
+    max_inflight: int = Field(default=64, ge=1, le=10_000, description="concurrent requests; further ones are rejected")
+    stop_grace_ms: DurationMs = Field(default=5_000, description="time for requests in flight to finish when the server stops")
+    tls: TlsSection = TlsSection()
+    allow_insecure_remote: bool = Field(
+        default=False, description="allow plain HTTP on an address that other hosts can reach; tokens remain required"
+    )
+    ready_file: Path | None = Field(default=None, description="file written as JSON once the server answers")
+
+
+class AdminConfig(AdminSection):
+    """Configuration of one admin server.
+
+    Attributes:
+        client: TLS and tokens for the metadata server and nodes.
+        settings: effective settings, for callers that ask for them.
+    """
+
+    client: ClientSection = ClientSection()
+    settings: tuple[EffectiveSetting, ...] = ()
+
+    def check(self) -> Self:
+        """This configuration, after checks that span several settings.
+
+        Raises:
+            InvalidArgument: an invalid address, or a remote address without tokens or TLS.
+        """
+        check_address(self.listen)
+        check_address(self.metadata)
+        serve_tls = self.tls.resolve()
+        if is_unix(self.listen):
+            raise InvalidArgument("the admin server listens on TCP only; set admin.listen to HOST:PORT", listen=self.listen)
+        if stays_on_host(self.listen):
+            return self
+        if self.tokens_file is None:
+            raise InvalidArgument("listening on a remote address requires tokens; set admin.tokens_file", listen=self.listen)
+        if serve_tls is None and not self.allow_insecure_remote:
+            raise InvalidArgument(
+                "listening on a remote address requires TLS, or tokens can be read in transit; set admin.tls, or"
+                " admin.allow_insecure_remote",
+                listen=self.listen,
+            )
+        return self

@@ -1,0 +1,25 @@
+"""Configuration of programs that use the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from kvstore.config.base import DEFAULT_METADATA_ADDRESS, Section, TlsSection
+from kvstore.config.values import DurationMs
+
+
+class ClientSection(Section):
+    """Clients of the store: commands, admin server, router, event publisher."""
+
+    metadata: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
+    node: str | None = Field(default=None, description="address or unix socket of the node on this host; unset: no node")
+    deadline_ms: DurationMs = Field(default=10_000, gt=0, description="deadline of a load or store")
+    lookup_deadline_ms: DurationMs = Field(default=1_000, gt=0, description="deadline of a lookup")
+    token_file: Path | None = Field(default=None, description="file with the token for the metadata server and nodes")
+    read_token_file: Path | None = Field(
+        default=None,
+        description="file with a token of role read, for queries of the admin server and commands to nodes; unset: token_file",
+    )
+    tls: TlsSection = TlsSection()

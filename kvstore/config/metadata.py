@@ -1,0 +1,131 @@
+"""Configuration of the metadata server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Literal, Self
+
+from pydantic import Field
+
+from kvstore.config.base import DEFAULT_METADATA_ADDRESS, INSECURE, TOKENS_FILE, AddressOrNone, Section, TlsSection
+from kvstore.config.values import DurationMs, Size
+from kvstore.core.errors import InvalidArgument
+from kvstore.process.effective_config import EffectiveSetting
+from kvstore.rpc.address import check_address, check_metrics_address, is_unix, stays_on_host
+
+MIN_EVENTS_BYTES: Final = 1 << 20
+"""About the largest batch of one long chain. A subscriber starts over if a single change does not fit."""
+
+
+class MetadataSection(Section):
+    """The metadata server."""
+
+    listen: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the gRPC service; port 0: any free port")
+    index_path: Path | None = Field(
+        default=None, description="folder of the index; may be deleted while the server is down. Unset: in data_dir"
+    )
+    index_size_bytes: Size = Field(
+        default=16 << 30, ge=1 << 20, description="largest size of the index file; address space until it is used"
+    )
+    heartbeat_interval_ms: DurationMs = Field(default=500, ge=10, description="time between two heartbeats of a node")
+    node_ttl_ms: DurationMs = Field(default=2_500, description="time without a heartbeat after which a node is hidden")
+    node_forget_ms: DurationMs = Field(
+        default=86_400_000, description="time without a heartbeat after which a node and its replicas are forgotten"
+    )
+    path_policy: Literal["prefill_only", "round_robin", "shorter_queue", "split"] = Field(
+        default="split", description="choice of the hosts whose storage links serve a load, if the client names no policy"
+    )
+    alpha_tokens: int = Field(
+        default=75_000,
+        ge=1,
+        description="a host's read queue is long above this many tokens. Measure: bytes per second of its storage link under load"
+        " (25 Gbit/s: 3.1e9) x 3 s / KV bytes per token (Llama-3-8B: 131,072)",
+    )
+    beta_tokens: int = Field(
+        default=100_000,
+        ge=1,
+        description="a prefill engine with more tokens than this gets no further requests. Measure: prompt tokens per second,"
+        " hits included, of one engine under load x 5 s",
+    )
+    engine_ttl_ms: DurationMs = Field(
+        default=5_000, ge=10, description="time without a report after which an engine group's requests go to other groups"
+    )
+    request_ttl_ms: DurationMs = Field(
+        default=21_600_000, description="a request is forgotten after this time if no engine reported its end"
+    )
+    max_requests: int = Field(
+        default=100_000, ge=1, le=1_000_000, description="requests that wait or run; further ones are rejected"
+    )
+    workers: int = Field(default=1, ge=1, le=64, description="server processes that share port and index; scheduling requires 1")
+    stop_grace_ms: DurationMs = Field(default=5_000, description="time for calls in flight to finish when the server stops")
+    events_memory_bytes: Size = Field(
+        default=32 << 20,
+        ge=MIN_EVENTS_BYTES,
+        description="memory of past block events; it bounds how far a subscriber may fall behind",
+    )
+    max_subscribers: int = Field(
+        default=64, ge=1, le=1_024, description="concurrent subscribers of block events; further ones are rejected"
+    )
+    tokens_file: Path | None = Field(default=None, description=TOKENS_FILE)
+    tls: TlsSection = TlsSection()
+    allow_insecure_remote: bool = Field(default=False, description=INSECURE)
+    metrics_listen: AddressOrNone = Field(
+        default="127.0.0.1:7401",
+        description="address of /metrics over plain HTTP; worker N adds N to the port; port 0: any free port; none: off",
+    )
+    ready_file: Path | None = Field(default=None, description="file written as JSON once the server answers")
+
+
+class MetadataConfig(MetadataSection):
+    """Configuration of one metadata server, with the values that follow from the host.
+
+    Attributes:
+        index_path: folder of the index; created if it is missing.
+        settings: effective settings, for callers that ask for them.
+    """
+
+    index_path: Path
+    metrics_listen: AddressOrNone = None
+    settings: tuple[EffectiveSetting, ...] = ()
+
+    @property
+    def orders_path(self) -> Path:
+        """File of the operators' orders. It lies beside the index folder, which may be deleted."""
+        return self.index_path.with_name(f"{self.index_path.name}.orders.json")
+
+    def check(self) -> Self:
+        """This configuration, after checks that span several settings.
+
+        Raises:
+            InvalidArgument: settings that contradict each other, or a remote address without TLS.
+        """
+        check_address(self.listen)
+        if self.heartbeat_interval_ms >= self.node_ttl_ms:
+            raise InvalidArgument(
+                "metadata.heartbeat_interval must be shorter than metadata.node_ttl",
+                heartbeat_interval_ms=self.heartbeat_interval_ms,
+                node_ttl_ms=self.node_ttl_ms,
+            )
+        if self.node_forget_ms < self.node_ttl_ms:
+            raise InvalidArgument(
+                "metadata.node_forget must not be shorter than metadata.node_ttl",
+                node_forget_ms=self.node_forget_ms,
+                node_ttl_ms=self.node_ttl_ms,
+            )
+        if self.engine_ttl_ms >= self.request_ttl_ms:
+            raise InvalidArgument(
+                "metadata.engine_ttl must be shorter than metadata.request_ttl",
+                engine_ttl_ms=self.engine_ttl_ms,
+                request_ttl_ms=self.request_ttl_ms,
+            )
+        if self.workers > 1 and is_unix(self.listen):
+            raise InvalidArgument(
+                "several metadata.workers require a TCP address; a unix socket belongs to one process", listen=self.listen
+            )
+        if self.tls.resolve() is None and not self.allow_insecure_remote and not stays_on_host(self.listen):
+            raise InvalidArgument(
+                "listening on a remote address requires TLS; set metadata.tls, or metadata.allow_insecure_remote",
+                listen=self.listen,
+            )
+        check_metrics_address(self.metrics_listen, allow_remote=self.allow_insecure_remote)
+        return self

@@ -1,0 +1,38 @@
+"""Slots of the arena for blocks to come: evicts and writes back as needed. Called under the table's lock."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.core.types import BlockShape
+from kvstore.node.eviction.cascade import with_parents
+from kvstore.node.eviction.quotas import count_pinned, evict_over_quota
+from kvstore.node.state.residency import Residency
+from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.tiers.contract import Slot
+
+PIECE_BLOCKS: Final = 64
+"""Room is made for so many blocks at a time: large enough for contiguous slots, small enough to grant what there is."""
+
+
+def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascades_chains: bool) -> list[Slot] | None:
+    """Slots for ``count`` blocks; None: no room can be made now.
+
+    Blocks that would have to leave and are dirty are sent to write-back, so that they may leave later.
+    """
+    while (slots := residency.dram.allocate(shape, count)) is None:
+        if residency.accounts.in_force and evict_over_quota(residency):
+            continue
+        victims, dirty = residency.arena.victims(shape, count)
+        if cascades_chains:
+            dirty = with_parents(residency.blocks, dirty, residency.is_idle, max(PIECE_BLOCKS, 2 * count))
+        for block in dirty:
+            residency.enqueue_writeback(block)
+        residency.counters.add(node_metrics.CASCADED_BLOCKS, len(dirty))
+        if not victims:
+            return None
+        for block in victims:
+            residency.evict_dram(block)
+        residency.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(victims))
+        count_pinned(residency, victims)
+    return slots

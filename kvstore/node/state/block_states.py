@@ -1,0 +1,114 @@
+"""States of a block and the transitions between them.
+
+1. A block has a state in DRAM and a replica on a durable volume, in one byte together: one bit per state, so that a predicate
+   over several states is one mask.
+2. ``CLEAN`` means that the block may leave DRAM as it is: it is durable elsewhere, or write-back gave it up, or it is only a copy
+   of another node's block. A ``DIRTY`` block must be written first.
+3. Every change goes through ``Residency``, which checks it against the tables below and records it in a ``Story``. A change that
+   the tables do not have is a bug: it raises ``InvalidTransition`` with what happened to the block before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Final
+
+from kvstore.core.errors import Internal
+from kvstore.core.types import BlockKey
+
+STORY_LENGTH: Final = 4_096
+"""Transitions that a table remembers, of all blocks together."""
+VOLUME_SHIFT: Final = 4
+
+
+class DramState(IntEnum):
+    """A block's state in DRAM."""
+
+    ABSENT = 0
+    FILLING = 1
+    """Its first layers are in its slot. Not in the table yet: the slot lives by the block's pins."""
+    DIRTY = 2
+    """Must be written before it may leave."""
+    WRITING = 4
+    """Waits for write-back, or is being written."""
+    CLEAN = 8
+    """May leave."""
+
+
+class VolumeReplica(IntEnum):
+    """A block's replica on a durable volume of this node, or on the storage node."""
+
+    ABSENT = 0
+    PRESENT = 1
+    REMOTE = 2
+    """On the storage node."""
+    EVICTING = 4
+    """About to leave, to make room or because an operator asked. Nobody may begin to read it."""
+    EVICTING_FOR_QUOTA = 8
+    """As ``EVICTING``, because its tenant holds more than its share: the block need not become durable again."""
+
+
+DRAM_TRANSITIONS: Final[Mapping[DramState, frozenset[DramState]]] = {
+    DramState.ABSENT: frozenset({DramState.FILLING, DramState.DIRTY, DramState.WRITING, DramState.CLEAN}),
+    DramState.FILLING: frozenset({DramState.ABSENT, DramState.CLEAN}),
+    DramState.DIRTY: frozenset({DramState.ABSENT, DramState.WRITING, DramState.CLEAN}),
+    DramState.WRITING: frozenset({DramState.CLEAN}),
+    DramState.CLEAN: frozenset({DramState.ABSENT, DramState.DIRTY, DramState.WRITING}),
+}
+VOLUME_TRANSITIONS: Final[Mapping[VolumeReplica, frozenset[VolumeReplica]]] = {
+    VolumeReplica.ABSENT: frozenset({VolumeReplica.PRESENT, VolumeReplica.REMOTE}),
+    VolumeReplica.PRESENT: frozenset({VolumeReplica.EVICTING, VolumeReplica.EVICTING_FOR_QUOTA}),
+    VolumeReplica.REMOTE: frozenset({VolumeReplica.ABSENT}),
+    VolumeReplica.EVICTING: frozenset({VolumeReplica.PRESENT, VolumeReplica.ABSENT}),
+    VolumeReplica.EVICTING_FOR_QUOTA: frozenset({VolumeReplica.PRESENT, VolumeReplica.ABSENT}),
+}
+_LEGAL: Final = frozenset(
+    {old << 4 | new for old, targets in DRAM_TRANSITIONS.items() for new in targets}
+    | {(old << 4 | new) << 8 for old, targets in VOLUME_TRANSITIONS.items() for new in targets}
+)
+
+
+class InvalidTransition(Internal):
+    """A block was to change between states that no transition joins: a bug of the node."""
+
+
+class Story:
+    """The last transitions of all blocks of a table. Guarded by the table's lock."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[BlockKey, DramState | VolumeReplica]] = deque(maxlen=STORY_LENGTH)
+
+    def dram(self, key: BlockKey, old: int, new: DramState) -> None:
+        """Record a change of a block's state in DRAM.
+
+        Raises:
+            InvalidTransition: there is no such transition.
+        """
+        if old << 4 | new not in _LEGAL:
+            raise self._invalid(key, DramState(old), new)
+        self._entries.append((key, new))
+
+    def volume(self, key: BlockKey, old: int, new: VolumeReplica) -> None:
+        """Record a change of a block's replica on a volume.
+
+        Raises:
+            InvalidTransition: there is no such transition.
+        """
+        if (old << 4 | new) << 8 not in _LEGAL:
+            raise self._invalid(key, VolumeReplica(old), new)
+        self._entries.append((key, new))
+
+    def of(self, key: BlockKey) -> list[str]:
+        """The transitions of a block that are remembered, oldest first."""
+        return [f"{type(new).__name__}.{new.name}" for each, new in self._entries if each == key]
+
+    def _invalid(self, key: BlockKey, old: DramState | VolumeReplica, new: DramState | VolumeReplica) -> InvalidTransition:
+        return InvalidTransition(
+            f"a block cannot change from {type(old).__name__}.{old.name} to {new.name}",
+            key=key.hex(),
+            story=", ".join(self.of(key)) or "none remembered",
+        )

@@ -1,0 +1,55 @@
+"""Records that pass between the table and those who store, load or wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.core.types import BlockKey, BlockRun, StoreOutcome
+from kvstore.node.state.model import Block
+from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.tiers.contract import Slot
+
+
+@dataclass(slots=True)
+class StoreGrant:
+    """Slots granted to one store, until it is completed or abandoned."""
+
+    namespace: NodeNamespace
+    run: BlockRun
+    outcomes: list[StoreOutcome]
+    slots: dict[BlockKey, Slot] = field(default_factory=dict)
+    """Granted and not yet completed, in order of the run."""
+    depths: dict[BlockKey, int] = field(default_factory=dict)
+    parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
+    tail: BlockKey | None = None
+    """A partial block among them: handed over to those who wait for it, neither written back nor kept."""
+    guarded: Block | None = None
+    """The parent of the run if it has a replica in one tier only: pinned, so that its eviction does not make room for its
+    children."""
+
+
+@dataclass(slots=True)
+class KeyWaiter:
+    """Keys that a caller waits for. Guarded by the table's lock."""
+
+    namespace: NodeNamespace
+    missing: dict[BlockKey, list[int]] = field(default_factory=dict)
+    """Positions of each key that is not in DRAM yet."""
+    arrivals: list[tuple[int, Block]] = field(default_factory=list)
+    """(position, block), pinned, and not yet taken by the caller."""
+
+
+@dataclass(slots=True)
+class LoadClaim:
+    """What a load may do about each key (positions in the keys of the load)."""
+
+    resident: dict[int, Block] = field(default_factory=dict)
+    """In DRAM; pinned."""
+    durable: dict[int, Block] = field(default_factory=dict)
+    """On NVMe; pinned and claimed: the load reads them."""
+    absent: list[int] = field(default_factory=list)
+    """Not here."""
+    claimed_absent: list[int] = field(default_factory=list)
+    """Those of ``absent`` that the load may fetch from another node."""
+    busy: list[int] = field(default_factory=list)
+    """Another load or store brings it in now."""

@@ -1,0 +1,207 @@
+"""Where each block of a node is, and the steps by which that changes.
+
+Everything here is called under ``lock``, in memory, without I/O. ``BlockTable`` has the verbs for callers and waits for them;
+``kvstore.node.eviction`` decides which blocks leave. Every change of a replica is logged under the lock, so what is published is
+in order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from kvstore.core.clock import Clock
+from kvstore.core.types import BlockKey
+from kvstore.node.eviction.arena import ArenaEvictor
+from kvstore.node.eviction.volumes import VolumeEvictor
+from kvstore.node.state.block_states import VOLUME_SHIFT, DramState, Story, VolumeReplica
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.grants import KeyWaiter, StoreGrant
+from kvstore.node.state.model import STATE_MASK, Block, NodeVolume, Recent
+from kvstore.node.state.namespaces import Accounts
+from kvstore.node.state.writeback_queue import WritebackQueue
+from kvstore.observe.counters import Counters
+from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Rows, Slot
+
+_VOLUME_MASK: Final = STATE_MASK << VOLUME_SHIFT
+
+
+class Residency:
+    """Blocks, their replicas and their orders of eviction.
+
+    Args:
+        dram: the arena.
+        dram_policy: the order in which blocks leave it.
+        node_volumes: the durable volumes.
+        log: hears of every change of a replica.
+        counters: events.
+        clock: time.
+        make_durable_policy: makes the order in which blocks leave the volumes.
+        accounts: the tenants.
+    """
+
+    def __init__(
+        self,
+        dram: MappedVolume,
+        dram_policy: EvictionPolicy,
+        node_volumes: Sequence[NodeVolume],
+        log: ReplicaChangeLog,
+        counters: Counters,
+        clock: Clock,
+        make_durable_policy: Callable[[Rows], EvictionPolicy],
+        accounts: Accounts,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        """Room or residency may have changed."""
+        self.has_writes = threading.Condition(self.lock)
+        """Blocks wait for write-back."""
+        self.dram = dram
+        self.dram_policy = dram_policy
+        self.node_volumes = list(node_volumes)
+        self.accounts = accounts
+        self.counters = counters
+        self.clock = clock
+        self.blocks: dict[BlockKey, Block] = {}
+        self.arena = ArenaEvictor(dram, self.blocks, dram_policy, self.is_idle)
+        self.volumes = VolumeEvictor(self.blocks, make_durable_policy, self.node_volumes, clock)
+        self.preparing: dict[BlockKey, StoreGrant] = {}
+        """Keys that are being stored."""
+        self.loading: set[BlockKey] = set()
+        """Keys that are being loaded into DRAM."""
+        self.gone: Recent[BlockKey] = Recent()
+        """Keys that left this node and are durable on the storage node."""
+        self.waiters: dict[BlockKey, list[KeyWaiter]] = {}
+        self.writes = WritebackQueue()
+        self.evicts_nvme = True
+        """Whether blocks may leave a volume to make room for others."""
+        self.story = Story()
+        self._log = log
+
+    # ---- predicates
+    @staticmethod
+    def is_idle(block: Block) -> bool:
+        """Whether nobody uses, writes or evicts a block."""
+        return block.pins == 0 and not block.in_transfer
+
+    def leaves_no_orphans(self, block: Block) -> bool:
+        """Whether a block may leave its volume without leaving children in DRAM that no lookup finds."""
+        return self.is_idle(block) and (block.dram is not None or not self.dram_policy.is_parent(block.key))
+
+    # ---- DRAM
+    def set_dram_state(self, block: Block, new: DramState) -> None:
+        """Change a block's state in DRAM.
+
+        Raises:
+            InvalidTransition: no transition joins the two states.
+        """
+        bits = block.bits
+        self.story.dram(block.key, bits & STATE_MASK, new)
+        block.bits = bits & ~STATE_MASK | new
+
+    def put_in_dram(self, block: Block, slot: Slot, state: DramState) -> None:
+        """Note that a block is in a slot of the arena now; callers that wait for its key get it pinned."""
+        self.set_dram_state(block, state)
+        block.dram = slot
+        self.arena.insert(block, slot)
+        self._log.stored(self.dram.volume_id, block)
+        if block.key in self.waiters:
+            self._hand_over(block)
+
+    def _hand_over(self, block: Block) -> None:
+        others: list[KeyWaiter] = []
+        for waiter in self.waiters.pop(block.key):
+            if waiter.namespace is not block.namespace:
+                others.append(waiter)
+                continue
+            for position in waiter.missing.pop(block.key):
+                block.pins += 1
+                waiter.arrivals.append((position, block))
+        if others:
+            self.waiters[block.key] = others
+
+    def evict_dram(self, block: Block) -> None:
+        """Evict a block from DRAM, and from the table if it is nowhere else."""
+        slot = block.dram
+        assert slot is not None
+        self._log.removed(self.dram.volume_id, block.key)
+        self.arena.remove(block, slot)
+        self.dram.free((slot,))
+        self.set_dram_state(block, DramState.ABSENT)
+        block.dram = None
+        block.forget_checksums()
+        self.drop_if_nowhere(block)
+
+    def release(self, block: Block) -> None:
+        """Let a block that lives by its pins leave DRAM, after its last pin."""
+        if block.filling:
+            slot = block.dram
+            assert slot is not None
+            self.dram.free((slot,))
+            self.set_dram_state(block, DramState.ABSENT)
+            block.dram = None
+        elif block.clean and self.is_idle(block) and (block.durable or not block.produced_here):
+            self.evict_dram(block)
+
+    def drop_if_nowhere(self, block: Block) -> None:
+        """Remove a block from the table if it has no replica here."""
+        if block.dram is None and block.nvme_volume is None and self.blocks.get(block.key) is block:
+            del self.blocks[block.key]
+            if block.durable_remotely:
+                self.gone.add(block.key)
+
+    # ---- write-back
+    def enqueue_writeback(self, block: Block) -> None:
+        """Send a block in DRAM to write-back."""
+        self.set_dram_state(block, DramState.WRITING)
+        self.writes.add(block)
+        self.has_writes.notify()
+
+    def finish_writeback(self, block: Block) -> None:
+        """Note that a block was written or given up. It may leave DRAM in both cases: it must not clog the arena."""
+        self.set_dram_state(block, DramState.CLEAN)
+        self.writes.finish(block)
+        if block.transient and block.pins == 0:
+            self.release(block)
+        self.changed.notify_all()
+
+    # ---- durable volumes
+    def set_replica(self, block: Block, new: VolumeReplica) -> None:
+        """Change the state of a block's replica on a volume.
+
+        Raises:
+            InvalidTransition: no transition joins the two states.
+        """
+        bits = block.bits
+        self.story.volume(block.key, bits >> VOLUME_SHIFT & STATE_MASK, new)
+        block.bits = bits & ~_VOLUME_MASK | new << VOLUME_SHIFT
+
+    def put_on_volume(self, block: Block, node_volume: NodeVolume, slot: Slot) -> None:
+        """Note that a block is in a slot of a durable volume now."""
+        self.set_replica(block, VolumeReplica.PRESENT)
+        block.put_on(node_volume, slot)
+        if block.dirty:
+            self.set_dram_state(block, DramState.CLEAN)
+        self.volumes.insert(block)
+        self._log.stored(node_volume.volume_id, block)
+
+    def mark_evicting(self, blocks: Iterable[Block], reason: VolumeReplica = VolumeReplica.EVICTING) -> None:
+        """Note that blocks are about to leave their volumes."""
+        for block in blocks:
+            self.set_replica(block, reason)
+            block.namespace.evicting_blocks += 1
+
+    def cancel_eviction(self, blocks: Iterable[Block]) -> None:
+        """Note that blocks stay on their volumes after all."""
+        for block in blocks:
+            self.set_replica(block, VolumeReplica.PRESENT)
+            block.namespace.evicting_blocks -= 1
+
+    def remove_from_volume(self, block: Block, node_volume: NodeVolume) -> None:
+        """Note that an evicting block has left its volume. Its slot is the caller's."""
+        self.set_replica(block, VolumeReplica.ABSENT)
+        block.namespace.evicting_blocks -= 1
+        self.volumes.remove(block, node_volume)
+        self._log.removed(node_volume.volume_id, block.key)
+        block.take_off()
