@@ -42,7 +42,7 @@ _CLOSE_S: Final = 5.0
 
 
 class EventPublisher:
-    """Publishes the changes of a mirror. One thread calls ``take``, any thread ``heartbeat``; replays have their own thread.
+    """Publishes the changes of a mirror. One thread calls ``take``, any thread ``heartbeat``; replays run in their own thread.
 
     Raises:
         Unavailable: an endpoint cannot be bound.
@@ -148,7 +148,7 @@ class EventPublisher:
                     self._serve(router)
             except zmq.ZMQError as error:
                 # the peer disconnected or reads too slowly; it may request another replay
-                self._counters.add(events_metrics.REPLAYS_FAILED)
+                self._counters.add("events_replays_failed_total")
                 limited.warning("replay cancelled: %s", error)
         router.close(linger=0)
 

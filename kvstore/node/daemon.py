@@ -39,7 +39,7 @@ from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBe
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import make_mounts
-from kvstore.node.loads.nixl import NixlPorts
+from kvstore.node.loads.nixl import NixlAgents
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.prompt_wait import PromptWaits
 from kvstore.node.loads.provider import NodeProvider
@@ -194,7 +194,8 @@ class NodeDaemon:
         self._recover(node_volumes)
         self._retainer.recall()
         self._traffic = _compute_traffic(config, counters)
-        self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
+        self._nixl = NixlAgents(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
+        self._nixl.open()
         known = None if self._token is None else TrustedNodes(config.metadata, config.tls.resolve(), self._token)
         probe = HealthProbe(partial(connect, tls=config.tls.resolve()))
         self._liveness = LivenessMonitor(probe, counters, on_close=probe.close)
@@ -630,7 +631,7 @@ class NodeDaemon:
     def _io_engines(self) -> list[str]:
         engines = [f"{self._arena.volume_id}: {self._arena.backing}"]
         engines += [f"{slab.volume_id}: {slab.io_engine}" for slab in self._slabs]
-        return engines + self._gds + [f"NIXL: {self._nixl.says}"] + [mount.describe() for mount in self._mounts]
+        return engines + self._gds + [f"NIXL: {self._nixl.description}"] + [mount.describe() for mount in self._mounts]
 
     def _sweep_for_ever(self) -> None:
         while not self._stopping.wait(SWEEP_INTERVAL_S):
