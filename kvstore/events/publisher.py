@@ -148,7 +148,7 @@ class EventPublisher:
                     self._serve(router)
             except zmq.ZMQError as error:
                 # the peer disconnected or reads too slowly; it may request another replay
-                self._counters.add("events_replays_failed_total")
+                self._counters.add(events_metrics.REPLAYS_FAILED)
                 limited.warning("replay cancelled: %s", error)
         router.close(linger=0)
 

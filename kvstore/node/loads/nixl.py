@@ -81,7 +81,7 @@ class NixlAgents:
             return
         if config.nixl == "required":
             raise problem
-        counters.add("transport_nixl_unavailable_total")
+        counters.add(transport_metrics.NIXL_UNAVAILABLE)
         self.description = f"not in use: {problem}"
         log.warning("NIXL not used, blocks are transferred over TCP: %s", problem)
 

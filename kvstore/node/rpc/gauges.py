@@ -115,8 +115,8 @@ class NodeGauges:
 
     def _networks(self) -> Iterator[Sample]:
         for network, (received, sent) in self._links.traffic().items():
-            yield Sample("network_bytes_total", received, {"network": network, "direction": "received"})
-            yield Sample("network_bytes_total", sent, {"network": network, "direction": "sent"})
+            yield Sample(node_metrics.NETWORK_BYTES, received, {"network": network, "direction": "received"})
+            yield Sample(node_metrics.NETWORK_BYTES, sent, {"network": network, "direction": "sent"})
 
 
 def _interface_bytes() -> dict[str, tuple[int, int]]:

@@ -169,7 +169,7 @@ class Sessions:
             PermissionDenied: the engine has not connected to the arena socket, or is on another host.
         """
         if not session.connected:
-            self._counters.add("store_without_arena_total")
+            self._counters.add(node_metrics.STORE_WITHOUT_ARENA)
             raise PermissionDenied("the session has no arena to write to; engines of other hosts store over the data plane")
         with self._lock:
             earlier = session.stores.get(operation)
@@ -270,9 +270,9 @@ class Sessions:
                         del session.stores[operation]  # completed long ago: no retry will follow
                     elif not store.expired:
                         store.expired = True  # its slots stay reserved until the session ends
-                        self._counters.add("stores_expired_total")
+                        self._counters.add(node_metrics.STORES_EXPIRED)
         for lease in expired:
-            self._counters.add("leases_expired_total")
+            self._counters.add(node_metrics.LEASES_EXPIRED)
             self._table.unpin(lease.blocks)
         for session_id in stale:
             self.end(session_id)
