@@ -177,7 +177,7 @@ class PromptReceiver:
                 good = positions[sink.outcomes[positions] == Outcome.HIT]
                 if self._context.clock.now_s() > self._lease_end_s:
                     self._context.incidents.report(
-                        "client_lease_expired_blocks_total",
+                        client_metrics.LEASE_EXPIRED_BLOCKS,
                         "dropped blocks of a prompt that was taken after its lease",
                         amount=len(good),
                     )

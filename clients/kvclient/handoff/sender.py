@@ -160,7 +160,7 @@ class PromptSender:
         except KVStoreError as error:  # the blocks that were sent are there all the same
             self._result.error = error
             why = "handoff not verified: the decode node did not answer"
-            self._context.incidents.report("client_handoffs_failed_total", why, error)
+            self._context.incidents.report(client_metrics.HANDOFFS_FAILED, why, error)
             return found
         now: Outcomes = np.array(probe.outcomes, np.uint8)
         probe.abort()
@@ -178,7 +178,7 @@ class PromptSender:
                 why = "the decode host did not accept the whole prompt: it has no space, or drains"
                 result.error = CapacityExceeded(why, **facts)
             self._context.incidents.report(
-                "client_handoff_skipped_blocks_total", "handoff incomplete", result.error, amount=skipped
+                client_metrics.HANDOFF_SKIPPED_BLOCKS, "handoff incomplete", result.error, amount=skipped
             )
 
     def abort(self) -> None:
@@ -194,7 +194,7 @@ class PromptSender:
 
     def _give_up(self, error: KVStoreError) -> None:
         self._result.error = error
-        self._context.incidents.report("client_handoffs_failed_total", "handoff incomplete", error)
+        self._context.incidents.report(client_metrics.HANDOFFS_FAILED, "handoff incomplete", error)
         if self._write is not None:
             self._write.abort()
 
@@ -230,7 +230,7 @@ def abandon_prompt(context: ClientContext, transfer_id: str, decode_node: str, s
                 time.sleep(_LOOK_S)
                 continue
             said = "decode node not told to stop waiting for a prompt"
-            context.incidents.report("client_abandons_failed_total", said, error)
+            context.incidents.report(client_metrics.ABANDONS_FAILED, said, error)
             return False
         return True
 

@@ -73,6 +73,6 @@ class PlanProgressReporter:
                 try:
                     self._send(request)
                 except KVStoreError:  # the planner forgets plans without reports
-                    self._incidents.counters.add("client_reports_failed_total")
+                    self._incidents.counters.add(client_metrics.REPORTS_FAILED)
             if closed:
                 return

@@ -63,7 +63,7 @@ def attempt(options: ClientOptions, incidents: LimitedLog, work: Callable[[], Re
     except KVStoreError as error:
         if options.require_store or isinstance(error, InvalidArgument):
             raise
-        incidents.report("client_connect_failed_total", "connected without a part of the store", error)
+        incidents.report(client_metrics.CONNECT_FAILED, "connected without a part of the store", error)
         return None
 
 

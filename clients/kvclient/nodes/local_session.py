@@ -207,7 +207,7 @@ class LocalNode:
                 return
             self._session = None
         self._incidents.report(
-            "client_session_lost_total", "session with the local node lost: loads miss until it is open again", error
+            client_metrics.SESSION_LOST, "session with the local node lost: loads miss until it is open again", error
         )
         session.retire()
 
@@ -285,7 +285,7 @@ class LocalNode:
             if self.open():
                 self._incidents.counters.add(client_metrics.SESSION_OPENED)
         except KVStoreError as error:
-            self._incidents.report("client_session_refused_total", "session with the local node not opened", error)
+            self._incidents.report(client_metrics.SESSION_REFUSED, "session with the local node not opened", error)
 
     def wait_reopened(self, timeout_s: float) -> None:
         """Wait for an attempt under way in the background, if there is one."""

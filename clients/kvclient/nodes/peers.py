@@ -60,7 +60,7 @@ class PeerPool:
         if nixl is not None and tls is not None:
             nixl = None
             incidents.report(
-                "transport_nixl_unavailable_total", "NIXL not used: it has no TLS, which is set; blocks move over TCP"
+                transport_metrics.NIXL_UNAVAILABLE, "NIXL not used: it has no TLS, which is set; blocks move over TCP"
             )
         self._nixl = None if nixl is None else NixlAgent(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
 

@@ -189,7 +189,7 @@ class LayerwiseStore:
         """End the store after a failure; later layers are dropped."""
         if self._result.error is None:
             self._result.error = error
-        self._context.incidents.report("client_store_failed_total", "store ended early", error)
+        self._context.incidents.report(client_metrics.STORE_FAILED, "store ended early", error)
         if self._session is not None and means_lost(error) and self._context.local is not None:
             self._context.local.lost(self._session, error)
         self._clean_up()

@@ -318,7 +318,7 @@ class Store:
             " the node, `kvstore status` and `kvstore tenants`)",
             not_durable_blocks=blocks,
         )
-        self._context.incidents.report("client_stores_not_durable_total", "store did not become durable", error)
+        self._context.incidents.report(client_metrics.STORES_NOT_DURABLE, "store did not become durable", error)
         if self._result.error is None:
             self._result.error = error
 
