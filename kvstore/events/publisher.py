@@ -41,7 +41,7 @@ _CLOSE_S: Final = 5.0
 
 
 class EventPublisher:
-    """Publishes the changes of a mirror. One thread calls ``take``, any thread ``heartbeat``; replays run in a thread of their own.
+    """Publishes the changes of a mirror. One thread calls ``take``, any thread ``heartbeat``. Replays run in another thread.
 
     Raises:
         Unavailable: an endpoint cannot be bound.
