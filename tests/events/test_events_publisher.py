@@ -93,7 +93,7 @@ def test_what_was_missed_is_replayed() -> None:
         assert "events_replay_snapshots_total" not in counted
 
 
-def test_a_publisher_that_was_started_again_leaves_a_gap_that_is_replayed() -> None:
+def test_publisher_restart_leaves_gap_that_is_replayed() -> None:
     with source(first=None, heartbeat_ms=1) as made, subscriber(made) as one:
         made.store(0, 3)
         one.last, one.believed = 41, {("what another publisher told", "CPU")}

@@ -152,7 +152,7 @@ def test_chains_keep_their_parents() -> None:
     assert store(3, 0, 2) == [[BlockStored(hashes[:2], None, [], 64, None, "STORAGE", None)]]
 
 
-def test_batches_are_bounded_and_a_store_without_blocks_is_said_in_one_word() -> None:
+def test_translation_batches_are_bounded() -> None:
     mirror, translator = begun()
     long = Chain.of(NAMESPACE, range(10_000))
     stored = pb.BlocksStored(volume=1, runs=[run_message(long, 0, 10_000)])

@@ -175,7 +175,7 @@ async def test_an_index_is_made_anew_once_and_keeps_its_namespaces(tmp_path: Pat
             assert [(one.namespace_id, one.spec) for one in listed.namespaces] == [(namespace, SPEC)]
 
 
-async def test_several_workers_keep_the_policy_that_they_were_started_with(tmp_path: Path) -> None:
+async def test_path_policy_several_workers_keep_configured_one(tmp_path: Path) -> None:
     with server_process(tmp_path, workers=2) as server:
         async with connect_aio(server.address) as channel:
             stub = MetadataAdminStub(channel)

@@ -23,7 +23,7 @@ def no_room() -> None:
     raise CapacityExceeded("no room on disk")
 
 
-async def test_a_full_disk_is_told_now_and_then_and_without_a_traceback(
+async def test_maintenance_disk_full_logs_rarely_without_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upkeep, "limited", LimitedLog(logging.getLogger(upkeep.__name__)), raising=False)

@@ -27,7 +27,7 @@ class Addressed(Peer):
         return info
 
 
-async def test_a_second_node_with_the_same_id_is_refused_while_the_first_is_heard_of(running: Running) -> None:
+async def test_register_id_of_live_node_is_refused(running: Running) -> None:
     first = Addressed(running.channel, "n", "10.0.0.1:7411", "n/a")
     second = Addressed(running.channel, "n", "10.0.0.2:7411", "n/b")
     await first.register()

@@ -134,7 +134,7 @@ async def test_reads_go_on_and_plans_leave_the_node_out(running: Running) -> Non
     assert "p" in await planned()
 
 
-async def test_a_node_that_ends_is_hidden_at_once_and_comes_back_with_its_volumes(running: Running) -> None:
+async def test_unregistered_node_is_hidden_and_returns_with_volumes(running: Running) -> None:
     peer, other, keys = running.peer("a"), running.peer("b"), chain("a", 8)
     for one in (peer, other):
         await one.register()
@@ -252,7 +252,7 @@ async def test_malformed_calls_are_refused(running: Running) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_a_server_told_to_end_ends_the_streams_of_nodes_and_exits_with_0(tmp_path: Path, workers: int) -> None:
+async def test_server_sigterm_ends_publish_streams_and_exits_0(tmp_path: Path, workers: int) -> None:
     with server_process(tmp_path, workers, stop_grace_ms=60_000) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)

@@ -111,7 +111,7 @@ async def test_an_index_damaged_under_a_running_server_is_made_anew(tmp_path: Pa
         assert "damaged" in server.log()
 
 
-async def test_an_index_damaged_while_no_server_ran_is_made_anew_at_the_start(tmp_path: Path) -> None:
+async def test_server_start_damaged_index_is_recreated(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)
@@ -251,7 +251,7 @@ def test_an_index_path_that_is_a_file_is_said(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_configurations_that_cannot_work_or_open_a_door_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
+def test_config_invalid_or_insecure_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         MetadataConfig(index_path=tmp_path, **change).check()  # type: ignore[arg-type]
 

@@ -146,7 +146,7 @@ async def test_a_request_is_told_to_both_groups_and_to_its_router() -> None:
     }
 
 
-async def test_an_answer_that_was_lost_is_told_again_and_counts_for_the_engine() -> None:
+async def test_report_lost_answer_is_repeated_and_counted() -> None:
     shell = Shell()
     leader = Leader(shell, "P", PREFILL, engine("p", sequences=0, tokens=0), engine("q", sequences=0, tokens=0))
     leader.report()
@@ -252,7 +252,7 @@ async def test_what_decode_finishes_first_is_called_off_at_prefill() -> None:
     assert shell.counters.get("metadata_scheduler_void_reports_total") == 1
 
 
-async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> None:
+async def test_silent_group_requests_are_reassigned_first() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     wanted = shell.ask("r")
@@ -287,7 +287,7 @@ async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> No
     assert shell.door.gauges()["metadata_scheduler_requests"] == 2
 
 
-async def test_a_dead_decode_engine_costs_a_computed_prompt_and_a_prefill_engine_that_left_after_it_nothing() -> None:
+async def test_lost_decode_engine_restarts_request_prefill_does_not() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     wanted = shell.ask("r")
@@ -304,7 +304,7 @@ async def test_a_dead_decode_engine_costs_a_computed_prompt_and_a_prefill_engine
     assert [(again.request_id, again.engine) for again in prefill.report()] == [("r", "p2")]
 
 
-async def test_a_leader_that_was_restarted_takes_the_place_of_its_former_self() -> None:
+async def test_restarted_leader_replaces_its_former_boot() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r"))
@@ -429,7 +429,7 @@ async def test_requests_are_bounded_by_what_they_occupy(monkeypatch: pytest.Monk
         await shell.door.assign(shell.ask("r", near=[pb.NearPrefix(engine=f"{at}" + "x" * 200, tokens=1) for at in range(400)]))
 
 
-async def test_a_group_that_does_not_listen_gets_no_more_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_group_without_acknowledgements_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell()
     monkeypatch.setattr(module, "EVENTS_AT_ONCE", 2)
     monkeypatch.setattr(module, "MAX_UNREAD", 2)
@@ -517,7 +517,7 @@ async def test_a_standstill_after_deaths_ends() -> None:
     assert prefill.work["old"].decode.engine == decode.work["old"].decode.engine == "d"
 
 
-async def test_a_decode_engine_may_finish_what_a_prefill_engine_died_after() -> None:
+async def test_decode_finishes_after_prefill_engine_died() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r"))
@@ -533,7 +533,7 @@ async def test_a_decode_engine_may_finish_what_a_prefill_engine_died_after() -> 
     assert shell.door.gauges()["metadata_scheduler_requests"] == 0
 
 
-async def test_engines_of_a_node_that_drains_are_given_nothing_and_keep_what_they_have() -> None:
+async def test_draining_node_engines_keep_work_and_get_none() -> None:
     shell = Shell()
     prefill = Leader(shell, "P", PREFILL, engine("p"), engine("q"))
     old = Leader(shell, "D", DECODE, engine("d", hbm_tokens=30))

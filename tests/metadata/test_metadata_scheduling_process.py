@@ -155,7 +155,7 @@ async def _waiting(peer: Peer, count: int) -> bool:
     return (await peer.counters())["metadata_scheduler_waiting_prefill"] == count
 
 
-async def test_a_router_hears_of_the_engines_that_take_over_from_dead_ones(tmp_path: Path) -> None:
+async def test_assign_again_returns_replacement_engines(tmp_path: Path) -> None:
     with server_process(tmp_path, ttl_ms=TTL_MS, engine_ttl_ms=TTL_MS) as server:
         async with client_of(server.address) as client:
             prefill, first = Engines(client, "P", "prefill"), Engines(client, "D", "decode", ends=False)
@@ -180,7 +180,7 @@ async def test_a_router_hears_of_the_engines_that_take_over_from_dead_ones(tmp_p
         assert "reason=silent for" in server.log()
 
 
-async def test_a_restarted_server_is_a_pause_for_who_waits_and_news_for_who_runs(tmp_path: Path) -> None:
+async def test_server_restart_waiting_calls_continue(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with client_of(server.address) as client:
             running, waiting = EngineRequest("running", 1_000), EngineRequest("waiting", 1_000)
@@ -203,7 +203,7 @@ async def test_a_restarted_server_is_a_pause_for_who_waits_and_news_for_who_runs
                 await engines.die()
 
 
-async def test_a_crowd_is_served_once_each_and_one_that_finds_no_engine_is_turned_away(tmp_path: Path) -> None:
+async def test_many_requests_are_served_once_each(tmp_path: Path) -> None:
     with server_process(tmp_path, max_requests=500) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)

@@ -166,7 +166,7 @@ async def test_what_is_gone_and_what_is_of_another_count_begins_anew(running: Ru
     assert [counted[f"metadata_watch_resyncs_{why}_total"] for why in ("asked", "gone", "restarted")] == [1, 2, 1]
 
 
-async def test_a_key_that_is_stored_at_its_own_place_leaves_the_one_that_was_a_slip(running: Running) -> None:
+async def test_watch_key_stored_at_right_depth_replaces_wrong(running: Running) -> None:
     peer, other = running.peer(), running.peer("host-2")
     slip = BlockRun(namespace_id=NAMESPACE, depth=0, keys=b"".join(KEYS[20:]))
     for each in (peer, other):
@@ -219,7 +219,7 @@ async def test_filters(running: Running) -> None:
     assert nobody.mirror.sequence > before
 
 
-async def test_a_subscriber_that_never_reads_holds_nothing_and_begins_anew(tmp_path: Path) -> None:
+async def test_watch_stalled_subscriber_gets_new_snapshot(tmp_path: Path) -> None:
     config = MetadataConfig(
         index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=256 << 20, events_memory_bytes=1 << 20
     )
