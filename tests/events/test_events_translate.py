@@ -1,4 +1,4 @@
-"""What a subscriber in vLLM's format believes is what the mirror says, after any changes; by pure parts, without sockets."""
+"""Tests of the translation into vLLM's format, without sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A metadata server on a full disk: it starts, answers what it knows, and takes changes again when there is room."""
+"""Tests of a metadata server on a full disk: it starts, answers lookups, and accepts changes after there is room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Namespaces are bounded, of each tenant and in all, and who makes many is in nobody's way."""
+"""Tests of the limits on namespaces, per tenant and in total."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that are to drain, that end, that are removed: what the server says of them, and where it still sends anybody."""
+"""Tests of drain, unregister and remove calls, and their effect on lookups and plans."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def status(peer: Peer) -> pb.NodeStatus:
 
 
 async def tell(peer: Peer, order: DrainOrder, state: common_pb2.NodeState, **more: int) -> pb.HeartbeatResponse:
-    """A heartbeat with what the node says of its draining."""
+    """A heartbeat with drain progress."""
     progress = DrainProgress(operation_id=order.operation_id, state=state, **more)  # type: ignore[arg-type]
     request = pb.HeartbeatRequest(node_id=peer.node_id, boot_id=peer.boot_id, drain=progress)
     return await call_aio(peer.stub.Heartbeat, request, TIMEOUT_S)
@@ -147,9 +147,9 @@ async def test_unregistered_node_is_hidden_and_returns_with_volumes(running: Run
     assert await other.hit(keys) == 0
     shown = await status(peer)
     assert (shown.stopped, shown.alive) == (True, False)
-    await peer.beat()  # one that was on its way
+    await peer.beat()  # a late heartbeat
     assert not (await status(peer)).alive
-    await peer.publish(peer.nvme, run_of(chain("b", 2)))  # what was written behind meanwhile
+    await peer.publish(peer.nvme, run_of(chain("b", 2)))  # a block that was written back during the drain
     assert (await other.counters()).get("metadata_nodes_expired_total", 0) == 0
     peer.reboot()
     assert (await peer.register())[peer.nvme], "its inventory is wanted"

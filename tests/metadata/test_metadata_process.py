@@ -1,4 +1,4 @@
-"""The real server process: killed and started again, with its index and without; several workers on one port; its manners."""
+"""Tests of the real server process: kills, restarts, damaged indexes, several workers, signals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_deleted_index_is_rebuilt_by_what_nodes_tell(tmp_path: Path) -> 
             assert beat.index_epoch != epoch
             with pytest.raises(NotFound):
                 await again.send(again.batch(again.nvme))
-            again.sequence = 0  # a new epoch counts anew
+            again.sequence = 0  # a new epoch restarts the numbering
             assert (await again.register())[again.nvme]
             await again.publish(again.nvme, run_of(KEYS), sync_end=True)
             assert await again.hit(KEYS) == 50
@@ -179,7 +179,7 @@ async def test_workers_share_port_index_and_heartbeats(tmp_path: Path) -> None:
             seen = {(await peer.counters()).get("metadata_nodes_expired_total", 0) for peer in peers}
             assert seen == {0}
             assert await all_see()
-        # a boot that publishes through another worker goes on where it was
+        # a boot that publishes through another worker continues its numbering
         other = peers[-1]
         other.boot_id, other.sequence = writer.boot_id, writer.sequence
         await other.publish(other.nvme, run_of(chain("b", 5)))

@@ -1,4 +1,4 @@
-"""Quotas of tenants: kept beside the index, shared out over nodes, told with heartbeats."""
+"""Tests of quotas: settings file, shares, heartbeat answers."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def set_quota(running: Running, tenant: str, expected: pb.TenantQuota | No
 
 
 async def reported(peer: Peer, report: int = 0, **held: int) -> metadata_pb2.HeartbeatResponse:
-    """What the node is told, after it said what tenants hold there in DRAM."""
+    """The answer to a heartbeat that reports tenants' usage in DRAM."""
     request = metadata_pb2.HeartbeatRequest(
         node_id=peer.node_id,
         boot_id=peer.boot_id,
@@ -238,7 +238,7 @@ async def test_shares_draining_node_gets_none(running: Running) -> None:
 
 
 async def test_what_moves_is_not_cut_for_others_to_grow(running: Running) -> None:
-    """A quota that is full, unevenly, while a node drains: nobody is told less than it holds."""
+    """A full, unevenly used quota while a node drains: no share is smaller than the node's usage."""
     peers = [running.peer(name) for name in "abc"]
     for peer in peers:
         await peer.register()
@@ -259,7 +259,7 @@ async def test_shares_slow_run_is_followed_by_a_pause(running: Running, monkeypa
 
     def slow(*arguments: Any, **more: Any) -> list[int]:
         made.append(arguments)
-        running.clock.advance(0.0025)  # so little that nobody is taken for dead meanwhile
+        running.clock.advance(0.0025)  # too short for a node to expire
         return divide_quota(*arguments, **more)
 
     monkeypatch.setattr("kvstore.metadata.retention.quota_shares.divide_quota", slow)

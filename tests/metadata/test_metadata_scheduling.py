@@ -1,4 +1,4 @@
-"""The scheduler's shell with a clock that the test owns: who is told what, what is told again, and what silence does."""
+"""Tests of the scheduler service with a manual clock: events, retries, silent groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFILL, DECODE = pb.ENGINE_ROLE_PREFILL, pb.ENGINE_ROLE_DECODE
 
 @dataclass
 class Shell:
-    """A scheduler behind its door, and what it is made of."""
+    """A scheduler service and its collaborators."""
 
     clock: ManualClock = field(default_factory=ManualClock)
     queues: ReadQueues = field(default_factory=ReadQueues)
@@ -59,7 +59,7 @@ class Shell:
 
 
 class Leader:
-    """Reports for a group; keeps what it is told as an engine would."""
+    """Reports for a group, and applies its events as an engine would."""
 
     def __init__(self, shell: Shell, group: str, role: pb.EngineRole, *engines: pb.EngineState) -> None:
         self.shell, self.group, self.role = shell, group, role
@@ -85,7 +85,7 @@ class Leader:
         )
 
     def take(self, answer: pb.ReportEnginesResponse) -> list[pb.ScheduledRequest]:
-        """Keeps an answer that arrived; what was assigned by it."""
+        """Apply an answer, and return the assigned requests."""
         if answer.membership != self.membership:
             self.membership, self.acknowledged = answer.membership, 0
             self.work.clear()
@@ -264,7 +264,7 @@ async def test_silent_group_requests_are_reassigned_first() -> None:
     shell.clock.advance(TTL_S)
     prefill.report()
     shell.clock.advance(TTL_S / 2)
-    shell.door.expire()  # the decode group is gone
+    shell.door.expire()  # the decode group is removed
     (again,) = prefill.report()
     assert again.request_id == "r"
     assert again.generation > before.generation
@@ -278,7 +278,7 @@ async def test_silent_group_requests_are_reassigned_first() -> None:
     for call in (waits, follows):
         assert (await call).decode.engine == "e"
         assert (await call).generation == again.generation
-    # the dead one was only slow: what it says of before is void, and it begins anew
+    # the removed group was only slow: its old reports are void, and it joins again
     membership = decode.membership
     decode.report(finished=[before.generation])
     assert decode.membership != membership
@@ -297,7 +297,7 @@ async def test_lost_decode_engine_restarts_request_prefill_does_not() -> None:
     await router
     prefill.engines = [engine("p2")]  # p leaves in the very report that says it is done
     prefill.report(prefilled=[one.generation])
-    assert (await shell.door.assign(wanted)).prefill.engine == "p"  # a late retry is told who did it
+    assert (await shell.door.assign(wanted)).prefill.engine == "p"  # a late retry gets the same engines
     assert shell.counters.get("metadata_requests_given_back_total") == 0
     decode.engines = []
     assert decode.report() == []

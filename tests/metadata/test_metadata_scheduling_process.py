@@ -1,4 +1,4 @@
-"""Scheduling with the real server process and the real clients: the rules, dead engines, a restarted server, a crowd."""
+"""Tests of scheduling with a real server process and real clients."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_assignment_follows_the_rules(tmp_path: Path) -> None:
                 computing[1] = EngineFigures("long-queue", "busy", sequences=2, tokens=120)
                 computing[2] = EngineFigures("short-queue", "idle", "10.0.0.3:8000", sequences=2, tokens=110)
                 assert [one.decode and one.decode.node for one in prefill.report(computing).assigned] == ["busy", "idle", "idle"]
-                # what was read is no longer waited for
+                # completed reads leave the queue
                 finished = pb.LoadReport(plan_id=plan.plan_id, finished=True)
                 await call_aio(nodes[0].stub.ReportLoads, pb.ReportLoadsRequest(loads=[finished]), TIMEOUT_S)
                 computing[1] = EngineFigures("long-queue", "busy", sequences=0, tokens=0)
@@ -198,7 +198,7 @@ async def test_server_restart_waiting_calls_continue(tmp_path: Path) -> None:
                 await client.again(running, answer, 20)
             anew = await client.assign(running, 20)
             assert anew.generation != answer.generation
-            assert len(groups[1].news) == 2  # it joined twice, by itself
+            assert len(groups[1].news) == 2  # it joined again after the restart
             for engines in groups:
                 await engines.die()
 

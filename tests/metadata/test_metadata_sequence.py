@@ -1,4 +1,4 @@
-"""Rules of publish order, against a plain model: what is applied is applied in order, and nothing is lost unnoticed."""
+"""Model-based tests of the order of publish batches."""
 
 from __future__ import annotations
 

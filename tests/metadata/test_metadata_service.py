@@ -1,4 +1,4 @@
-"""Every RPC over a real socket, the order of publishing, liveness, anti-entropy, and what hostile callers get."""
+"""Tests of all calls of the Metadata service over a real socket."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ async def test_drift_is_found_and_repaired_range_by_range(running: Running) -> N
     await peer.publish(peer.nvme, run_of(keys), sync_end=True)
     digests, counts = digest_ranges(b"".join(keys))
     assert await peer.compare(peer.nvme, 0, digests, counts) == []
-    # the index is damaged: behind the node's back, blocks vanish and one appears
+    # the index is damaged: blocks vanish and one appears, without the node
     stray = BlockKey(chain("stray", 1)[0])
     damage = [peer.batch(peer.nvme, removed=keys[290:]), peer.batch(peer.nvme, [run_of([stray])])]
     await peer.send(*damage)
@@ -391,7 +391,7 @@ async def test_hostile_requests_are_refused_with_a_typed_error(running: Running,
         unary = getattr(Peer(channel).stub, method)
         with pytest.raises(InvalidArgument):
             await call_aio(unary, request, TIMEOUT_S)
-    assert await peer.register()  # and the server goes on
+    assert await peer.register()  # the server still works
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``WatchBlocks`` over a real socket: what subscribers are told, when they must begin anew, and what they cost."""
+"""Tests of ``WatchBlocks`` over a real socket: snapshots, resumption, limits."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ async def test_death_is_one_event_a_volume(running: Running) -> None:
     await watch.served(peer.dram, served=True)
     await watch.served(peer.nvme, served=True)
     assert [volume.tier for volume in watch.mirror.holders(KEYS[0])] == [Tier.TIER_NVME]
-    assert {event.WhichOneof("what") for event in watch.events} == {"served"}  # nothing is told again
+    assert {event.WhichOneof("what") for event in watch.events} == {"served"}  # blocks are not sent again
     watch.events.clear()
-    peer.reboot()  # what it had in DRAM is gone with it; what it has on NVMe stays until it is told anew
+    peer.reboot()  # blocks in DRAM are lost; blocks on NVMe stay until the new inventory
     await peer.register()
     await watch.held(KEYS)
     assert [event.WhichOneof("what") for event in watch.events].count("closed") == 1
@@ -209,7 +209,7 @@ async def test_filters(running: Running) -> None:
     assert {volume.node_id for volume in watches["node"].mirror.volumes} == {"host-2"}
     assert {volume.tier for volume in watches["tier"].mirror.volumes} == {Tier.TIER_NVME}
     assert len(watches["namespace"].mirror.volumes) == 4
-    # the one that wants nothing of what happens is told how far it is, and can resume from there
+    # the subscriber whose filter drops all events gets its position, and can resume from there
     nobody = Watch(running.channel, pb.WatchBlocksRequest(node_ids=["nobody"]))
     await nobody.complete()
     before = nobody.mirror.sequence
@@ -280,7 +280,7 @@ async def test_without_subscribers_nothing_is_kept(running: Running) -> None:
     await wait_until_async(let_go)
     late = Watch(running.channel, sequence)
     await late.complete()
-    assert late.reasons == [pb.RESYNC_REASON_GONE]  # who fell silent meanwhile was not told
+    assert late.reasons == [pb.RESYNC_REASON_GONE]  # changes of liveness were not recorded
 
 
 @pytest.mark.parametrize(
