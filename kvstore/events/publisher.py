@@ -41,7 +41,7 @@ _CLOSE_S: Final = 5.0
 
 
 class EventPublisher:
-    """Publishes the changes of a mirror. One thread calls ``take``, any thread ``heartbeat``. Replays run in another thread.
+    """Publishes the changes of a mirror. One thread calls ``take``, any thread ``heartbeat``; replays run in their own thread.
 
     Raises:
         Unavailable: an endpoint cannot be bound.
@@ -146,7 +146,7 @@ class EventPublisher:
                 if router.poll(_POLL_MS):
                     self._serve(router)
             except zmq.ZMQError as error:
-                # the peer has left or reads too slowly; it may request another replay
+                # the peer disconnected or reads too slowly; it may request another replay
                 self._counters.add("events_replays_failed_total")
                 limited.warning("replay cancelled: %s", error)
         router.close(linger=0)

@@ -1,4 +1,4 @@
-"""KV caches of several layouts, and what a block of them is, told as simply as can be: the oracle."""
+"""KV caches of several layouts, and a simple oracle for the bytes of their blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_layers(
     device: str = "cpu",
     seed: int = 0,
 ) -> tuple[list[torch.Tensor], str]:
-    """Random KV tensors, one a layer, and the kind of cache that they are."""
+    """Random KV tensors, one per layer, and the kind of their cache."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -39,11 +39,11 @@ def make_layers(
             tensor = drawn(pages, 2, tokens, heads, dim)
         elif layout == "vllm_bhnc":
             tensor = drawn(pages, heads, tokens, 2 * dim)
-        elif layout == "vllm_permuted":  # named [pages, heads, tokens, dim], lies as [pages, tokens, heads, dim]
+        elif layout == "vllm_permuted":  # axes [pages, heads, tokens, dim], in memory [pages, tokens, heads, dim]
             tensor = drawn(pages, tokens, heads, 2 * dim).transpose(1, 2)
         elif layout == "mla":
             tensor = drawn(pages, tokens, dim)
-        else:  # padded_pages: other bytes lie between pages
+        else:  # padded_pages: other bytes between pages
             tensor = drawn(pages, 2 * tokens, heads, dim)[:, :tokens]
         made.append(tensor)
     return made, kind
@@ -67,7 +67,7 @@ def make_cache(
 
 
 def layer_bytes(cache: PagedCache, layer: int, page_ids: Sequence[int]) -> bytes:
-    """One layer of some pages: page after page, K before V where they lie apart, each in the order of memory."""
+    """One layer of some pages: page after page, K before V if they are separate, each in the order of memory."""
     tensor = cache.layers[layer].tensor.cpu() if cache.device.type != "cpu" else cache.layers[layer].tensor
     lead = 2 if cache.kind == "split" else 1
     strides = cache.layers[layer].tensor.stride()[lead:]

@@ -1,7 +1,7 @@
-"""A device whose streams do their work late, and in any order that their events allow: the worst that a GPU may do.
+"""A device whose streams work late, and in any order that their events allow: the worst case of a GPU.
 
-What is enqueued is kept; ``run_all`` does one piece after the other, each from a stream drawn at random among those whose next
-piece may run. An ordering that the code under test does not ask for by an event is therefore broken sooner or later.
+Enqueued work is kept. ``run_all`` executes it piece by piece, each from a randomly drawn stream whose next piece may run. An
+order that the code under test does not enforce by an event is therefore violated sooner or later.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DeferredStream:
 
 
 class FakePinning:
-    """The driver's pins: what it was told, and what it is to refuse."""
+    """Pins of a fake driver: records calls, and refuses them on request."""
 
     def __init__(self, refuse_from: int | None = None) -> None:
         self._lock = threading.Lock()
@@ -196,9 +196,9 @@ class DeferredDevice:
 
 
 class ComputingDevice(DeferredDevice):
-    """One whose current stream, on which an engine computes, does its work late as well.
+    """A device whose current stream, on which an engine computes, also works late.
 
-    ``first``: what is done first where either may be: ``compute``, ``copies``; else whatever is drawn.
+    ``first`` is what runs first if both may: ``compute``, ``copies``; otherwise it is drawn.
     """
 
     def __init__(self, seed: int = 0, first: str = "") -> None:

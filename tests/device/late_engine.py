@@ -1,4 +1,4 @@
-"""A vLLM worker as its device sees it: steps are asked for, never waited for, and what attention read is looked at in the end."""
+"""A vLLM worker as its device sees it: steps are enqueued and never waited for; attention's reads are checked at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import RequestKeys
 from kvclient.engines.vllm.memory.device_pages import device_pages
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepPlan
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
 from kvstore.embedded.cluster import LocalCluster
@@ -35,12 +35,12 @@ STAGING = 3 * PAGE_BYTES
 
 
 def written(number: int, layer: int) -> torch.Tensor:
-    """What the model computes for a block, in one layer."""
+    """Output of the model for a block, in one layer."""
     return torch.full((HEADS, BLOCK, CONTENT), 100.0 * number + layer + 1)
 
 
 class Engine:
-    """What vLLM's worker does: it asks the device for steps, never waits for it, and looks at what attention read at the end."""
+    """Simulates vLLM's worker: enqueues steps without waiting, and checks at the end what attention read."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Engine:
             return [hook.connect(spec, options, device=self.pages[0].watcher(spec))]
 
         self.side = WorkerConnector(ConnectorOptions(hook=hook, device_pin_wait_s=pin_wait_s), connect, "", self.pages, [NAMES])
-        self.finder = BackgroundLookup(HookOptions(metadata=cluster.metadata_address), [[self.spec]], ConnectorCounters())
+        self.prefix_lookup = BackgroundLookup(HookOptions(metadata=cluster.metadata_address), [[self.spec]], ConnectorCounters())
         self.wrong: list[str] = []
         self._job = itertools.count(1)
 
@@ -89,7 +89,7 @@ class Engine:
         self.device.run(work)
 
     def attend(self, pages: Sequence[int], numbers: Sequence[int], layer: int) -> None:
-        """Attention reads pages; what is not what it should be is noted."""
+        """Attention reads pages; wrong bytes are recorded."""
 
         def work() -> None:
             for page, number in zip(pages, numbers, strict=True):
@@ -104,28 +104,28 @@ class Engine:
 
     @property
     def chain(self) -> bytes:
-        return self.finder.chain.spec.namespace
+        return self.prefix_lookup.chain.spec.namespace
 
     def keys(self, numbers: Sequence[int]) -> list[BlockKey]:
-        return RequestKeys(self.finder.chain, {}).upto(self.tokens(numbers), len(numbers))
+        return RequestKeys(self.prefix_lookup.chain, {}).upto(self.tokens(numbers), len(numbers))
 
     def step(self, pages: Sequence[int], numbers: Sequence[int], *, save: bool = False) -> None:
         """Computes blocks; with ``save`` they are stored."""
         for layer in range(LAYERS):
             self.compute(pages, numbers, layer)
-        jobs = [SaveJob(next(self._job), "r", 0, None, self.keys(numbers), [list(pages)])] if save else []
-        self.side.end_forward(StepPlan(chain=self.chain, saves=jobs, has_tokens=True))
+        jobs = [StoreJob(next(self._job), "r", 0, None, self.keys(numbers), [list(pages)])] if save else []
+        self.side.end_forward(StepPlan(chain=self.chain, stores=jobs, has_tokens=True))
 
     def stored(self, jobs: int = 1) -> set[int]:
-        """Waits for the answers of so many stores; those that failed."""
+        """Wait for the results of a number of stores; returns the failed ones."""
         done: dict[int, int] = {}
         failed: set[int] = set()
 
         def told() -> bool:
-            answer = self.side.answer()
+            answer = self.side.take_output()
             if answer is not None:
-                done.update(answer.saved)
-                failed.update(answer.not_saved)
+                done.update(answer.stores_done)
+                failed.update(answer.stores_failed)
             return len(done) >= jobs
 
         wait_until(told, "stores end")
@@ -133,10 +133,10 @@ class Engine:
 
     def job(self, pages: Sequence[int], numbers: Sequence[int], *, layerwise: bool, found: int | None = None) -> LoadJob:
         tokens = self.tokens(numbers)
-        keys = RequestKeys(self.finder.chain, {})
+        keys = RequestKeys(self.prefix_lookup.chain, {})
         end_s = time.monotonic() + WAIT_S
         while True:
-            future = self.finder.begin(keys, tokens, len(numbers))
+            future = self.prefix_lookup.begin(keys, tokens, len(numbers))
             wait((future,), WAIT_S)
             got = future.result()
             if got.hit_blocks >= (len(numbers) if found is None else found):
@@ -154,7 +154,7 @@ class Engine:
         received: set[str] = set()
 
         def told() -> bool:
-            arrivals = self.side.arrivals(StepPlan(has_tokens=True), set())
+            arrivals = self.side.take_completions(StepPlan(has_tokens=True), set())
             missing.update(arrivals.missing)
             received.update(arrivals.received)
             return bool(received)
@@ -172,26 +172,26 @@ class Engine:
             self.side.wait_layer(NAMES[layer])
             self.attend(pages, numbers, layer)
         self.side.end_forward(StepPlan(has_tokens=True))
-        return self.side.arrivals(StepPlan(has_tokens=True), set()).missing
+        return self.side.take_completions(StepPlan(has_tokens=True), set()).missing
 
     def read_back(self, numbers: Sequence[int]) -> np.ndarray:
-        """What the store holds of blocks, read by a client that has no device."""
+        """Blocks in the store, read by a client without a device."""
         keys = self.keys(numbers)
         rows = np.zeros((len(numbers), LAYERS, self.spec.layer_block_bytes), np.uint8)
         assert self.side.clients[0].load(keys, rows).hit_blocks == len(numbers)
         return rows
 
     def settled(self) -> list[str]:
-        """All that was asked of the device is done: what attention read wrongly."""
+        """Run all enqueued work; returns the wrong reads of attention."""
         self.device.run_all()
         return self.wrong
 
     def close(self) -> None:
         self.side.close()
-        self.finder.close()
+        self.prefix_lookup.close()
 
 
 def rows_of(numbers: Sequence[int]) -> np.ndarray:
-    """Blocks as the store should hold them: pages lie tokens first."""
+    """Expected blocks in the store: pages are tokens first."""
     layers = [[written(number, layer).transpose(0, 1).contiguous() for layer in range(LAYERS)] for number in numbers]
     return np.stack([np.stack([one.numpy().view(np.uint8).reshape(-1) for one in block]) for block in layers])

@@ -166,7 +166,7 @@ def test_lease_is_held_until_device_copies_end(connect: Connect, layerwise: bool
     session.releaser.release = watch  # type: ignore[method-assign]
     engine.device.paused = True
     handle = client.start_load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise)
-    if layerwise:  # the layers are on their way before one of them is there
+    if layerwise:  # all layers are in flight before the first arrives
         engine.device.follow = lambda event: None  # type: ignore[method-assign]
         assert handle.wait_layer(3, 10)
     assert not handle.done

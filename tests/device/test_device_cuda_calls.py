@@ -1,4 +1,4 @@
-"""What is asked of the CUDA driver and of torch for a GPU, with both faked: threads, captures of graphs, streams."""
+"""Calls of the CUDA driver and of torch for a GPU, with both faked: threads, graph captures, streams."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_pin_during_capture_of_other_thread_succeeds(library: Libcuda, end: str)
 
 
 class Torch:
-    """What torch does with current devices and streams, in a thread that has used no GPU: a context it makes stays."""
+    """Torch's current devices and streams in a thread that has used no GPU yet: a context that it creates remains."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = 0

@@ -1,4 +1,4 @@
-"""Quantisation: its bound, what it does with what is no number, and that it does not drift."""
+"""Quantisation: error bound, NaN and infinity, and stability under repeated stores."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_fp8_store_after_load_is_bit_exact(bits: list[int], extra: list[int], dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fp8_scale_is_stable_for_every_largest_element(dtype: torch.dtype) -> None:
-    """All 2**16 values, each in a stretch of its own: the scale hangs on nothing else."""
+    """All 2**16 values, each in its own group: the scale depends on nothing else."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(-1, 1)
     codec = codec_of(1, dtype)
     coded = codec.encode(values.view(torch.uint8))

@@ -147,7 +147,7 @@ def test_store_of_computed_pages_waits_for_computation(memory: mmap.mmap) -> Non
         for _ in range(20):
             slow = (slow @ slow).clamp_(-1, 1)
         for layer in cache.layers:
-            layer.tensor.fill_(number + 1.0)  # behind the products, on the current stream
+            layer.tensor.fill_(number + 1.0)  # after the products, on the current stream
         blocks = copier.blocks(range(64))
         blocks.write_arena(view, offsets)
         blocks.drain()
@@ -222,7 +222,7 @@ def test_fp8_on_device_matches_host(layout: str) -> None:
     rows[1] = 0
     coded = Fp8Codec(here).encode(rows)
     on_device = Fp8Codec(there).encode(rows.cuda())
-    # two devices may write a NaN's sign differently: what it means is the same
+    # devices may encode the sign of NaN differently
     nan = (coded & 0x7F) == 0x7F
     assert torch.equal(torch.where(nan, 0x7F, coded), torch.where(nan, on_device.cpu() & 0x7F, on_device.cpu()))
     back, again = Fp8Codec(here).decode(coded).view(torch.bfloat16), Fp8Codec(there).decode(on_device).cpu().view(torch.bfloat16)
@@ -248,7 +248,7 @@ def test_pool_on_same_device_copies_without_host(layout: str, pages_per_block: i
         pages = rng.sample(range(256), count * pages_per_block)
         expected = block_bytes(cache, pages)
         slow = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        for end in (1, 2, count):  # behind whatever computes
+        for end in (1, 2, count):  # after the computation
             slow = (slow @ slow).clamp_(-1, 1)
             near.keep(keys[:end], None, 0, copier.blocks(pages[: end * pages_per_block]).source(), None, checksums=False)
         rows = np.zeros((count, spec.layers, spec.layer_block_bytes), np.uint8)

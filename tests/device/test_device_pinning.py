@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from deferred import FakePinning
 
-from kvclient.device import pinned_range as pinning
+from kvclient.device import pinned_range
 from kvclient.device.driver import CudaDriver
 from kvclient.device.pinned_range import PinnedRange, cpus_near
 from kvstore.core.errors import Unavailable
@@ -33,11 +33,11 @@ def memory() -> Iterator[mmap.mmap]:
         yield mapped
 
 
-def pin(memory: mmap.mmap, driver: FakePinning, **options: object) -> PinnedRange:
+def pin(memory: mmap.mmap, driver: FakePinning, counters: Counters | None = None, **options: object) -> PinnedRange:
     view = memoryview(memory)
     address = address_of(view)
     view.release()
-    return PinnedRange(address, len(memory), driver, Counters(), chunk_bytes=8 * PAGE, **options)  # type: ignore[arg-type]
+    return PinnedRange(address, len(memory), driver, counters or Counters(), chunk_bytes=8 * PAGE, **options)  # type: ignore[arg-type]
 
 
 def test_pinning_covers_all_chunks_and_changes_no_byte(memory: mmap.mmap) -> None:
@@ -101,14 +101,15 @@ def test_pin_refusal_leaves_rest_unpinned_and_is_logged(memory: mmap.mmap, caplo
 def test_pin_during_graph_capture_is_retried(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakePinning()
     driver.captures = 7
-    pins = pin(memory, driver)
+    counters = Counters()
+    pins = pin(memory, driver, counters)
     assert pins.wait(10)
     assert (pins.report().bytes_pinned, pins.report().refused) == (100 * PAGE, "")
-    assert pins._counters.snapshot() == {"device_pin_retries_total": 7}
+    assert counters.snapshot() == {"device_pin_retries_total": 7}
     driver.captures = 3
     assert pins.close()
     assert driver.pinned == {}
-    monkeypatch.setattr(pinning, "CAPTURE_S", 0.1)
+    monkeypatch.setattr(pinned_range, "CAPTURE_S", 0.1)
     driver.captures = 10**6
     pins = pin(memory, driver)
     assert pins.wait(10), "one that has no end does"
@@ -119,8 +120,9 @@ def test_pin_during_graph_capture_is_retried(memory: mmap.mmap, monkeypatch: pyt
 def test_close_during_capture_does_not_wait(memory: mmap.mmap) -> None:
     driver = FakePinning()
     driver.captures = 10**6
-    pins = pin(memory, driver)
-    while not pins._counters.snapshot():
+    counters = Counters()
+    pins = pin(memory, driver, counters)
+    while not counters.snapshot():
         pass
     assert pins.close()
     assert all(not thread.is_alive() for thread in pins._threads)

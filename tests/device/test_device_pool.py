@@ -70,13 +70,13 @@ class Bed:
         return found
 
     def in_pool(self, keys: Sequence[BlockKey]) -> np.ndarray:
-        """What the pool has, by its other way out."""
+        """Blocks in the pool, read through host memory."""
         rows = np.zeros((len(keys), self.spec.layers, self.spec.layer_block_bytes), np.uint8)
         assert self.near.fetch(keys, DenseBlocks(rows), in_time(), verify=False) == len(keys)
         return rows.reshape(len(keys), -1)
 
     def waiting(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-        """Set once somebody waits for copies."""
+        """Set when a thread waits for copies."""
         waits, wait = threading.Event(), self.copier.wait
 
         def told(events: Sequence[object]) -> None:
@@ -146,7 +146,7 @@ def test_pool_pages_round_trip_is_bit_exact(
     count = bed.rng.randint(1, cache.pages // pages_per_block)
     keys, pages = bed.keys(count, seed), bed.pages(count)
     expected = block_bytes(cache, pages)
-    if scattered:  # slots of two chains lie between each other
+    if scattered:  # slots of two chains alternate
         others = bed.keys(count, seed + 1)
         for end in range(1, count + 1):
             assert bed.keep(keys[:end], pages[: end * pages_per_block]) == 1
@@ -317,7 +317,7 @@ def test_hung_device_ends_pool_and_keeps_its_memory(monkeypatch: pytest.MonkeyPa
         keys, pages = bed.keys(4, 1), bed.pages(4)
         if direction == "out":
             assert bed.keep(keys, pages) == 4
-        held = pool._volume.memory
+        held = pool.state.volume.memory
         bed.device.paused = True
         if direction == "in":
             assert bed.keep(keys, pages) == 0
@@ -378,7 +378,7 @@ def test_unreachable_pool_memory_is_rejected(bed: Bed) -> None:
 
 
 def test_concurrent_evictions_never_return_wrong_bytes(thread: Callable[..., Future[int]]) -> None:
-    """Four chains in a pool with room for half of them; whoever reads must get its own chain's bytes, or a miss."""
+    """Four chains in a pool for half of them; a read returns the bytes of its chain, or a miss."""
     chains, blocks, rounds = 4, 6, 25
     cache = make_cache("block_first_nhd", layers=2, pages=2 * chains * blocks, tokens=16, dim=16, seed=9)
     size = cache.row_bytes * 2

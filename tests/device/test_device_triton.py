@@ -141,7 +141,7 @@ def test_direct_copies_match_oracle(layout: str, pages_per_block: int, seed: int
 
 @pytest.mark.parametrize("works", [True, False])
 def test_triton_launch_failure_falls_back_to_torch(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is installed, and there is no compiler, or none for this device: that shows with the first launch."""
+    """Triton is installed, but no compiler for this device: the first launch fails."""
     launch = TritonScatter._launch
     errors: list[Exception] = (
         [] if works else [RuntimeError("Failed to find C compiler"), ValueError("type fp8e4nv not supported")]

@@ -14,7 +14,7 @@ from kvstore.dualpath.min_tracker import ShortestFirst
 
 
 class Link:
-    """A fluid link that reads one queue; bytes are told in reports of random sizes."""
+    """A fluid link that reads one queue and reports bytes in random sizes."""
 
     def __init__(self, estimator: BandwidthEstimator, rate: float, seed: int) -> None:
         self.estimator, self.rate, self.now, self.random = estimator, rate, 0.0, random.Random(seed)
@@ -64,7 +64,7 @@ def test_estimator_follows_a_slower_link_in_few_reports() -> None:
 
 
 def test_estimator_burst_after_silence_is_bounded() -> None:
-    """All that ten seconds read is told in one report: the rate is the same as with many reports."""
+    """One report for ten seconds of reading gives the same rate as many reports."""
     link = Link(BandwidthEstimator(1e9), 1e9, 3)
     link.load(5.0)
     link.estimator.begin(link.now)

@@ -40,7 +40,7 @@ class PlanModel:
     attempt: int = 0
     parts: dict[int, PlanPart] = field(default_factory=dict)
     owed: dict[int, list[int]] = field(default_factory=dict)
-    """Part -> its blocks that are not known to have arrived, in order; parts that failed have no entry."""
+    """Part -> its blocks that have not been reported arrived, in order; failed parts have no entry."""
     arrived: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     into_known: set[int] = field(default_factory=set)
@@ -52,7 +52,7 @@ class PlanModel:
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """What the model owes a node is what the queues must hold, after whatever happened."""
+    """The queues must equal the model's charges after any sequence of steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ def test_reports_without_progress_do_not_extend_a_plan() -> None:
 
 
 def test_one_plan_has_a_bounded_charge() -> None:
-    """Of a plan that a link could not read in hours, only the next seconds count, in whatever parts it comes."""
+    """Of a plan for hours of reading, only the next seconds count, for any division into parts."""
     planner = two_nodes(PrefillOnly())
     planner.add_node("x", 1e9, 8e9)
     large = planner.plan(PlanRequest("large", 60_000, 100_000_000, 64, "x", "d"), 0.0)
@@ -445,7 +445,7 @@ def test_one_plan_has_a_bounded_charge() -> None:
 def test_stalled_plan_does_not_count_until_progress() -> None:
     planner = two_nodes(PrefillOnly())
     before = planner.plan(PlanRequest("before", 20, 100_000_000, 64, "p", "d"), 0.0)
-    dead = planner.plan(PlanRequest("dead", 20, 100_000_000, 64, "p", "d"), 0.0)  # 2 s behind the other
+    dead = planner.plan(PlanRequest("dead", 20, 100_000_000, 64, "p", "d"), 0.0)  # 2 s after the other
     assert planner.progress(before.plan_id, 0, 10, PATIENCE_S - 0.1)
     assert planner.expire(PATIENCE_S + 3.9) == []
     assert pending(planner, "p")[0] == 3_000_000_000

@@ -1,4 +1,4 @@
-"""The assignment rules against the paper's pseudo code, transcribed line by line; quota and bound likewise."""
+"""The assignment rules against the paper's pseudo code, transcribed line by line; also quota and bound."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_empty_group_gets_no_request() -> None:
 
 @given(st.lists(st.tuples(small, small, st.integers(0, 3)), max_size=8), st.integers(0, 30))
 def test_phase_1_takes_the_group_with_the_fewest_tokens(drawn: list[tuple[int, int, int]], need: int) -> None:
-    """Each drawn group: tokens of its engines, tokens that wait, HBM of its only engine in tens (0: it has no engine)."""
+    """Each drawn group: tokens of its engines, waiting tokens, HBM of its only engine in tens (0: no engine)."""
     groups = DecodeGroups()
     able = {}
     for number, (tokens, waiting, hbm) in enumerate(drawn):
@@ -241,7 +241,7 @@ def test_quota_fills_batch_in_order_and_cuts_the_last(waiting: list[PromptChunk]
     ]
     best = max(sizes, default=0)
     if not whole and not best:
-        best = min(granule, cut.tokens)  # or the first would wait for ever
+        best = min(granule, cut.tokens)  # or the first would never run
     assert batch[whole:] == ([PromptChunk(cut.cached, best)] if best else [])
 
 

@@ -81,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(ENGINES), said=st.integers(0, 40))
     def says_its_figures_once(self, name: str, said: int) -> None:
-        """What it leaves out the next time is in the books, whatever it said."""
+        """Figures that an engine omits later are tracked by the scheduler."""
         read = self.engines()[name].read if name in self.engines() else 0
         self.scheduler.report([EngineReport(name, seq=said, tok=said, hbm_free=said, read_tokens=said)])
         self.scheduler.report([EngineReport(name, read_tokens=read)])
@@ -99,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.strand(model.engine.group)
 
     def strand(self, group: str) -> None:
-        """What waits for a group, and fits none of its engines even when they are idle, waits for another again."""
+        """Requests in a group's queue that fit none of its idle engines return to the global queue."""
         room = max((entry.engine.hbm_bytes for entry in self.groups[group].values()), default=-1)
         stranded = [job for job in self.private[group] if job.ask.hbm_bytes > room]
         self.private[group] = [job for job in self.private[group] if job.ask.hbm_bytes <= room]
@@ -290,7 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class LiteralSchedulerMachine(SchedulerMachine):
-    """By the letter of the paper, what waits in a group does not count."""
+    """Literal reading of the paper: requests in a group's queue do not count."""
 
     count_waiting = False
 

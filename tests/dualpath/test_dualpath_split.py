@@ -1,4 +1,4 @@
-"""Policies: what each chooses, and that water-filling is as good as trying every way to cut."""
+"""Policies: the choice of each, and water-filling against exhaustive search."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_split_uses_relays_only_for_a_gain() -> None:
     pair: Nodes = [(node("p"), P), (node("d"), D)]
     idle: Nodes = [*pair, (node("r"), R)]
     assert of(Split(least_bytes=0).choose(ask(99), idle, None)) == {"p": 33, "d": 33, "r": 33}
-    # at 47,000 bytes waiting it could take two of a hundred blocks
+    # with 47,000 bytes queued it could read two of a hundred blocks
     busy: Nodes = [*pair, (node("r", 47 * BLOCK), R)]
     assert of(Split(least_bytes=0, least_blocks=1).choose(ask(100), busy, None)) == {"p": 50, "d": 50}
     assert len(Split(least_bytes=0, least_blocks=1, relay_gain=0.0).choose(ask(100), busy, None)) == 3

@@ -1,6 +1,6 @@
-"""A pool that reads disks by kvikio, with a stand-in for the CUDA driver: run by ``test_hbm_disks.py``, in a process of its own.
+"""A pool that reads disks by kvikio, with a stub CUDA driver: ``test_hbm_disks.py`` runs it in a separate process.
 
-The driver has a device, whose memory is this process's; kvikio is in compatibility mode, as it is on many hosts with a GPU.
+The driver has a device whose memory is this process's; kvikio is in compatibility mode, as on many hosts with a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chains of blocks to put into a pool, and the tiers below it as it is told of them."""
+"""Chains of blocks for a pool, and a recorder of its demotions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def in_time() -> CallScope:
 
 
 class Below:
-    """The tiers below, as a pool is told of them."""
+    """Records demotions: the tiers below the pool."""
 
     def __init__(self) -> None:
         self.held: dict[BlockKey, bytes] = {}

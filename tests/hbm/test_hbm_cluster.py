@@ -1,4 +1,4 @@
-"""Pools of real engines beside a real store: what one keeps others see and read, until it is evicted or its engine dies."""
+"""Pools of real engines with a real store: other engines see and read a pool's blocks until eviction or the engine's death."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_pool_of_dead_engine_is_hidden(cluster: LocalCluster, connect: Connect) 
 
 
 def test_pool_receives_no_stores_of_other_clients(connect: Connect, pool: HbmPool) -> None:
-    """A client without a node of its own picks a node, whatever the pools are called."""
+    """A client without a local node chooses a node, never a pool."""
     writer = connect(None)
     keys: list[BlockKey] = writer.keys(tokens(4, 13))
     assert writer.store(keys, content(4, 13)).held_blocks == 4
@@ -254,7 +254,7 @@ def test_pool_registers_when_metadata_server_starts(connect: Connect, cluster: L
 
 
 def test_layerwise_store_leaves_a_pool_copy(connect: Connect, pool: HbmPool) -> None:
-    """With a node the bytes lie in its arena only; without one they gather in the client."""
+    """With a node the bytes are only in its arena; without one the client gathers them."""
     for node, seed in (("prefill", 15), (None, 16)):
         data = content(BLOCKS, seed).reshape(BLOCKS, SPEC.layers, -1)
         client = connect(node, pool=pool, verify="always")
@@ -304,7 +304,7 @@ def test_restarted_metadata_server_relearns_pool() -> None:
         client = stack.enter_context(KVClient.connect(cluster.metadata_address, SPEC, node=None, options=OPTIONS, hbm=pool))
         data = content(BLOCKS, 18)
         keys = client.keys(tokens(BLOCKS, 18))
-        assert client.store(keys[:20], data[:20]).held_blocks == 0  # there is no node; the pool keeps it all the same
+        assert client.store(keys[:20], data[:20]).held_blocks == 0  # without a node the pool still keeps the blocks
         assert pool.usage().blocks == 20
         assert pool.wait_published()
         cluster.kill("metadata")

@@ -1,4 +1,4 @@
-"""Blocks of the node's disks straight into a pool: by whatever way a host has, and by kvikio behind a stand-in for a driver."""
+"""Direct reads of the node's disks into a pool: by any method of this host, and by kvikio with a stub driver."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def disk_of(folder: Path, blocks: int = 12, seed: int = 1, room_for: int = 40, d
         wait_until(lambda: disk.near.reads_disks(disk.volumes))
         yield disk
         disk.slab.close()
-        pool._table.validate()
+        pool.state.table.validate()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -163,7 +163,7 @@ def test_gds_skips_blocks_already_in_pool(tmp_path: Path) -> None:
 
 
 def test_gds_late_read_keeps_slots_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that does not answer costs a part of the deadline; it may still write to the slots, which nobody else gets."""
+    """A hung driver costs a part of the deadline; it may still write to the slots, so they stay reserved."""
     release, read = threading.Event(), MountedSlab.read_device
 
     def late(self: MountedSlab, *wanted: Any) -> Any:
@@ -288,7 +288,7 @@ def test_gds_interrupt_keeps_slots_being_written(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("what", ["nothing", "a file"])
 def test_gds_unreadable_folder_is_probed_once(tmp_path: Path, what: str) -> None:
-    """An engine in a container of its own, say, that sees none of the node's folders."""
+    """For example an engine in a container without access to the node's folders."""
     folder = tmp_path / "not-here"
     if what == "a file":
         folder.write_bytes(b"?")
@@ -365,7 +365,7 @@ def _has_driver() -> bool:
 
 
 def test_gds_kvikio_without_gpu(tmp_path: Path) -> None:
-    """Its device path, in compatibility mode, with a stand-in for the driver: used where it is forced, and else found out."""
+    """kvikio's device path in compatibility mode, with a stub driver: used in mode ``forced``, otherwise the probe detects it."""
     if importlib.util.find_spec("kvikio") is None:
         pytest.skip("KVIKIO WAS NOT TESTED: it is not installed (make install)")
     stub = build_stub(tmp_path, with_device=True)
@@ -431,7 +431,7 @@ class Bed:
         return sum(int(tier.blocks) for tier in tiers if tier.tier == Tier.DRAM)
 
     def on_disk(self, seed: int) -> tuple[list[BlockKey], np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
-        """A chain that lies on the node's disk alone, as the index shows."""
+        """A chain only on the node's disk, according to the index."""
         random_ = np.random.default_rng(seed)
         keys = self.writer.keys(random_.integers(0, 1 << 17, BLOCKS * SPEC.block_tokens, dtype=np.uint32))
         data = np.frombuffer(random_.bytes(BLOCKS * SPEC.block_bytes), np.uint8).reshape(BLOCKS, SPEC.layers, -1)
@@ -584,7 +584,7 @@ def test_gds_reads_continue_after_node_restart(bed: Bed) -> None:
     wait_until(lambda: bed.writer.lookup(keys).hit_blocks == BLOCKS)
 
     def came_from_disk() -> bool:
-        """Straight, once the engine has a session again; what came in another way before that is not looked for."""
+        """Direct reads resume when the engine has a session again; earlier loads may use another path."""
         before = bed.pool.stats().get("hbm_disk_blocks_total", 0)
         bed.pool.evict(demote=False)
         bed.evict(Tier.DRAM)

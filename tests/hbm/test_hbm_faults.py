@@ -1,4 +1,4 @@
-"""Whatever fails in a pool is a miss or a skip: wrong bytes, a dead device, short memory, tiers below that hang, its end."""
+"""Failures of a pool are misses or skips: wrong bytes, a dead device, short memory, hung demotion, close during use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def below() -> Below:
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
     with HbmPool(request.param, capacity_bytes=40 * SPEC.block_bytes, room_wait_s=5.0) as pool:
         yield pool
-        pool._table.validate()
+        pool.state.table.validate()
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def near(pool: HbmPool, below: Below) -> NamespaceView:
 
 def flip(pool: HbmPool, near: NamespaceView, keys: Sequence[BlockKey], at: int) -> None:
     with near.pinned(keys) as found:
-        pool._volume.memory[int(found.offsets[at]) + 9000] ^= 1
+        pool.state.volume.memory[int(found.offsets[at]) + 9000] ^= 1
 
 
 def fails(*_: object) -> None:
@@ -93,7 +93,7 @@ def test_flipped_bit_is_detected_by_peer(pool: HbmPool, near: NamespaceView) -> 
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
-    server = TcpServer(PoolProvider(pool._namespaces, pool._parts))
+    server = TcpServer(PoolProvider(pool._namespaces, pool.state))
     server.start()
     peer = TcpPeer(server.address)
     out = room(5)
@@ -109,9 +109,9 @@ def test_failed_device_is_a_miss_and_disables_pool(pool: HbmPool, near: Namespac
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     with monkeypatch.context() as patch, near.pinned(keys[:2]):
-        patch.setattr(pool._volume, "copy_out", fails)
+        patch.setattr(pool.state.volume, "copy_out", fails)
         assert near.fetch(keys, room(4), in_time(), verify=False) == 0
-        assert pool.stats()["hbm_blocks"] == 2  # what somebody still reads leaves with its last pin
+        assert pool.stats()["hbm_blocks"] == 2  # a pinned block is evicted with its last unpin
     assert near.fetch(keys, room(4), in_time(), verify=False) == 0
     assert near.keep(keys, None, 0, data, None, checksums=False) == 0
     stats = pool.stats()
@@ -121,7 +121,7 @@ def test_failed_device_is_a_miss_and_disables_pool(pool: HbmPool, near: Namespac
 def test_failed_device_is_a_miss_for_peers(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
-    provider = PoolProvider(pool._namespaces, pool._parts)
+    provider = PoolProvider(pool._namespaces, pool.state)
     monkeypatch.setattr("kvclient.hbm.provider.host_views", fails)
     for _ in range(2):
         parts = list(provider.read(request_for(keys)))
@@ -133,7 +133,7 @@ def test_failed_device_is_a_miss_for_peers(pool: HbmPool, near: NamespaceView, m
 
 def test_failed_write_leaks_no_slot(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
-    monkeypatch.setattr(pool._volume, "copy_in", fails)
+    monkeypatch.setattr(pool.state.volume, "copy_in", fails)
     assert near.keep(keys, None, 0, data, None, checksums=False) == 0
     assert pool.usage().used_bytes == 0
 
@@ -146,7 +146,7 @@ def test_transient_out_of_memory_keeps_the_pool(pool: HbmPool, near: NamespaceVi
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool._volume, "copy_out", short)
+        patch.setattr(pool.state.volume, "copy_out", short)
         assert near.fetch(keys, room(4), in_time(), verify=False) == 0
     assert near.fetch(keys, room(4), in_time(), verify=False) == 4
     assert (pool.stats()["hbm_out_of_memory_total"], pool.stats()["hbm_lost"]) == (1, 0)
@@ -217,7 +217,7 @@ def test_hung_demotion_wait_is_bounded(stuck: DeviceHung) -> None:
             near.keep(keys, None, 0, data, None, checksums=False)
         assert pool.stats()["hbm_no_room_blocks_total"] > 0
         assert stuck.asked.wait(WAIT_S)
-        waiting = pool._table.counts()[1]
+        waiting = pool.state.table.counts()[1]
         assert not pool.resize(4096, timeout_s=0.05)  # a run is being copied at this moment
         assert 0 < pool.usage().blocks <= waiting  # all else has left
         stuck.gate.set()
@@ -225,7 +225,7 @@ def test_hung_demotion_wait_is_bounded(stuck: DeviceHung) -> None:
 
 
 def test_close_waits_for_readers_for_a_bounded_time(below: Below) -> None:
-    """A pool that is closed while somebody reads keeps the memory; bytes read are still the block's."""
+    """A pool that is closed during a read keeps the memory; the reader gets the block's bytes."""
     pool = HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes)
     near = pool.attach(SPEC, below)
     keys, data = chain(4, 1)
@@ -237,17 +237,17 @@ def test_close_waits_for_readers_for_a_bounded_time(below: Below) -> None:
         assert closing.is_alive()
         size = SPEC.block_bytes
         for at, offset in enumerate(found.offsets.tolist()):
-            assert pool._volume.memory[offset : offset + size].numpy().tobytes() == data.array[at].tobytes()
+            assert pool.state.volume.memory[offset : offset + size].numpy().tobytes() == data.array[at].tobytes()
     closing.join(WAIT_S)
     assert not closing.is_alive()
-    assert pool._volume._memory is None
+    assert pool.state.volume._memory is None
 
 
 # ---- memory wanted back while in use ----
 def test_peer_readers_do_not_block_resize(pool: HbmPool, near: NamespaceView) -> None:
     """Peers read all the time while the pool is emptied, made smaller, larger and filled again: each hit has its bytes."""
     keys, data = chain(30, 1)
-    server = TcpServer(PoolProvider(pool._namespaces, pool._parts))
+    server = TcpServer(PoolProvider(pool._namespaces, pool.state))
     server.start()
     wrong: list[str] = []
     hits = [0, 0]
@@ -318,7 +318,7 @@ def test_closed_pool_resize_is_rejected(below: Below) -> None:
     pool = HbmPool("cpu", capacity_bytes=1 << 20)
     pool.close()
     assert not pool.resize(1 << 21)
-    assert pool._volume._memory is None
+    assert pool.state.volume._memory is None
 
 
 def test_free_host_memory_includes_reclaimable_caches() -> None:

@@ -1,4 +1,4 @@
-"""A pool against a simple model: whatever is kept, read, pinned, evicted and resized, bytes are right and nothing leaks."""
+"""A pool against a simple model: random keeps, reads, pins, evictions and resizes return right bytes and leak nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACE = st.tuples(st.integers(0, len(SPECS) - 1), st.integers(0, 3))
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """What may be in the pool is what was kept since it was emptied last; what must be is what is pinned."""
+    """The pool may contain all blocks kept since it was last emptied; it must contain the pinned ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
             found = self.blocks(place[0]).fetch(keys[:count], out, in_time(), verify=verify)
         assert np.array_equal(out.array[:found], data.array[:found])
         assert set(keys[:found]) <= self.may
-        if tensor or not verify:  # without checksums a block is none of those that are compared
+        if tensor or not verify:  # blocks without checksums are not compared
             pinned = {block.key for _, pin, _ in self.pins for block in pin.blocks}
             assert found >= next((at for at, key in enumerate(keys[:count]) if key not in pinned), count)
 
@@ -85,10 +85,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(demote=st.booleans())
     def evict(self, *, demote: bool) -> None:
-        held = {block.key for block in self.pool._table.snapshot()}
+        held = {block.key for block in self.pool.state.table.snapshot()}
         self.pool.evict(demote=demote)
         pinned = {block.key for _, pin, _ in self.pins for block in pin.blocks}
-        assert {block.key for block in self.pool._table.snapshot()} <= pinned
+        assert {block.key for block in self.pool.state.table.snapshot()} <= pinned
         assert pinned <= held
         if demote:
             for which, below in enumerate(self.below):
@@ -120,7 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
         for (_, data), found, _ in self.pins:
             size = data.shape.block_bytes
             for at, offset in enumerate(found.offsets.tolist()):
-                assert self.pool._volume.memory[offset : offset + size].numpy().tobytes() == data.array[at].tobytes()
+                assert self.pool.state.volume.memory[offset : offset + size].numpy().tobytes() == data.array[at].tobytes()
 
     @invariant()
     def what_went_down_has_its_bytes(self) -> None:
@@ -131,7 +131,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_table_is_sound(self) -> None:
-        self.pool._table.validate()
+        self.pool.state.table.validate()
         assert self.pool.stats()["hbm_lost"] == 0
 
     def teardown(self) -> None:

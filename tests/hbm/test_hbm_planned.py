@@ -1,4 +1,4 @@
-"""A pool beside loads over several hosts' storage links: what it has needs no link, and what they bring stays in it."""
+"""A pool with loads over several hosts' storage links: blocks in the pool need no link, and loaded blocks stay in the pool."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def stored(cluster: LocalCluster, client: KVClient, pool: HbmPool, seed: int) -> tuple[list[BlockKey], np.ndarray, Lookup]:  # type: ignore[type-arg]
-    """A chain that lies on the storage node's disk and nowhere else."""
+    """A chain only on the storage node's disk."""
     random = np.random.default_rng(seed)
     keys = client.keys(random.integers(0, 1 << 17, BLOCKS * SPEC.block_tokens, dtype=np.uint32))
     data = np.frombuffer(random.bytes(BLOCKS * SPEC.block_bytes), np.uint8).reshape(BLOCKS, SPEC.layers, -1)

@@ -1,4 +1,4 @@
-"""A pool by itself: what is kept is found, what is found is right, what does not fit leaves in order, and failures are misses."""
+"""A pool alone: kept blocks are found with right bytes, evictions are in order, and failures are misses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def below() -> Below:
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
     with HbmPool(request.param, capacity_bytes=40 * SPEC.block_bytes, room_wait_s=5.0) as pool:
         yield pool
-        pool._table.validate()
+        pool.state.table.validate()
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_pool_fetch_returns_kept_blocks(near: NamespaceView) -> None:
 def test_pool_keep_leaves_no_gaps(near: NamespaceView) -> None:
     keys, data = chain(6, 1)
     assert near.keep(keys[2:4], keys[1], 2, DenseBlocks(data.array[2:4]), None, checksums=True) == 2
-    assert near.keep(keys, None, 0, data, None, checksums=True) == 2  # up to what is here; the rest comes another time
+    assert near.keep(keys, None, 0, data, None, checksums=True) == 2  # up to the pool's blocks; the rest is kept later
     assert near.keep(keys, None, 0, data, None, checksums=True) == 2
     out = room(6)
     assert near.fetch(keys, out, in_time(), verify=True) == 6

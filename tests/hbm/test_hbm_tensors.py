@@ -1,4 +1,4 @@
-"""Hits that do not leave the device: the pool's blocks to and from tensors beside it, wherever slots lie, and in many layouts."""
+"""Hits on the device: the pool's blocks to and from tensors of the same device, at any slots and in many layouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
     with HbmPool(request.param, capacity_bytes=64 * SPEC.block_bytes, room_wait_s=5.0) as pool:
         yield pool
-        pool._table.validate()
+        pool.state.table.validate()
 
 
 Make = Callable[[torch.device, BlockShape], torch.Tensor]
@@ -65,23 +65,23 @@ def test_blocks_round_trip_through_device_tensors(pool: HbmPool, make: Make, apa
     spec = CacheSpec(model="tensors", block_tokens=4, layers=3, layer_block_bytes=layer_block_bytes)
     near = pool.blocks(spec)
     keys, data = chain(BLOCKS, 1, spec)
-    filled = make(pool._volume.device, spec.shape)
+    filled = make(pool.state.volume.device, spec.shape)
     flat = torch.from_numpy(data.array.copy().reshape(-1)).view(filled.dtype).reshape(filled.shape)
     filled.copy_(flat)
     if apart:  # every other slot of those that are free is taken by a block of another chain
         other, rest = chain(2 * BLOCKS + 4, 2, spec)
         near.keep(other, None, 0, rest, None, checksums=False)
-        kept = [block for at, block in enumerate(pool._table.snapshot()) if at % 2]
-        for block in reversed(pool._table.snapshot()):
+        kept = [block for at, block in enumerate(pool.state.table.snapshot()) if at % 2]
+        for block in reversed(pool.state.table.snapshot()):
             if block not in kept:
-                pool._table.discard_after_use([block])
-        pool._table.unpin([block for block in pool._table.pin_resident(kept[0].namespace, other) if block is not None])
+                pool.state.table.discard_after_use([block])
+        pool.state.table.unpin([block for block in pool.state.table.pin_resident(kept[0].namespace, other) if block is not None])
         assert pool.usage().blocks == len(kept)
     assert near.keep_tensor(keys, None, 0, filled) == BLOCKS
     out = room(BLOCKS, spec)
     assert near.fetch(keys, out, in_time(), verify=False) == BLOCKS
     assert np.array_equal(out.array, data.array)
-    again = make(pool._volume.device, spec.shape)
+    again = make(pool.state.volume.device, spec.shape)
     assert near.copy_to_tensor(keys, again) == BLOCKS
     assert np.array_equal(as_bytes(again), data.array.reshape(BLOCKS, -1))
     assert pool.stats()["hbm_hit_blocks_total"] == 2 * BLOCKS
@@ -91,11 +91,11 @@ def test_leading_blocks_alone_are_copied(pool: HbmPool) -> None:
     near = pool.attach(SPEC, Below())
     keys, data = chain(BLOCKS, 1)
     near.keep(keys[:5], None, 0, room(5), None, checksums=False)
-    out = torch.full((BLOCKS, SPEC.block_bytes), 7, dtype=torch.uint8, device=pool._volume.device)
+    out = torch.full((BLOCKS, SPEC.block_bytes), 7, dtype=torch.uint8, device=pool.state.volume.device)
     assert near.copy_to_tensor(keys, out) == 5
     assert not out[:5].any()
     assert bool((out[5:] == 7).all())
-    rows = torch.from_numpy(data.array.copy()).to(pool._volume.device)
+    rows = torch.from_numpy(data.array.copy()).to(pool.state.volume.device)
     assert near.keep_tensor(keys, None, 0, rows) == BLOCKS - 5
     assert near.keep_tensor([], None, 0, rows[:0]) == 0
     assert near.copy_to_tensor([], rows[:0]) == 0
@@ -109,7 +109,7 @@ def test_pinned_blocks_are_addressable_in_pool_memory(pool: HbmPool) -> None:
         assert len(found) == BLOCKS
         for at, offset in enumerate(found.offsets.tolist()):
             block = near.volume.memory[offset : offset + SPEC.block_bytes]
-            assert block.device == pool._volume.device
+            assert block.device == pool.state.volume.device
             assert block.cpu().numpy().tobytes() == data.array[at].tobytes()
         pool.evict(demote=False)
         assert pool.usage().blocks == BLOCKS  # pinned
@@ -119,7 +119,7 @@ def test_tensors_that_do_not_fit_are_refused(pool: HbmPool) -> None:
     near = pool.attach(SPEC, Below())
     keys, data = chain(2, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
-    device, size = pool._volume.device, SPEC.block_bytes
+    device, size = pool.state.volume.device, SPEC.block_bytes
     whole = torch.zeros((2, SPEC.layers, SPEC.layer_block_bytes), dtype=torch.uint8, device=device)
     wrong = {
         "size": whole[:1],

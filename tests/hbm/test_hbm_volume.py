@@ -1,4 +1,4 @@
-"""The pool's volume passes the suite that arenas and slabs pass; on a GPU too, where there is one."""
+"""The pool's volume passes the volume suite of arenas and slabs; on a GPU too, if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labs for tests. Where no lab can run, what needs one is skipped with the reason."""
+"""Labs for tests. Tests that need a lab are skipped with a reason if none can run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.netlab.lab import HostSpec, NetLab, available
 
 @pytest.fixture(scope="session")
 def lab_possible() -> None:
-    """Skips what needs a lab where none can run."""
+    """Skip the test if no lab can run."""
     reason = available()
     if reason is not None:
         pytest.skip(f"NO NETWORK LAB CAN RUN HERE, its tests are skipped: {reason}")

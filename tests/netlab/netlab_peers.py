@@ -18,13 +18,13 @@ from kvstore.netlab.traffic import Network
 TRAFFIC = Path(__file__).with_name("traffic.py")
 TRIES = 6
 STOLEN = 0.02
-"""From this share of the machine's time on, given to other guests meanwhile, a link that seems slow says nothing of the link."""
+"""Share of CPU time stolen by other guests from which on a slow link proves nothing."""
 
 
 def once_in_some_tries(holds: Callable[[], bool], what: Callable[[], object]) -> None:
-    """A machine that others use is slow now and then, never fast: what must hold, holds in one of some tries.
+    """Retry a measurement: a shared machine is sometimes slow, never too fast.
 
-    Where it did not, and others took time of the machine meanwhile, the test is skipped, saying how much; else it fails.
+    If all attempts fail and other guests stole CPU time, the test is skipped with the amount; else it fails.
     """
     before = processor_ticks()
     for _ in range(TRIES):
@@ -71,7 +71,7 @@ def measure_mbit(source: LabHost, target: LabHost, network: Network, megabytes: 
 
 
 def assert_rate(low: float, high: float, source: LabHost, target: LabHost, network: Network, tos: int = 0) -> None:
-    """A link is never faster than it was told to be, and not slower, Mbit/s."""
+    """Assert that a link has its configured rate, Mbit/s."""
     rates: list[float] = []
 
     def fast_enough() -> bool:

@@ -30,7 +30,7 @@ def pair(make_lab: MakeLab, snic: float | None = 60, cnic: float | None = 120) -
 
 
 def ping_ms(source: LabHost, target: LabHost, network: Network, count: int = 3, timeout_s: float = 10.0) -> list[float] | str:
-    """Sorted round trips, or what went wrong."""
+    """Sorted round trips, or the error."""
     server = Peer(target, "echo", target.ip(network))
     client = Peer(source, "ping", target.ip(network), server.line(), count, timeout_s)
     answer: list[float] | str = client.line()

@@ -21,7 +21,7 @@ def test_split_is_faster_than_prefill_only(lab_possible: None, tmp_path: Path) -
         size = BLOCKS * SPEC.block_bytes
         running.run([0], 1, running.paths("split")).check()  # connections and tickets
         ratios = []
-        for _ in range(3):  # whoever else uses the machine may spoil one of them
+        for _ in range(3):  # other programs may disturb one of them
             [alone] = running.run([0], 1, running.paths("prefill_only")).check().loads
             [both] = running.run([0], 1, running.paths("split")).check().loads
             assert alone.paths == {"prefill": size}

@@ -32,7 +32,7 @@ def accounted(result: RunResult, layer_bytes: int, layers: int) -> None:
         assert facts["blocks"] == -(-request.prompt // tokens)
         assert facts["hit"] + facts["late"] + facts["lost"] == min(request.known, request.prompt - 1) // tokens
         read = sum(facts["paths"].values()) // (layer_bytes * layers)
-        assert facts["hit"] <= read <= facts["hit"] + facts["lost"]  # what lies behind a lost block may have come
+        assert facts["hit"] <= read <= facts["hit"] + facts["lost"]  # blocks after a lost block may have arrived
         assert request.ends["stored"] == (request.prompt + request.out - 1) // tokens - request.prompt // tokens
         assert request.submitted_s <= request.facts["first_s"] < request.ends["second_s"] <= request.ends["last_s"]
         if request.turn == 2:  # what decode filled in turn 0 was stored a whole turn ago; its last batch may be late

@@ -1,4 +1,4 @@
-"""What ``tc`` is told, and the arithmetic of recordings: no root needed."""
+"""Command lines of ``tc``, and the arithmetic of recordings: no root needed."""
 
 from __future__ import annotations
 

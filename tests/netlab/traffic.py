@@ -48,7 +48,7 @@ def sink(ip: str) -> None:
 
 
 def send(ip: str, port: int, size: int, tos: int) -> None:
-    """Sends ``size`` bytes; 0: for ever."""
+    """Send ``size`` bytes; 0: without end."""
     connection = connect(ip, port, tos)
     data = bytes(CHUNK)
     left = size or 1 << 62

@@ -1,4 +1,4 @@
-"""Mounted volumes as a node uses them: bounded where the file system hangs, opened again after trouble."""
+"""Mounted volumes of a node: waits are bounded if the file system hangs, and failed mounts are opened again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvstore.tiers.nvme.slab import NvmeSlab
 
 NAME = VolumeId("owner/nvme0")
 SHAPE = SHAPES[2]
-SOON_S = 0.05
+SHORT_S = 0.05
 LONG_S = 60.0
 
 
@@ -55,70 +55,70 @@ def mount(tmp_path: Path, counters: Counters) -> Iterator[Mount]:
     mount.close()
 
 
-def read(mount: Mount, namespace: NodeNamespace, number: int, left_s: float, back: threading.Event) -> bytes | None:
-    """Reads one block that the mount knows of; its bytes where it came."""
+def read(mount: Mount, namespace: NodeNamespace, number: int, left_s: float, released: threading.Event) -> bytes | None:
+    """Read one block that the mount knows. Returns its bytes, or None."""
     [slot] = mount.find(namespace, [block_key(number)])
     assert slot is not None
     memory = memoryview(mmap.mmap(-1, SHAPE.block_bytes))
-    answers = mount.read(namespace, [(block_key(number), slot, memory)], MonotonicClock().now_s() + left_s, back.set)
+    answers = mount.read(namespace, [(block_key(number), slot, memory)], MonotonicClock().now_s() + left_s, released.set)
     return bytes(memory) if answers is not None and answers[0][0] is Outcome.HIT else None
 
 
-def test_what_is_known_is_read(owner: NvmeSlab, mount: Mount, namespace: NodeNamespace) -> None:
+def test_mount_reads_known_blocks(owner: NvmeSlab, mount: Mount, namespace: NodeNamespace) -> None:
     put(owner, [1, 2], SHAPE)
     assert mount.find(namespace, [block_key(1)]) == [None]
     assert "not read yet" in mount.describe()
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
-    back = threading.Event()
-    assert read(mount, namespace, 2, LONG_S, back) == block_payload(2, SHAPE)
-    assert not back.is_set()  # the memory is the caller's, who was answered
+    released = threading.Event()
+    assert read(mount, namespace, 2, LONG_S, released) == block_payload(2, SHAPE)
+    assert not released.is_set()  # the read succeeded
     assert "O_DIRECT" in mount.describe()
     assert "2 blocks" in mount.describe()
 
 
-def test_a_read_that_hangs_is_left_behind_and_its_memory_rests(
+def test_mount_hung_read_keeps_its_memory(
     owner: NvmeSlab, mount: Mount, namespace: NodeNamespace, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(owner, [1], SHAPE)
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
-    go_on, real = threading.Event(), MountedSlab.read
+    proceed, real = threading.Event(), MountedSlab.read
 
     def hang(
         self: MountedSlab, namespace_id: NamespaceId, shape: BlockShape, items: Sequence[tuple[BlockKey, Slot, memoryview]]
     ) -> list[tuple[Outcome, bytes]]:
-        assert go_on.wait(LONG_S)
+        assert proceed.wait(LONG_S)
         return real(self, namespace_id, shape, items)
 
     monkeypatch.setattr(MountedSlab, "read", hang)
-    back = threading.Event()
-    assert read(mount, namespace, 1, SOON_S, back) is None
-    assert not back.is_set()
-    assert mount.find(namespace, [block_key(1)]) == [None]  # nobody else is sent there
-    mount.catch_up(MonotonicClock().now_s() + LONG_S)  # answers at once
+    released = threading.Event()
+    assert read(mount, namespace, 1, SHORT_S, released) is None
+    assert not released.is_set()
+    assert mount.find(namespace, [block_key(1)]) == [None]  # other loads do not use the mount
+    mount.catch_up(MonotonicClock().now_s() + LONG_S)  # returns at once
     assert counters.snapshot()["mount_stalled_total"] == 1
-    go_on.set()
-    assert back.wait(LONG_S)
+    proceed.set()
+    assert released.wait(LONG_S)
     assert read(mount, namespace, 1, LONG_S, threading.Event()) == block_payload(1, SHAPE)
 
 
-def test_closing_does_not_wait_for_what_hangs(
+def test_mount_close_does_not_wait_for_hung_read(
     owner: NvmeSlab, mount: Mount, namespace: NodeNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(owner, [1], SHAPE)
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
-    go_on, closed = threading.Event(), threading.Event()
-    monkeypatch.setattr(MountedSlab, "read", lambda *_: go_on.wait(LONG_S) and [])
+    proceed, closed = threading.Event(), threading.Event()
+    monkeypatch.setattr(MountedSlab, "read", lambda *_: proceed.wait(LONG_S) and [])
     monkeypatch.setattr(MountedSlab, "close", lambda _: closed.set())
-    back = threading.Event()
-    assert read(mount, namespace, 1, SOON_S, back) is None
+    released = threading.Event()
+    assert read(mount, namespace, 1, SHORT_S, released) is None
     mount.close()
     assert not closed.is_set()
-    go_on.set()
-    assert back.wait(LONG_S)
+    proceed.set()
+    assert released.wait(LONG_S)
     assert closed.wait(LONG_S)
 
 
-def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
+def test_mount_close_ends_queued_reads(
     tmp_path: Path, owner: NvmeSlab, namespace: NodeNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(owner, [1], SHAPE)
@@ -126,35 +126,33 @@ def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
     monkeypatch.setattr("kvstore.node.base.volume_guard.CHANGERS", 0)
     mount = Mount(MountSection(volume=NAME, path=tmp_path / "v"), io_threads=2, counters=Counters(), clock=MonotonicClock())
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
-    begun, go_on = threading.Event(), threading.Event()
+    begun, proceed = threading.Event(), threading.Event()
 
     def hang(*_: object) -> Answers:
         begun.set()
-        assert go_on.wait(LONG_S)
+        assert proceed.wait(LONG_S)
         return [(Outcome.MISS, b"")]
 
     monkeypatch.setattr(MountedSlab, "read", hang)
-    backs = [threading.Event(), threading.Event()]
+    events = [threading.Event(), threading.Event()]
     with ThreadPoolExecutor(2) as readers:
-        first = readers.submit(read, mount, namespace, 1, LONG_S, backs[0])
+        first = readers.submit(read, mount, namespace, 1, LONG_S, events[0])
         assert begun.wait(LONG_S)
-        second = readers.submit(read, mount, namespace, 1, LONG_S, backs[1])
+        second = readers.submit(read, mount, namespace, 1, LONG_S, events[1])
         while not mount._guard._others._work_queue.qsize():
             assert not second.done()
             time.sleep(0.001)
         mount.close()
         assert second.result(LONG_S) is None
-        assert backs[1].is_set(), "who owns the memory was not told that it is free"
-        assert not backs[0].is_set()
-        go_on.set()
-        assert first.result(LONG_S) is None  # a miss, as it was said
+        assert events[1].is_set(), "the memory of the queued read was not released"
+        assert not events[0].is_set()
+        proceed.set()
+        assert first.result(LONG_S) is None  # a miss
 
 
-def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(
-    tmp_path: Path, namespace: NodeNamespace, counters: Counters
-) -> None:
+def test_mount_replaced_folder_is_opened_again(tmp_path: Path, namespace: NodeNamespace, counters: Counters) -> None:
     config = MountSection(volume=NAME, path=tmp_path / "v")
-    mount = Mount(config, io_threads=2, counters=counters, clock=MonotonicClock(), rest_s=0.0)
+    mount = Mount(config, io_threads=2, counters=counters, clock=MonotonicClock(), backoff_s=0.0)
     deadline_s = MonotonicClock().now_s() + LONG_S
     mount.catch_up(deadline_s)
     assert counters.snapshot()["mount_errors_total"] == 1
@@ -164,7 +162,7 @@ def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(
         list(slab.recover())
         put(slab, [number], SHAPE)
         slab.close()
-        mount.catch_up(deadline_s)  # the second time: another volume lies there, so that this one is closed
+        mount.catch_up(deadline_s)  # the second time: another volume replaced the open one, which is closed
         mount.catch_up(deadline_s)
         assert read(mount, namespace, number, LONG_S, threading.Event()) == block_payload(number, SHAPE)
         (tmp_path / "v").rename(tmp_path / f"old-{number}")
@@ -172,7 +170,7 @@ def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(
     assert counters.snapshot()["mount_errors_total"] == 2
 
 
-def test_mounts_are_found_by_volume(mount: Mount) -> None:
+def test_mounts_get_finds_a_volume(mount: Mount) -> None:
     mounts = Mounts([mount])
     assert mounts.get(NAME) is mount
     assert mounts.get("") is None
@@ -180,7 +178,7 @@ def test_mounts_are_found_by_volume(mount: Mount) -> None:
 
 
 @pytest.mark.parametrize("volumes", [["a/nvme0"], ["b/nvme0", "b/nvme0"]])
-def test_mounts_of_ones_own_volumes_are_refused(tmp_path: Path, volumes: list[str]) -> None:
+def test_mounts_of_own_or_equal_volumes_are_refused(tmp_path: Path, volumes: list[str]) -> None:
     with pytest.raises(InvalidArgument):
         NodeConfig(
             node_id="a", run_dir=tmp_path, mounts=tuple(MountSection(volume=volume, path=tmp_path) for volume in volumes)

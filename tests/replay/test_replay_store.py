@@ -1,4 +1,4 @@
-"""Replays and the demo against real processes: exact hits, checked bytes, and what a failing store does to them."""
+"""Replays and the demo with real processes: exact hits, checked bytes, and a failing store."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_replay_loads_blocks_from_nvme(tmp_path: Path) -> None:
 
 
 def test_replay_store_failure_costs_only_hits(tmp_path: Path) -> None:
-    """The node is killed in the middle: the engine goes on, and not one wrong byte passes."""
+    """The node is killed during the replay: the engine continues, and no wrong byte passes."""
     workload = small_workload(sessions=2)
     tally = ReplayTotals()
     with (

@@ -1,4 +1,4 @@
-"""Whole runs: bytes are conserved, limits hold, what must be faster is."""
+"""Whole runs: bytes are conserved, limits hold, and faster configurations are faster."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ AGENTS = agents(48)
 
 
 def check(result: SimResult) -> None:
-    """What holds of every run."""
+    """Properties of every run."""
     assert result.finished == result.requests
     assert sum(result.snic_bytes) == pytest.approx(result.read_bytes, rel=1e-6)
     assert result.snic_use <= 1 + 1e-6

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.config.node import NodeConfig
 from kvstore.core.errors import InvalidArgument
-from kvstore.node.loads.nixl import NixlPorts
+from kvstore.node.loads.nixl import NixlAgents
 from kvstore.observe.counters import Counters
 from kvstore.transport.nixl.agent import Region
 
@@ -45,10 +45,10 @@ def test_nixl_cases_in_own_process_pass(cases: str, which: str, tmp_path: Path) 
 
 def test_node_nixl_without_trusted_network_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="may read and write its memory and end it"):
-        NixlPorts(NodeConfig(node_id="n1", run_dir=Path(), nixl="auto"), Region(1 << 20, 1 << 20), Counters())
+        NixlAgents(NodeConfig(node_id="n1", run_dir=Path(), nixl="auto"), Region(1 << 20, 1 << 20), Counters()).open()
 
 
 def test_node_on_loopback_nixl_beyond_host_is_refused() -> None:
     config = NodeConfig(node_id="n1", run_dir=Path(), nixl="auto", nixl_devices="eth0", nixl_trusted_network=True)
     with pytest.raises(InvalidArgument, match="beyond this host"):
-        NixlPorts(config, Region(1 << 20, 1 << 20), Counters())
+        NixlAgents(config, Region(1 << 20, 1 << 20), Counters()).open()

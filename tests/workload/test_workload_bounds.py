@@ -1,4 +1,4 @@
-"""Bounds: exact on the public traces, and equal to exhaustive search where that is possible."""
+"""Bounds: exact on the public traces, and equal to exhaustive search for small workloads."""
 
 from __future__ import annotations
 

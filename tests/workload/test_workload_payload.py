@@ -1,4 +1,4 @@
-"""Payloads: whatever is not the payload of its key is seen."""
+"""Payloads: any byte that differs from the payload of its key is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of recorded traces: what they accept, and how they refuse what is no trace."""
+"""Readers of recorded traces: accepted formats, and errors for files that are not traces."""
 
 from __future__ import annotations
 

@@ -178,9 +178,9 @@ class GdsReader:
                 clock=parts.clock,
                 gds=kvikio,
                 places=False,
-                rest_s=REST_S,
+                backoff_s=REST_S,
             )
-            mount.catch_up_soon()  # opens it; the mount is in use until then
+            mount.begin_catch_up()  # opens it; the mount is in use until then
             with self._lock:
                 closed = self._closed
                 self._disks[volume].status = status
@@ -253,7 +253,7 @@ class GdsReader:
                 if answers is not None:
                     pending.ended()
                     if all(outcome is Outcome.MISS for outcome, _ in answers):
-                        mount.catch_up_soon()  # the volume may have been replaced
+                        mount.begin_catch_up()  # the volume may have been replaced
             for at, (outcome, checksums) in zip(positions, answers or (), strict=False):
                 rows[at] = checksums if outcome is Outcome.HIT else b""
 

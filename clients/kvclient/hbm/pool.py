@@ -118,9 +118,10 @@ class HbmPool:
             writes_behind=demote,
             cascades_chains=True,
         )
-        self._parts = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, room_wait_s, demote=demote)
-        self._disks = GdsReader(self._parts, gds, gds_in_flight)
-        self._demoter = Demoter(self._parts, self._targets)
+        self.state = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, room_wait_s, demote=demote)
+        """Shared state; for benchmarks and tests."""
+        self._disks = GdsReader(self.state, gds, gds_in_flight)
+        self._demoter = Demoter(self.state, self._targets)
         self._presence: PoolNode | None = None
         try:
             if metadata is not None:
@@ -133,7 +134,7 @@ class HbmPool:
                     tls=tls,
                     token=token,
                     tokens=tokens,
-                    parts=self._parts,
+                    parts=self.state,
                     io_engines=self.io_engines,
                     replica_log=self._log,
                     namespaces=self._namespaces,
@@ -155,7 +156,7 @@ class HbmPool:
             Conflict, CapacityExceeded: as a node refuses namespaces.
         """
         with self._lock:
-            if self._parts.closed:
+            if self.state.closed:
                 raise InvalidArgument("the pool is closed", node_id=self.node_id)
             self._volume.check_fits(spec.shape)
             namespace = self._namespaces.of_spec(spec)
@@ -167,7 +168,7 @@ class HbmPool:
                 if demote in targets:
                     targets.remove(demote)
 
-        return NamespaceView(self._parts, self._disks, namespace, detach)
+        return NamespaceView(self.state, self._disks, namespace, detach)
 
     def blocks(self, spec: CacheSpec) -> NamespaceView:
         """Return a namespace for an engine's own copies on its device (``copy_to_tensor``, ``keep_tensor``, ``pinned``).
@@ -177,10 +178,10 @@ class HbmPool:
             Conflict, CapacityExceeded: as a node refuses namespaces.
         """
         with self._lock:
-            if self._parts.closed:
+            if self.state.closed:
                 raise InvalidArgument("the pool is closed", node_id=self.node_id)
             self._volume.check_fits(spec.shape)
-            return NamespaceView(self._parts, self._disks, self._namespaces.of_spec(spec), lambda _: None)
+            return NamespaceView(self.state, self._disks, self._namespaces.of_spec(spec), lambda _: None)
 
     # ---- memory ----
     def usage(self) -> VolumeUsage:
@@ -197,7 +198,7 @@ class HbmPool:
         Returns:
             Number of evicted blocks.
         """
-        if demote and self._parts.demote and not self._parts.lost:
+        if demote and self.state.demote and not self.state.lost:
             waiting: dict[NamespaceId, list[BlockKey]] = {}
             for block in self._table.snapshot():
                 waiting.setdefault(block.namespace_id, []).append(block.key)
@@ -231,10 +232,10 @@ class HbmPool:
         timeout_s = check_seconds("timeout_s", timeout_s, zero=True)
         until_s = self._clock.now_s() + timeout_s
         with self._sizing:
-            if self._parts.closed:
+            if self.state.closed:
                 return False
             memory.check_room(self._volume.device, capacity_bytes, self._volume.usage().capacity_bytes)
-            self._parts.resizing = True
+            self.state.resizing = True
             try:
                 self.evict(demote=demote, timeout_s=timeout_s / 2)
                 if not self._drain(until_s) or not self._take(capacity_bytes):
@@ -242,7 +243,7 @@ class HbmPool:
                     _log.warning("refused resize: pool %s has blocks in use", self.node_id)
                     return False
             finally:
-                self._parts.resizing = False
+                self.state.resizing = False
                 now_bytes = self._volume.usage().capacity_bytes
                 if self._presence is not None:
                     self._presence.info.volumes[0].capacity_bytes = now_bytes
@@ -273,7 +274,7 @@ class HbmPool:
         """Totals by name, capacity and used bytes."""
         usage = self._volume.usage()
         sizes = {"hbm_capacity_bytes": usage.capacity_bytes, "hbm_used_bytes": usage.used_bytes, "hbm_blocks": usage.blocks}
-        return {**self._counters.snapshot(), **sizes, "hbm_lost": int(self._parts.lost)}
+        return {**self._counters.snapshot(), **sizes, "hbm_lost": int(self.state.lost)}
 
     def io_engines(self) -> list[str]:
         """Describe, for people, the device and the volumes that are read directly."""
@@ -285,9 +286,9 @@ class HbmPool:
         Waits a moment for readers. Memory that is still read afterwards is released with its last reader.
         """
         with self._lock:
-            if self._parts.closed:
+            if self.state.closed:
                 return
-            self._parts.closed = True
+            self.state.closed = True
         self._demoter.stop(_STOP_S)
         with self._sizing:
             self.evict(demote=False)

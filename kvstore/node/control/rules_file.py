@@ -1,8 +1,8 @@
-"""The rules of namespaces that a node heard last, kept on its first volume: pins hold from its start on, whoever is away then.
+"""The last retention rules of a node, in a file on its first volume: after a restart, pins hold without the metadata server.
 
-Shares of quotas are not kept: they are made of what nodes hold, and may be others by then.
+Quota shares are not kept: they depend on the blocks that all nodes hold, and may have changed.
 
-The file is a header {magic, xxh3-64 of the rest} and a ``Retention`` that has rules alone.
+The file is a header {magic, xxh3-64 of the rest} and a ``Retention`` message that has rules only.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from kvstore.process.atomic_file import write_atomically
 NAME: Final = "rules"
 _HEADER: Final = struct.Struct("<8sQ")
 _MAGIC: Final = b"kvrules1"
-_MOST: Final = _HEADER.size + MAX_RULES * 64
+_MAX_BYTES: Final = _HEADER.size + MAX_RULES * 64
 _ID_BYTES: Final = 16
 
 
 def write_rules(path: Path, rules: Iterable[NamespaceRule]) -> None:
-    """Keeps rules.
+    """Write the rules.
 
     Raises:
-        OSError: they could not be written; those of before are there.
+        OSError: they could not be written; the earlier file is unchanged.
     """
     body = Retention(rules=rules).SerializeToString()
     write_atomically(path, _HEADER.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body)
 
 
 def read_rules(path: Path) -> list[NamespaceRule]:
-    """The rules kept; none where there is no file.
+    """Read the rules; none if there is no file.
 
     Raises:
-        ValueError: it is damaged, or none of ours.
+        ValueError: the file is damaged, or of another kind.
         OSError: it cannot be read.
     """
     try:
@@ -51,19 +51,19 @@ def read_rules(path: Path) -> list[NamespaceRule]:
         return []
     with os.fdopen(file, "rb") as opened:
         found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or not _HEADER.size <= found.st_size <= _MOST:
-            raise ValueError("it has not the size or kind that it can have")
-        raw = opened.read(_MOST)
+        if not stat.S_ISREG(found.st_mode) or not _HEADER.size <= found.st_size <= _MAX_BYTES:
+            raise ValueError("not a regular file of a valid size")
+        raw = opened.read(_MAX_BYTES)
     if len(raw) < _HEADER.size:
-        raise ValueError("it is cut short")
+        raise ValueError("truncated")
     magic, digest = _HEADER.unpack_from(raw)
     body = raw[_HEADER.size :]
     if magic != _MAGIC or xxhash.xxh3_64_intdigest(body) != digest:
-        raise ValueError("its checksum is another")
+        raise ValueError("wrong magic or checksum")
     try:
         rules = list(Retention.FromString(body).rules)
     except DecodeError as error:
-        raise ValueError("it cannot be decoded") from error
+        raise ValueError("not decodable") from error
     if len(rules) > MAX_RULES or any(len(rule.namespace_id) != _ID_BYTES for rule in rules):
-        raise ValueError("it has rules that nobody can have given")
+        raise ValueError("invalid rules")
     return rules

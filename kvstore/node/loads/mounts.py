@@ -1,13 +1,12 @@
-"""Volumes of other nodes that this node mounts and reads directly, without their owner in the way.
+"""Volumes of other nodes that this node mounts and reads directly, without their owner.
 
-A mount may be slow or hang (its servers are not ours), and a read that hangs cannot be called back: the kernel may still write to
-the memory it was given, at any later time. So all I/O of a mount is guarded (``kvstore.node.base.volume_guard``): a load waits
-for it while the mount answers, and for a part of the load's time at most. Memory of a read that did not end in time stays
-reserved until it ends, and until then no load asks that mount. Blocks that the mount does not bring come from the other sources
-of the load.
+A mount may be slow or hang, because its file servers belong to others. A read that hangs cannot be cancelled: the kernel may
+write to its memory at any later time. So all I/O of a mount is guarded (``kvstore.node.base.volume_guard``): a load waits while
+the mount answers, and for a part of the load's time at most. Memory of a read that did not end in time stays reserved until the
+read ends, and until then no load uses that mount. Other sources of the load deliver the blocks.
 
-A block's place comes from the volume's roster, which is read on when a load wants blocks that it does not name yet; or its owner
-has said it, to an engine of its host that reads into its device's memory (``kvclient.hbm``).
+The slot of a block comes from the volume's slot manifest. The manifest is read again if a load requests blocks that it does not
+name. Or the volume's owner located the block, for an engine of its host that reads into device memory (``kvclient.hbm``).
 """
 
 from __future__ import annotations
@@ -34,39 +33,39 @@ from kvstore.tiers.nvme.mounted import MountedSlab
 log = logging.getLogger(__name__)
 
 THREADS = 8
-"""Reads of one mount under way at once; each fills the device by itself."""
+"""Reads of one mount at once. Each alone saturates the device."""
 TIME_SHARE = 0.5
-"""Part of a load's time that a mount may take, so that another source can still be asked."""
-REST_S = 5.0
-"""How long a mount that failed is left alone."""
+"""Part of a load's remaining time that a mount may use, so that another source can still be read."""
+BACKOFF_S = 5.0
+"""Back-off after a failure."""
 
-Wanted = Sequence[tuple[BlockKey, Slot, memoryview]]
-WantedOnDevice = Sequence[tuple[BlockKey, Slot, DeviceMemory]]
+HostReads = Sequence[tuple[BlockKey, Slot, memoryview]]
+DeviceReads = Sequence[tuple[BlockKey, Slot, DeviceMemory]]
 Answers = list[tuple[Outcome, bytes]]
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Opened:
-    """The volume while it is open, and how many are at work with it: the last one closes it where it was given up."""
+    """The open volume and its number of users. If it was abandoned, the last user closes it."""
 
     volume: MountedSlab
     users: int = 0
-    given_up: bool = False
+    abandoned: bool = False
 
 
 class Mount:
-    """One mounted volume. Thread-safe. Opened when first used, and again after failures.
+    """One mounted volume. Thread-safe. It is opened with its first use, and again after failures.
 
     Args:
-        config: which, and where.
-        io_threads: I/O requests under way at once.
-        counters: where failures are counted.
-        clock: where time comes from.
+        config: the volume and its folder.
+        io_threads: I/O requests at once.
+        counters: metrics.
+        clock: time.
         gds: kvikio, for reads into device memory; None: they go through host memory.
-        places: False: ``find`` is never asked, as the owner says where blocks lie.
-        rest_s: how long it is left alone after a failure.
-        stall_s: patience with a read while nothing comes back from the file system.
+        places: False: ``find`` is not used, because the owner locates blocks.
+        backoff_s: pause after a failure.
+        stall_s: how long a read may be outstanding while the file system answers nothing.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Mount:
         clock: Clock,
         gds: Kvikio | None = None,
         places: bool = True,
-        rest_s: float = REST_S,
+        backoff_s: float = BACKOFF_S,
         stall_s: float = STALL_S,
     ) -> None:
         self.volume_id = VolumeId(config.volume)
@@ -88,72 +87,74 @@ class Mount:
         self._clock = clock
         self._gds = gds
         self._places = places
-        self._rest_s = rest_s
+        self._backoff_s = backoff_s
         self._guard = VolumeGuard(self.volume_id, counters, answered_s=self._answered_s, stall_s=stall_s, readers=THREADS)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._opened: _Opened | None = None
-        self._resting_until = 0.0
-        self._trouble = "not read yet"
+        self._backoff_until_s = 0.0
+        self._state = "not read yet"
         self._closed = False
 
     def describe(self) -> str:
-        """What is in use, for people."""
+        """Return a description for operators."""
         opened = self._opened
-        state = self._trouble if opened is None else f"{opened.volume.io_engine}, {opened.volume.blocks} blocks known"
+        state = self._state if opened is None else f"{opened.volume.io_engine}, {opened.volume.blocks} blocks known"
         return f"{self.volume_id} mounted at {self._config.path}: {state}"
 
     def find(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Slot | None]:
-        """Where blocks are said to lie, as far as is known. Memory only; nothing while the mount is in trouble."""
+        """Return the known slots of blocks. Reads memory only. All None while the mount cannot be used."""
         opened = self._opened
         if opened is None or not self.usable:
             return [None] * len(keys)
         return opened.volume.find(keys, namespace.shape)
 
     def catch_up(self, deadline_s: float) -> None:
-        """Takes in what the owner wrote since; opens the volume where it is not."""
-        self._bounded(lambda volume: volume.catch_up(), deadline_s, "its roster", _nothing)
+        """Read the newest slot manifest. Opens the volume if it is closed."""
+        self._bounded(lambda volume: volume.catch_up(), deadline_s, "slot manifest", _nothing)
 
-    def catch_up_soon(self) -> None:
-        """The same, in the background."""
+    def begin_catch_up(self) -> None:
+        """Read the newest slot manifest in the background."""
         if self.usable:
             self._guard.begin(lambda: self._do(lambda volume: volume.catch_up()), ignore)
 
-    def read(self, namespace: NodeNamespace, wanted: Wanted, deadline_s: float, when_back: Callable[[], None]) -> Answers | None:
-        """Reads blocks into memory.
+    def read(
+        self, namespace: NodeNamespace, items: HostReads, deadline_s: float, on_released: Callable[[], None]
+    ) -> Answers | None:
+        """Read blocks into memory.
 
         Returns:
-            One answer a block, as ``MountedSlab.read``; or None: in vain. Then ``when_back`` is called as soon as nothing
-            writes to the memory any more, perhaps at once.
+            One answer per block, as ``MountedSlab.read``. None: the read failed; then ``on_released`` is called as soon as
+            nothing writes to the memory any more, perhaps before this returns.
         """
         return self._bounded(
-            lambda volume: volume.read(namespace.namespace_id, namespace.shape, wanted),
+            lambda volume: volume.read(namespace.namespace_id, namespace.shape, items),
             deadline_s,
-            f"{len(wanted)} blocks",
-            when_back,
+            f"{len(items)} blocks",
+            on_released,
         )
 
     def read_device(
-        self, namespace: NodeNamespace, wanted: WantedOnDevice, deadline_s: float, when_back: Callable[[], None]
+        self, namespace: NodeNamespace, items: DeviceReads, deadline_s: float, on_released: Callable[[], None]
     ) -> Answers | None:
-        """As ``read``, into device memory and as ``MountedSlab.read_device``."""
+        """Read blocks into device memory, as ``MountedSlab.read_device``. See ``read``."""
         return self._bounded(
-            lambda volume: volume.read_device(namespace.namespace_id, namespace.shape, wanted),
+            lambda volume: volume.read_device(namespace.namespace_id, namespace.shape, items),
             deadline_s,
-            f"{len(wanted)} blocks",
-            when_back,
+            f"{len(items)} blocks",
+            on_released,
         )
 
     def close(self) -> None:
-        """Closes the volume once nobody works with it. Does not wait for what hangs."""
+        """Close the volume after its last user. Does not wait for I/O that hangs."""
         self._closed = True
-        self._give_up(self._opened, "closed")
+        self._abandon(self._opened, "closed")
         self._guard.close()
 
     @property
     def usable(self) -> bool:
-        """Whether anything would be tried now: nothing hangs, and it does not rest after a failure."""
-        return not self._guard.left and self._resting_until <= self._clock.now_s()
+        """Whether a read would be tried now: none is outstanding too long, and there was no failure a moment ago."""
+        return not self._guard.left and self._backoff_until_s <= self._clock.now_s()
 
     def _answered_s(self) -> float:
         opened = self._opened
@@ -165,42 +166,42 @@ class Mount:
         work: Callable[[MountedSlab], T],
         deadline_s: float,
         what: str,
-        when_back: Callable[[], None],
+        on_released: Callable[[], None],
     ) -> T | None:
-        """Does something in the mount's threads and waits a part of the time that is left. None: it failed or is still out."""
+        """Run work in the mount's threads, and wait for a part of the remaining time. None: it failed or has not ended."""
         now_s = self._clock.now_s()
         if not self.usable:
-            when_back()
+            on_released()
             return None
         until_s = now_s + max(0.0, (deadline_s - now_s) * TIME_SHARE)
         try:
-            result = self._guard.read(lambda: self._do(work), lambda _: when_back(), until_s)
+            result = self._guard.read(lambda: self._do(work), lambda _: on_released(), until_s)
         except VolumeStalled:
             if not self._closed:
                 self._counters.add("mount_stalled_total")
-                log.warning("volume %s: %s did not come in time; it is left alone until it has", self.volume_id, what)
+                log.warning("mount stalled: %s (read=%s); not used until the read ends", self.volume_id, what)
             return None
         if result is None:
-            when_back()
+            on_released()
         return result
 
     def _do(self, work: Callable[[MountedSlab], T]) -> T | None:
-        """In a thread of the mount: runs ``work``; None where the volume cannot be used, which then rests."""
+        """Run work in a thread of the mount. None: the volume could not be read, and backs off."""
         opened: _Opened | None = None
         try:
             with self._in_use() as opened:
                 return work(opened.volume)
-        except Exception as error:  # noqa: BLE001  # whatever lies in a folder that is not ours: it must not end loads
+        except Exception as error:  # noqa: BLE001  # the folder is another node's: no content of it may fail a load
             self._counters.add("mount_errors_total")
             log.warning(
-                "volume %s at %s cannot be read (%s): left alone for %.0f s",
+                "mount failed: %s at %s (error=%s, backoff=%.0f s)",
                 self.volume_id,
                 self._config.path,
                 error,
-                self._rest_s,
+                self._backoff_s,
             )
-            self._resting_until = self._clock.now_s() + self._rest_s
-            self._give_up(opened, str(error))
+            self._backoff_until_s = self._clock.now_s() + self._backoff_s
+            self._abandon(opened, str(error))
             return None
 
     @contextmanager
@@ -226,17 +227,17 @@ class Mount:
         finally:
             with self._lock:
                 opened.users -= 1
-                last = opened.given_up and not opened.users
+                last = opened.abandoned and not opened.users
             if last:
                 opened.volume.close()
 
-    def _give_up(self, opened: _Opened | None, why: str) -> None:
-        self._trouble = why
+    def _abandon(self, opened: _Opened | None, why: str) -> None:
+        self._state = why
         if opened is None:
             return
         with self._lock:
-            idle = not opened.given_up and not opened.users
-            opened.given_up = True
+            idle = not opened.abandoned and not opened.users
+            opened.abandoned = True
             if self._opened is opened:
                 self._opened = None
         if idle:
@@ -244,7 +245,7 @@ class Mount:
 
 
 class Mounts:
-    """All mounts of a node, as a load asks them. Thread-safe."""
+    """All mounts of a node, in the order in which loads use them. Thread-safe."""
 
     def __init__(self, mounts: Sequence[Mount]) -> None:
         self._mounts = {mount.volume_id: mount for mount in mounts}
@@ -253,16 +254,16 @@ class Mounts:
         return iter(self._mounts.values())
 
     def start(self) -> None:
-        """Begins to read the rosters, in the background."""
+        """Begin to read the slot manifests in the background."""
         for mount in self:
-            mount.catch_up_soon()
+            mount.begin_catch_up()
 
     def get(self, volume_id: str) -> Mount | None:
-        """The mount of a volume, if there is one."""
+        """Return the mount of a volume; None: it is not mounted."""
         return self._mounts.get(VolumeId(volume_id))
 
     def close(self) -> None:
-        """Closes all."""
+        """Close all mounts."""
         for mount in self:
             mount.close()
 
@@ -270,7 +271,7 @@ class Mounts:
 def make_mounts(
     configs: Sequence[MountSection], *, io_threads: int, counters: Counters, clock: Clock, stall_s: float = STALL_S
 ) -> Mounts:
-    """The mounts of a node."""
+    """Return the mounts of a node."""
     return Mounts([Mount(config, io_threads=io_threads, counters=counters, clock=clock, stall_s=stall_s) for config in configs])
 
 

@@ -1,6 +1,6 @@
-"""This node's NIXL agents: one that serves the arena to readers, one that reads from other nodes into it.
+"""NIXL agents of a node: one serves the arena to other nodes, one reads from other nodes into it.
 
-Two, because a fence ends the agent that reads, and what this node serves to others must not end with it.
+There are two because a fence ends the reading agent, and reads that this node serves must not end with it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,34 @@ from kvstore.transport.nixl.agent import LOOPBACK, NEEDS_TRUST, NixlAgent, NixlO
 log = logging.getLogger(__name__)
 
 BOUNCE_BYTES = 16 << 20
-"""Blocks lie in the arena, which is registered: nothing of a node's takes a bounce but odd cases."""
+"""Size of bounce buffers. The arena is registered, so only rare reads need one."""
 
 
-class NixlPorts:
-    """The agents, where this node has them.
+class NixlAgents:
+    """The agents of a node, if NIXL is configured and works. ``open`` once, before the other members.
 
     Args:
         config: of the node.
         arena: its memory, to be registered.
-        counters: where events are counted.
-
-    Raises:
-        InvalidArgument: NIXL is required, and the configuration rules it out; or it would open ports beyond this host unasked.
-        Unsupported: NIXL is required, and does not work here.
+        counters: metrics.
     """
 
     def __init__(self, config: NodeConfig, arena: Region, counters: Counters) -> None:
         self.serving: NixlAgent | None = None
         self.reading: NixlAgent | None = None
-        self.says = "off"
+        self.description = "off"
+        self._config = config
+        self._arena = arena
+        self._counters = counters
+
+    def open(self) -> None:
+        """Create the agents.
+
+        Raises:
+            InvalidArgument: NIXL is required and the configuration excludes it, or it would open ports beyond this host.
+            Unsupported: NIXL is required and does not work on this host.
+        """
+        config, arena, counters = self._config, self._arena, self._counters
         if config.nixl == "off":
             return
         if not config.nixl_trusted_network:
@@ -49,47 +57,47 @@ class NixlPorts:
         )
         problem: InvalidArgument | Unsupported | None = None
         if config.tls.resolve() is not None:
-            problem = InvalidArgument("bytes that NIXL moves go past TLS: node.nixl takes a node without tls")
+            problem = InvalidArgument("NIXL transfers bypass TLS: node.nixl requires a node without tls")
         elif config.compute_cap:
-            problem = InvalidArgument("bytes that NIXL moves go past compute_cap: node.nixl takes a node without a cap")
+            problem = InvalidArgument("NIXL transfers bypass compute_cap: node.nixl requires a node without a cap")
         else:
-            names = [f"{config.node_id}-{name}" for name in ("serves", "reads")]
+            names = [f"{config.node_id}-{name}" for name in ("serving", "reading")]
             made = [NixlAgent(options, name=name, regions=[arena], counters=counters) for name in names]
             try:
-                for port in made:
-                    port.open()
+                for agent in made:
+                    agent.open()
                 self.serving, self.reading = made
             except Unsupported as error:
-                for port in made:
-                    port.close()
+                for agent in made:
+                    agent.close()
                 problem = error
         if problem is None:
             found = "RDMA, TCP and CMA" if has_rdma() else "TCP and CMA (no RDMA device)"
             if options.devices == LOOPBACK:
                 found = "TCP and CMA within this host"
-            self.says = f"in use, UCX over {options.transports or found}"
-            log.info("NIXL is %s", self.says)
+            self.description = f"in use, UCX over {options.transports or found}"
+            log.info("NIXL in use: %s", self.description)
             return
         if config.nixl == "required":
             raise problem
         counters.add("transport_nixl_unavailable_total")
-        self.says = f"not in use: {problem}"
-        log.warning("blocks move over TCP, NIXL is %s", self.says)
+        self.description = f"not in use: {problem}"
+        log.warning("NIXL not used, blocks are transferred over TCP: %s", problem)
 
     @property
     def exposes(self) -> bool:
-        """Whether others may write to the arena past this node: what is copied out of it is verified then."""
+        """Whether other nodes can write to the arena directly. Then clients verify the blocks that they copy from it."""
         return self.serving is not None
 
     def close(self) -> None:
-        """Ends the agents."""
-        for port in (self.serving, self.reading):
-            if port is not None:
-                port.close()
+        """Close the agents."""
+        for agent in (self.serving, self.reading):
+            if agent is not None:
+                agent.close()
 
 
 def _devices(config: NodeConfig) -> str:
-    """Network devices for NIXL: those that are named; loopback for a node that listens nowhere else."""
+    """Return the network devices for NIXL: the configured ones, or loopback for a node that listens on loopback only."""
     listens = (config.data_listen, config.storage_listen or config.data_listen)
     if not all(map(stays_on_host, listens)):
         return config.nixl_devices
@@ -97,8 +105,8 @@ def _devices(config: NodeConfig) -> str:
         return LOOPBACK
     if not config.allow_insecure_remote:
         raise InvalidArgument(
-            "refusing to open ports of NIXL beyond this host, where this node listens on loopback alone: leave"
-            " node.nixl_devices unset, or set allow_insecure_remote",
+            "NIXL would open ports beyond this host, and this node listens on loopback only: leave node.nixl_devices unset,"
+            " or set allow_insecure_remote",
             devices=config.nixl_devices,
         )
     return config.nixl_devices

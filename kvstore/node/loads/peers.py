@@ -1,4 +1,4 @@
-"""Connections to other nodes' data planes, each with the ticket that it needs."""
+"""Connections to the data planes of other nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PEERS = 64
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Another node, as the metadata server or a caller names it."""
+    """Addresses of another node, from the metadata server or a caller."""
 
     node_id: NodeId
     control_address: str
@@ -28,11 +28,11 @@ MakePeer = Callable[[PeerAddress, NodeNamespace], BlockPeer]
 
 
 class Peers:
-    """Open peers, one a (node, namespace), the least recently used closed beyond ``MAX_PEERS``. Thread-safe.
+    """Open peers: one per node and namespace. Beyond ``MAX_PEERS`` the least recently used one is closed. Thread-safe.
 
     Args:
-        make: opens one.
-        check: refuses addresses; None: all are good.
+        make: opens a peer.
+        check: raises if an address is not trusted; None: all are.
     """
 
     def __init__(self, make: MakePeer, check: Callable[[PeerAddress], None] | None = None) -> None:
@@ -42,16 +42,16 @@ class Peers:
         self._open: OrderedDict[tuple[PeerAddress, NamespaceId], BlockPeer] = OrderedDict()
 
     def peer(self, address: PeerAddress, namespace: NodeNamespace) -> BlockPeer:
-        """The peer to move blocks of a namespace with.
+        """Return the peer to move blocks of a namespace with.
 
         Raises:
-            NotFound: this node has not seen the namespace's spec, without which no ticket is to be had.
-            KVStoreError: the address is refused.
+            NotFound: this node does not know the namespace's spec, which a ticket requires.
+            KVStoreError: the address is not trusted.
         """
         if namespace.spec is None:
-            raise NotFound("the spec of the namespace is not known here", namespace=namespace.namespace_id.hex())
+            raise NotFound("this node does not know the spec of the namespace", namespace=namespace.namespace_id.hex())
         key = (address, namespace.namespace_id)
-        if self._check is not None and key not in self._open:  # it may ask others: not in the lock
+        if self._check is not None and key not in self._open:  # may call the metadata server: without the lock
             self._check(address)
         with self._lock:
             peer = self._open.get(key)
@@ -64,7 +64,7 @@ class Peers:
         return peer
 
     def close(self) -> None:
-        """Closes all."""
+        """Close all peers."""
         with self._lock:
             peers = list(self._open.values())
             self._open.clear()

@@ -1,9 +1,8 @@
-"""Anti-entropy: finds where the index has drifted from the table, range by range of key space, and mends it.
+"""Anti-entropy: finds ranges of the key space in which the index differs from the table, and repairs them.
 
-Digests can only be compared while the index shows everything that the log told it, and a store may come in the middle of a
-comparison. So a range counts as drifted only if nothing changed in it before the server had looked: a range that is
-being written to is left for the next round. Drift is rare (a bug, a damaged index); a round mends a bounded number of
-ranges, and what is left waits for the next.
+Digests can be compared only if the index has applied all published changes, and a store may happen during a comparison. So a
+range counts as drifted only if it did not change until the server had compared it. A range with writes is left to the next round.
+Drift is rare (a bug, a damaged index): a round repairs a limited number of ranges and leaves the others to the next.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from kvstore.rpc.codec import run_to_proto
 
 log = logging.getLogger(__name__)
 
-RANGES_AT_ONCE = 512
-REPAIRS_A_ROUND = 512
-REPAIR_TRIES = 3
+RANGES_PER_CALL = 512
+REPAIRS_PER_ROUND = 512
+REPAIR_ATTEMPTS = 3
 RPC_TIMEOUT_S = 5.0
 
 
 def held_by(table: BlockTable, volume: VolumeId) -> list[Block]:
-    """All blocks that one volume holds."""
+    """Return all blocks that one volume holds."""
     blocks = table.snapshot()
     if volume == table.dram.volume_id:
         return [block for block in blocks if block.dram is not None]
@@ -59,28 +58,28 @@ class AntiEntropy:
         self._volumes = [table.dram.volume_id, *(node_volume.volume_id for node_volume in table.node_volumes)]
 
     def compare(self, boot_id: BootId) -> int:
-        """One round over all volumes. Returns how many ranges were repaired.
+        """Compare all volumes with the index. Returns the number of repaired ranges.
 
         Raises:
-            KVStoreError: the server does not answer, or no longer knows this boot.
+            KVStoreError: the server does not answer, or does not know this boot.
         """
         repaired = 0
         for volume in self._volumes:
             drifted: list[int] = []
-            for first in range(0, DIGEST_RANGES, RANGES_AT_ONCE):
+            for first in range(0, DIGEST_RANGES, RANGES_PER_CALL):
                 drifted += self._drifted(boot_id, volume, first)
-            self._repair(boot_id, volume, drifted[:REPAIRS_A_ROUND])
-            repaired += len(drifted[:REPAIRS_A_ROUND])
+            self._repair(boot_id, volume, drifted[:REPAIRS_PER_ROUND])
+            repaired += len(drifted[:REPAIRS_PER_ROUND])
             if drifted:
                 self._counters.add("index_ranges_drifted_total", len(drifted))
-                log.warning("the index had drifted from %s in %d of %d ranges", volume, len(drifted), DIGEST_RANGES)
+                log.warning("index drift found: %s (drifted=%d, ranges=%d)", volume, len(drifted), DIGEST_RANGES)
         return repaired
 
     def _drifted(self, boot_id: BootId, volume: VolumeId, first: int) -> list[int]:
         changes = self._log.changes(volume)
         before = self._log.settled_digests(volume)
         if before is None:
-            self._counters.add("anti_entropy_ranges_busy_total", RANGES_AT_ONCE)
+            self._counters.add("anti_entropy_ranges_busy_total", RANGES_PER_CALL)
             return []
         digests, counts = before
         request = metadata_pb2.CompareDigestsRequest(
@@ -88,34 +87,34 @@ class AntiEntropy:
             boot_id=boot_id,
             volume_id=volume,
             first_range=first,
-            digests=digests[first : first + RANGES_AT_ONCE],
-            counts=counts[first : first + RANGES_AT_ONCE],
+            digests=digests[first : first + RANGES_PER_CALL],
+            counts=counts[first : first + RANGES_PER_CALL],
         )
         differing = call(self._stub.CompareDigests, request, RPC_TIMEOUT_S).differing_ranges
         if not differing:
             return []
         later = self._log.changes(volume)
-        return [where for where in differing if changes[where] == later[where]]
+        return [number for number in differing if changes[number] == later[number]]
 
     def _repair(self, boot_id: BootId, volume: VolumeId, ranges: Iterable[int]) -> None:
-        left = set(ranges)
-        for _ in range(REPAIR_TRIES):
-            if not left:
+        remaining = set(ranges)
+        for _ in range(REPAIR_ATTEMPTS):
+            if not remaining:
                 return
             changes = self._log.changes(volume)
             held: dict[int, list[Block]] = defaultdict(list)
             for block in held_by(self._table, volume):
-                if (where := key_range(block.key)) in left:
-                    held[where].append(block)
-            for where in left:
+                if (number := key_range(block.key)) in remaining:
+                    held[number].append(block)
+            for number in remaining:
                 request = metadata_pb2.RepairRangeRequest(
                     operation_id=secrets.token_bytes(16),
                     node_id=self._node_id,
                     boot_id=boot_id,
                     volume_id=volume,
-                    range=where,
-                    blocks=[run_to_proto(run) for run in runs_of(held[where])],
+                    range=number,
+                    blocks=[run_to_proto(run) for run in runs_of(held[number])],
                 )
                 call(self._stub.RepairRange, request, RPC_TIMEOUT_S)
             later = self._log.changes(volume)
-            left = {where for where in left if changes[where] != later[where]}  # changed under the repair: once more
+            remaining = {number for number in remaining if changes[number] != later[number]}  # changed during the repair

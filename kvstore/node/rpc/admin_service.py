@@ -1,4 +1,4 @@
-"""The NodeAdmin service: what operators see of a node and change at it. A thin shell, beside the Node service."""
+"""The NodeAdmin service over gRPC: queries and commands of operators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Context = Any  # grpc.aio.ServicerContext, generic in request and response
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["NodeAdmin"].full_name
 THREADS: Final = 2
-"""Calls at work at once; others wait their turn, within their deadlines: people ask, not programs."""
+"""Calls at once. Others wait within their deadlines: operators call, not engines."""
 MAX_WAIT_S: Final = 60.0
 _CHECK_STATES: Final = {
     CheckState.WAITING: pb.CHECK_STATE_WAITING,
@@ -55,7 +55,7 @@ _LOAD_SECONDS: Final = f"{PREFIX}node_load_seconds"
 
 @dataclass(frozen=True, slots=True)
 class AdminParts:
-    """What the handlers look at and change."""
+    """The parts of the node that the handlers use."""
 
     table: BlockTable
     namespaces: NamespaceRegistry
@@ -65,7 +65,7 @@ class AdminParts:
     recent: RecentLoads
     traffic: KvTraffic
     publisher: Callable[[], IndexPublisher | None]
-    """None: the node publishes to nobody."""
+    """Returns None if the node has no metadata server."""
     io_engines: Callable[[], Sequence[str]]
     clock: Clock
     in_force: Sequence[EffectiveSetting]
@@ -77,7 +77,7 @@ class AdminParts:
 
 
 class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
-    """Handlers; their names and comments are those of ``proto/kvstore/v1/admin.proto``."""
+    """The handlers. ``proto/kvstore/v1/admin.proto`` documents them."""
 
     def __init__(self, parts: AdminParts) -> None:
         self._parts = parts
@@ -85,14 +85,14 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-node-admin")
 
     def close(self) -> None:
-        """Ends the pool; waits in it are ended by ``BlockTable.close``."""
+        """Shut the pool down without waiting: ``BlockTable.close`` ends the calls in it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._parts.checks.close()
 
     async def _run_in_pool(self, work: Callable[[], Result]) -> Result:
         return await run_in_pool(self._pool, work)
 
-    # ---------------------------------------------------------------- looking
+    # ---------------------------------------------------------------- queries
     async def DescribeNode(self, request: pb.DescribeNodeRequest, context: Context) -> pb.DescribeNodeResponse:  # noqa: N802, ARG002
         parts = self._parts
         blocks, waiting = parts.table.counts()
@@ -116,7 +116,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             ],
             links=[
                 pb.LinkTraffic(network=network, received_bytes=received, sent_bytes=sent)
-                for network, (received, sent) in parts.links.carried().items()
+                for network, (received, sent) in parts.links.traffic().items()
             ],
             loads=_load_times(parts.counters),
         )
@@ -137,7 +137,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         return await self._run_in_pool(lambda: self._usage(namespace))
 
     def _usage(self, only: NodeNamespace | None) -> pb.DescribeUsageResponse:
-        """Counted over a copy of the table: blocks that move meanwhile are counted where they were or where they are."""
+        """Count the blocks of a snapshot. A block that moves at the same time counts in its old or its new tier."""
         table = self._parts.table
         found: Counter[tuple[NodeNamespace, Volume]] = Counter()
         for block in table.snapshot():
@@ -177,14 +177,14 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             ]
         )
 
-    # ---------------------------------------------------------------- changing
+    # ---------------------------------------------------------------- commands
     async def EvictBlocks(self, request: pb.EvictBlocksRequest, context: Context) -> pb.EvictBlocksResponse:  # noqa: N802, ARG002
-        check_id(request.operation_id, "operation_id")  # evicting twice is harmless
+        check_id(request.operation_id, "operation_id")  # a retry evicts again, which does no harm
         table = self._parts.table
         if request.namespace_id and request.down_to_bytes:
-            raise InvalidArgument("evict a namespace, or a volume down to a fill: not both")
+            raise InvalidArgument("namespace_id and down_to_bytes exclude each other")
         if not request.namespace_id and not request.volume_id:
-            raise InvalidArgument("evict what: a namespace, or a volume?")
+            raise InvalidArgument("namespace_id or volume_id is required")
         node_volume = self._node_volume(request.volume_id) if request.volume_id else None
         in_dram = not request.volume_id or node_volume is None
         if not request.namespace_id:
@@ -216,15 +216,15 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
     async def CheckVolume(self, request: pb.CheckVolumeRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
         operation_id = check_id(request.operation_id, "operation_id")
         node_volume = self._durable(request.volume_id)
-        return self._told(node_volume, self._parts.checks.begin(node_volume, operation_id, request.bytes_per_s))
+        return self._check_message(node_volume, self._parts.checks.begin(node_volume, operation_id, request.bytes_per_s))
 
     async def DescribeCheck(self, request: pb.DescribeCheckRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
         node_volume = self._durable(request.volume_id)
-        return self._told(node_volume, self._parts.checks.last(node_volume))
+        return self._check_message(node_volume, self._parts.checks.last(node_volume))
 
     async def CancelCheck(self, request: pb.CancelCheckRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
         node_volume = self._durable(request.volume_id)
-        return self._told(node_volume, self._parts.checks.cancel(node_volume))
+        return self._check_message(node_volume, self._parts.checks.cancel(node_volume))
 
     async def SetTrafficCap(self, request: pb.SetTrafficCapRequest, context: Context) -> pb.SetTrafficCapResponse:  # noqa: N802, ARG002
         expected = request.expected if request.HasField("expected") else None
@@ -234,26 +234,26 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
     async def CompareIndex(self, request: pb.CompareIndexRequest, context: Context) -> pb.CompareIndexResponse:  # noqa: N802, ARG002
         publisher = self._parts.publisher()
         if publisher is None:
-            raise Conflict("this node has no metadata server to compare notes with: set node.metadata")
+            raise Conflict("this node has no metadata server; set node.metadata")
         return pb.CompareIndexResponse(repaired_ranges=await self._run_in_pool(publisher.compare_now))
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- helpers
     def _namespace(self, namespace_id: bytes) -> NodeNamespace | None:
         return self._parts.namespaces.find(NamespaceId(check_id(namespace_id, "namespace_id")))
 
     def _durable(self, volume_id: str) -> NodeVolume:
-        """A durable volume.
+        """Return a durable volume.
 
         Raises:
-            NotFound: there is none of that id.
-            InvalidArgument: it is the arena, whose bytes no disk can lose.
+            NotFound: the node has no such volume.
+            InvalidArgument: the volume is the arena.
         """
         node_volume = self._node_volume(volume_id)
         if node_volume is None:
-            raise InvalidArgument("the arena is no durable volume: there is nothing to check", volume_id=volume_id[:64])
+            raise InvalidArgument("the arena cannot be checked; name a durable volume", volume_id=volume_id[:64])
         return node_volume
 
-    def _told(self, node_volume: NodeVolume, check: Check | None) -> pb.VolumeCheck:
+    def _check_message(self, node_volume: NodeVolume, check: Check | None) -> pb.VolumeCheck:
         volume_id = node_volume.volume_id
         if check is None:
             return pb.VolumeCheck(volume_id=volume_id, state=pb.CHECK_STATE_NONE)
@@ -276,10 +276,10 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         )
 
     def _node_volume(self, volume_id: str) -> NodeVolume | None:
-        """A durable volume; None: the arena.
+        """Return a durable volume; None: the arena.
 
         Raises:
-            NotFound: neither.
+            NotFound: the node has no such volume.
         """
         if VolumeId(volume_id) == self._parts.table.dram.volume_id:
             return None
@@ -290,7 +290,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
 
 
 def _load_times(counters: Counters) -> list[pb.LoadTimes]:
-    """The distributions of ``node_load_seconds``."""
+    """Return the distributions of ``node_load_seconds``."""
     return [
         pb.LoadTimes(
             reach=EVENTS[name].events[name][0], bounds_seconds=found.bounds, counts=found.counts, total_seconds=found.total

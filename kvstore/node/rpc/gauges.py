@@ -1,4 +1,4 @@
-"""What a node shows beside its totals: how full it is, what waits, what its links carried."""
+"""Gauges of a node: fill of volumes, queues, and traffic of its links."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _NET_DEV: Final = Path("/proc/self/net/dev")
 
 
 class Links:
-    """The NICs that hold the addresses of a node's data planes.
+    """The NICs with the addresses of a node's data planes.
 
     Args:
-        networks: address of the data plane on each network. One that listens everywhere, or whose interface the kernel does not
-            name, is left out.
+        networks: address of the data plane per network. Wildcard addresses, and those without a known interface, are left out.
     """
 
     def __init__(self, networks: Mapping[str, str]) -> None:
@@ -39,23 +38,23 @@ class Links:
             with suppress(Unsupported, ValueError):
                 self._interfaces[network] = interface_of(address.rpartition(":")[0].strip("[]"))
 
-    def carried(self) -> dict[str, tuple[int, int]]:
-        """Network -> bytes received and sent, all traffic, since the host's start."""
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Return bytes received and sent per network since the host booted, of all traffic."""
         known = _interface_bytes() if self._interfaces else {}
         return {network: known[interface] for network, interface in self._interfaces.items() if interface in known}
 
 
 class NodeGauges:
-    """Read at each scrape.
+    """The gauges, read at each scrape.
 
     Args:
-        table: the blocks and their volumes.
-        sessions: the engines.
-        replica_log: what the index is still to be told.
-        buffers: staging buffers by name.
-        registered: whether the metadata server answers.
-        links: the NICs of its data planes.
-        drainer: how far it is, where the node drains.
+        table: the blocks and volumes.
+        sessions: sessions of engines.
+        replica_log: changes that wait to be published.
+        buffers: staging budgets by name.
+        registered: whether the metadata server accepts heartbeats.
+        links: the NICs of the data planes.
+        drainer: progress of a drain.
         health: problems of the node.
         process_stall: how long the process did not run.
     """
@@ -113,13 +112,13 @@ class NodeGauges:
         yield from self._networks()
 
     def _networks(self) -> Iterator[Sample]:
-        for network, (received, sent) in self._links.carried().items():
+        for network, (received, sent) in self._links.traffic().items():
             yield Sample("network_bytes_total", received, {"network": network, "direction": "received"})
             yield Sample("network_bytes_total", sent, {"network": network, "direction": "sent"})
 
 
 def _interface_bytes() -> dict[str, tuple[int, int]]:
-    """Bytes received and sent by each interface of this network namespace."""
+    """Return bytes received and sent per interface of this network namespace."""
     found = {}
     for line in _NET_DEV.read_text().splitlines():
         name, colon, fields = line.partition(":")

@@ -1,9 +1,9 @@
-"""Engines on this host: what each has prepared and leased, and how it is all given back when the engine goes.
+"""Sessions of engines: their stores and leases, and the release of both when an engine disconnects.
 
-A session lasts as long as the engine's connection to the arena door. Slots that an engine may still be writing to are given
-back only when it says so (complete, abort) or when that connection ends: an engine that merely takes too long loses its store
-(``LOST``), but its slots rest until the connection ends, because nobody can stop its copy. Leases for reading end by time as
-well: a reader checks the clock after its copy.
+A session lasts as long as the engine's connection to the arena socket. Slots that an engine may still write to are freed only
+after a complete or abort, or when that connection ends. An engine that is too slow loses its store (``LOST``), but its slots stay
+reserved until the connection ends, because its copy cannot be stopped. Read leases also expire by time: a reader checks the clock
+after its copy.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kvstore.rpc.auth.tenant_limits import TenantLimit
 MAX_STORES_PER_SESSION = 256
 MAX_LEASES_PER_SESSION = 4096
 UNCONNECTED_TTL_S = 10.0
-"""An opened session whose engine never came to the arena door ends after this."""
+"""A session whose engine never connected to the arena socket ends after this."""
 REMOTE_IDLE_TTL_S = 60.0
-"""The session of an engine of another host ends after this long without a call and without a lease."""
+"""The session of an engine on another host ends after this long without a call and without a lease."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Lease:
 
 
 class Session:
-    """One engine. Its methods are those of ``Sessions``, under the one lock."""
+    """One session. ``Sessions`` guards its state."""
 
     def __init__(
         self, session_id: SessionId, namespace: NodeNamespace, name: str, now_s: float, *, remote: bool, over_tcp: bool = False
@@ -62,16 +62,16 @@ class Session:
         self.remote = remote
         self.over_tcp = over_tcp
         self.connected = False
-        self.give_back: Callable[[], None] | None = None
-        """Ends its place among those of its tenant over TCP."""
+        self.leave_tenant: Callable[[], None] | None = None
+        """Ends its use of the tenant's limit of sessions over TCP."""
         self.opened_s = self.used_s = now_s
         self.stores: OrderedDict[OperationId, _Store] = OrderedDict()
         self.leases: dict[int, _Lease] = {}
         self.aborted: OrderedDict[OperationId, None] = OrderedDict()
-        """Stores given up, perhaps before their Prepare has ended: its slots are then given back at once."""
+        """Aborted stores. If the Prepare of one has not ended, its slots are freed when it does."""
 
-    def stale(self, now_s: float) -> bool:
-        """Whether nobody can be using it any more."""
+    def is_stale(self, now_s: float) -> bool:
+        """Return whether the engine can no longer use the session."""
         if self.remote:
             return not self.leases and self.used_s + REMOTE_IDLE_TTL_S < now_s
         return not self.connected and self.opened_s + UNCONNECTED_TTL_S < now_s
@@ -94,12 +94,12 @@ class Sessions:
         self._over_tcp = TenantLimit("sessions over TCP", MAX_SESSIONS // 2, counters.add)
         self._next_lease = 1
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- sessions
     def open(self, namespace: NodeNamespace, name: str, *, remote: bool = False, over_tcp: bool = False) -> Session:
-        """Begins a session. The engine must come to the arena door soon; one of another host (``remote``) must merely use it.
+        """Open a session. An engine of this host must connect to the arena socket soon; a ``remote`` one must use the session.
 
-        Those that were asked for over TCP (``over_tcp``) take half of the places at most: whoever reaches that port cannot keep
-        the engines of this host out, which come by the unix socket. A tenant's have a share of those places.
+        Sessions over TCP (``over_tcp``) may be half of all sessions at most, so that callers of that port cannot lock out the
+        engines of this host, which use the unix socket. Each tenant may have a part of the sessions over TCP.
         """
         now_s = self._clock.now_s()
         session = Session(SessionId(secrets.token_bytes(16)), namespace, name, now_s, remote=remote, over_tcp=over_tcp)
@@ -109,12 +109,12 @@ class Sessions:
             if over_tcp and sum(one.over_tcp for one in self._sessions.values()) >= MAX_SESSIONS // 2:
                 raise CapacityExceeded("too many sessions over TCP on this node", limit=MAX_SESSIONS // 2)
             if over_tcp:
-                session.give_back = self._over_tcp.acquire()
+                session.leave_tenant = self._over_tcp.acquire()
             self._sessions[session.session_id] = session
         return session
 
     def connect(self, session_id: SessionId) -> bool:
-        """The engine came to the arena door. False where the session is unknown or has come before."""
+        """Note that the engine connected to the arena socket. Returns False if the session is unknown or already connected."""
         with self._lock:
             session = self._sessions.get(session_id)
             if session is None or session.connected or session.remote:
@@ -123,17 +123,17 @@ class Sessions:
             return True
 
     def end(self, session_id: SessionId) -> None:
-        """The engine's connection ended: whatever it held is given back."""
+        """End a session, and release everything that it holds."""
         with self._lock:
             session = self._sessions.pop(session_id, None)
             if session is None:
                 return
-            # taken out under the lock: a call of the engine's that is still under way must not give them back once more
+            # removed under the lock: a concurrent call of the engine must not release them again
             stores, leases = list(session.stores.values()), list(session.leases.values())
             session.stores.clear()
             session.leases.clear()
-        if session.give_back is not None:
-            session.give_back()
+        if session.leave_tenant is not None:
+            session.leave_tenant()
         for store in stores:
             self._table.abandon(store.prepared)
         for lease in leases:
@@ -141,36 +141,35 @@ class Sessions:
         self._counters.add("sessions_ended_total")
 
     def get(self, session_id: SessionId) -> Session:
-        """A session.
+        """Return a session.
 
         Raises:
-            LeaseLost: it has ended; open another.
+            LeaseLost: the session has ended.
         """
         session = self._sessions.get(session_id)
         if session is None:
-            raise LeaseLost("this session has ended: open another")
+            raise LeaseLost("the session has ended; open another")
         session.used_s = self._clock.now_s()
         return session
 
     def count(self) -> int:
-        """Sessions open."""
+        """Return the number of open sessions."""
         return len(self._sessions)
 
     # ---------------------------------------------------------------- stores
     def prepare(
         self, session: Session, operation: OperationId, run: BlockRun, deadline_s: float, *, heads: bool = False
     ) -> tuple[bytes, bytes]:
-        """Slots for a store: (outcomes, offsets) as they travel. The same operation asked again gets the same answer.
+        """Grant slots for a store: (outcomes, offsets) as they travel. A retry of the operation gets the same answer.
 
-        What is completed counts as written, and slots are not cleared: who never had the arena would publish, as blocks of its
-        own, what others left there.
+        Only an engine with the arena may store: slots are not cleared, so another one would publish earlier bytes as its blocks.
 
         Raises:
-            PermissionDenied: the engine has not come to the arena door, or is one of another host.
+            PermissionDenied: the engine has not connected to the arena socket, or is on another host.
         """
         if not session.connected:
             self._counters.add("store_without_arena_total")
-            raise PermissionDenied("a session without the arena cannot write to it: stores of other hosts take the data plane")
+            raise PermissionDenied("the session has no arena to write to; engines of other hosts store over the data plane")
         with self._lock:
             earlier = session.stores.get(operation)
             if earlier is not None and earlier.answer is not None:
@@ -195,12 +194,12 @@ class Sessions:
         self._table.abandon(prepared)
         if raced is not None and raced.answer is not None:
             return raced.answer
-        raise LeaseLost("this session has ended, or the store was given up")
+        raise LeaseLost("the session has ended, or the store was aborted")
 
     def complete(
         self, session: Session, operation: OperationId, keys: Sequence[BlockKey], checksums: Sequence[bytes]
     ) -> list[StoreOutcome]:
-        """Makes written blocks visible; asked again, answers the same."""
+        """Make written blocks visible. A retry gets the same answer."""
         with self._lock:
             store = session.stores.get(operation)
             if store is None or store.expired:
@@ -213,7 +212,7 @@ class Sessions:
             return [store.completed[key] for key in keys]
 
     def abort(self, session: Session, operation: OperationId) -> None:
-        """The engine gives a store up and no longer touches its slots."""
+        """Abort a store. The engine no longer writes to its slots."""
         with self._lock:
             store = session.stores.pop(operation, None)
             if store is not None:
@@ -232,10 +231,10 @@ class Sessions:
 
     # ---------------------------------------------------------------- leases
     def lease(self, session: Session, blocks: Sequence[Block]) -> int:
-        """Takes over the pins of ``blocks`` until release, expiry or the session's end.
+        """Take over the pins of ``blocks`` until release, expiry or the end of the session.
 
         Raises:
-            LeaseLost: the session has ended; the pins are given back.
+            LeaseLost: the session has ended, or has too many leases. The blocks are unpinned.
         """
         with self._lock:
             if self._sessions.get(session.session_id) is session and len(session.leases) < MAX_LEASES_PER_SESSION:
@@ -243,35 +242,35 @@ class Sessions:
                 session.leases[lease_id] = _Lease(blocks, self._clock.now_s() + self._lease_s)
                 return lease_id
         self._table.unpin(blocks)
-        raise LeaseLost("this session has ended, or holds too many leases")
+        raise LeaseLost("the session has ended, or has too many leases")
 
     def release(self, session: Session, lease_ids: Sequence[int]) -> None:
-        """Ends leases; unknown ones are ignored (they may have expired)."""
+        """End leases. Unknown ones are ignored, as they may have expired."""
         with self._lock:
             ended = [lease for lease_id in lease_ids if (lease := session.leases.pop(lease_id, None)) is not None]
         for lease in ended:
             self._table.unpin(lease.blocks)
 
-    # ---------------------------------------------------------------- time
+    # ---------------------------------------------------------------- expiry
     def expire(self) -> None:
-        """Ends what has run out of time. Called by the daemon every second or so."""
+        """End expired stores, leases and sessions. The daemon calls this about twice per second."""
         now_s = self._clock.now_s()
         with self._lock:
             sessions = list(self._sessions.values())
-            stale = [one.session_id for one in sessions if one.stale(now_s)]
-            over: list[_Lease] = []
+            stale = [one.session_id for one in sessions if one.is_stale(now_s)]
+            expired: list[_Lease] = []
             for session in sessions:
                 ended = [lease_id for lease_id, lease in session.leases.items() if lease.expires_s < now_s]
-                over += [session.leases.pop(lease_id) for lease_id in ended]
+                expired += [session.leases.pop(lease_id) for lease_id in ended]
                 for operation, store in list(session.stores.items()):
                     if store.expires_s >= now_s:
                         continue
                     if not store.prepared.slots:
-                        del session.stores[operation]  # done long ago: nobody will ask again
+                        del session.stores[operation]  # completed long ago: no retry will follow
                     elif not store.expired:
-                        store.expired = True  # its slots rest until the session ends
+                        store.expired = True  # its slots stay reserved until the session ends
                         self._counters.add("stores_expired_total")
-        for lease in over:
+        for lease in expired:
             self._counters.add("leases_expired_total")
             self._table.unpin(lease.blocks)
         for session_id in stale:
