@@ -70,7 +70,7 @@ class _Announcer:
         self._ready_file = ready_file
 
     def ready(self, address: str, metrics_address: str) -> None:
-        logger.info("ready: %s", address)
+        logger.info("ready on %s", address)
         if self._ready_file is not None:
             write_ready_file(self._ready_file, address, metrics_address)
 
