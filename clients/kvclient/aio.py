@@ -1,7 +1,7 @@
-"""The client for asyncio: the same calls, run in the client's bounded threads.
+"""The client for asyncio: the same calls, run in the client's background threads.
 
 Cancellation is safe for memory: when an ``await`` has raised ``CancelledError``, nothing touches the buffer any more. The work is
-told to stop, and waited for, before the error goes on; that takes as long as one piece of copying, or one read from a node.
+cancelled and awaited before the error is raised, which takes as long as one piece of copying or one read from a node.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ R = TypeVar("R", bound=Result)
 
 
 class AsyncKVClient:
-    """As ``KVClient``; see there. Made by ``connect`` or around a client that is there already; an async context manager."""
+    """``KVClient`` for asyncio. Made by ``connect``, or around an existing client. An async context manager.
+
+    Example::
+
+        async with await AsyncKVClient.connect("127.0.0.1:7400", spec) as client:
+            result = await client.load(client.keys(tokens), buffer)
+    """
 
     def __init__(self, client: KVClient) -> None:
         self.blocking = client
-        """The same client, for use in threads."""
+        """The blocking client, for use in threads."""
 
     @classmethod
     async def connect(
@@ -42,7 +48,10 @@ class AsyncKVClient:
         tls: TlsConfig | None = None,
         options: ClientOptions | None = None,
     ) -> Self:
-        """As ``KVClient.connect``."""
+        """See ``KVClient.connect``.
+
+        Example: ``client = await AsyncKVClient.connect("127.0.0.1:7400", spec)``
+        """
         connect = partial(KVClient.connect, metadata, spec, node=node, tls=tls, options=options)
         opening = asyncio.ensure_future(asyncio.to_thread(connect))
         try:
@@ -54,11 +63,17 @@ class AsyncKVClient:
     def keys(
         self, tokens: Tokens, extras: Mapping[int, bytes] | None = None, parent: BlockKey | None = None, first_block: int = 0
     ) -> list[BlockKey]:
-        """As ``KVClient.keys``: pure work, done at once."""
+        """See ``KVClient.keys``; does not wait.
+
+        Example: ``keys = client.keys(tokens)``
+        """
         return self.blocking.keys(tokens, extras, parent, first_block)
 
     async def lookup(self, keys: Keys, *, deadline_s: float | None = None) -> Lookup:
-        """As ``KVClient.lookup``."""
+        """See ``KVClient.lookup``.
+
+        Example: ``lookup = await client.lookup(keys)``
+        """
         return await self._run(self.blocking.lookup_call(keys, deadline_s))
 
     async def load(
@@ -72,7 +87,10 @@ class AsyncKVClient:
         depth: int = 0,
         paths: Paths | None = None,
     ) -> LoadResult:
-        """As ``KVClient.load``."""
+        """See ``KVClient.load``.
+
+        Example: ``result = await client.load(lookup, buffer)``
+        """
         return await self._run(self.blocking.load_call(what, buffer, deadline_s, verify, parent, depth, paths))
 
     async def store(
@@ -86,21 +104,30 @@ class AsyncKVClient:
         durable: bool = False,
         wait_visible: bool = False,
     ) -> StoreResult:
-        """As ``KVClient.store``."""
+        """See ``KVClient.store``.
+
+        Example: ``await client.store(keys, buffer)``
+        """
         return await self._run(
             self.blocking.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
         )
 
     async def flush(self, timeout_s: float = 10.0) -> bool:
-        """As ``KVClient.flush``."""
+        """See ``KVClient.flush``.
+
+        Example: ``await client.flush(30.0)``
+        """
         return await asyncio.to_thread(self.blocking.flush, timeout_s)
 
     def stats(self) -> dict[str, int]:
-        """As ``KVClient.stats``."""
+        """See ``KVClient.stats``.
+
+        Example: ``client.stats()["client_loads_total"]``
+        """
         return self.blocking.stats()
 
     async def close(self) -> None:
-        """As ``KVClient.close``."""
+        """See ``KVClient.close``."""
         await asyncio.to_thread(self.blocking.close)
 
     async def __aenter__(self) -> Self:
@@ -110,7 +137,7 @@ class AsyncKVClient:
         await self.close()
 
     async def _run(self, call: PreparedCall[R]) -> R:
-        """Waits for a call in a thread. A cancellation stops the call first, and only then goes on."""
+        """Wait for a call in a thread. A cancellation cancels the call, waits for its end, and is then raised."""
         running = asyncio.wrap_future(self.blocking.runner.start(call))
         try:
             return await asyncio.shield(running)
@@ -120,13 +147,13 @@ class AsyncKVClient:
                 try:
                     await asyncio.wait((running,))
                 except asyncio.CancelledError:
-                    continue  # cancelled again; the buffer still comes first, and the wait is bounded
+                    continue  # cancelled again; the buffer must be free first, and the wait is bounded
             if not running.cancelled():
-                running.exception()  # taken note of: nobody else will
+                running.exception()  # retrieved: nobody else does
             raise
 
 
 def _close_unwanted(opening: asyncio.Future[KVClient]) -> None:
-    """Closes a client that was made after its maker had gone."""
+    """Close a client whose ``connect`` was cancelled."""
     if not opening.cancelled() and opening.exception() is None:
         opening.get_loop().run_in_executor(None, opening.result().close)

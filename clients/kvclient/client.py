@@ -208,8 +208,10 @@ class KVClient:
     ) -> list[BlockKey]:
         """Return the keys of all full blocks of some tokens; see ``kvstore.core.keys.KeyChain.keys``.
 
-        keys = client.keys(tokens)
-        more = client.keys(next_tokens, parent=keys[-1], first_block=len(keys))
+        Example::
+
+            keys = client.keys(tokens)
+            more = client.keys(next_tokens, parent=keys[-1], first_block=len(keys))
         """
         check_position(parent, first_block)
         return self._chain.keys(tokens, extras=extras, parent=parent, first_block=first_block)
@@ -217,7 +219,7 @@ class KVClient:
     def tail_key(self, tokens: Tokens, parent: BlockKey | None = None) -> BlockKey:
         """Return the key of a prompt's partial last block; see ``kvstore.core.keys.KeyChain.tail``.
 
-        tail = client.tail_key(tokens[len(keys) * spec.block_tokens :], parent=keys[-1])
+        Example: ``tail = client.tail_key(tokens[len(keys) * spec.block_tokens :], parent=keys[-1])``
         """
         return self._chain.tail(tokens, parent)
 
@@ -585,7 +587,7 @@ class KVClient:
     def stats(self) -> dict[str, int]:
         """Return totals of this client by name, and whether its session with the local node is open (1 or 0).
 
-        client.stats()["client_load_hit_blocks_total"]
+        Example: ``client.stats()["client_load_hit_blocks_total"]``
         """
         local = self._context.local
         return {**self._context.incidents.counters.snapshot(), "client_session_open": int(local is not None and local.is_open)}

@@ -1,6 +1,6 @@
-"""Clients' metrics for Prometheus: in an engine's own registry, or by a door of their own (``ClientOptions.metrics_listen``).
+"""Metrics of clients for Prometheus: in an engine's own registry, or over HTTP (``ClientOptions.metrics_listen``).
 
-Kept out of ``import kvclient``: an engine that shows nothing does not load ``prometheus_client``.
+``import kvclient`` does not import this module: an engine without metrics does not load ``prometheus_client``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Registries:
-    """The counters of some clients, however many there are when somebody looks."""
+    """The counters of some clients, read anew at each iteration."""
 
     def __init__(self, clients: Iterable[KVClient]) -> None:
         self._clients = clients
@@ -28,10 +28,12 @@ class _Registries:
 
 
 def collector(clients: Iterable[KVClient]) -> StoreCollector:
-    """What some clients of one process show, added up; register it once: ``prometheus_client.REGISTRY.register(...)``.
+    """Return a collector of the metrics of some clients of one process, added up.
+
+        prometheus_client.REGISTRY.register(collector(clients))
 
     Args:
-        clients: all that are to be seen, such as a list; it is gone through at each scrape and may have grown since.
+        clients: iterated at each scrape, so a list may grow.
     """
 
     def gauges() -> Iterator[Sample]:
@@ -42,5 +44,5 @@ def collector(clients: Iterable[KVClient]) -> StoreCollector:
 
 
 def serve_client(client: KVClient, address: str) -> MetricsServer | None:
-    """Serves one client's metrics and its slowest loads; None: the address cannot be had, which is logged."""
+    """Serve one client's metrics and its slowest loads. None: the address is not available, which is logged."""
     return serve(address, collector([client]), {"/loads": client.recent_loads.page}, client.counters)

@@ -1,4 +1,4 @@
-"""What a caller may choose about a client. Every wait and every queue has its bound here; no time is longer than a day."""
+"""Options of a client. Every wait and every queue has its bound here. No time is longer than a day."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvstore.transport.shaping.socket_marking import CS1
 from kvstore.transport.shaping.traffic import TrafficClass
 
 Verify = Literal["auto", "always", "never"]
-"""When the client itself checks checksums of what it loads.
+"""When the client verifies checksums of what it loads.
 
-``auto``: what came over a wire to this process; bytes out of the local node's arena were checked by the node where they
-came from a wire or a disk, and are checked here where others than that node may write to its arena
-(``node.nixl``). ``always``: also after the copy out of the arena. ``never``: not even over a wire (benchmarks).
+``auto``: bytes that came over a wire to this process. Bytes in the local node's arena were verified by the node if they came from
+a wire or a disk, and are verified here only if others than the node may write to its arena (``node.nixl``). ``always``: also
+after the copy out of the arena. ``never``: not even over a wire (benchmarks).
 """
 
 VERIFY_CHOICES: tuple[Verify, ...] = ("auto", "always", "never")
@@ -29,44 +29,46 @@ VERIFY_CHOICES: tuple[Verify, ...] = ("auto", "always", "never")
 class ClientOptions:
     """Bounds and choices of one client.
 
+        options = ClientOptions(client_name="engine-0", default_deadline_s=5.0, require_store=False)
+
     Attributes:
-        client_name: how nodes call this client in logs and statistics.
-        default_deadline_s: bound of a load or store that brings none of its own.
-        lookup_deadline_s: bound of a lookup that brings none of its own; a lookup inside a load takes part of the load's time.
-        connect_deadline_s: bound of ``connect``, all its steps together (but for asking where the node is, which may add
-            ``lookup_deadline_s``), and of opening a session anew.
-        strict: raise failures of ours instead of answering misses and skips. For tests: an engine wants False.
-        require_store: ``connect`` raises where metadata server or named node do not answer; False: it goes on without,
-            and everything is a miss until they do.
+        client_name: name of this client in logs and statistics of nodes.
+        default_deadline_s: bound of a load or store without a deadline of its own.
+        lookup_deadline_s: bound of a lookup without a deadline of its own; a lookup inside a load takes part of the load's time.
+        connect_deadline_s: bound of ``connect``, all steps together (except for finding the node, which may add
+            ``lookup_deadline_s``), and of opening a session again.
+        strict: raise failures of the store instead of answering misses and skips. For tests; an engine needs False.
+        require_store: ``connect`` raises if the metadata server or the named node does not answer; False: it continues without
+            them, and everything is a miss until they answer.
         verify: default of ``load``.
-        local_roles: with ``node="auto"``: preferred roles where several nodes run on this host, best first.
-        store_node: without a local node: the node id that stores go to; None: the first living one by ``store_roles``.
+        local_roles: with ``node="auto"``: preferred roles if several nodes run on this host, best first.
+        store_node: without a local node: id of the node to store to; None: the first living one by ``store_roles``.
         store_roles: preferred roles of that node, best first.
-        room_wait_s: a store waits at most so long for room in the local node, each chunk; then it is skipped.
-        store_chunk_bytes: a store asks for slots for about so many bytes at a time.
-        load_chunk_bytes: a load asks the local node for about so many bytes at a time: they must be copied within one lease.
-        release_bytes: leases that loads have done with go back at once when they hold so many bytes, else after milliseconds.
-        copy_chunk_bytes: between two looks at the deadline and at a cancellation, at most about so many bytes are copied.
-        lease_margin_s: how long before its nominal end a lease is taken to be over.
+        room_wait_s: maximum wait of a store for space in the local node, per chunk; then the chunk is skipped.
+        store_chunk_bytes: a store asks for slots for about this many bytes at a time.
+        load_chunk_bytes: a load asks the local node for about this many bytes at a time; they must be copied within one lease.
+        release_bytes: released leases are sent at once if they hold this many bytes, otherwise after milliseconds.
+        copy_chunk_bytes: bytes copied, at most about, between two checks of deadline and cancellation.
+        lease_margin_s: a lease counts as ended this long before its nominal end.
         layer_group: without a local node: layers that arrive together in a layer-wise load.
-        workers: threads for loads and stores that run in the background (``start_load``, asyncio).
-        max_pending: background operations that may wait or run at once; one more is answered as a miss or skip.
-        read_streams: nodes read from at once, in the whole client.
-        part_workers: parts of planned loads under way at once, in the whole client; more wait for their turn.
+        workers: threads for loads and stores in the background (``start_load``, ``start_store``, asyncio).
+        max_pending: background calls that may wait or run at once; one more is answered as a miss or skip.
+        read_streams: nodes that are read from at once, by all loads of the client.
+        part_workers: parts of planned loads under way at once, of all loads of the client; more wait.
         tcp_streams: connections to each node.
-        kv_dscp: mark of KV traffic (DSCP), 0 to 63; 8 is CS1, a low class; 0: unmarked.
-        compute_cap: the most bytes a second that this process's client moves to and from other hosts, each direction; 0: no cap.
-        nixl: bytes from nodes that have it by one-sided transfers, where there is no TLS and no cap; None: over TCP.
-        nixl_trusted_network: needed for ``nixl``: whoever reaches this process's ports may read and write its memory and end it.
-        breaker_failures: unanswered calls in a row after which calls to the metadata server fail at once.
-        breaker_pause_s: how long, until one call is let through to probe.
-        reopen_pause_s: least time between two attempts to open a lost session anew.
-        log_interval_s: each kind of failure is logged at most once in so many seconds.
-        slow_load_s: a load that takes longer is logged with its breakdown.
+        kv_dscp: DSCP mark of KV traffic, 0 to 63; 8 is CS1, a low class; 0: unmarked.
+        compute_cap: maximum bytes per second that this process's client moves to and from other hosts, per direction; 0: no cap.
+        nixl: read from nodes that have NIXL by one-sided transfers, unless TLS or a cap is set; None: over TCP.
+        nixl_trusted_network: required for ``nixl``: anyone who reaches this process's ports may read and write its memory.
+        breaker_failures: consecutive unanswered calls after which calls to the metadata server fail at once.
+        breaker_pause_s: time until one call is let through as a trial.
+        reopen_pause_s: minimum time between two attempts to open a lost session again.
+        log_interval_s: minimum time between two log lines of one kind of failure.
+        slow_load_s: a load that takes longer is logged with its phases.
         metrics_listen: address, ``host:port``, of ``/metrics`` and ``/loads`` of this client over plain HTTP, on this host; None:
-            not served. In an engine that shows metrics of its own, ``kvclient.metrics.collector`` joins those instead.
-        token: shown to metadata server and nodes with every call; never printed or logged. Empty: nothing is shown.
-        token_file: a file that holds it instead; it may change.
+            not served. An engine with metrics of its own adds ``kvclient.metrics.collector`` to them instead.
+        token: presented to the metadata server and the nodes with every call; never printed or logged. Empty: none.
+        token_file: a file that holds the token instead; it may change.
     """
 
     client_name: str = "kvclient"
@@ -120,7 +122,7 @@ class ClientOptions:
         )
         for name in positive:
             if not isinstance(getattr(self, name), int) or getattr(self, name) <= 0:
-                raise InvalidArgument("the option takes an integer above 0", option=name, value=getattr(self, name))
+                raise InvalidArgument("option must be an integer above 0", option=name, value=getattr(self, name))
         for name in ("default_deadline_s", "lookup_deadline_s", "connect_deadline_s", "breaker_pause_s", "reopen_pause_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
         for name in ("room_wait_s", "lease_margin_s", "log_interval_s", "slow_load_s"):
@@ -134,15 +136,15 @@ class ClientOptions:
             raise InvalidArgument("unknown choice", option="verify", value=self.verify, choices=VERIFY_CHOICES)
 
     def shown_token(self) -> TokenSource | None:
-        """The token for a channel; None: there is none.
+        """Return the token source for a channel, or None.
 
         Raises:
-            InvalidArgument: given twice, cannot be read, or no token.
+            InvalidArgument: the token is given twice, unreadable or malformed.
         """
         return TokenSource.of(self.token, self.token_file)
 
     def traffic_class(self) -> TrafficClass:
-        """The class of this client's KV traffic.
+        """Return the class of this client's KV traffic.
 
         Raises:
             InvalidArgument: ``kv_dscp`` or ``compute_cap`` is out of bounds.

@@ -1,4 +1,4 @@
-"""What the client answers: values, never exceptions, for everything that can go wrong on our side."""
+"""Results of the client. A failure of the store is a value in a result, never an exception."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, Tier, VolumeId, pack_keys
 
 Outcomes = npt.NDArray[np.uint8]
-"""One outcome a block, as its number: ``Outcome`` of a load, ``StoreOutcome`` of a store."""
+"""One outcome per block, as its number: ``Outcome`` of a load, ``StoreOutcome`` of a store."""
 
 PATH_HBM = "hbm"
 PATH_LOCAL = "local"
@@ -23,26 +23,26 @@ PATH_RELAY = "relay"
 
 @dataclass(frozen=True, slots=True)
 class NodeRef:
-    """A node as a lookup names it."""
+    """A node and its addresses."""
 
     node_id: NodeId
     control_address: str
     data_address: str
     """Data plane on the compute network."""
     storage_address: str = ""
-    """Data plane on the storage network; empty: there is but one network."""
+    """Data plane on the storage network; empty: there is only one network."""
     storage_only: bool = False
-    """It hosts no engines: all it has, its DRAM too, lies beyond storage links."""
+    """Whether the node hosts no engines: all its blocks, also those in DRAM, are reached over storage links."""
 
     @property
     def storage(self) -> str:
-        """Where its data plane is reached over storage links."""
+        """Address of its data plane over storage links."""
         return self.storage_address or self.data_address
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks ``[start, start + count)`` of the keys asked for lie in one volume."""
+    """Blocks ``[start, start + count)`` of the requested keys that one volume holds."""
 
     start: int
     count: int
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def node_id(self) -> NodeId:
-        """Whose volume it is."""
+        """Node of the volume."""
         return self.node.node_id
 
     @property
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def distance(self) -> int:
-        """By which runs are preferred, nearest first: another engine's HBM is left alone while a node's DRAM has the block."""
+        """Sort key of runs, nearest first: a node's DRAM is preferred to another engine's HBM."""
         return _DISTANCES[self.tier]
 
 
@@ -71,16 +71,16 @@ _DISTANCES = {Tier.DRAM: 0, Tier.HBM: 1, Tier.NVME: 2}
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The longest run of leading keys that can be served, as the index knows it: a hint, which only a load proves.
+    """The longest run of leading keys that can be served according to the index. Only a load proves it.
 
     Attributes:
-        keys: all keys asked for.
-        hit_blocks: how many leading ones can be served.
-        runs: who holds which part of them; runs of different volumes may overlap.
+        keys: all requested keys.
+        hit_blocks: number of leading keys that can be served.
+        runs: the volumes that hold parts of them; runs of different volumes may overlap.
         parent: key before ``keys[0]`` in the chain, None at its head.
         depth: position of ``keys[0]`` in the chain.
-        seconds: how long the lookup took.
-        error: why the answer is less than it might be, if the store failed.
+        seconds: duration of the lookup.
+        error: the failure of the store, if there was one: then the result may be too short.
     """
 
     keys: Sequence[BlockKey]
@@ -93,13 +93,17 @@ class Lookup:
 
     @property
     def packed(self) -> bytes:
-        """All keys, 16 bytes each."""
+        """All keys in one ``bytes``."""
         return pack_keys(self.keys)  # type: ignore[arg-type]  # any sequence joins
 
     def part(self, start: int, stop: int | None = None) -> Lookup:
-        """The lookup of ``keys[start:stop]`` only: for an engine that holds the first blocks itself.
+        """Return the lookup of ``keys[start:stop]``, for an engine that has the first blocks itself.
 
-        ``stop`` None: the end of the hit.
+            client.load(lookup.part(held_blocks), buffer)
+
+        Args:
+            start: first key.
+            stop: behind the last key; None: the end of the hit.
 
         Raises:
             InvalidArgument: the bounds are not within the keys.
@@ -124,30 +128,30 @@ class Lookup:
 
 
 def outcome_table(*outcomes: int) -> npt.NDArray[np.bool_]:
-    """A table that, indexed with outcomes, says which are among some."""
+    """Return a table that is True at the given outcomes, to be indexed with arrays of outcomes."""
     table = np.zeros(256, bool)
     table[list(outcomes)] = True
     return table
 
 
 def leading(outcomes: Outcomes, good: int) -> int:
-    """Length of the leading run of one outcome."""
+    """Return the length of the leading run of one outcome."""
     differs = outcomes != good
     return int(differs.argmax()) if differs.any() else len(outcomes)
 
 
 @dataclass(slots=True)
 class LoadResult:
-    """What a load brought. Bytes in the buffer are valid only for blocks whose outcome is HIT.
+    """Result of a load. Bytes in the buffer are valid only for blocks whose outcome is HIT.
 
     Attributes:
-        outcomes: one ``Outcome`` a block.
-        bytes_by_tier: bytes of hits by where they lay before.
-        bytes_by_node: bytes of hits by whose they were.
+        outcomes: one ``Outcome`` per block.
+        bytes_by_tier: bytes of hits by the tier of their source.
+        bytes_by_node: bytes of hits by the node of their source.
         bytes_by_path: bytes of hits: ``hbm``, from the engine's own pool; ``local``, from this host's node; ``prefill``, from
             another node's data plane; ``decode`` and ``relay``: read from storage by the decode host or a third one, forwarded.
-        seconds: how long it took.
-        error: the first failure of ours on the way, if any. What it cost is in the outcomes.
+        seconds: duration.
+        error: the first failure of the store, if any. Its effect is in the outcomes.
     """
 
     outcomes: Outcomes
@@ -159,7 +163,7 @@ class LoadResult:
 
     @property
     def hit_blocks(self) -> int:
-        """Leading blocks that an engine may use."""
+        """Number of leading blocks that an engine may use."""
         return leading(self.outcomes, Outcome.HIT)
 
     @property
@@ -168,31 +172,34 @@ class LoadResult:
         return sum(self.bytes_by_path.values())
 
     def count(self, outcome: Outcome) -> int:
-        """How many blocks met one fate, e.g. ``CORRUPT``."""
+        """Return the number of blocks with an outcome, such as ``CORRUPT``.
+
+        Example: ``result.count(Outcome.CORRUPT)``
+        """
         return int(np.count_nonzero(self.outcomes == outcome))
 
     def outcome(self, block: int) -> Outcome:
-        """What became of one block."""
+        """Return the outcome of one block."""
         return Outcome(int(self.outcomes[block]))
 
 
 HELD = outcome_table(StoreOutcome.STORED, StoreOutcome.EXISTS, StoreOutcome.IN_PROGRESS)
-"""Outcomes behind which a chain may go on."""
+"""Outcomes after which a chain may continue."""
 
 
 @dataclass(slots=True)
 class StoreResult:
-    """What a store did.
+    """Result of a store.
 
     Attributes:
-        outcomes: one ``StoreOutcome`` a block. A chain is stored prefix first: behind the first block that could not be
-            stored everything is ``SKIPPED``; not so where a prompt is handed over.
+        outcomes: one ``StoreOutcome`` per block. A chain is stored prefix first: after the first block that could not be stored
+            everything is ``SKIPPED``, except in a handoff.
         bytes_stored: bytes of blocks ``STORED`` by this call.
-        durable: whether everything this call stored is known to be on NVMe (where that was asked for; else see ``error``).
-        seconds: how long it took.
-        error: the first failure of ours on the way, if any.
-        draining: whether what is ``SKIPPED`` is so because the node of this host drains or ends; no failure, and it will not
-            take anything soon.
+        durable: whether everything this call stored is known to be on NVMe, if that was requested; otherwise see ``error``.
+        seconds: duration.
+        error: the first failure of the store, if any.
+        draining: whether blocks are ``SKIPPED`` because the local node drains or shuts down. Not a failure; it will not accept
+            blocks soon.
     """
 
     outcomes: Outcomes
@@ -204,18 +211,21 @@ class StoreResult:
 
     @property
     def held_blocks(self) -> int:
-        """Leading blocks that the store holds, or is about to, after this call."""
+        """Number of leading blocks that the store holds, or is about to hold, after this call."""
         return leading(HELD[self.outcomes].view(np.uint8), 1)
 
     @property
     def skipped_blocks(self) -> int:
-        """Blocks that were not taken, for want of room or as they came behind one that was not."""
+        """Number of blocks that were not stored, for lack of space or because an earlier block was not stored."""
         return self.count(StoreOutcome.SKIPPED)
 
     def count(self, outcome: StoreOutcome) -> int:
-        """How many blocks met one fate, e.g. ``EXISTS``."""
+        """Return the number of blocks with an outcome, such as ``EXISTS``.
+
+        Example: ``result.count(StoreOutcome.EXISTS)``
+        """
         return int(np.count_nonzero(self.outcomes == outcome))
 
     def outcome(self, block: int) -> StoreOutcome:
-        """What became of one block."""
+        """Return the outcome of one block."""
         return StoreOutcome(int(self.outcomes[block]))

@@ -1,4 +1,4 @@
-"""The application: routes, errors, the OpenAPI document, health, metrics."""
+"""Application of the admin server: routes, error handlers, OpenAPI document, health checks and metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import kvstore
 from kvstore.admin.middleware import PUBLIC, AdminMiddleware
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.page import WebPage
-from kvstore.admin.problems import MEDIA_TYPE, Problem, Refused, problem
+from kvstore.admin.problems import MEDIA_TYPE, PreconditionError, Problem, problem
 from kvstore.admin.routes.read import Reads
 from kvstore.admin.routes.retention_rules import Rules
 from kvstore.admin.routes.tenants import Tenants
@@ -41,26 +41,29 @@ from kvstore.rpc.auth.tokens import TokenTable, WatchedFile
 
 OPENAPI: Final = "/v1/openapi.json"
 _ABOUT: Final = """\
-What the store does and how to change it. Errors are `application/problem+json`; `kind` is stable. Lists come a page at a time:
-`next_cursor` is the `cursor` of the next page. What is edited has an ETag: give it as `If-Match`. Changes are lines of the audit
-log, and take the role `operator`; questions take `read`.
+State of the store, and changes to it. Errors are `application/problem+json`, and their `kind` is stable. Lists are paginated:
+`next_cursor` is the `cursor` of the next page. Editable resources have an ETag; send it as `If-Match`. Queries require the role
+`read`. Changes require the role `operator` and are written to the audit log.
 """
 _EVERYWHERE: Final = {
-    "400": "the request cannot be served as it is",
-    "404": "there is nothing at this path",
-    "429": "as many requests are under way as this server takes",
-    "500": "a bug",
-    "503": "the metadata server, or the node, does not answer",
-    "504": "no answer in time",
+    "400": "invalid request",
+    "404": "not found",
+    "429": "too many concurrent requests",
+    "500": "internal error",
+    "503": "the metadata server or the node does not answer",
+    "504": "timeout",
 }
-_WITH_TOKENS: Final = {"401": "no token, or nobody's", "403": "the role does not reach, or a web page from elsewhere asks"}
-_WITH_BODY: Final = {"413": "the request is too long"}
+_WITH_TOKENS: Final = {
+    "401": "the token is missing or unknown",
+    "403": "the role is insufficient, or the request is cross-origin",
+}
+_WITH_BODY: Final = {"413": "the request body is too large"}
 _NOT_FOUND: Final = 404
 _NO_METHOD: Final = 405
 
 
 def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable] | None, counters: Counters) -> AdminMiddleware:
-    """One admin server's application, behind its gate."""
+    """The application of an admin server, wrapped in its middleware."""
     app = FastAPI(
         title="kvstore admin",
         version=kvstore.__version__,
@@ -76,26 +79,24 @@ def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable]
     app.include_router(Rules(rpc, counters).routes())
     middleware = AdminMiddleware(app, config, tokens, counters)
     routes = _Routes(app, rpc, counters, middleware)
-    app.add_api_route("/healthz", routes.healthz, methods=["GET"], tags=["health"], summary="The server answers")
-    app.add_api_route(
-        "/readyz", routes.readyz, methods=["GET"], tags=["health"], summary="The metadata server answers this server"
-    )
+    app.add_api_route("/healthz", routes.healthz, methods=["GET"], tags=["health"], summary="Liveness")
+    app.add_api_route("/readyz", routes.readyz, methods=["GET"], tags=["health"], summary="Readiness")
     page = WebPage()
     app.add_api_route(PAGE, page.show, methods=["GET"], include_in_schema=False)
     app.add_api_route(OPENAPI, routes.openapi, methods=["GET"], include_in_schema=False)
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], include_in_schema=False)
-    for path, door in (("/healthz", routes.healthz), ("/readyz", routes.readyz), (PAGE, page.show)):  # as probes ask
+    for path, door in (("/healthz", routes.healthz), ("/readyz", routes.readyz), (PAGE, page.show)):  # probes may send HEAD
         app.add_api_route(path, door, methods=["HEAD"], include_in_schema=False)
-    app.add_exception_handler(Exception, routes.refused)  # told here; the gate logs it
+    app.add_exception_handler(Exception, routes.refused)  # answered here, logged by the middleware
     app.add_exception_handler(KVStoreError, routes.refused)
-    app.add_exception_handler(Refused, routes.refused)
+    app.add_exception_handler(PreconditionError, routes.refused)
     app.add_exception_handler(RequestValidationError, routes.refused)
     app.add_exception_handler(HTTPException, routes.http_error)
     return middleware
 
 
 class _Routes:
-    """What is beside the routes of ``/v1``."""
+    """Routes outside of ``/v1``, and the error handlers."""
 
     def __init__(self, app: FastAPI, rpc: StoreRpc, counters: Counters, middleware: AdminMiddleware) -> None:
         self._app = app
@@ -105,11 +106,11 @@ class _Routes:
         self._document: dict[str, Any] | None = None
 
     async def healthz(self) -> models.Health:
-        """For liveness probes: nothing else is asked."""
+        """Liveness probe: answered without asking any other process."""
         return models.Health(status="ok")
 
     async def readyz(self) -> models.Health:
-        """For readiness probes: 503 while the metadata server does not answer."""
+        """Readiness probe: 503 if the metadata server does not answer."""
         await self._rpc.server()
         return models.Health(status="ok")
 
@@ -124,14 +125,14 @@ class _Routes:
         return self._document
 
     async def refused(self, _request: Request, error: Exception) -> Response:
-        """One of our errors, or a request that does not have the shape."""
+        """Respond to an error of a handler or to an invalid request."""
         status = None
         match error:
-            case Refused():
+            case PreconditionError():
                 told, status = error.error, error.status
             case RequestValidationError():
                 told = _of_validation(error)
-            case Unauthenticated():  # whoever asks here was let in: it is this server's own token that is refused
+            case Unauthenticated():  # the caller was authenticated: the store rejected this server's own token
                 told = Unavailable(error.message)
             case KVStoreError():
                 told = error
@@ -141,12 +142,12 @@ class _Routes:
         return problem(told, status)
 
     async def http_error(self, request: Request, error: Exception) -> Response:
-        """Another path, or another method: what the framework found, said as all else is."""
+        """Respond to an unknown path, an unsupported method or a malformed body."""
         assert isinstance(error, HTTPException)
         asked = {"method": request.method, "path": request.url.path}
         if error.status_code == _NOT_FOUND:
             told: KVStoreError = NotFound("no such path", **asked)
-        elif error.status_code == 400:  # a body that is no JSON
+        elif error.status_code == 400:  # the body is not JSON
             told = InvalidArgument(str(error.detail))
         else:
             told = Unsupported(str(error.detail), **asked)
@@ -154,7 +155,7 @@ class _Routes:
         answer = problem(told, error.status_code)
         for name, value in (error.headers or {}).items():
             answer.headers[name] = value
-        if error.status_code == _NO_METHOD:  # the framework names those of the first route of the path
+        if error.status_code == _NO_METHOD:  # the framework lists only the methods of the first matching route
             routes = [route for route in self._app.routes if isinstance(route, APIRoute)]
             here = [route.methods for route in routes if route.matches(request.scope)[0] is not Match.NONE]
             answer.headers["allow"] = ", ".join(sorted(set().union(*here)))
@@ -166,14 +167,14 @@ def _gauges() -> Iterator[Sample]:
 
 
 def _of_validation(error: RequestValidationError) -> InvalidArgument:
-    """The first thing that is wrong, without what was given: it may be long, or secret."""
+    """The first validation error, without the rejected value, which may be long or secret."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     return InvalidArgument(f"{where}: {first['msg']}", field=where)
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of the application: what FastAPI finds, with our errors and who may ask."""
+    """The OpenAPI document: FastAPI's, with error responses and authentication added."""
     made = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
     schemas = made["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
@@ -185,7 +186,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         "token": {
             "type": "http",
             "scheme": "bearer",
-            "description": "a token of the server's file; on loopback without one, none",
+            "description": "a token from admin.tokens_file; none is required on loopback if that is unset",
         }
     }
     for path, operations in made["paths"].items():
@@ -196,7 +197,7 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 def _finish(path: str, operation: dict[str, Any]) -> None:
     responses = operation["responses"]
-    responses.pop("422", None)  # what FastAPI would say; ours are 400
+    responses.pop("422", None)  # FastAPI's default; this server responds with 400
     told = dict(_EVERYWHERE)
     if path not in PUBLIC:
         told |= _WITH_TOKENS

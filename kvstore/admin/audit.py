@@ -1,4 +1,4 @@
-"""One line of the log for every change: who, what, with what outcome. Failed and refused ones too."""
+"""Audit log: one line per change, with caller, target and outcome, also for failed and rejected changes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Final
 
 from starlette.requests import Request
 
-from kvstore.admin.problems import Refused
+from kvstore.admin.problems import PreconditionError
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.tokens import Principal
 
 logger: Final = logging.getLogger("kvstore.audit")
-logger.setLevel(logging.INFO)  # whatever level the other logs begin at
+logger.setLevel(logging.INFO)  # independent of log.level
 
 Details = dict[str, object]
 
 
 @contextmanager
 def audited(request: Request, counters: Counters, action: str, target: str, **asked: object) -> Iterator[Details]:
-    """Logs a change when it has ended, well or not; what it brought is put into the dictionary."""
+    """Log a change when it ends. The caller puts the result into the yielded dictionary."""
     caller: Principal = request.state.caller
     began_s = time.monotonic()
     result: Details = {}
@@ -35,7 +35,7 @@ def audited(request: Request, counters: Counters, action: str, target: str, **as
     except KVStoreError as error:
         outcome = error.kind.value
         raise
-    except Refused as refused:
+    except PreconditionError as refused:
         outcome = refused.error.kind.value
         raise
     except Exception:
@@ -54,4 +54,4 @@ def audited(request: Request, counters: Counters, action: str, target: str, **as
             **({"result": result} if result else {}),
             "seconds": round(time.monotonic() - began_s, 3),
         }
-        logger.info("%s", json.dumps(line))  # one line, ASCII, whatever names hold
+        logger.info("%s", json.dumps(line))  # ASCII and one line, whatever characters names contain

@@ -1,4 +1,4 @@
-"""Conditional changes: whoever changes something says which state it saw, so that two operators do not undo each other unseen."""
+"""Conditional requests: a change names the state that it is based on, so that two operators cannot overwrite each other."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, Final
 
 from fastapi import Header
 
-from kvstore.admin.problems import changed_meanwhile, say_which
+from kvstore.admin.problems import changed_meanwhile, missing_precondition
 
 _MOST_TAGS: Final = 32
 _TAG: Final = re.compile(r'(W/)?"([^"]*)"')
 
 IfMatch = Annotated[
     str | None,
-    Header(max_length=1_024, description="the ETag of the state that is changed, or *; required", examples=['"split"']),
+    Header(max_length=1_024, description="ETag of the state to change, or *; required", examples=['"split"']),
 ]
 
 
@@ -24,20 +24,20 @@ def tag_of(state: str) -> str:
 
 
 def check_match(if_match: str | None, current: str) -> str | None:
-    """Whether a change may go on.
+    """Check the precondition of a change.
 
     Args:
-        if_match: the header.
-        current: the state there is.
+        if_match: ``If-Match`` header.
+        current: current state.
 
     Returns:
-        The state that must still be there when it is changed; None: any will do.
+        The state that the change expects; None: any state.
 
     Raises:
-        Refused: there is no header (428), or it names another state (412).
+        PreconditionError: the header is missing (428) or names another state (412).
     """
     if if_match is None or not if_match.strip():
-        raise say_which()
+        raise missing_precondition()
     if if_match.strip() == "*":
         return None
     tags = [state for weak, state in _TAG.findall(if_match)[:_MOST_TAGS] if not weak]  # a weak tag never matches

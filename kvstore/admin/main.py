@@ -15,15 +15,15 @@ from kvstore.rpc import http_server
 from kvstore.rpc.auth.tokens import TokenSource, tokens_file
 
 NICENESS: Final = 10
-"""Where an engine or a daemon of the store wants a processor that this server has, it has it at once: people can wait."""
+"""The admin server yields its CPU to engines and daemons on the host."""
 
 
 def run(config: AdminConfig) -> None:
-    """Serves until SIGTERM or SIGINT; returns after requests under way have ended, or their grace has.
+    """Serve until SIGTERM or SIGINT, then finish the requests in flight within ``stop_grace``.
 
     Raises:
         Unavailable: the address cannot be bound.
-        InvalidArgument: tokens or TLS files that cannot be read.
+        InvalidArgument: a tokens or TLS file cannot be read.
     """
     raise_limit()
     os.nice(NICENESS)
@@ -49,14 +49,14 @@ def store_endpoint(config: AdminConfig) -> StoreEndpoint:
 
 async def _serve(config: AdminConfig) -> None:
     tokens = None if config.tokens_file is None else await asyncio.to_thread(tokens_file, config.tokens_file)
-    door = http_server.bind(config.listen, "admin.listen")
+    listener = http_server.bind(config.listen, "admin.listen")
     counters = Counters()
     rpc = StoreRpc(store_endpoint(config), counters)
     app = make_app(rpc, config, tokens, counters)
     try:
         await http_server.serve(
             app,
-            door,
+            listener,
             tls=config.tls.resolve(),
             stop_grace_s=config.stop_grace_ms / 1000,
             ready_file=config.ready_file,

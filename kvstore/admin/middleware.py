@@ -1,10 +1,10 @@
-"""What every request passes before anything reads it: bounds, who asks, and what to say where all else fails.
+"""Middleware of the admin server: limits, authentication, authorization and last-resort errors.
 
-Default deny: a path that is not public takes a token (or, without a file of tokens, a caller on this host), and whatever is not a
-question takes the role ``operator``. So a route that is added cannot forget it.
+Every path is denied by default. A path that is not public requires a token (or, without a tokens file, a local caller), and
+every request that may change something requires the role ``operator``. A new route cannot forget these checks.
 
-Without tokens this host's browsers are a danger too: a page from anywhere may send requests to loopback, under a name of its own
-that it makes point there. So the name asked for must be loopback's, and a request with an origin must come from this server.
+Without tokens, web pages in a browser on this host are a threat: a page may send requests to loopback, or make its own host name
+resolve to loopback. The ``Host`` header must therefore name loopback, and an ``Origin`` must be this server.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ _limited = LimitedLog(logger)
 
 PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json"})
 QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
-"""POSTs that change nothing: what is asked about does not fit an address."""
+"""POST paths that change nothing; their arguments do not fit into a URL."""
 SHARED: Final = "/v1/"
 """Prefix of the paths whose concurrent equal GET requests share one execution (``kvstore.admin.single_flight``)."""
 MAX_AGE: Final = "private, max-age=1"
 """``Cache-Control`` of successful GET responses below ``SHARED``: a browser asks again after a second."""
 ROLE: Final = "x-kvstore-role"
-"""Header of answers: the role of the token that the request showed; without tokens, what this host may: ``operator``."""
+"""Response header with the role of the caller. Without tokens every caller on this host is an operator."""
 BODY_S: Final = 10.0
-"""How long a client may take to send its request."""
+"""Timeout for receiving a request."""
 TAKE_S: Final = 10.0
-"""How long it may take none of its answer: then its connection ends, with all requests that lie in it."""
+"""How long a client may stop reading a response before its connection is aborted."""
 _SPARE_S: Final = 5.0
 _ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 class _TooLong(Exception):
-    """A body above the bound."""
+    """The request body exceeds the limit."""
 
 
 class AdminMiddleware:
-    """An ASGI application around another.
+    """ASGI middleware in front of the application.
 
     Args:
-        app: what is behind it.
-        config: bounds.
-        tokens: who may do what; None: this host, everything.
-        counters: of the process.
+        app: the application.
+        config: limits.
+        tokens: roles by token; None: callers on this host may do everything.
+        counters: counters of the process.
     """
 
     def __init__(self, app: ASGIApp, config: AdminConfig, tokens: WatchedFile[TokenTable] | None, counters: Counters) -> None:
@@ -84,41 +84,41 @@ class AdminMiddleware:
         self._tokens = tokens
         self._counters = counters
         self._flights: SingleFlight[tuple[str, bytes], list[Message]] = SingleFlight()
-        self._under_way = {True: 0, False: 0}
-        """Requests that are served; those of what is public have places of their own."""
+        self._inflight = {True: 0, False: 0}
+        """Requests in flight, by whether their path is public; each kind has its own limit."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no sockets here, and no lifespan
+            return  # websockets and lifespan are not supported
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
         name = asked if _ID.fullmatch(asked) else secrets.token_hex(8)
         before = request_id.set(name)
         self._counters.add("admin_requests_total")
-        answer = _Answer(send, name, scope.get("state", {}).get(ABORT))
+        answer = _ResponseSender(send, name, scope.get("state", {}).get(ABORT))
         try:
             await self._pass(scope, receive, answer, headers)
-        except _Left:
-            if answer.untaken:
+        except _Disconnected:
+            if answer.stalled:
                 self._counters.add("admin_answers_untaken_total")
-                _limited.warning("ended a connection that takes none of its answer")
-                await asyncio.sleep(0)  # the server learns of it first: what ends here is no answer that was forgotten
+                _limited.warning("connection aborted: client stopped reading its response")
+                await asyncio.sleep(0)  # let the server see the abort before this request returns without a response
         finally:
             request_id.reset(before)
 
-    async def _pass(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, answer: _ResponseSender, headers: Headers) -> None:
         status = None
         try:
             await self._serve(scope, receive, answer, headers)
         except _TooLong:
-            error: KVStoreError = InvalidArgument("the request is too long", most_bytes=self._config.max_body_bytes)
+            error: KVStoreError = InvalidArgument("the request body is too large", limit_bytes=self._config.max_body_bytes)
             status = TOO_LONG
         except TimeoutError as late:
             error = late if isinstance(late, KVStoreError) else DeadlineExceeded("the request took too long")
         except KVStoreError as refused:
             error = refused
         except Exception:  # the process edge: nothing may leave as a bare exception
-            logger.exception("unexpected error in a handler")
+            logger.exception("request failed: unexpected error in a handler")
             error = Internal("internal error; the server's log has the details")
         else:
             return
@@ -126,31 +126,30 @@ class AdminMiddleware:
             self.count(error)
             await problem(error, status)(scope, receive, answer)
 
-    async def _serve(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
-        # what is public has places of its own and its body is not read: who may ask nothing else takes no place from who may;
-        # nor does who is refused
+    async def _serve(self, scope: Scope, receive: Receive, answer: _ResponseSender, headers: Headers) -> None:
+        # public paths have a limit of their own and their bodies are not read; rejected requests count toward no limit
         caller = self._admit(scope, headers)
         scope.setdefault("state", {})["caller"] = caller
         answer.role = "" if caller is None else caller.role.value
-        with self._place(public=scope["path"] in PUBLIC):
+        with self._slot(public=scope["path"] in PUBLIC):
             await self._serve_admitted(scope, receive, answer, headers)
 
     @contextmanager
-    def _place(self, *, public: bool) -> Iterator[None]:
-        """One of those under way.
+    def _slot(self, *, public: bool) -> Iterator[None]:
+        """Count a request in flight.
 
         Raises:
-            CapacityExceeded: there are as many as may be.
+            CapacityExceeded: the limit is reached.
         """
-        if self._under_way[public] >= self._config.max_inflight:
-            raise CapacityExceeded("as many requests are under way as this server takes", most=self._config.max_inflight)
-        self._under_way[public] += 1
+        if self._inflight[public] >= self._config.max_inflight:
+            raise CapacityExceeded("too many concurrent requests; retry later", limit=self._config.max_inflight)
+        self._inflight[public] += 1
         try:
             yield
         finally:
-            self._under_way[public] -= 1
+            self._inflight[public] -= 1
 
-    async def _serve_admitted(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
+    async def _serve_admitted(self, scope: Scope, receive: Receive, answer: _ResponseSender, headers: Headers) -> None:
         body = b""
         if scope["path"] not in PUBLIC:
             async with asyncio.timeout(BODY_S):
@@ -158,7 +157,7 @@ class AdminMiddleware:
         if scope["method"] == "GET" and scope["path"].startswith(SHARED) and scope["path"] not in PUBLIC:
             await self._serve_shared(scope, receive, body, answer)
             return
-        changes = _changes(scope)
+        changes = _may_change(scope)
         try:
             if changes:
                 self._flights.forget()
@@ -167,7 +166,7 @@ class AdminMiddleware:
             if changes:
                 self._flights.forget()
 
-    async def _serve_shared(self, scope: Scope, receive: Receive, body: bytes, answer: _Answer) -> None:
+    async def _serve_shared(self, scope: Scope, receive: Receive, body: bytes, answer: _ResponseSender) -> None:
         """Serve a query, together with all equal queries that arrive before its response is complete."""
 
         async def execute() -> list[Message]:
@@ -176,7 +175,12 @@ class AdminMiddleware:
             async def collect(message: Message) -> None:
                 messages.append(message)
 
-            await self._execute(scope, _replayed(body, receive), collect)
+            try:
+                await self._execute(scope, _replayed(body, receive), collect)
+            except Exception:
+                if not messages:
+                    raise
+                logger.exception("request failed: unexpected error in a handler")  # the handler has answered it
             return messages
 
         messages, shared = await self._flights.run((scope["path"], scope["query_string"]), execute)
@@ -193,9 +197,9 @@ class AdminMiddleware:
             await self._app(scope, receive, send)
 
     def malformed(self) -> Response:
-        """The answer to what is no HTTP: as to all else that cannot be served. Nobody's business is done for it."""
+        """The response to bytes that are not an HTTP request."""
         self._counters.add("admin_requests_total")
-        error = InvalidArgument("this is no HTTP request")
+        error = InvalidArgument("not an HTTP request")
         self.count(error)
         name = secrets.token_hex(8)
         before = request_id.set(name)
@@ -203,19 +207,22 @@ class AdminMiddleware:
             answer = problem(error)
         finally:
             request_id.reset(before)
-        _mark(answer.headers, name)
+        _add_headers(answer.headers, name)
         return answer
 
     def count(self, error: KVStoreError) -> None:
-        """An error is being told."""
+        """Count an error response."""
         self._counters.add(f"admin_errors_{error.kind.value}_total")
 
     def _admit(self, scope: Scope, headers: Mapping[str, str]) -> Principal | None:
-        """Who asks; None: nobody in particular, for what is public.
+        """Authenticate and authorize a request.
+
+        Returns:
+            The caller; None for a public path.
 
         Raises:
-            Unauthenticated: a token is missing or nobody's.
-            PermissionDenied: the role does not reach, or the request is of a web page from elsewhere.
+            Unauthenticated: the token is missing or unknown.
+            PermissionDenied: the role is insufficient, or the request is cross-origin.
         """
         path: str = scope["path"]
         if path in PUBLIC:
@@ -225,19 +232,19 @@ class AdminMiddleware:
             return LOCAL
         scheme, _, token = headers.get("authorization", "").partition(" ")
         caller = self._tokens.get().caller(token.strip()) if scheme.lower() == "bearer" else None
-        changes = _changes(scope)
+        changes = _may_change(scope)
         if caller is None:
             given = bool(headers.get("authorization"))
             why = "the token is not known to this server" if given else "a token is required, and none was given"
-            if given or changes:  # the page asks without one each time that it is opened
-                _limited.warning("refused a request: %s (request=%s, peer=%s)", why, _what(scope), _peer(scope))
+            if given or changes:  # the web page sends its first query without a token
+                _limited.warning("request rejected: %s (request=%s, peer=%s)", why, _describe(scope), _peer(scope))
             raise Unauthenticated(why)
         if caller.role is AccessRole.OPERATOR or (caller.role is AccessRole.READ and not changes):
             return caller
         refused = insufficient_role(
-            _what(scope), [AccessRole.OPERATOR] if changes else [AccessRole.READ, AccessRole.OPERATOR], caller
+            _describe(scope), [AccessRole.OPERATOR] if changes else [AccessRole.READ, AccessRole.OPERATOR], caller
         )
-        _limited.warning("refused a request: %s (peer=%s)", refused.message, _peer(scope))
+        _limited.warning("request rejected: %s (peer=%s)", refused.message, _peer(scope))
         raise refused
 
     async def _body(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
@@ -249,7 +256,7 @@ class AdminMiddleware:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _Left
+                raise _Disconnected
             raw += message.get("body", b"")
             if len(raw) > most:
                 raise _TooLong
@@ -257,43 +264,43 @@ class AdminMiddleware:
                 return bytes(raw)
 
 
-def _changes(scope: Scope) -> bool:
-    """Whether a request is no mere question."""
+def _may_change(scope: Scope) -> bool:
+    """Whether a request may change something."""
     return scope["method"] not in {"GET", "HEAD"} and scope["path"] not in QUESTIONS
 
 
-def _what(scope: Scope) -> str:
-    """A request in one line, ASCII, and not long."""
+def _describe(scope: Scope) -> str:
+    """Method and path for logs: ASCII, one line, bounded."""
     return ascii(f"{scope['method']} {scope['path']}"[:256])[1:-1]
 
 
 def _peer(scope: Scope) -> str:
-    """Where a request came from, for the log."""
+    """Client address for logs."""
     client = scope.get("client")
     return f"{client[0]}:{client[1]}" if client else "unknown"
 
 
-class _Left(BaseException):
-    """The client has gone: there is nobody to answer. No handler takes it for an error."""
+class _Disconnected(BaseException):
+    """The client disconnected. Derived from BaseException so that no handler treats it as an error."""
 
 
-class _Answer:
-    """Adds to every answer what all have, notes that it has begun, and ends the connection of who takes nothing of it."""
+class _ResponseSender:
+    """Sends a response with the common headers, and aborts the connection of a client that stops reading."""
 
     def __init__(self, send: Send, name: str, abort: Callable[[], None] | None) -> None:
         self._send = send
         self._name = name
         self._abort = abort
         self.role = ""
-        """Of who asks, told with the answer: a page shows by it what may be changed; empty: nobody in particular."""
+        """Role of the caller for the response header; the web page enables changes by it. Empty: public path."""
         self.begun = False
-        self.untaken = False
+        self.stalled = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.begun = True
             headers = MutableHeaders(scope=message)
-            _mark(headers, self._name)
+            _add_headers(headers, self._name)
             if self.role:
                 headers[ROLE] = self.role
         waiting = asyncio.timeout(TAKE_S)
@@ -302,27 +309,27 @@ class _Answer:
                 await self._send(message)
         except TimeoutError:
             if not waiting.expired():
-                raise  # another time is up, of the whole request
-            self.untaken = True
+                raise  # the timeout of the whole request
+            self.stalled = True
             if self._abort is not None:
                 self._abort()
-            raise _Left from None
+            raise _Disconnected from None
 
 
 def _copied(message: Message) -> Message:
-    """Headers are added to on the way out."""
+    """A copy, because headers are added to messages in place."""
     return {**message, "headers": list(message["headers"])} if "headers" in message else dict(message)
 
 
-def _mark(headers: MutableHeaders, name: str) -> None:
-    """What all answers have."""
+def _add_headers(headers: MutableHeaders, name: str) -> None:
+    """Add the headers that every response has."""
     headers["x-request-id"] = name
     headers["x-content-type-options"] = "nosniff"
     headers.setdefault("cache-control", "no-store")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body that was read, then whatever comes."""
+    """A receive function that replays the body first."""
     first = True
 
     async def again() -> Message:
@@ -336,10 +343,10 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _check_local(headers: Mapping[str, str]) -> None:
-    """Refuses what a web page of another server may have sent.
+    """Reject requests that a web page of another origin may have sent.
 
     Raises:
-        PermissionDenied: the request was meant for another host's name, or comes from another server's page.
+        PermissionDenied: the host is not loopback, or the origin is another server.
     """
     host = headers.get("host", "")
     try:
@@ -347,14 +354,17 @@ def _check_local(headers: Mapping[str, str]) -> None:
     except InvalidArgument:
         local = False
     if not local:
-        raise PermissionDenied("without tokens this server answers to names of loopback only", host=host[:64])
+        raise PermissionDenied(
+            "without tokens only loopback host names are served; use 127.0.0.1 or localhost, or set admin.tokens_file",
+            host=host[:64],
+        )
     origin = headers.get("origin")
     if origin is not None and _netloc(origin) != host:
-        raise PermissionDenied("without tokens this server answers to no other server's pages", origin=origin[:64])
+        raise PermissionDenied("cross-origin request rejected", origin=origin[:64])
 
 
 def _netloc(origin: str) -> str | None:
-    """Host and port of an origin; None: it is none."""
+    """Host and port of an origin; None if it is malformed."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

@@ -1,4 +1,4 @@
-"""Lists a page at a time. A cursor is opaque to callers: it says which list, and behind which entry the next page begins."""
+"""Pagination of lists. A cursor is opaque to callers; it contains the list's name and the last entry of the page."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ MOST: Final = 500
 USUAL: Final = 100
 MAX_CURSOR: Final = 2_048
 
-Limit = Annotated[int, Query(ge=1, le=MOST, description="entries a page")]
-Cursor = Annotated[
-    str | None, Query(max_length=MAX_CURSOR, description="next_cursor of the page before; not given: the first page")
-]
+Limit = Annotated[int, Query(ge=1, le=MOST, description="entries per page")]
+Cursor = Annotated[str | None, Query(max_length=MAX_CURSOR, description="next_cursor of the previous page; unset: first page")]
 
 
 class Page(BaseModel, Generic[Item]):
-    """A part of a list."""
+    """A page of a list."""
 
-    items: list[Item] = Field(description="the entries")
-    next_cursor: str | None = Field(description="for the next page; null: this is the last", examples=["bm9kZXMKaG9zdC0x"])
+    items: list[Item] = Field(description="entries of the page")
+    next_cursor: str | None = Field(
+        description="cursor of the next page; null: this is the last page", examples=["bm9kZXMKaG9zdC0x"]
+    )
 
 
 def cursor_for(which: str, last: str) -> str:
-    """What the next page is asked for with.
+    """The cursor of the page after an entry.
 
     Args:
-        which: name of the list, so that a cursor of another one is refused.
-        last: what the last entry of this page is called.
+        which: name of the list; a cursor is valid for one list only.
+        last: name of the last entry of this page.
     """
     return base64.urlsafe_b64encode(json.dumps([which, last]).encode()).decode().rstrip("=")
 
 
 def after(which: str, cursor: str | None) -> str | None:
-    """The name of the entry behind which the page begins; None: from the first.
+    """The entry after which the page begins; None: first page.
 
     Raises:
-        InvalidArgument: it is no cursor of this list.
+        InvalidArgument: the cursor is invalid for this list.
     """
     if cursor is None:
         return None
@@ -58,19 +58,19 @@ def after(which: str, cursor: str | None) -> str | None:
     match found:
         case [str(of), str(last)] if of == which:
             return last
-    raise InvalidArgument("this is no cursor of this list: begin without one", field="cursor")
+    raise InvalidArgument("invalid cursor for this list; start without a cursor", field="cursor")
 
 
 def page_of(
     which: str, entries: Sequence[T], name: Callable[[T], str], cursor: str | None, limit: int
 ) -> tuple[list[T], str | None]:
-    """One page of a list that is at hand whole, in order of names; an entry that came or went meanwhile moves nothing.
+    """One page of a complete list, by name. Entries that appear or vanish between pages do not shift others.
 
     Returns:
         Its entries, and the cursor of the next one.
 
     Raises:
-        InvalidArgument: it is no cursor of this list.
+        InvalidArgument: the cursor is invalid for this list.
     """
     behind = after(which, cursor)
     left = sorted((entry for entry in entries if behind is None or name(entry) > behind), key=name)

@@ -1,4 +1,4 @@
-"""Errors as ``application/problem+json`` (RFC 9457): the one error tree, with its one table of HTTP statuses."""
+"""Error responses as ``application/problem+json`` (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ PRECONDITION_REQUIRED: Final = 428
 
 
 class Problem(BaseModel):
-    """Why a request was not served."""
+    """Error response."""
 
     type: str = Field(description="the kind as a URN", examples=["urn:kvstore:error:not_found"])
     title: str = Field(description="the kind in words", examples=["not found"])
     status: int = Field(description="the HTTP status", examples=[404])
-    detail: str = Field(description="what went wrong and what to do, for a person", examples=["no such node"])
+    detail: str = Field(description="what went wrong and what to do", examples=["no such node"])
     kind: ErrorKind = Field(description="stable name of the error, the same as over gRPC", examples=["not_found"])
-    retryable: bool = Field(description="the same request may succeed later", examples=[False])
-    fields: dict[str, str] = Field(description="what the detail speaks of, by name", examples=[{"node_id": "host-9"}])
-    request_id: str = Field(description="names the request in logs", examples=["9f0c1d2e3a4b5c6d"])
+    retryable: bool = Field(description="whether the same request may succeed later", examples=[False])
+    fields: dict[str, str] = Field(description="values that the detail refers to, by name", examples=[{"node_id": "host-9"}])
+    request_id: str = Field(description="id of the request in logs", examples=["9f0c1d2e3a4b5c6d"])
 
 
-class Refused(Exception):  # as the error tree's names
-    """An error whose HTTP status says more than its kind: conditional requests, and bodies that are too long."""
+class PreconditionError(Exception):
+    """An error with an HTTP status that differs from its kind's: failed preconditions."""
 
     def __init__(self, status: int, error: KVStoreError) -> None:
         super().__init__(str(error))
@@ -42,19 +42,21 @@ class Refused(Exception):  # as the error tree's names
         self.error = error
 
 
-def changed_meanwhile(current: str) -> Refused:
-    """The tag in ``If-Match`` is not the current one."""
-    return Refused(PRECONDITION_FAILED, Conflict("it was changed meanwhile: look at it again", current=current))
+def changed_meanwhile(current: str) -> PreconditionError:
+    """The error for an ``If-Match`` that names another state."""
+    return PreconditionError(
+        PRECONDITION_FAILED, Conflict("it was changed by another request; read it again and retry", current=current)
+    )
 
 
-def say_which() -> Refused:
-    """There is no ``If-Match``."""
-    error = InvalidArgument("say which state you are changing: give the ETag that you have seen as If-Match", field="If-Match")
-    return Refused(PRECONDITION_REQUIRED, error)
+def missing_precondition() -> PreconditionError:
+    """The error for a missing ``If-Match``."""
+    error = InvalidArgument("If-Match is required; send the ETag of the state to change", field="If-Match")
+    return PreconditionError(PRECONDITION_REQUIRED, error)
 
 
 def problem(error: KVStoreError, status: int | None = None) -> Response:
-    """An error as an answer."""
+    """The response to an error."""
     code = STATUS[error.kind].http if status is None else status
     body = {
         "type": _TYPE + error.kind.value,
@@ -71,4 +73,4 @@ def problem(error: KVStoreError, status: int | None = None) -> Response:
         headers["retry-after"] = "1"
     if error.kind is ErrorKind.UNAUTHENTICATED:
         headers["www-authenticate"] = 'Bearer realm="kvstore"'
-    return Response(json.dumps(body), code, headers, MEDIA_TYPE)  # ASCII: names from outside may hold anything
+    return Response(json.dumps(body), code, headers, MEDIA_TYPE)  # ASCII, because names from outside may contain any character

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from kvstore.config.model import Config
-from kvstore.config.values import FROM_SOURCES, Shown
+from kvstore.config.values import FROM_SOURCES, Rendered
 from kvstore.core.errors import InvalidArgument
 
 ENVIRONMENT_PREFIX = "KVSTORE_"
@@ -126,7 +126,7 @@ def _leaves(model: BaseModel, provenance: Provenance, prefix: str) -> Iterator[L
         if isinstance(value, BaseModel):
             yield from _leaves(value, provenance, key + ".")
             continue
-        shown = next((note for note in field.metadata if isinstance(note, Shown)), None)
+        shown = next((note for note in field.metadata if isinstance(note, Rendered)), None)
         if isinstance(value, SecretStr):
             text = "********" if value.get_secret_value() else ""
         elif shown is not None:

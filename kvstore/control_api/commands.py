@@ -1,7 +1,4 @@
-"""Changes that take several calls, for whoever asks for them: the REST's handlers and the command line.
-
-Nothing here knows HTTP. Doing one twice does no harm.
-"""
+"""Commands: changes of a store, for the REST handlers and the command line. Every command is idempotent."""
 
 from __future__ import annotations
 
@@ -20,27 +17,27 @@ from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.rpc.codec import spec_from_proto
 
 IN_USE_S: Final = 15.0
-"""How long a node waits for blocks in use, of a namespace that is invalidated: longer than leases last."""
+"""How long a node waits for blocks in use of an invalidated namespace; longer than a lease."""
 PASSES = 4
-"""Times that all nodes are asked to drop a namespace; one in which nothing is found ends it."""
+"""Passes over all nodes to drop a namespace. A pass that finds no block is the last."""
 
 
 class Commands:
-    """Changes of a store.
+    """Commands of a store.
 
     Args:
-        rpc: whom to ask.
+        rpc: calls to the store.
     """
 
     def __init__(self, rpc: StoreRpc) -> None:
         self._rpc = rpc
 
     async def evict_volume(self, node_id: str, name: str, to_percent: int) -> models.Evicted:
-        """Evicts a volume's coldest blocks until no more than ``to_percent`` (0 to 100) of its capacity is used.
+        """Evict the coldest blocks of a volume until at most ``to_percent`` (0 to 100) of its capacity is used.
 
         Raises:
-            NotFound: there is no such node, or it has no such volume.
-            KVStoreError: as the node answers, or that it does not.
+            NotFound: the node or the volume does not exist.
+            KVStoreError: the node failed or does not answer.
         """
         volume_id = f"{node_id}/{name}"
         status = await self._rpc.node(node_id)
@@ -57,18 +54,18 @@ class Commands:
         return models.Evicted(evicted_blocks=done.evicted_blocks, kept_blocks=done.kept_blocks, used_bytes=done.used_bytes)
 
     async def evict_namespace(self, namespace_id: bytes, tiers: Iterable[str]) -> models.NamespaceEvicted:
-        """Evicts a namespace's blocks from the tiers named (``"dram"``, ``"nvme"``), at every node.
+        """Evict the blocks of a namespace from some tiers (``"dram"``, ``"nvme"``) on every node.
 
         Raises:
-            NotFound: nobody registered it.
-            Conflict: it is pinned.
+            NotFound: the namespace is not registered.
+            Conflict: the namespace is pinned.
         """
         if (await self._rpc.namespace(namespace_id)).pinned:
-            raise Conflict("the namespace is pinned: unpin it first", namespace_id=namespace_id.hex())
+            raise Conflict("the namespace is pinned; unpin it first", namespace_id=namespace_id.hex())
         wanted = set(tiers)
 
         def volumes(status: NodeStatus) -> list[str]:
-            """Which volumes, if any; an empty name: all of the node's."""
+            """The volumes to evict from; an empty name stands for all volumes of the node."""
             found = [volume.volume_id for volume in status.node.volumes if serializers.tier_name(volume.tier) in wanted]
             return [""] if len(wanted) == 2 and found else found
 
@@ -85,21 +82,21 @@ class Commands:
         return await self._everywhere(namespace_id, statuses, evict)
 
     async def invalidate_namespace(self, namespace_id: bytes) -> models.NamespaceEvicted:
-        """Drops every block of a namespace, durable or not, at every node.
+        """Drop every block of a namespace on every node, durable or not.
 
         Raises:
-            NotFound: nobody registered it.
+            NotFound: the namespace is not registered.
         """
         await self._rpc.namespace(namespace_id)
         return await self._invalidate(namespace_id)
 
     async def bump_weights(self, namespace_id: bytes, weights_epoch: str, *, invalidate: bool) -> models.Bumped:
-        """Registers the namespace of the same spec with other weights; drops what the old one holds where ``invalidate``.
+        """Register the namespace with the same spec and new weights; with ``invalidate``, drop the old namespace's blocks.
 
         Raises:
-            NotFound: nobody registered it.
-            Conflict: it has these weights already.
-            InvalidArgument: ``weights_epoch`` cannot name any.
+            NotFound: the namespace is not registered.
+            Conflict: the namespace has these weights already.
+            InvalidArgument: ``weights_epoch`` is invalid.
         """
         old = await self._rpc.namespace(namespace_id)
         if old.spec.weights_epoch == weights_epoch:
@@ -110,7 +107,7 @@ class Commands:
             spec.weights_epoch = weights_epoch
         except (ValueError, UnicodeError) as error:
             raise InvalidArgument("weights_epoch is not valid Unicode", field="weights_epoch") from error
-        spec_from_proto(spec)  # refused here rather than there
+        spec_from_proto(spec)  # validate before the call
         made = await self._rpc.register_namespace(RegisterNamespaceRequest(spec=spec))
         dropped = await self._invalidate(namespace_id) if invalidate else None
         return models.Bumped(namespace_id=made.hex(), spec=serializers.spec(spec), invalidated=dropped)
@@ -118,21 +115,21 @@ class Commands:
     async def set_quota(
         self, tenant: str, dram_bytes: int | None, nvme_bytes: int | None, expected: retention_models.Quota | None
     ) -> tuple[retention_models.Quota, retention_models.Quota]:
-        """Sets a tenant's quota, in bytes of payload of all nodes together; None: no bound.
+        """Set the quota of a tenant in payload bytes over all nodes; None: no quota.
 
         Args:
-            tenant: whose; empty: the default tenant's.
-            dram_bytes: in DRAM.
-            nvme_bytes: on volumes.
-            expected: only where it has this quota now; None: whatever it has.
+            tenant: tenant name; empty: default tenant.
+            dram_bytes: quota in DRAM.
+            nvme_bytes: quota on NVMe volumes.
+            expected: current quota that the change requires; None: any.
 
         Returns:
             The quota in force, and the one before.
 
         Raises:
-            Conflict: it has another one than expected.
-            InvalidArgument: no tenant can be called so.
-            CapacityExceeded: too many have a quota, or there is no room on the metadata server's disk.
+            Conflict: the current value is not ``expected``.
+            InvalidArgument: the tenant name is invalid.
+            CapacityExceeded: too many quotas, or the metadata server's disk is full.
         """
         wanted = pb.TenantQuota(dram_bytes=dram_bytes, nvme_bytes=nvme_bytes)
         seen = None if expected is None else pb.TenantQuota(dram_bytes=expected.dram_bytes, nvme_bytes=expected.nvme_bytes)
@@ -142,21 +139,21 @@ class Commands:
     async def set_rule(
         self, namespace_id: bytes, ttl_s: float | None, *, pinned: bool, expected: retention_models.Rule | None
     ) -> tuple[retention_models.Rule, retention_models.Rule]:
-        """Sets what may stay of a namespace.
+        """Set the retention rule of a namespace.
 
         Args:
-            namespace_id: whose.
-            ttl_s: time to live of blocks that nobody uses; None: none.
-            pinned: whether its blocks are kept from eviction.
-            expected: only where this is the rule now; None: whatever it is.
+            namespace_id: the namespace.
+            ttl_s: time to live of unused blocks in seconds; None: no time to live.
+            pinned: whether its blocks are protected from eviction.
+            expected: current rule that the change requires; None: any.
 
         Returns:
             The rule in force, and the one before.
 
         Raises:
-            NotFound: nobody registered it.
-            Conflict: it has another one than expected.
-            CapacityExceeded: too many have one, or there is no room on the metadata server's disk.
+            NotFound: the namespace is not registered.
+            Conflict: the current value is not ``expected``.
+            CapacityExceeded: too many rules, or the metadata server's disk is full.
         """
         wanted = NamespaceRule(namespace_id=namespace_id, ttl_ms=round((ttl_s or 0) * 1000), pinned=pinned)
         seen = None
@@ -174,7 +171,7 @@ class Commands:
             done = await node(node.stub.InvalidateNamespace, asked)
             return done.dropped_blocks, done.kept_blocks
 
-        # what a node was writing behind to another one may land there after that one was asked: until nothing is found any more
+        # write-back from one node may reach another node after that one was asked, so repeat until no block is found
         nodes = list((await self._rpc.nodes()).values())
         dropped: Counter[str] = Counter()
         for _ in range(PASSES):
@@ -197,6 +194,6 @@ class Commands:
         statuses: list[NodeStatus],
         change: Callable[[NodeRpc], Awaitable[tuple[int, int]]],
     ) -> models.NamespaceEvicted:
-        """A change at many nodes: (blocks that left, blocks that stay) of each."""
+        """Apply a change on several nodes. Each returns (evicted blocks, kept blocks)."""
         asked = await self._rpc.change_nodes(statuses, change)
         return serializers.namespace_evicted(namespace_id.hex(), asked.answers, asked.failed)

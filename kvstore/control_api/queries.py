@@ -1,4 +1,4 @@
-"""Queries that take several calls, for whoever asks them: the REST's handlers and the command line. Nothing here knows HTTP."""
+"""Queries: the state of a store, for the REST handlers and the command line."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ MOST_PROBLEMS: Final = 100
 
 
 def id_from_hex(shown: str) -> bytes:
-    """An id as it travels.
+    """Parse an id of 32 hexadecimal digits.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: the text is not an id.
     """
     try:
         found = bytes.fromhex(shown)
     except ValueError:
         found = b""
     if len(found) != KEY_BYTES:
-        raise InvalidArgument("an id takes 32 hexadecimal digits", got=shown[:64])
+        raise InvalidArgument("an id must have 32 hexadecimal digits", got=shown[:64])
     return found
 
 
 async def describe(node: NodeRpc) -> pb.DescribeNodeResponse:
-    """What a node says of itself."""
+    """State that a node reports."""
     return await node(node.stub.DescribeNode, pb.DescribeNodeRequest())
 
 
 class Queries:
-    """What a store is and does.
+    """Queries of a store.
 
     Args:
-        rpc: whom to ask.
+        rpc: calls to the store.
     """
 
     def __init__(self, rpc: StoreRpc) -> None:
         self._rpc = rpc
 
     async def cluster(self, address: str) -> models.Cluster:
-        """Health, versions, counts. Health counts what the nodes' heartbeats say.
+        """Health, versions and counts. Health is derived from the nodes' heartbeats.
 
         Args:
-            address: of the metadata server, to be shown.
+            address: address of the metadata server, for display.
         """
         server, statuses = await self._rpc.server(), await self._rpc.nodes()
         problems = serializers.problems(server.problems, list(statuses.values()), MOST_PROBLEMS)
@@ -83,15 +83,15 @@ class Queries:
         )
 
     async def nodes(self) -> list[models.Node]:
-        """All that the metadata server knows, in order of their ids, with their links as the planner sees them."""
+        """All known nodes by id, with their links as the planner sees them."""
         statuses, planning = await self._rpc.nodes(), await self._rpc.planning()
         return _with_queues([status for _, status in sorted(statuses.items())], planning)
 
     async def node(self, node_id: str) -> models.NodeDetail:
-        """A node as the metadata server knows it, and what it says of itself.
+        """A node as the metadata server knows it, and the state that it reports.
 
         Raises:
-            NotFound: there is none of that id.
+            NotFound: the node does not exist.
         """
         status = await self._rpc.node(node_id)
         planning = await self._rpc.planning()
@@ -105,7 +105,7 @@ class Queries:
         )
 
     async def activities(self, statuses: Sequence[NodeStatus]) -> models.Activities:
-        """Totals of links, data plane, loads and faults of some nodes, as they say now."""
+        """Totals of links, data plane, loads and errors of some nodes."""
 
         async def ask(node: NodeRpc) -> models.Activity:
             found, stats = await asyncio.gather(describe(node), node(node.node_stub.GetNodeStats, node_pb2.GetNodeStatsRequest()))
@@ -116,7 +116,7 @@ class Queries:
         return models.Activities(items=items, unreached=serializers.unreached(asked.failed), next_cursor=None)
 
     async def overview(self, statuses: Sequence[NodeStatus], most: int) -> models.Overview:
-        """Some nodes with activity, volumes and their slowest loads (``most`` of them): one connection and round trip to each.
+        """Nodes with activity, volumes and their ``most`` slowest loads. Each node is queried once.
 
         They are taken as a whole: ``known_nodes`` counts them, and there is no next page.
         """
@@ -148,7 +148,7 @@ class Queries:
         )
 
     async def known_volumes(self, node: str | None = None) -> list[tuple[NodeStatus, VolumeInfo]]:
-        """All volumes, each with its node, in order of their ids; those of one node alone where it is named."""
+        """Volumes by id, each with its node; of all nodes or of one."""
         statuses = await self._rpc.nodes()
         known = [
             (status, volume)
@@ -159,16 +159,16 @@ class Queries:
         return sorted(known, key=lambda pair: pair[1].volume_id)
 
     async def volumes(self, known: Sequence[tuple[NodeStatus, VolumeInfo]]) -> list[models.Volume]:
-        """Some volumes, as their nodes say now or, where one does not answer, as it said last."""
+        """Volumes with current values, or those of the last heartbeat if the node does not answer."""
         owners = {status.node.node_id: status for status, _ in known}
         asked = await self._rpc.ask_nodes(owners.values(), describe)
         return [serializers.volume(status, volume, asked.answers.get(status.node.node_id)) for status, volume in known]
 
     async def volume(self, node_id: str, name: str) -> models.Volume:
-        """One of them.
+        """A volume.
 
         Raises:
-            NotFound: there is no such node, or it has no such volume.
+            NotFound: the node or the volume does not exist.
         """
         status = await self._rpc.node(node_id)
         info = next((volume for volume in status.node.volumes if volume.volume_id == f"{node_id}/{name}"), None)
@@ -177,7 +177,7 @@ class Queries:
         return (await self.volumes([(status, info)]))[0]
 
     async def namespaces(self) -> AsyncIterator[models.Namespace]:
-        """All that were registered, in that order."""
+        """All registered namespaces in order of registration."""
         after, more = b"", True
         while more:
             found = await self._rpc.namespaces(after, NAMESPACES_A_CALL)
@@ -187,19 +187,19 @@ class Queries:
             after = found.namespaces[-1].namespace_id if more else b""
 
     async def tenants(self) -> list[retention_models.Tenant]:
-        """All that hold something or have a quota, by name, as nodes said with their last heartbeats."""
+        """Tenants with usage or quota by name, from the last heartbeats."""
         return [serializers.tenant(one) for one in (await self._rpc.tenants()).tenants]
 
     async def quota(self, tenant: str) -> retention_models.Quota:
-        """A tenant's quota; one without bounds where it has none."""
+        """The quota of a tenant; without limits if none was set."""
         (found,) = (await self._rpc.tenants(tenant)).tenants
         return serializers.quota(tenant, found.quota)
 
     async def rule(self, namespace_id: bytes) -> retention_models.Rule:
-        """What may stay of a namespace.
+        """Retention rule of a namespace.
 
         Raises:
-            NotFound: nobody registered it, and it has no rule.
+            NotFound: the namespace is not registered and has no rule.
         """
         try:
             found = await self._rpc.namespace(namespace_id)
@@ -212,14 +212,14 @@ class Queries:
         return retention_models.Rule(namespace_id=namespace_id.hex(), ttl_s=found.ttl_ms / 1000 or None, pinned=found.pinned)
 
     async def rules(self) -> list[retention_models.Rule]:
-        """What may stay of the namespaces that something was ordered of, by id, whether they are registered or not."""
+        """All retention rules by namespace id, also of namespaces that are not registered."""
         return [serializers.rule(one) for one in await self._rpc.rules()]
 
     async def usage(self, namespace_id: bytes) -> models.Usage:
-        """Where a namespace's blocks lie, counted by every node now: each looks at all of its blocks.
+        """Usage of a namespace. Every node scans its block table.
 
         Raises:
-            NotFound: nobody registered it.
+            NotFound: the namespace is not registered.
         """
         await self._rpc.namespace(namespace_id)
 
@@ -230,16 +230,16 @@ class Queries:
         return serializers.usage(namespace_id.hex(), asked.answers, asked.failed)
 
     async def block(self, key: str) -> models.Block:
-        """What the index says of a block, named by 32 hexadecimal digits."""
+        """Index record of a block, by its key of 32 hexadecimal digits."""
         found = await self._rpc.blocks(b"", id_from_hex(key))
         return serializers.block(key, found.runs[0])
 
     async def look_up(self, chain: models.LookUp) -> models.LookedUp:
-        """What a lookup of this chain would answer now, run by run, and why the rest misses. It counts as no lookup.
+        """The result of a lookup of this chain, with the reason of each miss. It is not counted as a lookup.
 
         Raises:
-            InvalidArgument: it has keys and tokens, or neither, or too many.
-            NotFound: nobody registered the namespace.
+            InvalidArgument: the request has both keys and tokens, neither, or too many.
+            NotFound: the namespace is not registered.
         """
         wanted = id_from_hex(chain.namespace_id)
         keys = await self._keys(wanted, chain)
@@ -251,7 +251,7 @@ class Queries:
     async def _keys(self, namespace_id: bytes, chain: models.LookUp) -> bytes:
         """Packed keys of a chain."""
         if (chain.keys is None) == (chain.tokens is None):
-            raise InvalidArgument("give keys, or the tokens that they are made of", field="keys")
+            raise InvalidArgument("give either keys or tokens", field="keys")
         if chain.keys is not None:
             return b"".join([bytes.fromhex(key) for key in chain.keys])
         spec = spec_from_proto((await self._rpc.namespace(namespace_id)).spec)
@@ -261,21 +261,21 @@ class Queries:
         return b"".join(KeyChain(spec).keys(chain.tokens))
 
     async def plans(self, most: int) -> list[models.LivePlan]:
-        """Planned loads under way, by plan id. Of several metadata workers, one answers."""
+        """Planned loads in progress, by plan id. With several metadata workers, one of them answers."""
         return [serializers.live_plan(plan) for plan in (await self._rpc.planning(live=most)).live]
 
     async def path_policy(self) -> models.PathPolicy:
-        """What decides where a request names no policy. Of several metadata workers, one answers."""
+        """The policy of loads whose request names none. With several metadata workers, one of them answers."""
         found = await self._rpc.planning()
         return models.PathPolicy(policy=found.path_policy, configured=found.configured_policy)
 
     async def decisions(self, most: int) -> models.Decisions:
-        """The last load decisions, newest first; 256 at most. Of several metadata workers, one answers."""
+        """The last load decisions, newest first, at most 256. With several metadata workers, one of them answers."""
         found = await self._rpc.planning(decisions=most)
         return models.Decisions(items=[serializers.decision(one) for one in found.decisions])
 
     async def slow_loads(self, most: int) -> models.SlowLoads:
-        """The slowest loads of the last minute, and what each waited for, as the nodes that served them say; 50 at most."""
+        """The slowest loads of the last minute with the cause of their duration, at most 50."""
 
         async def ask(node: NodeRpc) -> pb.ListSlowLoadsResponse:
             return await node(node.stub.ListSlowLoads, pb.ListSlowLoadsRequest(limit=most))
@@ -285,6 +285,6 @@ class Queries:
 
 
 def _with_queues(statuses: Sequence[NodeStatus], planning: pb.DescribePlanningResponse) -> list[models.Node]:
-    """Nodes, with their links as the planner sees them."""
+    """Nodes with their links as the planner sees them."""
     queues = {queue.node_id: queue for queue in planning.queues}
     return [serializers.node(status, queues.get(status.node.node_id)) for status in statuses]

@@ -1,4 +1,4 @@
-"""From what gRPC answers to what the REST shows. Pure."""
+"""Conversion of gRPC responses to the JSON schemas. Pure functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NODE_STATES: Final[Mapping[int, models.NodeStateName]] = {
     common_pb2.NODE_STATE_DRAINED: "drained",
     common_pb2.NODE_STATE_DRAIN_BLOCKED: "drain_blocked",
 }
-"""Every other one is active."""
+"""All other states are ``active``."""
 _SIDES: Final[Mapping[int, models.SideName]] = {
     metadata_pb2.READ_SIDE_PREFILL: "prefill",
     metadata_pb2.READ_SIDE_DECODE: "decode",
@@ -34,12 +34,12 @@ _SIDES: Final[Mapping[int, models.SideName]] = {
 
 
 def tier_name(tier: int) -> models.TierName:
-    """As people write it."""
+    """Name of a tier."""
     return cast("models.TierName", Tier(tier).name.lower())
 
 
 def shown_id(value: bytes) -> str | None:
-    """Hexadecimal; None: there is none."""
+    """Hexadecimal text; None if empty."""
     return value.hex() or None
 
 
@@ -54,7 +54,7 @@ SOURCES: Final[dict[int, models.BandwidthSource | None]] = {
 
 
 def node(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> models.Node:
-    """A node, with its links as the planner sees them."""
+    """A node with its links as the planner sees them."""
     return models.Node(**node_fields(status, queue))
 
 
@@ -63,7 +63,7 @@ def _configured(bytes_per_s: int, source: int) -> int:
 
 
 def node_fields(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> dict[str, Any]:
-    """Of ``models.Node``."""
+    """Fields of ``models.Node``."""
     info = status.node
     storage_address = info.storage_address or info.data_address
     storage = models.Nic(
@@ -102,7 +102,7 @@ def node_fields(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> 
 
 
 def participation(status: metadata_pb2.NodeStatus) -> models.Participation:
-    """Whether a node takes part, and how far it is where it drains."""
+    """State of a node, and progress of its drain."""
     drain = None
     if status.HasField("order"):
         said = status.drain
@@ -119,7 +119,7 @@ def participation(status: metadata_pb2.NodeStatus) -> models.Participation:
 
 
 def node_process(found: pb.DescribeNodeResponse) -> models.NodeProcess:
-    """What a node says of itself."""
+    """State that a node reports."""
     return models.NodeProcess(
         version=found.version,
         uptime_s=found.uptime_ms / 1000,
@@ -136,7 +136,7 @@ def node_process(found: pb.DescribeNodeResponse) -> models.NodeProcess:
 
 
 def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str, int]) -> models.Activity:
-    """What a node has done."""
+    """Totals of a node."""
     return models.Activity(
         node_id=node_id,
         uptime_s=found.uptime_ms / 1000,
@@ -178,7 +178,7 @@ def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str
 def volume(
     status: metadata_pb2.NodeStatus, info: common_pb2.VolumeInfo, described: pb.DescribeNodeResponse | None
 ) -> models.Volume:
-    """A volume, as the node says now or, where it does not answer, as its last heartbeat said."""
+    """A volume with current values, or those of the last heartbeat if the node does not answer."""
     beat = next((usage for usage in status.usages if usage.volume_id == info.volume_id), None)
     volumes = () if described is None else described.volumes
     now = next((one for one in volumes if one.volume_id == info.volume_id), None)
@@ -204,7 +204,7 @@ def volume(
 
 # ---- tenants ----
 def tenant(found: pb.TenantDescription) -> retention_models.Tenant:
-    """A tenant with what it holds and what it may."""
+    """A tenant with usage and quota."""
     bound = quota(found.tenant, found.quota)
     return retention_models.Tenant(
         tenant=found.tenant,
@@ -215,7 +215,7 @@ def tenant(found: pb.TenantDescription) -> retention_models.Tenant:
 
 
 def quota(name: str, found: pb.TenantQuota) -> retention_models.Quota:
-    """A tenant's quota."""
+    """Quota of a tenant."""
     return retention_models.Quota(
         tenant=name,
         dram_bytes=found.dram_bytes if found.HasField("dram_bytes") else None,
@@ -224,7 +224,7 @@ def quota(name: str, found: pb.TenantQuota) -> retention_models.Quota:
 
 
 def unreached(failed: Mapping[str, KVStoreError]) -> list[models.Unreached]:
-    """Nodes that did not answer, and why."""
+    """Nodes that did not answer, with the reasons."""
     return [
         models.Unreached(node_id=node_id, kind=error.kind.value, detail=error.message)
         for node_id, error in sorted(failed.items())
@@ -233,7 +233,7 @@ def unreached(failed: Mapping[str, KVStoreError]) -> list[models.Unreached]:
 
 # ---- namespaces ----
 def spec(found: common_pb2.CacheSpec) -> models.Spec:
-    """A spec without its salt, which is a secret of those who share it."""
+    """A spec without its salt, which is a shared secret."""
     return models.Spec(
         model=found.model,
         weights_epoch=found.weights_epoch,
@@ -252,7 +252,7 @@ def spec(found: common_pb2.CacheSpec) -> models.Spec:
 
 
 def namespace(found: pb.NamespaceDescription) -> models.Namespace:
-    """A namespace, and how it fared."""
+    """A namespace with its lookup counts."""
     return models.Namespace(
         namespace_id=found.namespace_id.hex(),
         spec=spec(found.spec),
@@ -266,12 +266,12 @@ def namespace(found: pb.NamespaceDescription) -> models.Namespace:
 
 
 def rule(found: metadata_pb2.NamespaceRule) -> retention_models.Rule:
-    """What may stay of a namespace."""
+    """Retention rule of a namespace."""
     return retention_models.Rule(namespace_id=found.namespace_id.hex(), ttl_s=found.ttl_ms / 1000 or None, pinned=found.pinned)
 
 
 def usage(namespace_id: str, answers: Mapping[str, pb.DescribeUsageResponse], failed: Mapping[str, KVStoreError]) -> models.Usage:
-    """Where a namespace's blocks lie."""
+    """Usage of a namespace."""
     entries = [
         models.UsageEntry(node_id=node_id, volume_id=one.volume_id, tier=tier_name(one.tier), blocks=one.blocks, bytes=one.bytes)
         for node_id, answer in sorted(answers.items())
@@ -291,7 +291,7 @@ def usage(namespace_id: str, answers: Mapping[str, pb.DescribeUsageResponse], fa
 
 # ---- blocks ----
 def block_run(run: pb.DescribedRun, hit_blocks: int) -> models.BlockRun:
-    """A run of a chain, and why it hits or not."""
+    """A run of a chain, with the reason of hit or miss."""
     hit = run.start < hit_blocks
     return models.BlockRun(
         start=run.start,
@@ -306,7 +306,7 @@ def block_run(run: pb.DescribedRun, hit_blocks: int) -> models.BlockRun:
 
 
 def block(key: str, run: pb.DescribedRun) -> models.Block:
-    """One block by itself."""
+    """A single block."""
     known = run.state != pb.BLOCK_STATE_UNKNOWN
     return models.Block(
         key=key,
@@ -332,20 +332,20 @@ def _replicas(run: pb.DescribedRun) -> list[models.Replica]:
 
 
 def _why(run: pb.DescribedRun, hit_blocks: int, *, in_chain: bool) -> str:
-    """In words."""
+    """Reason of a hit or miss."""
     holders = ", ".join(sorted({one.node_id for one in run.replicas if one.visible}))
     silent = ", ".join(sorted({one.node_id for one in run.replicas if one.node_id and not one.visible}))
     match run.state:
         case pb.BLOCK_STATE_HELD if in_chain and run.start >= hit_blocks:
-            return f"held by {holders}, but the chain has a hole before it, at depth {hit_blocks}"
+            return f"held by {holders}, but the chain has a gap before it, at depth {hit_blocks}"
         case pb.BLOCK_STATE_HELD:
             return f"held by {holders}"
         case pb.BLOCK_STATE_SILENT:
-            return f"only on nodes that are not heard of: {silent}"
+            return f"only on nodes without heartbeats: {silent}"
         case pb.BLOCK_STATE_GONE:
             return "all who held it have begun anew, or gave up the volume, since"
         case pb.BLOCK_STATE_MISPLACED:
-            return f"held for namespace {run.namespace_id.hex()} at depth {run.depth}, not for this place"
+            return f"held for namespace {run.namespace_id.hex()} at depth {run.depth}, not here"
         case _ if in_chain and run.start < hit_blocks:
             return "the index has no record of its own for it, but says that it lies within a run that is held"
         case _:
@@ -354,7 +354,7 @@ def _why(run: pb.DescribedRun, hit_blocks: int, *, in_chain: bool) -> str:
 
 # ---- planning ----
 def read_queue(found: pb.ReadQueue) -> models.ReadQueue:
-    """What waits at a node."""
+    """Read queue of a node."""
     return models.ReadQueue(
         node_id=found.node_id,
         alive=found.alive,
@@ -370,7 +370,7 @@ def read_queue(found: pb.ReadQueue) -> models.ReadQueue:
 
 
 def live_plan(found: pb.LivePlan) -> models.LivePlan:
-    """A plan under way."""
+    """A plan in progress."""
     return models.LivePlan(
         plan_id=str(found.plan_id),
         attempt=found.attempt,
@@ -396,7 +396,7 @@ def live_plan(found: pb.LivePlan) -> models.LivePlan:
 
 
 def decision(found: pb.PlanDecision) -> models.Decision:
-    """A decision."""
+    """A load decision."""
     return models.Decision(
         plan_id=str(found.plan_id),
         attempt=found.attempt,
@@ -418,7 +418,7 @@ def decision(found: pb.PlanDecision) -> models.Decision:
 
 # ---- loads ----
 def slow_loads(answers: Mapping[str, pb.ListSlowLoadsResponse], most: int) -> list[models.SlowLoad]:
-    """Those of all nodes, slowest first."""
+    """Slow loads of all nodes, slowest first."""
     found = [
         models.SlowLoad(
             node_id=node_id,
@@ -440,7 +440,7 @@ def slow_loads(answers: Mapping[str, pb.ListSlowLoadsResponse], most: int) -> li
 def namespace_evicted(
     namespace_id: str, done: Mapping[str, tuple[int, int]], failed: Mapping[str, KVStoreError]
 ) -> models.NamespaceEvicted:
-    """What all nodes did: node -> (blocks that left, blocks that stay)."""
+    """Result of an eviction, from (evicted blocks, kept blocks) by node."""
     kept = sum(stay for _, stay in done.values())
     return models.NamespaceEvicted(
         namespace_id=namespace_id,
@@ -456,7 +456,7 @@ def namespace_evicted(
 
 
 def settings(process: str, found: Iterable[pb.SettingInForce]) -> models.Settings:
-    """The configuration of a process."""
+    """Effective settings of a process."""
     return models.Settings(
         process=process,
         settings=[
@@ -470,15 +470,15 @@ def settings(process: str, found: Iterable[pb.SettingInForce]) -> models.Setting
 def _not_reporting(status: metadata_pb2.NodeStatus) -> str:
     node, host = status.node.node_id, status.node.control_address.rpartition(":")[0].strip("[]")
     if status.stopped:
-        return f"node {node} was stopped: its blocks are not found until it reports again. If its process runs, its log says why"
+        return f"node {node} was stopped; its blocks are misses until it reports again. If its process runs, see its log"
     return (
-        f"node {node} has not reported for {status.heartbeat_age_ms / 1000:.0f} s: its blocks are not found until it is back."
+        f"node {node} has not reported for {status.heartbeat_age_ms / 1000:.0f} s; its blocks are misses until it reports again."
         f" Check its process and its log on {host or 'its host'}, and the network"
     )
 
 
 def problems(server: Iterable[str], statuses: Sequence[metadata_pb2.NodeStatus], most: int) -> list[str]:
-    """What is wrong with the metadata server, which says so itself, and with the nodes, in words."""
+    """Problems of the metadata server and of the nodes."""
     found = [f"metadata server: {problem}" for problem in server]
     if not statuses:
         found.append("no node has registered")
@@ -488,11 +488,9 @@ def problems(server: Iterable[str], statuses: Sequence[metadata_pb2.NodeStatus],
         elif not status.alive:
             found.append(_not_reporting(status))
         else:
-            found += [
-                f"volume {usage.volume_id} takes no blocks: {usage.read_only}" for usage in status.usages if usage.read_only
-            ]
+            found += [f"volume {usage.volume_id} is read-only: {usage.read_only}" for usage in status.usages if usage.read_only]
             if status.state == common_pb2.NODE_STATE_DRAIN_BLOCKED:
-                lost = f"{status.drain.not_durable_blocks} blocks would be lost if it ended now"
+                lost = f"{status.drain.not_durable_blocks} blocks would be lost if it stopped now"
                 found.append(f"node {status.node.node_id} cannot be drained ({status.drain.why}): {lost}")
             found += [f"node {status.node.node_id}: {problem}" for problem in status.problems]
     return found[:most]

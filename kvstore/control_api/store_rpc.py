@@ -1,4 +1,4 @@
-"""The metadata server and the nodes it names, over gRPC: every call with a deadline, so many at once at most."""
+"""gRPC calls to the metadata server and to nodes. Every call has a deadline; concurrency is limited."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ T = TypeVar("T")
 NODES_AT_ONCE: Final = 32
 _NOT_REPORTING: Final = "the node does not report to the metadata server"
 DIAGNOSIS_HOLDS_S: Final = 10.0
-"""While the metadata server cannot be reached, it is found out anew so often why."""
+"""How long a diagnosis of an unreachable metadata server is reused."""
 _QUESTION: Final = RetryPolicy(attempts=2, first_backoff_s=0.05)
-"""A server that was restarted is found at the second attempt."""
+"""The second attempt reaches a server that was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReplies(Generic[T]):
-    """What came of asking several nodes."""
+    """Results of a call to several nodes: answers and errors by node id."""
 
     answers: dict[str, T]
     failed: dict[str, KVStoreError]
@@ -80,7 +80,7 @@ class StoreRpc:
             tls=endpoint.tls,
             token=endpoint.token,
             tls_settings="[client.tls]",
-            token_setting="client.token_file",  # noqa: S106  # its name
+            token_setting="client.token_file",  # noqa: S106
         )
         self._diagnoser = Diagnoser(target, DIAGNOSIS_HOLDS_S)
         self._metadata = MetadataStub(self._channel)
@@ -88,20 +88,20 @@ class StoreRpc:
         self._slots = asyncio.Semaphore(NODES_AT_ONCE)
 
     async def close(self) -> None:
-        """Ends the channel."""
+        """Close the channel."""
         await self._channel.close(None)
 
     # ---- the metadata server ----
     async def nodes(self) -> dict[str, metadata_pb2.NodeStatus]:
-        """All nodes known, by id."""
+        """All known nodes, by id."""
         answer = await self._ask(self._metadata.ListNodes, metadata_pb2.ListNodesRequest())
         return {status.node.node_id: status for status in answer.nodes}
 
     async def node(self, node_id: str) -> metadata_pb2.NodeStatus:
-        """One of them.
+        """A node.
 
         Raises:
-            NotFound: there is none of that id.
+            NotFound: the node does not exist.
         """
         status = (await self.nodes()).get(node_id)
         if status is None:
@@ -109,7 +109,7 @@ class StoreRpc:
         return status
 
     async def server(self) -> pb.DescribeServerResponse:
-        """The metadata server itself."""
+        """State of the metadata server."""
         return await self._ask(self._admin.DescribeServer, pb.DescribeServerRequest())
 
     async def namespaces(self, after: bytes, limit: int) -> pb.DescribeNamespacesResponse:
@@ -117,10 +117,10 @@ class StoreRpc:
         return await self._ask(self._admin.DescribeNamespaces, pb.DescribeNamespacesRequest(after=after, limit=limit))
 
     async def namespace(self, namespace_id: bytes) -> pb.NamespaceDescription:
-        """One of them.
+        """A namespace.
 
         Raises:
-            NotFound: nobody registered it.
+            NotFound: the namespace is not registered.
         """
         request = pb.DescribeNamespacesRequest(namespace_id=namespace_id)
         answer: pb.DescribeNamespacesResponse = await self._ask(self._admin.DescribeNamespaces, request)
@@ -129,70 +129,70 @@ class StoreRpc:
         return answer.namespaces[0]
 
     async def register_namespace(self, request: metadata_pb2.RegisterNamespaceRequest) -> bytes:
-        """Makes a namespace known; its id."""
+        """Register a namespace and return its id."""
         request.operation_id = operation_id()
         answer: metadata_pb2.RegisterNamespaceResponse = await self._change(self._metadata.RegisterNamespace, request)
         return answer.namespace_id
 
     async def blocks(self, namespace_id: bytes, keys: bytes) -> pb.DescribeBlocksResponse:
-        """What the index says of packed keys."""
+        """Index records of packed keys."""
         request = pb.DescribeBlocksRequest(namespace_id=namespace_id, keys=keys)
         return await self._ask(self._admin.DescribeBlocks, request)
 
     async def planning(self, *, decisions: int = 0, live: int = 0, after_plan: int = 0) -> pb.DescribePlanningResponse:
-        """Load plans."""
+        """Planning state: queues, decisions and live plans."""
         request = pb.DescribePlanningRequest(decisions=decisions, live=live, after_plan=after_plan)
         return await self._ask(self._admin.DescribePlanning, request)
 
     async def set_path_policy(self, policy: str, expected: str | None) -> pb.SetPathPolicyResponse:
-        """Changes the path policy."""
+        """Change the path policy."""
         return await self._change(self._admin.SetPathPolicy, pb.SetPathPolicyRequest(policy=policy, expected=expected))
 
     async def rebuild_index(self, epoch: bytes) -> pb.RebuildIndexResponse:
-        """Has the index made anew, if it still has this epoch."""
+        """Rebuild the index if it has this epoch."""
         return await self._change(self._admin.RebuildIndex, pb.RebuildIndexRequest(expected_epoch=epoch))
 
     async def drain_node(self, node_id: str, *, move: bool) -> metadata_pb2.NodeStatus:
-        """Orders a node to drain."""
+        """Drain a node."""
         request = metadata_pb2.DrainNodeRequest(operation_id=operation_id(), node_id=node_id, move=move)
         answer: metadata_pb2.DrainNodeResponse = await self._change(self._metadata.DrainNode, request)
         return answer.status
 
     async def undrain_node(self, node_id: str) -> metadata_pb2.NodeStatus:
-        """Lifts that order."""
+        """Cancel the drain of a node."""
         request = metadata_pb2.UndrainNodeRequest(operation_id=operation_id(), node_id=node_id)
         answer: metadata_pb2.UndrainNodeResponse = await self._change(self._metadata.UndrainNode, request)
         return answer.status
 
     async def remove_node(self, node_id: str, *, force: bool) -> bool:
-        """Forgets a node that is dead or drained, or (``force``) any; False: there is none of that id."""
+        """Forget a dead or drained node, or any node with ``force``. Returns False if the node is unknown."""
         request = metadata_pb2.RemoveNodeRequest(operation_id=operation_id(), node_id=node_id, force=force)
         answer: metadata_pb2.RemoveNodeResponse = await self._change(self._metadata.RemoveNode, request)
         return answer.known
 
     async def tenants(self, tenant: str | None = None) -> pb.DescribeTenantsResponse:
-        """All tenants that hold something or have a quota, by name; or one, whatever it has."""
+        """Tenants with usage or quota, by name; or one tenant."""
         return await self._ask(self._admin.DescribeTenants, pb.DescribeTenantsRequest(tenant=tenant))
 
     async def set_quota(self, tenant: str, quota: pb.TenantQuota, expected: pb.TenantQuota | None) -> pb.SetTenantQuotaResponse:
-        """Sets a tenant's quota; one without any bound: none."""
+        """Set the quota of a tenant; an empty quota removes it."""
         request = pb.SetTenantQuotaRequest(operation_id=operation_id(), tenant=tenant, quota=quota, expected=expected)
         return await self._change(self._admin.SetTenantQuota, request)
 
     async def rules(self) -> list[metadata_pb2.NamespaceRule]:
-        """What may stay of the namespaces that something was ordered of, by id."""
+        """Retention rules, by namespace id."""
         answer: pb.ListNamespaceRulesResponse = await self._ask(self._admin.ListNamespaceRules, pb.ListNamespaceRulesRequest())
         return list(answer.rules)
 
     async def set_rule(
         self, rule: metadata_pb2.NamespaceRule, expected: metadata_pb2.NamespaceRule | None
     ) -> pb.SetNamespaceRuleResponse:
-        """Sets what may stay of a namespace."""
+        """Set the retention rule of a namespace."""
         request = pb.SetNamespaceRuleRequest(operation_id=operation_id(), rule=rule, expected=expected)
         return await self._change(self._admin.SetNamespaceRule, request)
 
     async def counters(self) -> dict[str, int]:
-        """What the metadata server counted since its start, by name of the event."""
+        """Counters of the metadata server since its start."""
         answer: metadata_pb2.GetStatsResponse = await self._ask(self._metadata.GetStats, metadata_pb2.GetStatsRequest())
         return dict(answer.counters)
 
@@ -205,22 +205,22 @@ class StoreRpc:
         *,
         changes: bool = False,
     ) -> T:
-        """Asks one node.
+        """Call one node.
 
         Args:
-            status: who.
-            ask: what, given a way to call its NodeAdmin.
-            timeout_s: how long it may take; None: as a question.
-            changes: it takes a token that may change the store. Others are not shown one, where there is one that reads: whoever
-                registers nodes says where they are.
+            status: the node.
+            ask: the call, given stubs of the node.
+            timeout_s: timeout; None: timeout of a query.
+            changes: send the token that permits changes. A query sends ``read_token`` if there is one, because a node's address
+                is whatever was registered.
 
         Raises:
-            Unavailable: it does not report to the metadata server, or does not answer.
-            Unsupported: it is none that can be asked: an engine's pool of device memory.
-            KVStoreError: as it answers.
+            Unavailable: the node does not report to the metadata server, or does not answer.
+            Unsupported: the node is an engine's pool of device memory.
+            KVStoreError: the error of the node.
         """
         if not status.alive:
-            why = f"the metadata server refuses the node: {status.refused}" if status.refused else _NOT_REPORTING
+            why = f"the metadata server rejects the node: {status.refused}" if status.refused else _NOT_REPORTING
             raise Unavailable(why, node_id=status.node.node_id)
         endpoint = self._endpoint
         tls = endpoint.tls
@@ -232,7 +232,7 @@ class StoreRpc:
             )
 
     async def change_node(self, status: metadata_pb2.NodeStatus, ask: Callable[[NodeRpc], Awaitable[T]]) -> T:
-        """As ``ask_node``, for what takes longer than a question."""
+        """Like ``ask_node``, with the timeout and token of a change."""
         return await self.ask_node(status, ask, self._endpoint.change_timeout_s, changes=True)
 
     async def ask_nodes(
@@ -243,7 +243,7 @@ class StoreRpc:
         *,
         changes: bool = False,
     ) -> NodeReplies[T]:
-        """Asks several; one that fails does not fail the others."""
+        """Call several nodes; an error of one does not affect the others."""
         found: NodeReplies[T] = NodeReplies({}, {})
 
         async def one(status: metadata_pb2.NodeStatus) -> None:
@@ -260,7 +260,7 @@ class StoreRpc:
     async def change_nodes(
         self, statuses: Iterable[metadata_pb2.NodeStatus], ask: Callable[[NodeRpc], Awaitable[T]]
     ) -> NodeReplies[T]:
-        """As ``ask_nodes``, for what takes longer than a question."""
+        """Like ``ask_nodes``, with the timeout and token of a change."""
         return await self.ask_nodes(statuses, ask, self._endpoint.change_timeout_s, changes=True)
 
     # ---- inside ----
@@ -275,7 +275,7 @@ class StoreRpc:
             answer = await _counted(self._counters, call_aio(method, request, timeout_s, retry))
         except (Unavailable, DeadlineExceeded, Unauthenticated) as error:
             if retry is not _QUESTION and isinstance(error, DeadlineExceeded):
-                raise  # a change that takes long says nothing about the connection
+                raise  # a slow change does not indicate a bad connection
             known = self._diagnoser.known(error)
             if known is error:
                 known = await asyncio.to_thread(self._diagnoser.explain, error, min(TIMEOUT_S, self._endpoint.timeout_s))
@@ -285,7 +285,7 @@ class StoreRpc:
 
 
 class NodeRpc:
-    """One node's NodeAdmin and Node, while a question lasts."""
+    """Stubs of one node for the duration of a call."""
 
     def __init__(self, status: metadata_pb2.NodeStatus, channel: grpc.aio.Channel, timeout_s: float, counters: Counters) -> None:
         self.status = status
@@ -295,7 +295,7 @@ class NodeRpc:
         self._counters = counters
 
     async def __call__(self, method: Callable[..., Awaitable[T]], request: object) -> T:
-        """Calls a method of a stub."""
+        """Call a method of a stub."""
         return await _counted(self._counters, call_aio(method, request, self._timeout_s, _QUESTION))
 
 
@@ -308,5 +308,5 @@ async def _counted(counters: Counters, answer: Awaitable[T]) -> T:
 
 
 def operation_id() -> bytes:
-    """A new one."""
+    """A new operation id."""
     return secrets.token_bytes(16)

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from pydantic import Field
 
 from kvproto.v1 import admin_pb2 as pb
-from kvstore.control_api.schemas.store import Bytes, Count, Seconds, Shown, Taken
+from kvstore.control_api.schemas.store import Bytes, Count, RequestModel, ResponseModel, Seconds
 from kvstore.control_api.store_rpc import NodeRpc, StoreRpc, operation_id
 from kvstore.core.errors import NotFound
 
@@ -24,44 +24,44 @@ STATES: Final[dict[int, CheckStateName]] = {
 }
 
 
-class BeginCheck(Taken):
-    """How a volume is to be checked."""
+class BeginCheck(RequestModel):
+    """Parameters of a volume check."""
 
     bytes_per_s: int | None = Field(
         default=None,
         ge=LEAST_BYTES_PER_S,
         le=2**53,
-        description="the most that it reads, over time; null: a tenth of what the volume was measured to read, 200 MB/s where it"
-        " was not measured",
+        description="read rate limit in bytes per second; null: a tenth of the volume's measured read rate, or 200 MB/s if it was"
+        " not measured",
         examples=[200_000_000],
     )
 
 
-class VolumeCheck(Shown):
-    """A check of a durable volume, under way or over. It is in its node's memory: a node that was started again knows of none."""
+class VolumeCheck(ResponseModel):
+    """State of a volume check. It is kept in the node's memory and lost if the node restarts."""
 
     volume_id: str = Field(examples=["host-1/nvme0"])
     state: CheckStateName = Field(
-        description="none: none was begun since the node was started; waiting: for checks of the node's other volumes;"
-        " cancelled: what it found until then stays out; failed: see `why`",
+        description="none: no check since the node started; waiting: for checks of other volumes; cancelled: corrupt blocks found"
+        " so far stay removed; failed: see `why`",
         examples=["running"],
     )
-    blocks: Count = Field(description="that the volume held when it began; those that came later were just written")
-    checked_blocks: Count = Field(description="looked at so far: good, bad, unreadable or gone before their turn", examples=[800])
-    good_blocks: Count = Field(description="are what their checksums say", examples=[799])
-    bad_blocks: Count = Field(description="are not, and were taken out: a miss, as if a load had found them", examples=[1])
-    rewritten_blocks: Count = Field(description="of the bad: lie in DRAM too, and are written anew from there", examples=[0])
-    unreadable_blocks: Count = Field(description="the disk gave no answer; they stay, and a load tries again", examples=[0])
-    gone_blocks: Count = Field(description="left before their turn", examples=[0])
-    checked_bytes: Bytes = Field(description="read so far")
-    bytes_per_s: Bytes = Field(description="the most that it reads, over time; 0 where there is none", examples=[200000000])
-    began_ago_s: Seconds = Field(description="since it was asked for; 0 where there is none", examples=[4.2])
-    took_s: Seconds = Field(description="from then to its end, or until now", examples=[4.2])
-    why: str | None = Field(description="it failed; null: it did not", examples=[None])
+    blocks: Count = Field(description="blocks on the volume when the check began")
+    checked_blocks: Count = Field(description="blocks processed so far: good, bad, unreadable or gone", examples=[800])
+    good_blocks: Count = Field(description="blocks with valid checksums", examples=[799])
+    bad_blocks: Count = Field(description="corrupt blocks, which were removed and are misses now", examples=[1])
+    rewritten_blocks: Count = Field(description="corrupt blocks that are written again from DRAM", examples=[0])
+    unreadable_blocks: Count = Field(description="blocks that could not be read; they stay on the volume", examples=[0])
+    gone_blocks: Count = Field(description="blocks evicted before they were checked", examples=[0])
+    checked_bytes: Bytes = Field(description="bytes read so far")
+    bytes_per_s: Bytes = Field(description="read rate limit; 0: no check", examples=[200000000])
+    began_ago_s: Seconds = Field(description="time since the check was requested; 0: no check", examples=[4.2])
+    took_s: Seconds = Field(description="duration of the check so far", examples=[4.2])
+    why: str | None = Field(description="why the check failed; null: it did not fail", examples=[None])
 
     @property
     def ended(self) -> bool:
-        """Nothing more will come of it."""
+        """Whether the check is over."""
         return self.state not in ("waiting", "running")
 
 
@@ -69,27 +69,27 @@ class VolumeChecks:
     """Starts, follows and cancels online volume checks.
 
     Args:
-        rpc: whom to ask.
+        rpc: calls to the store.
     """
 
     def __init__(self, rpc: StoreRpc) -> None:
         self._rpc = rpc
 
     async def begin(self, node_id: str, name: str, bytes_per_s: int | None = None) -> VolumeCheck:
-        """Begins a check.
+        """Begin a check.
 
         Args:
-            node_id: of the node.
-            name: of the volume there.
-            bytes_per_s: the most to read, over time; None: as the node chooses.
+            node_id: the node.
+            name: name of the volume on the node.
+            bytes_per_s: read rate limit; None: default of the node.
 
         Raises:
-            NotFound: there is no such node, or it has no such volume.
-            Conflict: one is under way.
-            InvalidArgument: the volume is no durable one.
-            KVStoreError: as the node answers, or that it does not.
+            NotFound: the node or the volume does not exist.
+            Conflict: a check is in progress.
+            InvalidArgument: the volume is not durable.
+            KVStoreError: the node failed or does not answer.
         """
-        this = operation_id()  # of both attempts, where the first answer is lost
+        this = operation_id()  # the same for the retry
 
         async def ask(node: NodeRpc, volume_id: str) -> pb.VolumeCheck:
             request = pb.CheckVolumeRequest(operation_id=this, volume_id=volume_id, bytes_per_s=bytes_per_s or 0)
@@ -98,7 +98,7 @@ class VolumeChecks:
         return await self._ask(node_id, name, ask, changes=True)
 
     async def look(self, node_id: str, name: str) -> VolumeCheck:
-        """How far it is, or what the last one found. Raises as ``begin`` does, but for ``Conflict``."""
+        """Progress or result of the last check. Raises like ``begin``, except ``Conflict``."""
 
         async def ask(node: NodeRpc, volume_id: str) -> pb.VolumeCheck:
             return await node(node.stub.DescribeCheck, pb.DescribeCheckRequest(volume_id=volume_id))
@@ -106,7 +106,7 @@ class VolumeChecks:
         return await self._ask(node_id, name, ask)
 
     async def cancel(self, node_id: str, name: str) -> VolumeCheck:
-        """Ends it after the read that is under way, where there is one. Raises as ``look`` does."""
+        """Cancel a check after its current read. Raises like ``look``."""
 
         async def ask(node: NodeRpc, volume_id: str) -> pb.VolumeCheck:
             return await node(node.stub.CancelCheck, pb.CancelCheckRequest(volume_id=volume_id))

@@ -21,7 +21,7 @@ from kvstore.admin.etags import check_match
 from kvstore.admin.main import store_endpoint
 from kvstore.admin.middleware import AdminMiddleware
 from kvstore.admin.pagination import after, cursor_for, page_of
-from kvstore.admin.problems import Refused
+from kvstore.admin.problems import PreconditionError
 from kvstore.config.admin import AdminConfig
 from kvstore.config.base import TlsSection
 from kvstore.control_api.store_rpc import StoreRpc
@@ -382,6 +382,6 @@ def test_a_change_names_the_state_that_it_changes() -> None:
     assert check_match('"a", "split"', "split") == "split"
     assert check_match(" * ", "split") is None
     for header, status in ((None, 428), ("", 428), ('"other"', 412), ('W/"split"', 412), ("split", 412)):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(PreconditionError) as refused:
             check_match(header, "split")
         assert refused.value.status == status

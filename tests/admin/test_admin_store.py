@@ -166,7 +166,7 @@ def test_which_blocks_hit_and_why_the_rest_misses(store: Store) -> None:
     assert same["hit_blocks"] == BLOCKS, "keys are those of the tokens"
     torn = store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(), "keys": ["f" * 32, *keys[1:]]})
     assert torn["hit_blocks"] == 0
-    assert "hole before it, at depth 0" in torn["runs"][1]["why"]
+    assert "gap before it, at depth 0" in torn["runs"][1]["why"]
     foreign = store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(OTHER), "keys": keys[:1]})
     assert foreign["runs"][0]["state"] == "misplaced"
     one = store.http.get(f"/v1/blocks/{keys[3]}")
@@ -383,7 +383,7 @@ def test_a_node_that_is_silent_is_said_and_waited_for_by_nobody(store: Store) ->
     keys = [key.hex() for key in store.neighbour.keys(TOKENS)]
     missed = store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(OTHER), "keys": keys})
     assert (missed["hit_blocks"], missed["runs"][0]["state"]) == (0, "silent")
-    assert missed["first_miss"] == "only on nodes that are not heard of: b"
+    assert missed["first_miss"] == "only on nodes without heartbeats: b"
     done = store.http.post(f"/v1/namespaces/{store.namespace(OTHER)}/invalidate")
     assert not done["complete"]
     assert [(one["node_id"], one["kind"]) for one in done["unreached"]] == [("b", "unavailable")]

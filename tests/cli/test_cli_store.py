@@ -277,8 +277,8 @@ def test_changes_are_made(store: Store) -> None:
     assert made["invalidated"] is None
     assert store.get(f"/namespaces/{made['namespace_id']}")["spec"]["weights_epoch"] == "next"
     store.run("namespaces", "bump-weights", NAMESPACE, SPEC.weights_epoch, "--keep", code=3)
-    assert store.run("path-policy", "prefill_only", "--was", "split").stdout == "prefill_only (configured: split)\n"
-    assert "expected" in store.run("path-policy", "round_robin", "--was", "split", code=3).stderr
+    assert store.run("path-policy", "prefill_only", "--if-match", "split").stdout == "prefill_only (configured: split)\n"
+    assert "expected" in store.run("path-policy", "round_robin", "--if-match", "split", code=3).stderr
     assert store.json("path-policy", "split") == {"policy": "split", "configured": "split"}
 
 
@@ -301,7 +301,7 @@ def test_changes_are_made(store: Store) -> None:
         (f"blocks lookup {NAMESPACE}", 2),
         (f"blocks lookup {'0' * 32} 1", 3),
         ("path-policy oracle", 2),
-        ("path-policy --was split", 2),
+        ("path-policy --if-match split", 2),
         ("top --interval 1ms", 2),
         ("nodes --json show a", 2),
     ],

@@ -19,7 +19,7 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import RequestKeys
 from kvclient.engines.vllm.memory.device_pages import device_pages
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepPlan
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
 from kvstore.embedded.cluster import LocalCluster
@@ -74,7 +74,7 @@ class Engine:
             return [hook.connect(spec, options, device=self.pages[0].watcher(spec))]
 
         self.side = WorkerConnector(ConnectorOptions(hook=hook, device_pin_wait_s=pin_wait_s), connect, "", self.pages, [NAMES])
-        self.finder = BackgroundLookup(HookOptions(metadata=cluster.metadata_address), [[self.spec]], ConnectorCounters())
+        self.prefix_lookup = BackgroundLookup(HookOptions(metadata=cluster.metadata_address), [[self.spec]], ConnectorCounters())
         self.wrong: list[str] = []
         self._job = itertools.count(1)
 
@@ -104,17 +104,17 @@ class Engine:
 
     @property
     def chain(self) -> bytes:
-        return self.finder.chain.spec.namespace
+        return self.prefix_lookup.chain.spec.namespace
 
     def keys(self, numbers: Sequence[int]) -> list[BlockKey]:
-        return RequestKeys(self.finder.chain, {}).upto(self.tokens(numbers), len(numbers))
+        return RequestKeys(self.prefix_lookup.chain, {}).upto(self.tokens(numbers), len(numbers))
 
     def step(self, pages: Sequence[int], numbers: Sequence[int], *, save: bool = False) -> None:
         """Computes blocks; with ``save`` they are stored."""
         for layer in range(LAYERS):
             self.compute(pages, numbers, layer)
-        jobs = [SaveJob(next(self._job), "r", 0, None, self.keys(numbers), [list(pages)])] if save else []
-        self.side.end_forward(StepPlan(chain=self.chain, saves=jobs, has_tokens=True))
+        jobs = [StoreJob(next(self._job), "r", 0, None, self.keys(numbers), [list(pages)])] if save else []
+        self.side.end_forward(StepPlan(chain=self.chain, stores=jobs, has_tokens=True))
 
     def stored(self, jobs: int = 1) -> set[int]:
         """Wait for the results of a number of stores; returns the failed ones."""
@@ -122,10 +122,10 @@ class Engine:
         failed: set[int] = set()
 
         def told() -> bool:
-            answer = self.side.answer()
+            answer = self.side.take_output()
             if answer is not None:
-                done.update(answer.saved)
-                failed.update(answer.not_saved)
+                done.update(answer.stores_done)
+                failed.update(answer.stores_failed)
             return len(done) >= jobs
 
         wait_until(told, "stores end")
@@ -133,10 +133,10 @@ class Engine:
 
     def job(self, pages: Sequence[int], numbers: Sequence[int], *, layerwise: bool, found: int | None = None) -> LoadJob:
         tokens = self.tokens(numbers)
-        keys = RequestKeys(self.finder.chain, {})
+        keys = RequestKeys(self.prefix_lookup.chain, {})
         end_s = time.monotonic() + WAIT_S
         while True:
-            future = self.finder.begin(keys, tokens, len(numbers))
+            future = self.prefix_lookup.begin(keys, tokens, len(numbers))
             wait((future,), WAIT_S)
             got = future.result()
             if got.hit_blocks >= (len(numbers) if found is None else found):
@@ -154,7 +154,7 @@ class Engine:
         received: set[str] = set()
 
         def told() -> bool:
-            arrivals = self.side.arrivals(StepPlan(has_tokens=True), set())
+            arrivals = self.side.take_completions(StepPlan(has_tokens=True), set())
             missing.update(arrivals.missing)
             received.update(arrivals.received)
             return bool(received)
@@ -172,7 +172,7 @@ class Engine:
             self.side.wait_layer(NAMES[layer])
             self.attend(pages, numbers, layer)
         self.side.end_forward(StepPlan(has_tokens=True))
-        return self.side.arrivals(StepPlan(has_tokens=True), set()).missing
+        return self.side.take_completions(StepPlan(has_tokens=True), set()).missing
 
     def read_back(self, numbers: Sequence[int]) -> np.ndarray:
         """Blocks in the store, read by a client without a device."""
@@ -188,7 +188,7 @@ class Engine:
 
     def close(self) -> None:
         self.side.close()
-        self.finder.close()
+        self.prefix_lookup.close()
 
 
 def rows_of(numbers: Sequence[int]) -> np.ndarray:

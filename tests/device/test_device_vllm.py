@@ -15,10 +15,10 @@ from late_engine import LAYERS, NAMES, Engine, rows_of
 
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.engines.vllm.memory.device_pages import DevicePages
-from kvclient.engines.vllm.pd.plan import AwaitJob, SendJob, TakeJob
+from kvclient.engines.vllm.pd.plan import AwaitJob, CopyJob, SendJob
 from kvclient.engines.vllm.pd.receiver import Receiver
 from kvclient.engines.vllm.pd.sender import Sender
-from kvclient.engines.vllm.plan import StepAnswer, StepPlan
+from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
@@ -72,7 +72,7 @@ def test_vllm_pages_are_read_only_after_load(engines: Callable[..., Engine], fir
     for seed in range(3):
         engine = engines(ComputingDevice(seed, first), strategy=strategy, model=f"m{next(numbers)}")
         assert life(engine) == ([], True)
-        assert engine.side.tally.totals().get("bugs", 0) == 0
+        assert engine.side.counters.totals().get("bugs", 0) == 0
 
 
 def reached(*_: object) -> DeferredEvent:
@@ -160,8 +160,8 @@ def test_async_load_does_not_wait_for_current_step(engines: Callable[..., Engine
 
 def hand_over(sender: Engine, receiver: Engine) -> list[str]:
     """A prompt goes from one engine to the other while it is computed, into pages that were just used."""
-    sends = Sender(sender.pages, sender.side.place, 10.0, sender.side.tally)
-    takes = Receiver(receiver.pages, 15.0, receiver.side.tally, verify="auto")
+    sends = Sender(sender.pages, sender.side.layer_positions, 10.0, sender.side.counters)
+    takes = Receiver(receiver.pages, 15.0, receiver.side.counters, verify="auto")
     keys, pages, target = sender.keys(FIRST), [3, 4, 5, 6, 7], [20, 19, 18, 17, 16]
     takes.begin([AwaitJob("r", keys, [0], "t")], receiver.chain, receiver.side.clients)
     sends.begin([SendJob(1, "d", 0, None, keys, False, [pages])], sender.chain, sender.side.clients)
@@ -169,15 +169,15 @@ def hand_over(sender: Engine, receiver: Engine) -> list[str]:
         sender.compute(pages, FIRST, layer)
         sends.layer(NAMES[layer])
     sends.end_step(good=True)
-    answers = StepAnswer()
-    wait_until(lambda: bool(answers.merge(sends.take()) or answers.saved), "the prompt is handed over")
-    assert answers.not_saved == set()
+    answers = WorkerOutput()
+    wait_until(lambda: bool(answers.merge(sends.take()) or answers.stores_done), "the prompt is handed over")
+    assert answers.stores_failed == set()
     came: set[str] = set()
-    wait_until(lambda: bool(came.update(takes.came()[0]) or came), "the prompt is here")
+    wait_until(lambda: bool(came.update(takes.take_known()[0]) or came), "the prompt is here")
     receiver.step(target, [90, 91, 92, 93, 94])
-    takes.take([TakeJob("r", [0], [target])])
+    takes.take([CopyJob("r", [0], [target])])
     got: list[LoadCompletions] = []
-    wait_until(lambda: bool(got.append(takes.arrivals()) or got[-1].received), "the prompt is copied")
+    wait_until(lambda: bool(got.append(takes.take_completions()) or got[-1].received), "the prompt is copied")
     assert got[-1].missing == set()
     for layer in range(LAYERS):
         receiver.attend(target, FIRST, layer)

@@ -24,7 +24,7 @@ from kvclient.engines.vllm.memory.device_pages import DevicePages, device_pages,
 from kvclient.engines.vllm.memory.pages import GroupPages
 from kvclient.engines.vllm.pd.plan import SendJob
 from kvclient.engines.vllm.pd.sender import Sender
-from kvclient.engines.vllm.plan import StepAnswer, StepPlan
+from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
 from kvstore.core.errors import Internal
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
@@ -177,7 +177,7 @@ def test_worker_start_waits_for_pinned_arena(late: bool, cluster: LocalCluster) 
         engine.side.wait_pinned()
         reports = engine.pages[0]._copier.pin_reports()  # type: ignore[attr-defined]
         assert [report.done for report in reports] == [not late]
-        assert engine.side.tally.totals().get("device_pinned_late", 0) == late
+        assert engine.side.counters.totals().get("device_pinned_late", 0) == late
     finally:
         go_on.set()
         engine.close()
@@ -194,8 +194,8 @@ def test_device_rejecting_copies_is_a_miss(make: Callable[..., Engine]) -> None:
     engine.device.fail_after = None
     assert engine.settled() == []
     assert all(not layer[PAGES].any() for layer in engine.layers), "what was there is nobody's"
-    engine.side.count_copies()
-    assert engine.side.tally.totals()["device_errors"] >= 2
+    engine.side.count_device_copies()
+    assert engine.side.counters.totals()["device_errors"] >= 2
     assert engine.load(PAGES, FIRST) == set()
     assert engine.settled() == []
 
@@ -231,8 +231,8 @@ def test_late_copies_are_never_visible(fenced: bool, make: Callable[..., Engine]
     for layer in range(LAYERS):
         engine.attend(PAGES, OTHER, layer)
     assert (engine.settled() == []) == fenced
-    engine.side.count_copies()
-    assert engine.side.tally.totals()["device_lost"] == 1
+    engine.side.count_device_copies()
+    assert engine.side.counters.totals()["device_lost"] == 1
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -252,8 +252,8 @@ def test_long_computation_keeps_the_device(ends: bool, make: Callable[..., Engin
     step.cancel()
     assert engine.load(PAGES, FIRST) == (set() if ends else set(PAGES))
     engine.settled()
-    engine.side.count_copies()
-    assert engine.side.tally.totals().get("device_lost", 0) == (0 if ends else 1)
+    engine.side.count_device_copies()
+    assert engine.side.counters.totals().get("device_lost", 0) == (0 if ends else 1)
 
 
 def test_aborted_request_pages_are_freed_after_copies(make: Callable[..., Engine]) -> None:
@@ -263,9 +263,9 @@ def test_aborted_request_pages_are_freed_after_copies(make: Callable[..., Engine
     engine.side.begin_loads(StepPlan(chain=engine.chain, loads=[job]))
     copies = [stream for stream in engine.device.streams if stream is not engine.device.compute]  # type: ignore[attr-defined]
     wait_until(lambda: any(stream.work for stream in copies), "copies are on their way")
-    assert not engine.side.arrivals(StepPlan(has_tokens=True), {"r"}).received, "given up, and still written to"
+    assert not engine.side.take_completions(StepPlan(has_tokens=True), {"r"}).received, "given up, and still written to"
     engine.device.paused = False
-    wait_until(lambda: bool(engine.side.arrivals(StepPlan(has_tokens=True), set()).received), "the load ends")
+    wait_until(lambda: bool(engine.side.take_completions(StepPlan(has_tokens=True), set()).received), "the load ends")
     engine.step(PAGES, OTHER)
     engine.device.run_all()
     for layer in range(LAYERS):
@@ -277,7 +277,7 @@ def test_aborted_request_pages_are_freed_after_copies(make: Callable[..., Engine
 def test_handoff_with_failed_device_ends(closed: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the step to be over: no failure of the device may keep the engine's thread from saying so."""
     engine = make(ComputingDevice(1))
-    sends = Sender(engine.pages, engine.side.place, 600.0, engine.side.tally)
+    sends = Sender(engine.pages, engine.side.layer_positions, 600.0, engine.side.counters)
     sends.begin([SendJob(1, "n", 0, None, engine.keys(FIRST), False, [PAGES])], engine.chain, engine.side.clients)
 
     def failed(_: ComputingDevice) -> None:
@@ -287,20 +287,20 @@ def test_handoff_with_failed_device_ends(closed: bool, make: Callable[..., Engin
     with pytest.raises(RuntimeError, match="CUDA") if not closed else nullcontext():
         sends.end_step(good=not closed)
     sends.close()
-    assert sends.take() == StepAnswer({1: 1}, {1})
+    assert sends.take() == WorkerOutput({1: 1}, {1})
 
 
 def test_handoff_with_hung_step_is_abandoned(make: Callable[..., Engine]) -> None:
     engine = make(ComputingDevice(1))
-    sends = Sender(engine.pages, engine.side.place, 0.2, engine.side.tally)
+    sends = Sender(engine.pages, engine.side.layer_positions, 0.2, engine.side.counters)
     sends.begin([SendJob(1, "n", 0, None, engine.keys(FIRST), False, [PAGES])], engine.chain, engine.side.clients)
-    answers = StepAnswer()
-    wait_until(lambda: bool(answers.merge(sends.take()) or answers.saved), "the hand-over is given up")
-    assert answers.not_saved == {1}
+    answers = WorkerOutput()
+    wait_until(lambda: bool(answers.merge(sends.take()) or answers.stores_done), "the hand-over is given up")
+    assert answers.stores_failed == {1}
     sends.layer(NAMES[0])  # as steps go that end after all
     sends.end_step(good=True)
     sends.close()
-    assert sends.take() == StepAnswer()
+    assert sends.take() == WorkerOutput()
 
 
 def test_layer_without_wait_fails_the_load(make: Callable[..., Engine]) -> None:
@@ -312,7 +312,7 @@ def test_layer_without_wait_fails_the_load(make: Callable[..., Engine]) -> None:
         engine.side.wait_layer(name)
     engine.side.end_forward(StepPlan(has_tokens=True))
     assert engine.side.step_failed
-    assert engine.side.arrivals(StepPlan(has_tokens=True), set()).missing == set(PAGES)
-    assert engine.side.tally.totals()["bugs"] == 1
+    assert engine.side.take_completions(StepPlan(has_tokens=True), set()).missing == set(PAGES)
+    assert engine.side.counters.totals()["bugs"] == 1
     engine.device.run_all()
     assert all(not np.any(layer[PAGES].numpy()) for layer in engine.layers)

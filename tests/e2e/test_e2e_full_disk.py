@@ -95,7 +95,7 @@ def test_disk_full_is_reported_until_there_is_space(store: Store, small_disk: Pa
     def told() -> bool:
         engine.store(f"more{next(number)}", 2000)
         said = "\n".join(problems())
-        return all(part in said for part in ("the index takes no changes", "volume a/nvme0 takes no blocks", "since"))
+        return all(part in said for part in ("the index takes no changes", "volume a/nvme0 is read-only", "since"))
 
     wait_until(told, "the index and the volume are said to fail", 90.0)
     wait_until(lambda: any(one.startswith("node a: the index accepts no changes") for one in problems()), "so is publishing")

@@ -100,7 +100,7 @@ def test_node_token_refused_is_shown_until_replaced(store: Store, token: str, wh
     wait_until(lambda: store.node("b")["refused"] is not None, "b is shown as refused")
     found = store.node("b")
     assert (found["alive"], found["refused"]) == (False, why)
-    assert found["unreached"] == f"the metadata server refuses the node: {why}"
+    assert found["unreached"] == f"the metadata server rejects the node: {why}"
     status = store.ask("status")
     assert f"problem: node b is refused by the metadata server: {why} (node.token_file)" in status
     assert "node b: refused" in status

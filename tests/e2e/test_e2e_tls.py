@@ -299,7 +299,7 @@ def test_tls_node_under_another_name_gets_no_byte(secured: Secured, tmp_path: Pa
         assert (put.bytes_stored, put.held_blocks) == (0, 0)
         assert put.error is not None
         assert remote.stats()["client_peer_failed_total"] > 0
-        assert "cannot read from node other" in caplog.text
+        assert "read from a node failed: other" in caplog.text
 
 
 # ---------------------------------------------------------------- the local node is lost

@@ -76,7 +76,7 @@ def test_blocks_go_both_ways_between_host_memory_and_a_device(family: str, mode:
         tokens, loaded = ask(engine)
         assert tokens == right
         assert loaded == [(len(prompt) - 1) // engine.block_tokens * engine.block_tokens for prompt in PROMPTS]
-        engine.worker_side.count_copies()
+        engine.worker_side.count_device_copies()
         counts = engine.counters()
         assert counts.get("bugs", 0) == counts.get("loads_failed", 0) == 0
         assert counts.get("device_loaded_bytes", 0) == (counts["load_bytes"] if reader else 0)

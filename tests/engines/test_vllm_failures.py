@@ -155,7 +155,7 @@ def test_with_policy_fail_the_request_fails_and_the_engine_goes_on(family: str, 
     for answer, tokens in zip(answers, right, strict=True):
         if answer.outputs[0].finish_reason != "error":
             assert tuple(answer.outputs[0].token_ids) == tokens
-    wait_until(lambda: engine.scheduler_side.finder is not None)
+    wait_until(lambda: engine.scheduler_side.prefix_lookup is not None)
     assert engine.flush()
     bed.cluster.start_node("n")
     wait_until(lambda: all(one.outputs[0].finish_reason == "length" for one in engine.run(PROMPTS, 12)), "the engine answers")
@@ -229,10 +229,10 @@ def test_what_a_step_that_raises_has_not_computed_is_not_stored(
                 engine.tokens(PROMPTS[:1])
         else:
             engine.tokens(PROMPTS[:1])
-    saver = engine.worker_side._saver
+    saver = engine.worker_side._store_worker
     assert saver is not None
     assert saver.drain(WAIT_S)
-    assert (engine.worker_side.tally.totals().get("stores", 0) == 0) == raises
+    assert (engine.worker_side.counters.totals().get("stores", 0) == 0) == raises
 
 
 def test_a_store_without_room_skips(make_bed: Callable[..., Bed]) -> None:
@@ -317,10 +317,10 @@ def test_a_request_that_is_aborted_while_it_loads(make_bed: Callable[..., Bed]) 
     session.send_signal(signal.SIGSTOP)  # the node hangs: the load neither ends nor fails
     try:
         add(engine, "aborted", PROMPTS[0])
-        wait_until(lambda: bool(engine.worker_side._flights), "a load began", step=engine.llm.llm_engine.step)
+        wait_until(lambda: bool(engine.worker_side._loads_in_flight), "a load began", step=engine.llm.llm_engine.step)
         engine.llm.llm_engine.abort_request(["aborted"])
         wait_until(lambda: not engine.llm.llm_engine.has_unfinished_requests(), "gone", step=engine.llm.llm_engine.step)
-        wait_until(lambda: not engine.worker_side._flights, "the load has ended", step=engine.llm.llm_engine.step)
+        wait_until(lambda: not engine.worker_side._loads_in_flight, "the load has ended", step=engine.llm.llm_engine.step)
     finally:
         session.send_signal(signal.SIGCONT)
     wait_until(lambda: pool.get_num_free_blocks() == before, "its pages are free", step=engine.llm.llm_engine.step)

@@ -52,7 +52,7 @@ def test_the_same_tokens_as_from_its_own_cache(
             assert [one.loaded_tokens for one in loaded] == wanted
         engine.forget()
         assert len(engine.tokens(PROMPTS)) == len(PROMPTS)  # all at once
-        engine.worker_side.count_copies()
+        engine.worker_side.count_device_copies()
         counts = engine.counters()
         assert counts["device_loaded_bytes"] == counts["load_bytes"] > 0
         assert counts["device_stored_bytes"] >= counts["store_bytes"] > 0

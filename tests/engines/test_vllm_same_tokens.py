@@ -125,8 +125,8 @@ def watch_pages(engine: VllmEngine) -> list[bool]:
         layers = side.pages[group]._layers
         return b"".join(bytes(layer.memory[page * layer.stride :][: layer.page_bytes]) for layer in layers)
 
-    assert side._saver is not None
-    add, begin, arrivals, end = side._saver.add, side._begin, side.arrivals, side.end_forward
+    assert side._store_worker is not None
+    add, begin, arrivals, end = side._store_worker.add, side._begin, side.take_completions, side.end_forward
     under_way: list[Any] = []
 
     def add_jobs(chain: bytes, jobs: Any, clients: Any, after: Any) -> None:
@@ -155,7 +155,7 @@ def watch_pages(engine: VllmEngine) -> list[bool]:
         end(plan, **how)
         compare([job for job in under_way if job.layerwise])
 
-    side._saver.add, side._begin, side.arrivals = add_jobs, begin_load, arrived  # type: ignore[method-assign]
+    side._store_worker.add, side._begin, side.take_completions = add_jobs, begin_load, arrived  # type: ignore[method-assign]
     side.end_forward = end_forward  # type: ignore[method-assign]
     return same
 

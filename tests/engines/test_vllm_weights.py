@@ -240,7 +240,7 @@ def test_an_adapter_that_changes_between_a_plan_and_its_step_is_not_stored(
     begin = engine.worker_side.begin_loads
 
     def begin_loads(plan: Any) -> None:
-        if plan.saves:
+        if plan.stores:
             make_adapter(driver.model, tmp_path / "a", 2)
         begin(plan)
 

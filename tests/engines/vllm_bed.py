@@ -132,7 +132,7 @@ class VllmEngine:
 
     def _watch_loads(self, side: SchedulerConnector) -> None:
         """Notes how much of each request came from the store; vLLM does not say."""
-        planned, failed = side.allocated, side.loads_failed
+        planned, failed = side.update_state_after_alloc, side.on_loads_failed
 
         def allocated(request: Any, block_ids: Any, tokens: int) -> None:
             self._loaded[request.request_id] = tokens
@@ -144,7 +144,7 @@ class VllmEngine:
                 if state.load_failed:
                     self._loaded[request_id] = 0
 
-        side.allocated, side.loads_failed = allocated, loads_failed  # type: ignore[method-assign]
+        side.update_state_after_alloc, side.on_loads_failed = allocated, loads_failed  # type: ignore[method-assign]
 
     def _watch_stores(self, side: SchedulerConnector) -> None:
         """Notes which chains were given to the store: its index shows them a moment later."""
@@ -164,7 +164,7 @@ class VllmEngine:
 
     def _is_shown(self, keys: Any) -> bool:
         """Whether lookups show a whole chain, or cannot tell."""
-        finder = self.scheduler_side.finder
+        finder = self.scheduler_side.prefix_lookup
         assert finder is not None
         found = finder._found(keys)
         return found.hit_blocks == len(keys) or any(one.error for group in found.by_group for one in group.values())
@@ -216,8 +216,8 @@ class VllmEngine:
         """Of the connector, and of its clients."""
         if self.connector is None:
             return {}
-        counts = {**self.scheduler_side.tally.totals()}
-        for name, value in self.worker_side.tally.totals().items():
+        counts = {**self.scheduler_side.counters.totals()}
+        for name, value in self.worker_side.counters.totals().items():
             counts[name] = counts.get(name, 0) + value
         return {name: int(value) for name, value in counts.items()} | dict(self.worker_side.client_stats)
 

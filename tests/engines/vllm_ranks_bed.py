@@ -69,7 +69,7 @@ def processors(worker: Any) -> tuple[int, int]:
     """In each worker: how many may compute, and how many store."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    saver = get_kv_transfer_group()._worker._saver  # type: ignore[attr-defined]
+    saver = get_kv_transfer_group()._worker._store_worker  # type: ignore[attr-defined]
     return len(os.sched_getaffinity(0)), len(os.sched_getaffinity(saver._thread.native_id if saver is not None else 0))
 
 

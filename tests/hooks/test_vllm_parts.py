@@ -27,7 +27,7 @@ from kvclient.engines.vllm.identity.namespaces import GroupFacts, chain_spec, gr
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.memory.pages import GroupPages, page_order
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.plan import WorkerOutput
 
 SPEC = CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64)
 FACTS = GroupFacts("m", "d", "float32", 4, ("a", "b"), 64, (2, 4, 2), "full", "CPU_ATTN", "vec", "0.32")
@@ -449,14 +449,14 @@ def test_files_text_own_code_or_images_depends_on_lists(tmp_path: Path, kind: st
 
 @given(st.lists(st.dictionaries(st.integers(0, 5), st.booleans()), max_size=5))
 def test_answers_add_up_in_any_order(workers: list[dict[int, bool]]) -> None:
-    def merged(order: list[dict[int, bool]]) -> StepAnswer:
-        total = StepAnswer()
+    def merged(order: list[dict[int, bool]]) -> WorkerOutput:
+        total = WorkerOutput()
         for worker in order:
-            total.merge(StepAnswer(dict.fromkeys(worker, 1), {job for job, good in worker.items() if not good}))
+            total.merge(WorkerOutput(dict.fromkeys(worker, 1), {job for job, good in worker.items() if not good}))
         return total
 
     assert merged(workers) == merged(workers[::-1])
-    assert sum(merged(workers).saved.values()) == sum(map(len, workers))
+    assert sum(merged(workers).stores_done.values()) == sum(map(len, workers))
 
 
 def test_a_tally_tells_each_count_once() -> None:

@@ -14,9 +14,9 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.engine_facts import GroupView
 from kvclient.engines.vllm.pd.options import PdOptions
 from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
-from kvclient.engines.vllm.pd.plan import AbandonJob, PdAnswer, PdPlan
-from kvclient.engines.vllm.pd.scheduler import PdScheduler, RemoteSession
-from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.pd.plan import AbandonJob, PdPlan, PdWorkerOutput
+from kvclient.engines.vllm.pd.scheduler import PdScheduler, TransferState
+from kvclient.engines.vllm.plan import WorkerOutput
 
 CHAIN = KeyChain(SPEC)
 HERE = Transfer(Role.DECODE, "t1")
@@ -101,65 +101,65 @@ def prompt(tokens: int, name: str = "r") -> Request:
 
 
 def step(made: PdScheduler, scheduled: dict[str, int] | None = None, pages: Any = None) -> PdPlan:
-    return made.plan_step(scheduled or {}, {}, lambda _request_id: pages)
+    return made.build_step_plan(scheduled or {}, {}, lambda _request_id: pages)
 
 
 def test_a_prompt_is_awaited_then_here_then_taken() -> None:
     made, one = decisions(workers=2), prompt(10)
-    made.arrived(one, HERE, CHAIN)
+    made.on_new_request(one, HERE, CHAIN)
     (job,) = step(made).awaits
     assert job.transfer_id == "t1"
     full = CHAIN.keys(one.all_token_ids)
     assert job.keys == [*full, HERE.tail_key(CHAIN.tail(one.all_token_ids[8:], full[-1]))]
-    assert made.stage("r") is RemoteSession.AWAITED
-    made.answered(PdAnswer(came={"r": 1}))
-    assert made.stage("r") is RemoteSession.AWAITED, "the other worker does not know yet"
-    made.answered(PdAnswer(came={"r": 1}))
-    assert made.stage("r") is RemoteSession.HERE
-    assert made.matched(one, 4) == 6
-    made.allocated(one, [[7, 8, 9]], 6)
-    (take,) = step(made).takes
+    assert made.state("r") is TransferState.AWAITED
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))
+    assert made.state("r") is TransferState.AWAITED, "the other worker does not know yet"
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))
+    assert made.state("r") is TransferState.ARRIVED
+    assert made.get_num_new_matched_tokens(one, 4) == 6
+    made.update_state_after_alloc(one, [[7, 8, 9]], 6)
+    (take,) = step(made).copies
     assert (take.first_blocks, take.block_ids) == ([1], [[8, 9]])
-    assert made.takes_done({"r", "other"}) == [(one, 2)]
-    assert made.stage("r") is RemoteSession.OVER
-    assert not made.gave_up("r")
+    assert made.on_copies_finished({"r", "other"}) == [(one, 2)]
+    assert made.state("r") is TransferState.ENDED
+    assert not made.pop_given_up("r")
 
 
 def test_a_prompt_that_some_worker_lacks_is_given_up_by_all() -> None:
     made, one = decisions(workers=2), prompt(9)
-    made.arrived(one, HERE, CHAIN)
+    made.on_new_request(one, HERE, CHAIN)
     step(made)
-    made.answered(PdAnswer(came={"r": 2}, incomplete={"r"}))
-    assert made.stage("r") is RemoteSession.OVER
+    made.on_worker_output(PdWorkerOutput(known={"r": 2}, incomplete={"r"}))
+    assert made.state("r") is TransferState.ENDED
     assert step(made).drops == ["r"]
-    assert made.gave_up("r")
-    assert not made.gave_up("r"), "said once"
+    assert made.pop_given_up("r")
+    assert not made.pop_given_up("r"), "said once"
 
 
 def test_pages_that_could_not_be_filled_are_told() -> None:
     made, one = decisions(), prompt(9)
-    made.arrived(one, HERE, CHAIN)
-    made.answered(PdAnswer(came={"r": 1}))
-    made.allocated(one, [[3, 4, 5]], 9)
-    made.takes_failed({4}, set())
-    assert made.takes_done({"r"}) == [(one, 0)]
+    made.on_new_request(one, HERE, CHAIN)
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))
+    made.update_state_after_alloc(one, [[3, 4, 5]], 9)
+    made.on_copies_failed({4}, set())
+    assert made.on_copies_finished({"r"}) == [(one, 0)]
 
 
 @pytest.mark.parametrize("stage", ["awaited", "here"])
 def test_who_leaves_while_waiting_is_dropped(stage: str) -> None:
     made = decisions()
-    made.arrived(prompt(9), HERE, CHAIN)
+    made.on_new_request(prompt(9), HERE, CHAIN)
     step(made)
     if stage == "here":
-        made.answered(PdAnswer(came={"r": 1}))
-    assert made.finished("r") is None
+        made.on_worker_output(PdWorkerOutput(known={"r": 1}))
+    assert made.request_finished("r") is None
     assert step(made).drops == ["r"]
-    made.answered(PdAnswer(came={"r": 1}))  # too late: nobody minds
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))  # too late: nobody minds
 
 
 def test_of_a_sliding_window_only_what_it_still_sees_is_awaited() -> None:
     made = decisions(windows=(0, 9))
-    made.arrived(prompt(41), HERE, CHAIN)
+    made.on_new_request(prompt(41), HERE, CHAIN)
     (job,) = step(made).awaits
     assert job.first_needed == [0, 8]
     assert len(job.keys) == 11
@@ -171,7 +171,7 @@ def test_each_block_is_handed_over_once_with_the_step_that_completes_it(chunks: 
     tokens = sum(chunks)
     pool, one = Pool(100), prompt(tokens)
     made = decisions(pool)
-    made.arrived(one, THERE, CHAIN)
+    made.on_new_request(one, THERE, CHAIN)
     pages = [list(range(1, -(-tokens // BLOCK) + 2))]
     sent: list[Any] = []
     for chunk in chunks:
@@ -180,7 +180,7 @@ def test_each_block_is_handed_over_once_with_the_step_that_completes_it(chunks: 
             assert job.parent == (sent[-1][0] if sent else None)
             sent += zip(job.keys, job.block_ids[0], strict=True)
             assert pool.pinned == set(job.block_ids[0])
-            made.answered(PdAnswer(StepAnswer({job.job_id: 1}, set())))
+            made.on_worker_output(PdWorkerOutput(WorkerOutput({job.job_id: 1}, set())))
             assert not pool.pinned
         one.num_computed_tokens += chunk
     full = CHAIN.keys(one.all_token_ids)
@@ -191,49 +191,49 @@ def test_each_block_is_handed_over_once_with_the_step_that_completes_it(chunks: 
     assert [page for _, page in sent] == pages[0][: len(sent)]
     one.all_token_ids.append(1)
     assert not step(made, {"r": 1}, pages).sends, "what is generated is not the prompt's"
-    assert made.finished("r") == THERE.for_decode()
-    assert not made.has_news
+    assert made.request_finished("r") == THERE.for_decode()
+    assert not made.has_abandons
 
 
 def test_a_hand_over_that_failed_is_tried_once_more() -> None:
     pool, one = Pool(100), prompt(12)
     made = decisions(pool)
-    made.arrived(one, THERE, CHAIN)
+    made.on_new_request(one, THERE, CHAIN)
     pages = [[1, 2, 3]]
     for attempt, chunk in enumerate((5, 5, 2)):
         plan = step(made, {"r": chunk}, pages)
         assert plan.abandons == ([AbandonJob("d0", "t1")] if attempt == 2 else []), "twice is certain"
         jobs = plan.sends
         assert [(job.first_block, len(job.keys)) for job in jobs] == [[(0, 1)], [(0, 2)], []][attempt]
-        made.answered(PdAnswer(StepAnswer({job.job_id: 1 for job in jobs}, {job.job_id for job in jobs})))
+        made.on_worker_output(PdWorkerOutput(WorkerOutput({job.job_id: 1 for job in jobs}, {job.job_id for job in jobs})))
         one.num_computed_tokens += chunk
     assert not pool.pinned
     assert not made.has_pins
-    assert made.finished("r") == THERE.for_decode(whole=False)
-    assert not made.has_news, "said once"
+    assert made.request_finished("r") == THERE.for_decode(whole=False)
+    assert not made.has_abandons, "said once"
 
 
 @pytest.mark.parametrize("then", ["whole", "failed", "other weights"])
 def test_what_a_step_that_loads_computes_is_held_back_until_it_is_known_to_be_right(then: str) -> None:
     pool, one = Pool(100), prompt(12)
     made = decisions(pool, workers=2)
-    made.arrived(one, THERE, CHAIN)
+    made.on_new_request(one, THERE, CHAIN)
     pages = [[1, 2, 3]]
-    assert made.plan_step({"r": 9}, {}, lambda _: pages, hold=True).sends == []
+    assert made.build_step_plan({"r": 9}, {}, lambda _: pages, hold=True).sends == []
     assert pool.pinned == {1, 2}
     one.num_computed_tokens = 9
     if then == "whole":
         jobs = step(made, {"r": 3}, pages).sends
         assert [(job.first_block, len(job.keys)) for job in jobs] == [(0, 2), (2, 1)]
-        made.answered(PdAnswer(StepAnswer({job.job_id: 2 for job in jobs}, set())))
-        assert made.finished("r") == THERE.for_decode()
+        made.on_worker_output(PdWorkerOutput(WorkerOutput({job.job_id: 2 for job in jobs}, set())))
+        assert made.request_finished("r") == THERE.for_decode()
     elif then == "failed":
-        made.drop_held()
+        made.drop_deferred()
         assert not pool.pinned
         one.num_computed_tokens = 0
         (job,) = step(made, {"r": 12}, pages).sends
         assert (job.first_block, len(job.keys)) == (0, 3)
-        made.answered(PdAnswer(StepAnswer({job.job_id: 2}, set())))
+        made.on_worker_output(PdWorkerOutput(WorkerOutput({job.job_id: 2}, set())))
     else:
         made.forget()
         plan = step(made)
@@ -244,19 +244,19 @@ def test_what_a_step_that_loads_computes_is_held_back_until_it_is_known_to_be_ri
 def test_a_hand_over_that_fails_when_its_request_is_over_is_told() -> None:
     """There is no step any more with which it could be tried again, and the answer has been given."""
     made = decisions(workers=2)
-    made.arrived(prompt(9), THERE, CHAIN)
+    made.on_new_request(prompt(9), THERE, CHAIN)
     (job,) = step(made, {"r": 9}, [[1, 2, 3]]).sends
-    assert made.finished("r") == THERE.for_decode()
-    made.answered(PdAnswer(StepAnswer({job.job_id: 1}, {job.job_id})))
-    made.answered(PdAnswer(StepAnswer({job.job_id: 1}, {job.job_id})))
+    assert made.request_finished("r") == THERE.for_decode()
+    made.on_worker_output(PdWorkerOutput(WorkerOutput({job.job_id: 1}, {job.job_id})))
+    made.on_worker_output(PdWorkerOutput(WorkerOutput({job.job_id: 1}, {job.job_id})))
     assert step(made).abandons == [AbandonJob("d0", "t1")], "once, however many workers failed"
 
 
 def test_a_request_that_ends_before_its_prompt_is_computed_is_told() -> None:
     made = decisions()
-    made.arrived(prompt(12), THERE, CHAIN)
+    made.on_new_request(prompt(12), THERE, CHAIN)
     step(made, {"r": 5}, [[1, 2, 3]])
-    assert made.finished("r") == THERE.for_decode(whole=False)
+    assert made.request_finished("r") == THERE.for_decode(whole=False)
     assert step(made).abandons == [AbandonJob("d0", "t1")]
 
 
@@ -264,26 +264,26 @@ def test_what_waits_is_bounded() -> None:
     pool = Pool(12)
     made = decisions(pool)
     for name in "ab":
-        made.arrived(prompt(32, name), THERE, CHAIN)
+        made.on_new_request(prompt(32, name), THERE, CHAIN)
     assert len(step(made, {"a": 32}, [list(range(1, 9))]).sends) == 1, "one may always, however large"
     skipped = step(made, {"b": 32}, [list(range(1, 9))])
     assert not skipped.sends
     assert skipped.abandons == [AbandonJob("d0", "t1")], "whoever waits for it is told"
     assert len(pool.pinned) == 8
-    assert made.finished("b") == THERE.for_decode(whole=False)
+    assert made.request_finished("b") == THERE.for_decode(whole=False)
 
 
 def test_other_weights_end_what_is_on_its_way() -> None:
     made = decisions()
-    made.arrived(prompt(9, "a"), HERE, CHAIN)
+    made.on_new_request(prompt(9, "a"), HERE, CHAIN)
     step(made)
-    made.arrived(prompt(9, "b"), HERE, CHAIN)
-    made.arrived(prompt(9, "c"), THERE, CHAIN)
+    made.on_new_request(prompt(9, "b"), HERE, CHAIN)
+    made.on_new_request(prompt(9, "c"), THERE, CHAIN)
     made.forget()
     plan = step(made, {"c": 9}, [[1, 2, 3]])
     assert set(plan.drops) == {"a", "b"}
     assert plan.abandons == [AbandonJob("d0", "t1")]
     assert not plan.awaits
     assert not plan.sends
-    assert made.gave_up("a")
-    assert made.gave_up("b")
+    assert made.pop_given_up("a")
+    assert made.pop_given_up("b")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvclient import BlockKey, CacheSpec, KeyChain, Lookup
 from kvclient.engines.vllm.identity.keys import RequestKeys
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.plan import SaveJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.plan import StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import PrefixMatch
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 
@@ -117,7 +117,7 @@ def request(tokens: int, name: str = "r") -> Request:
 
 
 def plan(made: SchedulerConnector, one: Request, tokens: int, ids: list[list[int]], drafts: int = 0) -> StepPlan:
-    found = made.plan_step({one.request_id: tokens}, {one.request_id: [0] * drafts}, lambda _: ids)
+    found = made.build_step_plan({one.request_id: tokens}, {one.request_id: [0] * drafts}, lambda _: ids)
     one.num_computed_tokens += tokens - drafts
     return found
 
@@ -125,49 +125,49 @@ def plan(made: SchedulerConnector, one: Request, tokens: int, ids: list[list[int
 def test_a_hit_is_offered_and_planned_once() -> None:
     made = side(Shelf(hits=3))
     one = request(17)
-    made.arrived(one)
-    assert made.matched(one, 0) == (12, True)
-    assert made.matched(one, 0) == (12, True), "asked again, for the pool was full"
-    assert made.matched(one, 4) == (8, True), "the engine has got the first block itself"
-    made.allocated(one, [[7, 8, 9, 10, 11]], 8)
-    first = made.plan_step({}, {}, lambda _: None)
+    made.on_new_request(one)
+    assert made.get_num_new_matched_tokens(one, 0) == (12, True)
+    assert made.get_num_new_matched_tokens(one, 0) == (12, True), "asked again, for the pool was full"
+    assert made.get_num_new_matched_tokens(one, 4) == (8, True), "the engine has got the first block itself"
+    made.update_state_after_alloc(one, [[7, 8, 9, 10, 11]], 8)
+    first = made.build_step_plan({}, {}, lambda _: None)
     (load,) = first.loads
     assert (load.request_id, load.layerwise) == ("r", False)
     (part,) = load.groups
     assert (part.first_block, part.block_ids) == (1, [8, 9])
     assert [lookup.depth for lookup in part.lookups.values()] == [1]
-    assert made.plan_step({}, {}, lambda _: None).loads == []
+    assert made.build_step_plan({}, {}, lambda _: None).loads == []
 
 
 def test_a_token_is_always_left_to_compute() -> None:
     made = side(Shelf(hits=100))
     one = request(12)
-    made.arrived(one)
-    assert made.matched(one, 0) == (8, True)
+    made.on_new_request(one)
+    assert made.get_num_new_matched_tokens(one, 0) == (8, True)
     two = request(3, "s")
-    made.arrived(two)
-    assert made.matched(two, 0) == (0, False)
+    made.on_new_request(two)
+    assert made.get_num_new_matched_tokens(two, 0) == (0, False)
 
 
 def test_none_until_the_lookup_is_answered() -> None:
     shelf = Shelf(hits=2, at_once=False)
     made = side(shelf)
     one = request(17)
-    made.arrived(one)
-    assert made.matched(one, 0) == (None, False)
-    assert made.matched(one, 0) == (None, False)
+    made.on_new_request(one)
+    assert made.get_num_new_matched_tokens(one, 0) == (None, False)
+    assert made.get_num_new_matched_tokens(one, 0) == (None, False)
     shelf.answer()
-    assert made.matched(one, 0) == (8, True)
-    assert made.tally.totals()["lookups_asked_again"] == 2
+    assert made.get_num_new_matched_tokens(one, 0) == (8, True)
+    assert made.counters.totals()["lookups_asked_again"] == 2
 
 
 def test_pages_before_a_window_are_not_loaded() -> None:
     made = side(Shelf(hits=4, groups=2))
     one = request(20)
-    made.arrived(one)
-    made.matched(one, 0)
-    made.allocated(one, [[1, 2, 3, 4, 5], [0, 0, 0, 6, 7]], 16)
-    full, window = made.plan_step({}, {}, lambda _: None).loads[0].groups
+    made.on_new_request(one)
+    made.get_num_new_matched_tokens(one, 0)
+    made.update_state_after_alloc(one, [[1, 2, 3, 4, 5], [0, 0, 0, 6, 7]], 16)
+    full, window = made.build_step_plan({}, {}, lambda _: None).loads[0].groups
     assert (full.first_block, full.block_ids) == (0, [1, 2, 3, 4])
     assert (window.group, window.first_block, window.block_ids) == (1, 3, [6])
 
@@ -176,13 +176,13 @@ def test_pages_before_a_window_are_not_loaded() -> None:
 def test_a_failed_load_is_not_offered_again(by_pages: bool) -> None:
     made = side(Shelf(hits=3), Pool(20))
     one = request(17)
-    made.arrived(one)
-    made.matched(one, 0)
-    made.allocated(one, [[7, 8, 9, 10, 11]], 12)
-    made.plan_step({}, {}, lambda _: None)
-    made.loads_failed({9} if by_pages else set(), set() if by_pages else {"r"})
-    assert made.matched(one, 0) == (0, False)
-    save = plan(made, one, 17, [[7, 8, 9, 10, 11]]).saves[0]
+    made.on_new_request(one)
+    made.get_num_new_matched_tokens(one, 0)
+    made.update_state_after_alloc(one, [[7, 8, 9, 10, 11]], 12)
+    made.build_step_plan({}, {}, lambda _: None)
+    made.on_loads_failed({9} if by_pages else set(), set() if by_pages else {"r"})
+    assert made.get_num_new_matched_tokens(one, 0) == (0, False)
+    save = plan(made, one, 17, [[7, 8, 9, 10, 11]]).stores[0]
     assert (save.first_block, len(save.keys)) == (0, 4), "the store says itself what it lacks of it"
 
 
@@ -192,16 +192,16 @@ def test_what_a_layerwise_load_did_not_bring_leaves_the_engines_cache_with_what_
     made = side(Shelf(hits=3), pool, load_mode=mode)
     one, two, three = request(17), request(17, "s"), request(9, "t")
     for each in (one, two, three):
-        made.arrived(each)
-    made.matched(one, 0)
-    made.allocated(one, [[7, 8, 9, 10, 11]], 12)
+        made.on_new_request(each)
+    made.get_num_new_matched_tokens(one, 0)
+    made.update_state_after_alloc(one, [[7, 8, 9, 10, 11]], 12)
     pages = {"r": [[7, 8, 9, 10, 11]], "s": [[7, 8, 20, 21, 22]], "t": [[30, 31, 32]]}  # the second shares the first one's
-    made.plan_step({"r": 5, "s": 9, "t": 9}, {}, pages.__getitem__)
-    made.loads_failed({8, 9}, set())
+    made.build_step_plan({"r": 5, "s": 9, "t": 9}, {}, pages.__getitem__)
+    made.on_loads_failed({8, 9}, set())
     assert pool.evicted == ({8, 9, 10, 11, 20, 21, 22} if mode == "layerwise" else set()), "async: the engine caches what came"
-    made.plan_step({"r": 5}, {}, pages.__getitem__)
+    made.build_step_plan({"r": 5}, {}, pages.__getitem__)
     pool.evicted.clear()
-    made.loads_failed({30}, set())
+    made.on_loads_failed({30}, set())
     assert not pool.evicted, "no load of this step"
 
 
@@ -212,66 +212,66 @@ def test_who_shares_what_is_being_loaded_layer_by_layer_waits_a_step() -> None:
     same.all_token_ids = list(one.all_token_ids)
     head.all_token_ids = [*one.all_token_ids[:4], *head.all_token_ids[4:]]
     for each in (one, same, head, other):
-        made.arrived(each)
-    assert made.matched(one, 4) == (8, False)
-    made.allocated(one, [[7, 8, 9, 10, 11]], 8)
-    assert made.matched(same, 8) == (None, False), "the engine takes for computed what has not come yet"
-    assert made.matched(head, 4) == (8, False), "it shares what was there before"
-    assert made.matched(other, 4) == (8, False)
-    made.plan_step({"r": 5}, {}, lambda _: [[7, 8, 9, 10, 11]])
-    assert made.matched(same, 12) == (0, False)
+        made.on_new_request(each)
+    assert made.get_num_new_matched_tokens(one, 4) == (8, False)
+    made.update_state_after_alloc(one, [[7, 8, 9, 10, 11]], 8)
+    assert made.get_num_new_matched_tokens(same, 8) == (None, False), "the engine takes for computed what has not come yet"
+    assert made.get_num_new_matched_tokens(head, 4) == (8, False), "it shares what was there before"
+    assert made.get_num_new_matched_tokens(other, 4) == (8, False)
+    made.build_step_plan({"r": 5}, {}, lambda _: [[7, 8, 9, 10, 11]])
+    assert made.get_num_new_matched_tokens(same, 12) == (0, False)
 
 
 def test_pages_of_others_are_no_failure_of_ours() -> None:
     made = side(Shelf(hits=3))
     one, two = request(17), request(17, "s")
     for each, ids in ((one, [1, 2, 3, 4, 5]), (two, [6, 7, 8, 9, 10])):
-        made.arrived(each)
-        made.matched(each, 0)
-        made.allocated(each, [ids], 12)
-    made.loads_failed({8}, set())
-    assert made.matched(one, 0) == (12, True)
-    assert made.matched(two, 0) == (0, False)
-    made.loads_done(["r"])
-    made.loads_failed({1}, set())
-    assert made.matched(one, 0) == (12, True), "what has been loaded is the engine's"
+        made.on_new_request(each)
+        made.get_num_new_matched_tokens(each, 0)
+        made.update_state_after_alloc(each, [ids], 12)
+    made.on_loads_failed({8}, set())
+    assert made.get_num_new_matched_tokens(one, 0) == (12, True)
+    assert made.get_num_new_matched_tokens(two, 0) == (0, False)
+    made.on_loads_finished(["r"])
+    made.on_loads_failed({1}, set())
+    assert made.get_num_new_matched_tokens(one, 0) == (12, True), "what has been loaded is the engine's"
 
 
 def test_after_a_preemption_there_is_more_in_the_store() -> None:
     shelf = Shelf(hits=1)
     made = side(shelf)
     one = request(17)
-    made.arrived(one)
-    assert made.matched(one, 0) == (4, True)
+    made.on_new_request(one)
+    assert made.get_num_new_matched_tokens(one, 0) == (4, True)
     one.num_preemptions, shelf.hits = 1, 4
     one.all_token_ids += [1] * 8
-    assert made.matched(one, 0) == (16, True)
+    assert made.get_num_new_matched_tokens(one, 0) == (16, True)
 
 
 def test_blocks_are_stored_when_they_are_full_and_known() -> None:
     pool = Pool(20)
     made = side(Shelf(), pool)
     one = request(10)
-    made.arrived(one)
-    made.matched(one, 0)
+    made.on_new_request(one)
+    made.get_num_new_matched_tokens(one, 0)
     ids = [[1, 2, 3]]
-    (save,) = plan(made, one, 6, ids).saves
+    (save,) = plan(made, one, 6, ids).stores
     assert (save.first_block, save.parent, save.block_ids) == (0, None, [[1]])
     assert pool.pinned == {1}
-    (save,) = plan(made, one, 4, ids).saves
-    assert (save.first_block, save.parent, save.block_ids) == (1, made.finder.chain.keys(one.all_token_ids)[0], [[2]])  # type: ignore[union-attr]
+    (save,) = plan(made, one, 4, ids).stores
+    assert (save.first_block, save.parent, save.block_ids) == (1, made.prefix_lookup.chain.keys(one.all_token_ids)[0], [[2]])  # type: ignore[union-attr]
     one.all_token_ids.append(5)
-    assert plan(made, one, 3, ids, drafts=2).saves == [], "drafts may be rejected"
+    assert plan(made, one, 3, ids, drafts=2).stores == [], "drafts may be rejected"
     one.all_token_ids.append(6)
-    (save,) = plan(made, one, 1, ids).saves
+    (save,) = plan(made, one, 1, ids).stores
     assert save.first_block == 2
     assert made.has_pins
-    made.finished(one)
+    made.request_finished(one)
     assert pool.pinned == {1, 2, 3}, "the end of a request frees nothing that is still read"
-    made.answered(StepAnswer({1: 1, 2: 1, 3: 1}))
+    made.on_worker_output(WorkerOutput({1: 1, 2: 1, 3: 1}))
     assert pool.pinned == set()
     assert not made.has_pins
-    assert [(stored.first, stored.stop) for stored in made.take_stored()] == [(0, 1), (1, 2), (2, 3)]
+    assert [(stored.first, stored.stop) for stored in made.take_stored_blocks()] == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_all_workers_answer_before_pages_are_free() -> None:
@@ -280,15 +280,15 @@ def test_all_workers_answer_before_pages_are_free() -> None:
     made.connect(Shelf(), 0, "")  # type: ignore[arg-type]
     made.bind_pool(pool)
     one = request(4)
-    made.arrived(one)
+    made.on_new_request(one)
     plan(made, one, 4, [[5]])
-    first = StepAnswer({1: 1})
-    first.merge(StepAnswer({1: 1}, {1}))
-    made.answered(first)
+    first = WorkerOutput({1: 1})
+    first.merge(WorkerOutput({1: 1}, {1}))
+    made.on_worker_output(first)
     assert pool.pinned == {5}
-    made.answered(StepAnswer({1: 1}))
+    made.on_worker_output(WorkerOutput({1: 1}))
     assert pool.pinned == set()
-    assert made.tally.totals()["stores_failed"] == 1
+    assert made.counters.totals()["stores_failed"] == 1
 
 
 @pytest.mark.parametrize("then", ["whole", "failed", "other weights", "pages wanted"])
@@ -298,32 +298,32 @@ def test_with_several_workers_what_a_step_that_loads_computes_waits_until_all_ha
     made.connect(Shelf(hits=3), 0, "")  # type: ignore[arg-type]
     made.bind_pool(pool)
     one, ids = request(25), [list(range(1, 8))]
-    made.arrived(one)
-    made.matched(one, 0)
-    made.allocated(one, ids, 12)
+    made.on_new_request(one)
+    made.get_num_new_matched_tokens(one, 0)
+    made.update_state_after_alloc(one, ids, 12)
     one.num_computed_tokens = 12
     first = plan(made, one, 8, ids)
     assert len(first.loads) == 1
-    assert first.saves == [], "another worker's load may fail, and this one's part would be wrong and stored"
+    assert first.stores == [], "another worker's load may fail, and this one's part would be wrong and stored"
     assert pool.pinned == {4, 5}, "and nobody else gets the pages meanwhile"
     if then == "whole":
-        saves = plan(made, one, 4, ids).saves
+        saves = plan(made, one, 4, ids).stores
         assert [(save.first_block, save.block_ids) for save in saves] == [(3, [[4, 5]]), (5, [[6]])]
-        made.answered(StepAnswer({save.job_id: 2 for save in saves}))
+        made.on_worker_output(WorkerOutput({save.job_id: 2 for save in saves}))
     elif then == "failed":
-        made.loads_failed({2}, set())
+        made.on_loads_failed({2}, set())
         assert pool.pinned == set()
         one.num_computed_tokens = 4
-        (save,) = plan(made, one, 16, ids).saves
+        (save,) = plan(made, one, 16, ids).stores
         assert (save.first_block, len(save.keys)) == (0, 5)
-        made.answered(StepAnswer({save.job_id: 2}))
+        made.on_worker_output(WorkerOutput({save.job_id: 2}))
     elif then == "other weights":
         made.connect(Shelf(), 1, "two")  # type: ignore[arg-type]
-        assert plan(made, one, 4, ids).saves == []
+        assert plan(made, one, 4, ids).stores == []
     else:
-        made.wants_pages(None)
+        made.release_pins(None)
         assert pool.pinned == set()
-        assert not made.plan_step({}, {}, lambda _: None).give_up_saves
+        assert not made.build_step_plan({}, {}, lambda _: None).cancel_stores
     assert pool.pinned == set()
 
 
@@ -331,45 +331,45 @@ def test_a_failed_store_is_tried_once_more_with_the_next_blocks() -> None:
     pool = Pool(20)
     made = side(Shelf(), pool)
     one = request(40)
-    made.arrived(one)
+    made.on_new_request(one)
     ids = [list(range(1, 11))]
     plan(made, one, 8, ids)
-    made.answered(StepAnswer({1: 1}, {1}))
-    (save,) = plan(made, one, 4, ids).saves
+    made.on_worker_output(WorkerOutput({1: 1}, {1}))
+    (save,) = plan(made, one, 4, ids).stores
     assert (save.first_block, len(save.keys)) == (0, 3)
-    made.answered(StepAnswer({2: 1}, {2}))
-    assert plan(made, one, 8, ids).saves == []
-    assert made.tally.totals()["stores_given_up"] == 1
+    made.on_worker_output(WorkerOutput({2: 1}, {2}))
+    assert plan(made, one, 8, ids).stores == []
+    assert made.counters.totals()["stores_given_up"] == 1
     assert pool.pinned == set()
-    assert made.take_stored() == []
+    assert made.take_stored_blocks() == []
 
 
 def test_no_more_pages_wait_than_a_share() -> None:
     pool = Pool(10)
     made = side(Shelf(), pool, pinned_share=0.3)
     one, two = request(12), request(12, "s")
-    made.arrived(one)
-    made.arrived(two)
-    assert len(plan(made, one, 12, [[1, 2, 3]]).saves) == 1
-    assert plan(made, two, 12, [[4, 5, 6]]).saves == []
-    assert made.tally.totals()["stores_skipped"] == 1
+    made.on_new_request(one)
+    made.on_new_request(two)
+    assert len(plan(made, one, 12, [[1, 2, 3]]).stores) == 1
+    assert plan(made, two, 12, [[4, 5, 6]]).stores == []
+    assert made.counters.totals()["stores_skipped"] == 1
 
 
 def test_a_chain_that_a_window_has_torn_ends() -> None:
     made = side(Shelf(groups=2), Pool(10))
     one = request(12)
-    made.arrived(one)
-    assert plan(made, one, 12, [[1, 2, 3], [0, 0, 4]]).saves == []
-    assert made.tally.totals()["stores_broken"] == 1
+    made.on_new_request(one)
+    assert plan(made, one, 12, [[1, 2, 3], [0, 0, 4]]).stores == []
+    assert made.counters.totals()["stores_broken"] == 1
 
 
 def test_embeddings_are_nobodys_tokens() -> None:
     made = side(Shelf(hits=3), Pool(10))
     one = request(17)
     one.prompt_embeds = object()
-    made.arrived(one)
-    assert made.matched(one, 0) == (0, False)
-    assert plan(made, one, 17, [[1, 2, 3, 4, 5]]).saves == []
+    made.on_new_request(one)
+    assert made.get_num_new_matched_tokens(one, 0) == (0, False)
+    assert plan(made, one, 17, [[1, 2, 3, 4, 5]]).stores == []
 
 
 def test_other_weights() -> None:
@@ -378,16 +378,19 @@ def test_other_weights() -> None:
     made = side(old, pool)
     running, waiting = request(17), request(17, "s")
     for one in (running, waiting):
-        made.arrived(one)
-        made.matched(one, 0)
+        made.on_new_request(one)
+        made.get_num_new_matched_tokens(one, 0)
     plan(made, running, 12, [[1, 2, 3, 4, 5]])
     made.connect(new, 1, "two")  # type: ignore[arg-type]
     assert old.closed
-    assert plan(made, running, 4, [[1, 2, 3, 4, 5]]).saves == [], "a part of it is of the old weights"
-    assert made.matched(waiting, 0) == (8, True), "what has not begun is looked up anew"
-    assert (made.plan_step({}, {}, lambda _: None).epoch, made.plan_step({}, {}, lambda _: None).weights_epoch) == (1, "two")
+    assert plan(made, running, 4, [[1, 2, 3, 4, 5]]).stores == [], "a part of it is of the old weights"
+    assert made.get_num_new_matched_tokens(waiting, 0) == (8, True), "what has not begun is looked up anew"
+    assert (made.build_step_plan({}, {}, lambda _: None).epoch, made.build_step_plan({}, {}, lambda _: None).weights_epoch) == (
+        1,
+        "two",
+    )
     assert made.has_pins
-    made.answered(StepAnswer({1: 1}))
+    made.on_worker_output(WorkerOutput({1: 1}))
     assert pool.pinned == set()
 
 
@@ -396,17 +399,17 @@ def test_whatever_happens_every_block_is_stored_after_its_parent_and_every_pin_i
     pool = Pool(64)
     made = side(Shelf(hits=data.draw(st.integers(0, 6))), pool)
     held: dict[str, set[int]] = {}
-    flying: list[SaveJob] = []
+    flying: list[StoreJob] = []
     requests: dict[str, tuple[Request, list[int]]] = {}
     for number in range(data.draw(st.integers(5, 40))):
         choice = data.draw(st.sampled_from(["new", "step", "step", "answer", "finish", "preempt"]))
         if choice == "new" and len(requests) < 3:
             one = request(data.draw(st.integers(1, 30)), f"r{number}")
-            made.arrived(one)
-            tokens, _ = made.matched(one, 0)
+            made.on_new_request(one)
+            tokens, _ = made.get_num_new_matched_tokens(one, 0)
             assert tokens is not None
             ids = data.draw(st.permutations(range(1, 64)))[:12]
-            made.allocated(one, [ids], tokens)
+            made.update_state_after_alloc(one, [ids], tokens)
             one.num_computed_tokens = tokens
             held[one.request_id] = set(range(tokens // BLOCK))
             requests[one.request_id] = (one, ids)
@@ -416,10 +419,10 @@ def test_whatever_happens_every_block_is_stored_after_its_parent_and_every_pin_i
                 one.all_token_ids.append(number)
             left = one.num_tokens - one.num_computed_tokens
             if one.num_tokens < len(ids) * BLOCK:
-                saves = plan(made, one, data.draw(st.integers(1, left)), [ids]).saves
+                saves = plan(made, one, data.draw(st.integers(1, left)), [ids]).stores
                 flying += saves
                 for save in saves:
-                    keys = made.finder.chain.keys(one.all_token_ids)  # type: ignore[union-attr]
+                    keys = made.prefix_lookup.chain.keys(one.all_token_ids)  # type: ignore[union-attr]
                     last = save.first_block + len(save.keys)
                     assert last * BLOCK <= min(one.num_computed_tokens, one.num_tokens), "only what is computed"
                     assert save.keys == keys[save.first_block : last]
@@ -429,17 +432,17 @@ def test_whatever_happens_every_block_is_stored_after_its_parent_and_every_pin_i
         elif choice == "answer" and flying:
             save = flying.pop(0)
             bad = data.draw(st.booleans()) and data.draw(st.booleans())
-            made.answered(StepAnswer({save.job_id: 1}, {save.job_id} if bad else set()))
+            made.on_worker_output(WorkerOutput({save.job_id: 1}, {save.job_id} if bad else set()))
             if not bad and save.request_id in held:
                 held[save.request_id] |= set(range(save.first_block, save.first_block + len(save.keys)))
         elif choice == "finish" and requests:
-            made.finished(requests.pop(data.draw(st.sampled_from(sorted(requests))))[0])
+            made.request_finished(requests.pop(data.draw(st.sampled_from(sorted(requests))))[0])
         elif choice == "preempt" and requests:
             one, _ = requests[data.draw(st.sampled_from(sorted(requests)))]
             one.num_preemptions += 1
-            tokens, _ = made.matched(one, 0)
+            tokens, _ = made.get_num_new_matched_tokens(one, 0)
             one.num_computed_tokens = tokens or 0
-    made.answered(StepAnswer({save.job_id: 1 for save in flying}))
+    made.on_worker_output(WorkerOutput({save.job_id: 1 for save in flying}))
     assert pool.pinned == set()
     assert not made.has_pins
 
@@ -449,11 +452,11 @@ def test_what_is_computed_before_the_lookup_is_answered_is_stored_after_it() -> 
     shelf, pool = Shelf(hits=2, at_once=False), Pool(16)
     made = side(shelf, pool)
     one = request(6 * BLOCK)
-    made.arrived(one)
+    made.on_new_request(one)
     ids = [list(range(6))]
-    assert plan(made, one, 4 * BLOCK, ids).saves == []
+    assert plan(made, one, 4 * BLOCK, ids).stores == []
     shelf.answer()
-    (job,) = plan(made, one, 2 * BLOCK, ids).saves
+    (job,) = plan(made, one, 2 * BLOCK, ids).stores
     assert job.keys == KeyChain(SPEC).keys(np.array(one.all_token_ids))[2:], "what the lookup found is not stored again"
 
 

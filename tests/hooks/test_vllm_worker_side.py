@@ -23,7 +23,7 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
 from kvclient.engines.vllm.memory.pages import GroupPages
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup, PrefixMatch
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.worker import worker_connector as worker_side
@@ -90,15 +90,15 @@ class Rank:
         """Stores pages as the first blocks of ``TOKENS``; the jobs that failed."""
         chain = keys.upto(TOKENS, first + len(ids[0]))
         parent = chain[first - 1] if first else None
-        job = SaveJob(job_id, "r", first, parent, chain[first:], [list(one) for one in ids])
-        plan = StepPlan(chain=self.chain, saves=[job])
+        job = StoreJob(job_id, "r", first, parent, chain[first:], [list(one) for one in ids])
+        plan = StepPlan(chain=self.chain, stores=[job])
         self.side.end_forward(plan)
         end_s = time.monotonic() + WAIT_S
-        while (answer := self.side.answer()) is None:
+        while (answer := self.side.take_output()) is None:
             assert time.monotonic() < end_s
-            self.side.arrivals(plan, set())  # waits a moment
-        assert answer.saved == {job_id: 1}
-        return answer.not_saved
+            self.side.take_completions(plan, set())  # waits a moment
+        assert answer.stores_done == {job_id: 1}
+        return answer.stores_failed
 
     @property
     def chain(self) -> bytes:
@@ -117,7 +117,7 @@ class Rank:
             for name in NAMES:
                 self.side.wait_layer(name)
             self.side.end_forward(StepPlan())
-            return self.side.arrivals(StepPlan(has_tokens=True), set())
+            return self.side.take_completions(StepPlan(has_tokens=True), set())
         return self.until_received()
 
     def until_received(self) -> LoadCompletions:
@@ -125,7 +125,7 @@ class Rank:
         end_s = time.monotonic() + WAIT_S
         while not total.received:
             assert time.monotonic() < end_s
-            some = self.side.arrivals(StepPlan(), set())
+            some = self.side.take_completions(StepPlan(), set())
             total.received |= some.received
             total.failed |= some.failed
             total.missing |= some.missing
@@ -175,7 +175,7 @@ def test_pages_come_back_in_other_places(cluster: LocalCluster, find: Find, laye
     assert torch.equal(reader.caches[0][:, [20, 21, 5]], writer.caches[0][:, [4, 1, 30]])
     others = [page for page in range(PAGES) if page not in {20, 21, 5}]
     assert not reader.caches[0][:, others].any(), "nothing else was touched"
-    assert reader.side.tally.totals()["load_blocks"] == 3
+    assert reader.side.counters.totals()["load_blocks"] == 3
     writer.side.close()
     reader.side.close()
 
@@ -210,21 +210,21 @@ def test_what_does_not_arrive_is_named_and_nothing_of_the_step_is_stored(
     plan = StepPlan(
         chain=writer.chain,
         loads=[LoadJob("r", parts, layerwise)],
-        saves=[SaveJob(7, "r", 3, chain[2], chain[3:], [[13]])],
+        stores=[StoreJob(7, "r", 3, chain[2], chain[3:], [[13]])],
     )
     reader.side.begin_loads(plan)
     for name in NAMES:
         reader.side.wait_layer(name)
     reader.side.end_forward(plan)
-    arrivals = reader.side.arrivals(StepPlan(has_tokens=True), set()) if layerwise else reader.until_received()
+    arrivals = reader.side.take_completions(StepPlan(has_tokens=True), set()) if layerwise else reader.until_received()
     assert arrivals.missing == {10, 11, 12}
     assert not writer.caches[0][:, 10:14].any(), "nothing of a load that failed is left for who gets the pages next"
     assert writer.caches[0][:, 14].isnan().all()
     assert arrivals.failed == (set() if layerwise else {"r"})
     if layerwise:
-        answer = reader.side.answer()
+        answer = reader.side.take_output()
         assert answer is not None
-        assert (answer.saved, answer.not_saved) == ({7: 1}, {7}), "it may have been computed from garbage"
+        assert (answer.stores_done, answer.stores_failed) == ({7: 1}, {7}), "it may have been computed from garbage"
     writer.side.close()
 
 
@@ -232,7 +232,7 @@ def test_a_rank_with_the_same_pages_as_another_answers_and_stores_nothing(cluste
     second = Rank(cluster, [spec()], seed=4, stores=False)
     _, keys = find([[spec()]])
     assert second.save([[1, 2]], keys) == set()
-    assert second.side.tally.totals().get("stores", 0) == 0
+    assert second.side.counters.totals().get("stores", 0) == 0
     second.side.close()
 
 
@@ -240,8 +240,8 @@ def test_a_store_whose_turn_comes_too_late_gives_its_pages_back(cluster: LocalCl
     rank = Rank(cluster, [spec()], seed=6, store_s=1e-9)
     _, keys = find([[spec()]])
     assert rank.save([[1, 2]], keys) == {1}
-    assert rank.side.tally.totals()["stores_late"] == 1
-    assert rank.side.tally.totals().get("stores", 0) == 0
+    assert rank.side.counters.totals()["stores_late"] == 1
+    assert rank.side.counters.totals().get("stores", 0) == 0
     rank.side.close()
 
 
@@ -251,22 +251,22 @@ def test_pages_that_are_wanted_back_do_not_wait_for_the_node(cluster: LocalClust
     rank = Rank(cluster, [spec()], seed=7, store_s=600.0)
     _, keys = find([[spec()]])
     chain = keys.upto(TOKENS, 4)
-    jobs = [SaveJob(at + 1, "r", at, chain[at - 1] if at else None, chain[at : at + 1], [[at + 1]]) for at in range(4)]
+    jobs = [StoreJob(at + 1, "r", at, chain[at - 1] if at else None, chain[at : at + 1], [[at + 1]]) for at in range(4)]
     process = cluster.node("n").process
     process.send_signal(signal.SIGSTOP)
     try:
-        rank.side.end_forward(StepPlan(chain=rank.chain, saves=jobs))
-        total = StepAnswer()
+        rank.side.end_forward(StepPlan(chain=rank.chain, stores=jobs))
+        total = WorkerOutput()
         if elsewhere:
-            rank.side.begin_step(StepPlan(give_up_saves=True))
+            rank.side.begin_step(StepPlan(cancel_stores=True))
         else:
-            total.merge(rank.side.hand_back(0.0, WAIT_S))
+            total.merge(rank.side.release_pages(0.0, WAIT_S))
         end_s = time.monotonic() + WAIT_S
-        while len(total.saved) < len(jobs):
+        while len(total.stores_done) < len(jobs):
             assert time.monotonic() < end_s
-            rank.side.arrivals(StepPlan(), set())  # waits a moment
-            total.merge(rank.side.answer() or StepAnswer())
-        assert total.not_saved == {1, 2, 3, 4}
+            rank.side.take_completions(StepPlan(), set())  # waits a moment
+            total.merge(rank.side.take_output() or WorkerOutput())
+        assert total.stores_failed == {1, 2, 3, 4}
         rank.caches[0].fill_(float("nan"))  # somebody else has the pages
     finally:
         process.send_signal(signal.SIGCONT)
@@ -275,7 +275,7 @@ def test_pages_that_are_wanted_back_do_not_wait_for_the_node(cluster: LocalClust
     assert found.hit_blocks == 2
     assert rank.load(found, [[20, 21]]) == LoadCompletions({"r"})
     assert rank.caches[0][:, 20:22].isnan().all(), "as they were when they were stored, not what had been there before"
-    assert rank.side.tally.totals()["stores_dropped"] == 4
+    assert rank.side.counters.totals()["stores_dropped"] == 4
     rank.side.close()
 
 
@@ -286,16 +286,16 @@ def test_pages_that_are_wanted_back_are_stored_where_that_takes_a_moment(
     monkeypatch.setattr(worker_side, "RESET_GRACE_S", WAIT_S)
     rank = Rank(cluster, [spec()], seed=8)
     _, keys = find([[spec()]])
-    job = SaveJob(1, "r", 0, None, keys.upto(TOKENS, 4), [[1, 2, 3, 4]])
+    job = StoreJob(1, "r", 0, None, keys.upto(TOKENS, 4), [[1, 2, 3, 4]])
     process = cluster.node("n").process
     process.send_signal(signal.SIGSTOP)
     goes_on = threading.Timer(0.2, process.send_signal, (signal.SIGCONT,))
     goes_on.start()
-    rank.side.end_forward(StepPlan(chain=rank.chain, saves=[job]))
-    rank.side.begin_step(StepPlan(give_up_saves=True))
+    rank.side.end_forward(StepPlan(chain=rank.chain, stores=[job]))
+    rank.side.begin_step(StepPlan(cancel_stores=True))
     goes_on.join()
-    assert rank.side.answer() == StepAnswer({1: 1}, set())
-    assert rank.side.tally.totals().get("stores_dropped", 0) == 0
+    assert rank.side.take_output() == WorkerOutput({1: 1}, set())
+    assert rank.side.counters.totals().get("stores_dropped", 0) == 0
     rank.side.close()
 
 
@@ -305,7 +305,7 @@ def test_pages_that_are_wanted_back_are_waited_for_once_a_step(
     rank = Rank(cluster, [spec()], seed=9)
     waits: list[float] = []
     monkeypatch.setattr(StoreWorker, "drain", lambda _, timeout_s: bool(waits.append(timeout_s)))
-    plan = StepPlan(give_up_saves=True)
+    plan = StepPlan(cancel_stores=True)
     rank.side.begin_step(plan)
     rank.side.begin_loads(plan)
     rank.side.end_forward(plan)
@@ -371,17 +371,17 @@ def test_what_ranks_compute_from_another_ranks_garbage_is_not_stored(tmp_path: P
         decides.bind_pool(Pool(PAGES))
         one = Request("r", tokens)
         end_s = time.monotonic() + WAIT_S
-        while decides.matched(one, 0) != (3 * BLOCK, False):
+        while decides.get_num_new_matched_tokens(one, 0) != (3 * BLOCK, False):
             assert time.monotonic() < end_s
-            decides.arrived(one)
+            decides.on_new_request(one)
             time.sleep(0.02)
-        decides.allocated(one, [pages], 3 * BLOCK)
+        decides.update_state_after_alloc(one, [pages], 3 * BLOCK)
         if not whole:
             cluster.kill("a")
         one.num_computed_tokens = 3 * BLOCK
 
         def step(scheduled: dict[str, int]) -> None:
-            plan = decides.plan_step(scheduled, {}, lambda _: [pages])
+            plan = decides.build_step_plan(scheduled, {}, lambda _: [pages])
             missing: set[int] = set()
             for rank in ranks:
                 rank.side.begin_loads(plan)
@@ -389,18 +389,18 @@ def test_what_ranks_compute_from_another_ranks_garbage_is_not_stored(tmp_path: P
                     rank.side.wait_layer(name)
                 rank.side.end_forward(plan)
             for rank in ranks:
-                missing |= rank.side.arrivals(plan, set()).missing
-                if (answer := rank.side.answer()) is not None:
-                    decides.answered(answer)
+                missing |= rank.side.take_completions(plan, set()).missing
+                if (answer := rank.side.take_output()) is not None:
+                    decides.on_worker_output(answer)
             if missing:
                 assert not whole
-                decides.loads_failed(missing, set())
+                decides.on_loads_failed(missing, set())
 
         step({"r": 2 * BLOCK})
         while decides.has_pins:
             assert time.monotonic() < end_s
             step({})
-        stored = ranks[1].side.tally.totals()["stores"]
+        stored = ranks[1].side.counters.totals()["stores"]
         held = (
             ranks[1]
             .side.clients[0]

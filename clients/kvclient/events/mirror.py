@@ -11,21 +11,21 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.rpc.codec import check_id, keys_from_packed, run_from_proto, tier_from_proto
 
-Place = tuple[NamespaceId, int]
-"""Where a key lies: namespace and depth."""
+ChainPosition = tuple[NamespaceId, int]
+"""Namespace of a key, and its depth in its chain."""
 
 
 @dataclass(frozen=True, slots=True)
-class Volume:
+class MirroredVolume:
     """One boot of one volume.
 
     Attributes:
-        number: as events name it; never used twice within a feed.
+        number: its number in events; never used twice within an event log.
         volume_id: the volume.
-        node_id: whose it is.
-        tier: where it lies.
+        node_id: its node.
+        tier: its tier.
         boot_id: the boot of the node.
-        served: whether it can be read now: its node is heard of, or another mounts it.
+        served: whether it can be read now: its node sends heartbeats, or another node mounts it.
     """
 
     number: int
@@ -38,12 +38,12 @@ class Volume:
 
 @dataclass(slots=True)
 class Change:
-    """What one message may have changed.
+    """Changes by one message.
 
     Attributes:
-        runs: stored, with their parents.
-        keys: of other blocks whose holders may be others now.
-        whole: everything: the mirror began anew, or is complete now.
+        runs: stored blocks, with their parents.
+        keys: other blocks whose holders may have changed.
+        whole: everything may have changed: the mirror was cleared, or is complete now.
     """
 
     runs: list[BlockRun] = field(default_factory=list)
@@ -52,18 +52,18 @@ class Change:
 
 
 class BlockMirror:
-    """Who holds what, as far as messages told. Pure: no connection, no thread; not thread-safe."""
+    """Volumes that hold each block, according to the messages. Pure: no connection, no thread. Not thread-safe."""
 
     def __init__(self) -> None:
         self.feed_id = b""
-        """The server's count that ``sequence`` belongs to; empty before the first message."""
+        """Id of the server's event log, which ``sequence`` belongs to. Empty before the first message."""
         self.sequence = 0
-        """The last change that was taken in, while the mirror is complete."""
+        """Number of the last applied change, if the mirror is complete."""
         self.complete = False
-        """Whether it is the truth as of ``sequence``; not so before the first snapshot has ended, or the next after a resync."""
-        self._volumes: dict[int, Volume] = {}
+        """Whether the mirror is correct as of ``sequence``: a snapshot has ended since the start and since the last resync."""
+        self._volumes: dict[int, MirroredVolume] = {}
         self._held: dict[int, set[BlockKey]] = {}
-        self._blocks: dict[BlockKey, tuple[Place, tuple[int, ...]]] = {}
+        self._blocks: dict[BlockKey, tuple[ChainPosition, tuple[int, ...]]] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -75,29 +75,32 @@ class BlockMirror:
         return key in self._blocks
 
     @property
-    def volumes(self) -> list[Volume]:
-        """All volumes known, those that cannot be read now among them."""
+    def volumes(self) -> list[MirroredVolume]:
+        """All known volumes, also those that cannot be read now."""
         return list(self._volumes.values())
 
-    def place(self, key: BlockKey) -> Place | None:
-        """Namespace and depth of a block; None where nobody holds it."""
+    def place(self, key: BlockKey) -> ChainPosition | None:
+        """Return namespace and depth of a block, or None if no volume holds it."""
         found = self._blocks.get(key)
         return None if found is None else found[0]
 
-    def replicas(self, key: BlockKey) -> list[Volume]:
-        """Volumes that hold a block, also those that cannot be read now."""
+    def replicas(self, key: BlockKey) -> list[MirroredVolume]:
+        """Return the volumes that hold a block, also those that cannot be read now."""
         found = self._blocks.get(key)
         return [] if found is None else [self._volumes[number] for number in found[1]]
 
-    def holders(self, key: BlockKey) -> list[Volume]:
-        """Volumes that hold a block and can be read, nearest tier first."""
+    def holders(self, key: BlockKey) -> list[MirroredVolume]:
+        """Return the volumes that hold a block and can be read, nearest tier first.
+
+        Example: ``mirror.holders(key)``
+        """
         return sorted((volume for volume in self.replicas(key) if volume.served), key=lambda volume: volume.tier)
 
     def apply(self, message: pb.WatchBlocksResponse) -> Change:
-        """Takes one message in. Messages of one stream, in order.
+        """Apply one message. Messages of one stream must be applied in order.
 
         Raises:
-            InvalidArgument: a malformed message: begin anew with :meth:`clear`.
+            InvalidArgument: a malformed message; start again with :meth:`clear`.
         """
         change = Change()
         match message.WhichOneof("what"):
@@ -107,7 +110,7 @@ class BlockMirror:
                 change.whole = True
             case "resumed":
                 if message.resumed.feed_id != self.feed_id or not self.complete:
-                    raise InvalidArgument("the server resumed what was not begun")
+                    raise InvalidArgument("the server resumed an unknown stream")
             case "snapshot_end":
                 self.sequence = message.snapshot_end.sequence
                 self.complete = change.whole = True
@@ -119,7 +122,7 @@ class BlockMirror:
         return change
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self.feed_id = b""
         self.sequence = 0
         self.complete = False
@@ -139,14 +142,14 @@ class BlockMirror:
                 held = event.held
                 keys = keys_from_packed(held.keys)
                 if len(keys) != len(held.depths):
-                    raise InvalidArgument("a depth a key", keys=len(keys), depths=len(held.depths))
+                    raise InvalidArgument("one depth per key is required", keys=len(keys), depths=len(held.depths))
                 namespace = NamespaceId(check_id(held.namespace_id, "namespace_id"))
                 self._store(held.volume, namespace, zip(keys, held.depths, strict=True))
                 change.keys += keys
             case "opened":
                 opened = event.opened
                 before = self._volumes.get(opened.volume)
-                self._volumes[opened.volume] = now = Volume(
+                self._volumes[opened.volume] = now = MirroredVolume(
                     opened.volume,
                     VolumeId(opened.volume_id),
                     NodeId(opened.node_id),
@@ -158,18 +161,18 @@ class BlockMirror:
                 if before is not None and before != now:
                     change.keys += held_there
             case "closed":
-                gone = list(self._held.get(event.closed.volume, ()))
-                self._remove(event.closed.volume, gone)
+                removed = list(self._held.get(event.closed.volume, ()))
+                self._remove(event.closed.volume, removed)
                 self._held.pop(event.closed.volume, None)
                 self._volumes.pop(event.closed.volume, None)
-                change.keys += gone
+                change.keys += removed
             case "served":
                 volume = self._volumes.get(event.served.volume)
                 if volume is not None and volume.served != event.served.served:
-                    told = Volume(
+                    updated = MirroredVolume(
                         volume.number, volume.volume_id, volume.node_id, volume.tier, volume.boot_id, event.served.served
                     )
-                    self._volumes[volume.number] = told
+                    self._volumes[volume.number] = updated
                     change.keys += self._held[volume.number]
 
     def _store_runs(self, number: int, runs: Iterable[BlockRunMessage], change: Change) -> None:
@@ -179,10 +182,10 @@ class BlockMirror:
             change.runs.append(run)
 
     def _store(self, number: int, namespace: NamespaceId, blocks: Iterable[tuple[BlockKey, int]]) -> None:
-        """A volume holds blocks. Stored at another place than it was known at, a key's older replicas are void."""
+        """Record that a volume holds blocks. If a key was known at another position, its older replicas are void."""
         mine = self._held.get(number)
         if mine is None:
-            return  # not meant for this mirror
+            return  # a volume outside the filter
         for key, depth in blocks:
             found = self._blocks.get(key)
             if found is None:
@@ -204,9 +207,9 @@ class BlockMirror:
             if key not in mine:
                 continue
             mine.discard(key)
-            place, numbers = self._blocks[key]
+            position, numbers = self._blocks[key]
             left = tuple(other for other in numbers if other != number)
             if left:
-                self._blocks[key] = (place, left)
+                self._blocks[key] = (position, left)
             else:
                 del self._blocks[key]

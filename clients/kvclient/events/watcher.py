@@ -1,4 +1,4 @@
-"""A mirror of what the store holds, kept up to date by the metadata server's block events: for routers, schedulers, dashboards.
+"""A mirror of the blocks that the store holds, kept up to date by block events: for routers, schedulers, dashboards.
 
     from kvclient.events import BlockWatcher
 
@@ -6,8 +6,8 @@
         watcher.wait_complete(10.0)
         where = watcher.holders(key)       # volumes that hold the block and can be read, nearest tier first
 
-``BlockMirror`` is the pure part: messages in, who holds what out. ``BlockWatcher`` feeds one from a thread of its own; after a
-lost connection it goes on where it left off, or begins anew where the server says so. The mirror is a hint, as the index is.
+``BlockMirror`` is the pure part: it applies messages. ``BlockWatcher`` applies the messages of a subscription in a thread of its
+own; after a lost connection it resumes, or starts again if the server requires it. The mirror is a hint, like the index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final, Protocol, Self, cast
 
 import grpc
 
-from kvclient.events.mirror import BlockMirror, Change, Volume
+from kvclient.events.mirror import BlockMirror, Change, MirroredVolume
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
@@ -36,35 +36,35 @@ from kvstore.rpc.errors import FailedCall, from_rpc_error
 _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S: Final = 0.05
-_MOST_BACKOFF_S: Final = 2.0
+_MAX_BACKOFF_S: Final = 2.0
 _CLOSE_S: Final = 10.0
 
 
 class Stream(Protocol):
-    """A call under way, as gRPC answers it."""
+    """A streaming call of gRPC."""
 
     def __iter__(self) -> Iterator[pb.WatchBlocksResponse]:
-        """Its messages."""
+        """Iterate over its messages."""
 
     def cancel(self) -> object:
-        """Ends it."""
+        """End it."""
 
 
 class BlockWatcher:
-    """Keeps a mirror of a running store, from a thread of its own.
+    """Keeps a mirror of a running store in a thread of its own. A context manager.
 
     Args:
         address: of the metadata server.
-        namespaces: of these alone; none: of all.
-        nodes: volumes of these nodes alone; none: of all.
-        tiers: volumes of these tiers alone; none: of all.
-        tls: as for every channel of a client.
-        token: what the server is shown (``ClientOptions.shown_token``); with a tenant's, ``namespaces`` takes its own, by name.
-        on_change: called after each message, in the watcher's thread, with the mirror and what may have changed. While it runs
-            the mirror stands still; if it is slower than changes come, the server makes the mirror begin anew.
+        namespaces: only these; empty: all.
+        nodes: only volumes of these nodes; empty: all.
+        tiers: only volumes of these tiers; empty: all.
+        tls: for the connection.
+        token: presented to the server (``ClientOptions.shown_token``). A tenant's token requires ``namespaces``, all its own.
+        on_change: called after each message, in the watcher's thread, with the mirror and the change. Meanwhile the mirror does
+            not change. If it is slower than changes come, the server makes the mirror start again.
 
     Attributes:
-        counters: what happened to the stream.
+        counters: failures and resyncs of the stream.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class BlockWatcher:
         self._mirror = BlockMirror()
         self._on_change = on_change
         self._lock = threading.Condition()
-        self._life = threading.Lock()  # of the stream; its own, for ``on_change`` may hang in a pipe and hold the other
+        self._life = threading.Lock()  # guards the stream; ``on_change`` may block and hold the other lock
         self._stopped = threading.Event()
         self._refused: KVStoreError | None = None
         self._stream: Stream | None = None
@@ -100,23 +100,31 @@ class BlockWatcher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # ---- what is known ----
-    def holders(self, key: BlockKey) -> list[Volume]:
-        """As ``BlockMirror.holders``."""
+    # ---- reading the mirror ----
+    def holders(self, key: BlockKey) -> list[MirroredVolume]:
+        """See ``BlockMirror.holders``.
+
+        Example: ``watcher.holders(key)``
+        """
         with self._lock:
             return self._mirror.holders(key)
 
     def read(self, look: Callable[[BlockMirror], None]) -> None:
-        """Calls a function with the mirror while that stands still; to be left soon."""
+        """Call a function with the mirror, which does not change meanwhile. The function must return soon.
+
+        Example: ``watcher.read(lambda mirror: print(len(mirror)))``
+        """
         with self._lock:
             look(self._mirror)
 
     def wait_complete(self, timeout_s: float) -> None:
-        """Until the mirror is complete.
+        """Wait until the mirror is complete.
+
+            watcher.wait_complete(10.0)
 
         Raises:
-            DeadlineExceeded: it was not in time.
-            KVStoreError: the server refuses to tell, and will go on doing so.
+            DeadlineExceeded: it was not complete in time.
+            KVStoreError: the server refuses the subscription for good.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._mirror.complete or self._refused is not None, timeout_s)
@@ -125,16 +133,18 @@ class BlockWatcher:
                 raise DeadlineExceeded("the mirror of the store is not complete", timeout_s=timeout_s, blocks=len(self._mirror))
 
     def check(self) -> None:
-        """Whether there is still something to wait for.
+        """Raise the error of a refused subscription.
+
+            watcher.check()
 
         Raises:
-            KVStoreError: the server refuses to tell, and will go on doing so.
+            KVStoreError: the server refuses the subscription for good.
         """
         if self._refused is not None:
             raise self._refused
 
     def close(self) -> bool:
-        """Ends the stream and the thread. Idempotent. False: ``on_change`` hangs, and the thread with it."""
+        """End the stream and the thread. Idempotent. False: the thread still runs, because ``on_change`` does not return."""
         with self._life:
             self._stopped.set()
             stream = self._stream
@@ -161,20 +171,20 @@ class BlockWatcher:
                 error = malformed
                 with self._lock:
                     self._mirror.clear()
-            except Exception as bug:  # noqa: BLE001  # the thread's edge: whoever waits for the mirror must hear of it
-                _log.exception("a watcher of block events failed")
-                error, begun = Internal(f"a watcher of block events failed: {bug!r}"), False
+            except Exception as bug:  # noqa: BLE001  # edge of the thread: callers that wait for the mirror must see the error
+                _log.exception("block event watcher failed")
+                error, begun = Internal(f"the watcher of block events failed: {bug!r}"), False
             if self._stopped.is_set():
                 return
             self.counters.add("client_events_failures_total")
             if not error.retryable and not begun:
-                _log.error("block events are refused: %s", error)
+                _log.error("block event subscription refused: %s", error)
                 with self._lock:
                     self._refused = error
                     self._lock.notify_all()
                 return
-            _log.warning("block events broke off, and are asked for again: %s", error)
-            backoff_s = _FIRST_BACKOFF_S if begun else min(2 * backoff_s, _MOST_BACKOFF_S)
+            _log.warning("block event stream lost, retried: %s", error)
+            backoff_s = _FIRST_BACKOFF_S if begun else min(2 * backoff_s, _MAX_BACKOFF_S)
             self._stopped.wait(backoff_s * random.uniform(0.5, 1.5))  # noqa: S311  # spreads load, guards nothing
 
     def _open(self) -> Iterable[pb.WatchBlocksResponse]:

@@ -33,9 +33,10 @@ _COPY_THREADS = 2
 
 
 class PromptReceiver:
-    """The decode side: a prompt on its way into the arena of this host. Thread-safe; a context manager that cancels.
+    """A prompt on its way into the arena of this host. Thread-safe. A context manager that cancels.
 
-    Room in the decode buffer is taken when it begins. ``wait`` until it is complete, then ``take`` it into the engine's memory.
+    Space in the decode buffer is reserved at the beginning. ``wait`` until the prompt is complete, then ``take`` it into the
+    engine's memory.
     """
 
     def __init__(self, context: ClientContext, chain: ChainSlice, scope: CallScope, transfer_id: str = "") -> None:
@@ -54,11 +55,11 @@ class PromptReceiver:
         self._future: Future[None] | None = None
 
     def begin(self, future: Future[None]) -> None:
-        """For the client: ``run`` is under way."""
+        """Keep the future of ``run``. For the client."""
         self._future = future
 
     def run(self) -> None:
-        """For the client, in a thread: waits for the node's answers. Failures of ours are left in outcomes."""
+        """Wait for the node's answers. For the client, in a thread. Failures of the store are left in outcomes."""
         local = self._context.local
         session = local.session() if local is not None else None
         if session is None or local is None:
@@ -81,14 +82,14 @@ class PromptReceiver:
         )
         began_s = self._context.clock.now_s()
         try:
-            # Time beyond the wait itself: which blocks are here is worth knowing when others are not.
+            # More time than the wait itself: the node says which blocks have come even if others have not.
             call = session.stub.AwaitPrompt(request, timeout=left_s + _ANSWER_S)
             with self._scope.on_cancel(call.cancel), session.server.waiting(call.cancel):
                 for progress in call:
-                    self._take_in(progress, session, began_s)
+                    self._record(progress, session, began_s)
         except grpc.RpcError as failed:
             why = from_rpc_error(cast("FailedCall", failed))
-            if self._scope.ended:  # ended by us: that says nothing of the session
+            if self._scope.ended:  # ended by the client: that says nothing about the session
                 self._sink.record_error(self._scope.error())
             else:
                 self._sink.record_error(why)
@@ -97,20 +98,20 @@ class PromptReceiver:
         except KVStoreError as error:
             self._sink.record_error(error)
 
-    def _take_in(self, progress: node_pb2.LoadProgress, session: Session, began_s: float) -> None:
+    def _record(self, progress: node_pb2.LoadProgress, session: Session, began_s: float) -> None:
         shape, count = self._context.shape, len(self._chain)
         if progress.lease_id:
             self._lease_ids.append(progress.lease_id)
         for run in progress.runs:
             if run.count == 0 or run.start + run.count > count:
-                raise Internal("the node answers for blocks that were not asked for", start=run.start, count=run.count)
+                raise Internal("the node answered for blocks that were not requested", start=run.start, count=run.count)
             span = slice(run.start, run.start + run.count)
             self._sink.outcomes[span] = int(run.outcome)
             if int(run.outcome) != Outcome.HIT:
                 continue
             offsets = unpack_u64(run.offsets, "offsets", run.count)
             if int(offsets.max()) + shape.block_bytes > session.arena.size:
-                raise Internal("the node answers with blocks outside its arena")
+                raise Internal("the node answered with blocks outside its arena")
             sums = unpack_u64(run.checksums, "checksums", run.count * shape.layers)
             self._offsets[span] = offsets
             row = shape.layers
@@ -120,17 +121,19 @@ class PromptReceiver:
 
     @property
     def done(self) -> bool:
-        """Whether the wait is over, one way or the other."""
+        """Whether the wait has ended, with or without the prompt."""
         return self._future is not None and self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits for the prompt. True: all of it is here.
+        """Wait for the prompt. True: all of it has come.
+
+            complete = prompt.wait(5.0)
 
         Args:
-            timeout_s: how long; None: as long as was given at its beginning.
+            timeout_s: maximum wait; None: until the deadline given to ``await_prompt``.
 
         Raises:
-            InvalidArgument: ``timeout_s`` is no number of seconds.
+            InvalidArgument: ``timeout_s`` is not a number of seconds.
         """
         left_s = self._scope.left_s() + _GRACE_S
         if timeout_s is not None:
@@ -143,18 +146,20 @@ class PromptReceiver:
         return bool((self._sink.outcomes == Outcome.HIT).all())
 
     def take(self, buffer: object, *, skip: int = 0, verify: Verify = "auto") -> LoadResult:
-        """Copies what is here into memory of the engine's, and gives the decode buffer back. Once, after ``wait``.
+        """Copy the blocks that have come into the engine's memory, and release the decode buffer. Once, after ``wait``.
+
+            result = prompt.take(buffer)
 
         Args:
-            buffer: room for all blocks but those skipped; see ``as_block_buffer``.
-            skip: how many leading blocks the engine has already: they are not copied.
+            buffer: space for all blocks except the skipped ones; see ``as_block_buffer``.
+            skip: number of leading blocks that the engine has already; they are not copied.
             verify: when checksums are compared after the copy; see ``kvclient.options.Verify``.
 
         Raises:
-            InvalidArgument: a buffer that does not fit, or more to skip than there is.
+            InvalidArgument: a buffer that does not fit, or more blocks to skip than there are.
         """
         if not isinstance(skip, int) or not 0 <= skip <= len(self._chain):
-            raise InvalidArgument("no more can be skipped than was awaited", skip=skip, blocks=len(self._chain))
+            raise InvalidArgument("skip must be at most the number of blocks", skip=skip, blocks=len(self._chain))
         if verify not in VERIFY_CHOICES:
             raise InvalidArgument("unknown choice", verify=verify, choices=VERIFY_CHOICES)
         blocks = as_block_buffer(buffer, self._context.shape, len(self._chain) - skip, spec=self._context.spec)
@@ -164,21 +169,22 @@ class PromptReceiver:
             self._future.result()
         sink, session = self._sink, self._session
         try:
-            here = np.flatnonzero(sink.outcomes[skip:] == Outcome.HIT) + skip
-            if session is not None and len(here):
-                for start, stop in spans(here):
+            positions = np.flatnonzero(sink.outcomes[skip:] == Outcome.HIT) + skip
+            if session is not None and len(positions):
+                for start, stop in spans(positions):
                     self._copy(session, blocks, start, stop, skip, verify=session.verifies_copies(verify))
-                number = session.node_id
-                good = here[sink.outcomes[here] == Outcome.HIT]
+                good = positions[sink.outcomes[positions] == Outcome.HIT]
                 if self._context.clock.now_s() > self._lease_end_s:
                     self._context.incidents.report(
-                        "client_lease_expired_blocks_total", "a prompt was taken too late", amount=len(good)
+                        "client_lease_expired_blocks_total",
+                        "dropped blocks of a prompt that was taken after its lease",
+                        amount=len(good),
                     )
                     sink.outcomes[good] = Outcome.UNAVAILABLE
                 else:
-                    sink.record(good, Outcome.HIT, int(Tier.DRAM), number, PATH_LOCAL)
+                    sink.record(good, Outcome.HIT, int(Tier.DRAM), session.node_id, PATH_LOCAL)
         finally:
-            self._let_go()
+            self._release()
         result = sink.result(self._context.shape.block_bytes)
         result.seconds = self._scope.elapsed_s()
         self._context.incidents.counters.add("client_prompts_total")
@@ -195,13 +201,16 @@ class PromptReceiver:
             self._sink.outcomes[start + np.flatnonzero(bad)] = Outcome.CORRUPT
 
     def cancel(self) -> None:
-        """Gives the prompt up, and its room back."""
+        """Cancel the wait and release the space.
+
+        Example: ``prompt.cancel()``
+        """
         self._scope.cancel()
         if self._future is not None:
-            self._future.result()  # bounded: the call is cancelled
-        self._let_go()
+            self._future.result()  # bounded: the call was cancelled
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             if self._lease_ids:

@@ -1,8 +1,8 @@
-"""The hand-over of a prompt from the prefill engine to the decode engine's host, and the decode engine's wait for it.
+"""The prefill side of a handoff: send a prompt to the host of the decode engine.
 
-The prefill side pushes Layer Blocks into the decode node's arena as layers are computed. What that node holds already, because it
-was read over its storage link, is not sent: only the rest goes over the compute network. The decode side takes the prompt when it
-is complete, and only then needs memory of its own for it.
+The prefill side pushes Layer Blocks into the decode node's arena as layers are computed. Blocks that the node holds already,
+because they were read over its storage link, are not sent. The decode side (``receiver``) takes the prompt when it is complete,
+and only then needs memory of its own for it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from kvstore.transport.contract import LayerWrite, WriteRequest
 
 
 class PromptSender:
-    """The prefill side: ``put_layer`` once a layer, in any order, then ``commit``. Thread-safe; a context manager that aborts.
+    """Sends a prompt: call ``put_layer`` once per layer, in any order, then ``commit``. Thread-safe.
 
-    Room on the decode host is asked for with the first layer, not before: by then a load over that host has claimed the blocks
-    that it brings, and they need not be sent. Failures of ours end in outcomes; the prefill goes on.
+    A context manager that aborts without a commit. Space on the decode host is requested with the first layer, not earlier: by
+    then a load over that host has claimed the blocks that it brings, so they need not be sent. Failures of the store end in
+    outcomes, and the prefill continues.
     """
 
     def __init__(
@@ -58,19 +59,22 @@ class PromptSender:
 
     @property
     def bytes_sent_a_layer(self) -> int:
-        """How much of each layer goes over the compute network; 0 until the first was put."""
+        """Bytes of each layer that go over the compute network; 0 until the first layer was put."""
         return 0 if self._write is None else len(self._write.granted) * self._context.shape.layer_block_bytes
 
     def put_layer(self, layer: int, data: object) -> None:
-        """Hands over one layer of all blocks.
+        """Hand over one layer of all blocks.
+
+            handoff.put_layer(layer, rows)
 
         Args:
             layer: 0-based.
-            data: ``[blocks, layer_block_bytes]``: whatever ``as_block_buffer`` takes, one Layer Block a key, a partial last block
-                included (its unused part may hold anything). Only what the decode host lacks is read, before the call returns.
+            data: ``[blocks, layer_block_bytes]``: anything that ``as_block_buffer`` accepts, one Layer Block per key, including a
+                partial last block, whose unused part may hold anything. Only blocks that the decode host lacks are read, before
+                the call returns.
 
         Raises:
-            InvalidArgument: wrong size or layer, a layer put twice, or a hand-over that is finished.
+            InvalidArgument: wrong size or layer, a layer put twice, or a handoff that has ended.
         """
         shape = self._context.shape
         if not isinstance(layer, int) or not 0 <= layer < shape.layers:
@@ -80,7 +84,7 @@ class PromptSender:
         )
         with self._lock:
             if self._finished or not self._left[layer]:
-                raise InvalidArgument("the layer was put before, or the hand-over is finished", layer=layer)
+                raise InvalidArgument("the layer was put before, or the handoff has ended", layer=layer)
             self._left[layer] = False
             if self._result.error is not None or not len(self._chain):
                 return
@@ -103,27 +107,29 @@ class PromptSender:
         return WriteRequest(run, self._context.shape, False, self._scope.deadline_s, self._tail)
 
     def commit(self) -> StoreResult:
-        """Makes the prompt whole on the decode host. Every layer must have been put.
+        """Complete the prompt on the decode host. Every layer must have been put.
+
+            result = handoff.commit()
 
         Returns:
-            What became of each block, also of those behind one that is not there. Where that host did not take all of them, or a
-            load over that host was to bring some and did not, ``skipped_blocks`` says how many, and ``error``
-            (``CapacityExceeded``, ``Unavailable``) that the prompt is not whole there: hand it over again, of which only what is
-            lacking travels. ``IN_PROGRESS``: still on their way, or, with an ``error``, not known.
+            The outcome of each block, also of blocks after one that is missing. If the host did not accept all of them, or a load
+            over that host did not bring its blocks, ``skipped_blocks`` is their number, and ``error`` (``CapacityExceeded``,
+            ``Unavailable``) says that the prompt is incomplete: hand it over again, and only the missing blocks are sent.
+            ``IN_PROGRESS``: still on their way or, with an ``error``, unknown.
 
         Raises:
-            InvalidArgument: a layer is missing, or the hand-over is finished.
+            InvalidArgument: a layer is missing, or the handoff has ended.
         """
         with self._lock:
             if self._finished:
-                raise InvalidArgument("the hand-over is finished")
+                raise InvalidArgument("the handoff has ended")
             if len(self._chain) and self._left.any():
                 raise InvalidArgument("layers are missing", missing=int(self._left.sum()))
             self._finished = True
             result = self._result
             if self._write is not None and result.error is None:
                 coming = np.array(self._write.outcomes, np.uint8) == StoreOutcome.IN_PROGRESS
-                there = self._look(coming)
+                found = self._probe(coming)
                 try:
                     outcomes: Outcomes = np.array(self._write.commit(), np.uint8)
                 except KVStoreError as error:
@@ -131,51 +137,54 @@ class PromptSender:
                 else:
                     stored = int(np.count_nonzero(outcomes[self._write.granted] == StoreOutcome.STORED))
                     result.bytes_stored = stored * self._context.shape.block_bytes
-                    outcomes[coming] = there[coming]
+                    outcomes[coming] = found[coming]
                     result.outcomes = outcomes
-                    self._note_lacking(result, int(np.count_nonzero(there[coming] == StoreOutcome.SKIPPED)))
+                    self._record_missing(result, int(np.count_nonzero(found[coming] == StoreOutcome.SKIPPED)))
             result.seconds = self._scope.elapsed_s()
             count_store(self._context, result)
             self._context.incidents.counters.add("client_handoff_bytes_total", result.bytes_stored)
             return result
 
-    def _look(self, coming: npt.NDArray[np.bool_]) -> Outcomes:
-        """What became of blocks that were left to a load over that host: there, on their way, or not, if it ended without them.
+    def _probe(self, coming: npt.NDArray[np.bool_]) -> Outcomes:
+        """Return the outcomes of blocks that were left to a load over that host: EXISTS, IN_PROGRESS, or SKIPPED if it ended.
 
-        Such a load is planned again over other hosts when its part stalls or fails, and these bring nothing to the decode host.
-        This is asked before the prompt is whole: afterwards whoever waits for it may have taken it, and its blocks may be gone.
+        A stalled or failed part of such a load is planned again over other hosts, which bring nothing to the decode host. The
+        probe comes before the commit: afterwards the decode engine may have taken the prompt, and its blocks may be gone.
         """
-        there: Outcomes = np.full(len(self._chain), StoreOutcome.IN_PROGRESS, np.uint8)
+        found: Outcomes = np.full(len(self._chain), StoreOutcome.IN_PROGRESS, np.uint8)
         if not coming.any() or self._node is None or self._scope.ended:
-            return there
+            return found
         try:
             probe = self._context.peers.peer(self._node).begin_write(self._request())
-        except KVStoreError as error:  # what is handed over is there all the same
+        except KVStoreError as error:  # the blocks that were sent are there all the same
             self._result.error = error
-            why = "it is not known whether a prompt that is handed over is whole"
+            why = "handoff not verified: the decode node did not answer"
             self._context.incidents.report("client_handoffs_failed_total", why, error)
-            return there
+            return found
         now: Outcomes = np.array(probe.outcomes, np.uint8)
         probe.abort()
-        there[now == StoreOutcome.EXISTS] = StoreOutcome.EXISTS
-        there[(now != StoreOutcome.EXISTS) & (now != StoreOutcome.IN_PROGRESS)] = StoreOutcome.SKIPPED
-        return there
+        found[now == StoreOutcome.EXISTS] = StoreOutcome.EXISTS
+        found[(now != StoreOutcome.EXISTS) & (now != StoreOutcome.IN_PROGRESS)] = StoreOutcome.SKIPPED
+        return found
 
-    def _note_lacking(self, result: StoreResult, lost: int) -> None:
-        """Blocks that the decode host does not have: whoever waits for the prompt there waits in vain."""
+    def _record_missing(self, result: StoreResult, lost: int) -> None:
+        """Record blocks that the decode host does not have: the wait for the prompt there ends without it."""
         if skipped := int(np.count_nonzero(~HELD[result.outcomes])):
             facts = {"skipped": skipped, "blocks": len(self._chain)}
             if lost:
-                result.error = Unavailable("a load over the decode host did not bring what it was to bring", lost=lost, **facts)
+                result.error = Unavailable("a load over the decode host did not bring its blocks", lost=lost, **facts)
             else:
-                why = "the decode host did not take all of the prompt: it has no room, or drains"
+                why = "the decode host did not accept the whole prompt: it has no space, or drains"
                 result.error = CapacityExceeded(why, **facts)
             self._context.incidents.report(
-                "client_handoff_skipped_blocks_total", "a prompt is not handed over whole", result.error, amount=skipped
+                "client_handoff_skipped_blocks_total", "handoff incomplete", result.error, amount=skipped
             )
 
     def abort(self) -> None:
-        """Hands nothing over. No effect on a finished hand-over."""
+        """Hand nothing over. No effect on a handoff that has ended.
+
+        Example: ``handoff.abort()``
+        """
         self._scope.cancel()
         with self._lock:
             self._finished = True
@@ -184,7 +193,7 @@ class PromptSender:
 
     def _give_up(self, error: KVStoreError) -> None:
         self._result.error = error
-        self._context.incidents.report("client_handoffs_failed_total", "a prompt is not handed over whole", error)
+        self._context.incidents.report("client_handoffs_failed_total", "handoff incomplete", error)
         if self._write is not None:
             self._write.abort()
 
@@ -197,10 +206,10 @@ class PromptSender:
 
 
 def find_decode_node(context: ClientContext, name: str, scope: CallScope) -> NodeRef:
-    """Where a prompt goes.
+    """Return the node that a prompt is sent to.
 
     Raises:
-        KVStoreError: not found.
+        KVStoreError: it is not found.
     """
     if context.metadata is None:
         raise Unavailable("the decode node cannot be found without a metadata server")
@@ -215,25 +224,27 @@ def abandon_prompt(context: ClientContext, transfer_id: str, decode_node: str, s
             node = find_decode_node(context, decode_node, scope)
             context.peers.abandon_prompt(node, transfer_id, max(0.001, scope.left_s()))
         except KVStoreError as error:
-            # A prompt often does not come because its decode node was not there for a moment, which then waits for it.
+            # The prompt often failed because its decode node was gone for a moment; that node now waits for it.
             if isinstance(error, (NotFound, Unavailable)) and context.clock.now_s() < gone_s and scope.left_s() > _LOOK_S:
                 time.sleep(_LOOK_S)
                 continue
-            said = "a decode node is not told of a prompt that will not come"
+            said = "decode node not told to stop waiting for a prompt"
             context.incidents.report("client_abandons_failed_total", said, error)
             return False
         return True
 
 
 def check_transfer_id(transfer_id: object, *, needed: bool = False) -> str:
-    """The name of a hand-over; empty, where it is not ``needed``: none.
+    """Return the name of a handoff, checked. It may be empty unless it is ``needed``.
 
     Raises:
-        InvalidArgument: something else than a string of at most 64 bytes.
+        InvalidArgument: not a string of at most 64 bytes.
     """
     size = len(transfer_id.encode(errors="replace")) if isinstance(transfer_id, str) else -1
     if not needed <= size <= MAX_TRANSFER_ID_BYTES:
-        raise InvalidArgument("a transfer_id takes a string", most_bytes=MAX_TRANSFER_ID_BYTES, got=type(transfer_id).__name__)
+        raise InvalidArgument(
+            "transfer_id must be a string within the limit", max_bytes=MAX_TRANSFER_ID_BYTES, got=type(transfer_id).__name__
+        )
     return cast("str", transfer_id)
 
 

@@ -1,8 +1,8 @@
-"""Accounts that add up: every block that was asked for is a hit, by path and tier, or missed, for one reason.
+"""Hit accounting: every requested block is a hit, by path and tier, or a miss, for one reason.
 
-Asked for are the blocks that a lookup did not find, and those that a load was to bring: an engine that looks up a prompt and then
-loads what was found has asked for each block once. A lookup that is repeated asks again. Tokens are blocks times the namespace's
-``block_tokens``.
+Requested blocks are those that a lookup did not find and those that a load was to bring: an engine that looks up a prompt and
+then loads what was found has requested each block once. A repeated lookup requests the blocks again. Tokens are blocks times the
+namespace's ``block_tokens``.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _OUTCOME_REASONS: Final = {
 
 
 def count_asked(counters: Counters, block_tokens: int, hits: Mapping[tuple[str, int], int], missed: Mapping[str, int]) -> None:
-    """Counts blocks that were asked for.
+    """Count requested blocks.
 
     Args:
         counters: the client's.
-        block_tokens: tokens a block.
+        block_tokens: tokens per block.
         hits: blocks by path and tier.
         missed: blocks by reason, see ``MISS_REASONS``.
     """
@@ -117,13 +117,13 @@ def missed_reasons(outcomes: Outcomes, trace: LoadTrace, *, cancelled: bool) -> 
 
 
 class HitAccounting:
-    """What one client tells of its loads.
+    """Metrics, recent loads and slow-load lines of one client.
 
     Args:
-        block_tokens: tokens a block.
-        block_bytes: bytes a block.
-        incidents: where is counted.
-        options: what is slow.
+        block_tokens: tokens per block.
+        block_bytes: bytes per block.
+        incidents: counters and log of the client.
+        options: say which loads are slow.
     """
 
     def __init__(self, block_tokens: int, block_bytes: int, incidents: LimitedLog, options: ClientOptions) -> None:
@@ -134,14 +134,14 @@ class HitAccounting:
         self.recent = RecentLoads()
 
     def looked_up(self, found: Lookup) -> None:
-        """Counts what a lookup of an engine's did not find."""
+        """Count the blocks that an engine's lookup did not find."""
         missed = len(found.keys) - found.hit_blocks
         if missed:
             reason = "unknown" if found.error is None else "index_down"
             count_asked(self._counters, self._block_tokens, {}, {reason: missed})
 
     def refused(self, blocks: int, error: KVStoreError) -> None:
-        """Counts the blocks of a call that never began, or failed in a way nobody meant."""
+        """Count the blocks of a call that was not done or failed unexpectedly."""
         if blocks:
             kinds = {CapacityExceeded: "capacity", DeadlineExceeded: "deadline"}
             count_asked(self._counters, self._block_tokens, {}, {kinds.get(type(error), "other"): blocks})
@@ -196,7 +196,7 @@ class HitAccounting:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What is kept of a load: its record is worded when it is asked for."""
+    """Facts about a load that has ended. Its record is formatted on request."""
 
     request_id: str
     seconds: float
@@ -216,7 +216,7 @@ class _Ended:
         return LoadRecord(self.request_id, seconds, self.blocks, self.hit_blocks, self.reason(), parts)
 
     def reason(self) -> str:
-        """Why it took what it took, in a few words."""
+        """Return what took most of the time, and what the load brought, in a few words."""
         said = []
         if self.spent_s:
             phase = max(self.spent_s, key=lambda name: self.spent_s[name])

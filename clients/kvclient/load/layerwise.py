@@ -1,4 +1,4 @@
-"""Layer-wise hand-over: an engine computes layer 0 while the later layers still arrive."""
+"""Layer-wise loads: an engine computes layer 0 while later layers still arrive."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from kvstore.core.errors import InvalidArgument
 
 
 class LayerBarrier:
-    """How many leading layers have arrived. Opened by a ``LayerBoard`` alone, which knows each block; waited at by engines."""
+    """Number of leading layers that have arrived. A ``LayerTracker``, which knows each block, opens it; engines wait at it."""
 
     def __init__(self, blocks: int) -> None:
         self._changed = threading.Condition()
         self._layers = 0
         self._done = False
         self.promised_blocks = blocks
-        """Leading blocks that may still become hits; only shrinks."""
+        """Number of leading blocks that may still become hits. Only shrinks."""
 
     def advance(self, layers: int) -> None:
-        """Layers below ``layers`` of the first ``promised_blocks`` blocks are in the buffer."""
+        """Record that layers below ``layers`` of the first ``promised_blocks`` blocks are in the buffer."""
         with self._changed:
             if layers > self._layers:
                 self._layers = layers
                 self._changed.notify_all()
 
     def shrink(self, blocks: int) -> None:
-        """No more than ``blocks`` leading blocks can still become hits."""
+        """Record that at most ``blocks`` leading blocks can still become hits."""
         self.promised_blocks = min(self.promised_blocks, blocks)
 
     def finish(self, blocks: int) -> None:
-        """Nothing more will arrive."""
+        """Record that no more layers will arrive, and wake all threads that wait."""
         self.shrink(blocks)
         with self._changed:
             self._done = True
             self._changed.notify_all()
 
     def wait(self, layer: int, timeout_s: float) -> bool:
-        """Waits for a layer. False: it did not come in time."""
+        """Wait for a layer. False: it did not come in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._done or self._layers > layer, timeout_s)
 
@@ -50,11 +50,13 @@ class LayerBarrier:
 class LoadHandle(CallHandle[LoadResult]):
     """A load that runs in the background, as ``KVClient.start_load`` returns it.
 
-    handle = client.start_load(lookup, buffer)
-    for layer in range(client.spec.layers):
-        handle.wait_layer(layer)             # the first handle.promised_blocks blocks have this layer
-        ...                                  # compute the layer
-    result = handle.result()
+    Example::
+
+        handle = client.start_load(lookup, buffer)
+        for layer in range(client.spec.layers):
+            handle.wait_layer(layer)             # the first handle.promised_blocks blocks have this layer
+            ...                                  # compute the layer
+        result = handle.result()
     """
 
     def __init__(
@@ -72,25 +74,25 @@ class LoadHandle(CallHandle[LoadResult]):
 
     @property
     def promised_blocks(self) -> int:
-        """Leading blocks that may still become hits; only shrinks, and ends as the result's ``hit_blocks``."""
+        """Number of leading blocks that may still become hits. Only shrinks, and ends as the result's ``hit_blocks``."""
         return self._gate.promised_blocks
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Waits until one layer of every block that will be a hit is in the buffer.
+        """Wait until one layer of every block that will be a hit is in the buffer.
 
-        Of a device's buffer: until it is on its way there. What the caller asks the device to do next, on its current stream,
-        begins when it is there.
+        With a device's buffer: until the copies to the device are enqueued. Work that the caller enqueues next on its current
+        stream runs after them.
 
         Args:
             layer: 0-based.
-            timeout_s: how long to wait; None: as long as the load may take.
+            timeout_s: maximum wait; None: until the deadline of the load.
 
         Returns:
-            True: the first ``promised_blocks`` blocks may be used up to this layer; what fails later is told by ``result``.
-            False: not in time. The load goes on; ``cancel`` before the buffer is used for anything else.
+            True: the first ``promised_blocks`` blocks may be used up to this layer; ``result`` reports later failures. False: not
+            in time. The load continues; ``cancel`` it before the buffer is used for anything else.
 
         Raises:
-            InvalidArgument: there is no such layer, or ``timeout_s`` is no number of seconds.
+            InvalidArgument: there is no such layer, or ``timeout_s`` is not a number of seconds.
         """
         if not isinstance(layer, int) or not 0 <= layer < self._layers:
             raise InvalidArgument("no such layer", layer=layer, layers=self._layers)

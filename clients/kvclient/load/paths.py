@@ -1,4 +1,4 @@
-"""What a caller may choose about the paths of a load, and what the planner answered."""
+"""Choices of a caller about the storage links of a load, and the plans that the metadata server answers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ PATHS_BY_SIDE = {
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Over which hosts' storage links a load may be read.
+    """Hosts whose storage links a load may use.
+
+        client.load(lookup, buffer, paths=Paths(decode_node="node-b"))
 
     Attributes:
-        decode_node: node of the engine that will decode this request: what is loaded through it stays there, where it will be
+        decode_node: node of the engine that will decode this request. Blocks that are loaded over it stay there, where they are
             needed next. None: only the prefill host and relays.
-        policy: a path policy by name; None: the metadata server's.
-        relays: whether idle third hosts may lend their links.
-        layer_group: layers that are read from storage together, over all blocks: the first layers are here while the later ones
-            are still read. 0: whole blocks, which costs the fewest requests.
-        stall_s: a part in which nothing moves for so long is given to other hosts.
-        attempts: how often the rest of a part may be planned anew.
+        policy: name of a path policy; None: the one of the metadata server.
+        relays: whether the links of idle third hosts may be used.
+        layer_group: layers that are read from storage together, over all blocks, so that the first layers arrive while later ones
+            are read. 0: whole blocks, which takes the fewest requests.
+        stall_s: a part without progress for this long is given to other hosts.
+        attempts: how often the rest of failed parts may be planned again.
     """
 
     decode_node: str | None = None
@@ -46,9 +48,9 @@ class Paths:
         for name, least in (("layer_group", 0), ("attempts", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InvalidArgument("the option takes an integer", option=name, value=value, least=least)
+                raise InvalidArgument("option must be an integer", option=name, value=value, min=least)
         if not isinstance(self.relays, bool):
-            raise InvalidArgument("the option is True or False", option="relays", got=type(self.relays).__name__)
+            raise InvalidArgument("option must be True or False", option="relays", got=type(self.relays).__name__)
         for name in ("decode_node", "policy"):
             if getattr(self, name) is not None:
                 check_name(name, getattr(self, name))
@@ -57,7 +59,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPart:
-    """Blocks ``[start, start + count)`` of those planned, read by one node."""
+    """Blocks ``[start, start + count)`` of the planned ones, read by one node."""
 
     index: int
     start: int
@@ -68,7 +70,7 @@ class PlannedPart:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An answer of the planner."""
+    """A load plan."""
 
     plan_id: int
     attempt: int
@@ -77,39 +79,39 @@ class Plan:
     reason: str
 
 
-def largest_ranges(arrived: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Of the (start, count) of what has arrived, as many as a server takes: the largest, in order.
+def largest_ranges(ranges: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Return as many (start, count) ranges as a server accepts: the largest, in order.
 
-    What is not told is planned again, and not read: whoever reads looks at what is missing.
+    Blocks outside them are planned again, but not read again: a part reads only blocks that are missing.
     """
-    if len(arrived) <= MAX_REPLAN_RANGES:
-        return arrived
-    return sorted(heapq.nlargest(MAX_REPLAN_RANGES, arrived, key=lambda span: span[1]))
+    if len(ranges) <= MAX_REPLAN_RANGES:
+        return ranges
+    return sorted(heapq.nlargest(MAX_REPLAN_RANGES, ranges, key=lambda span: span[1]))
 
 
 def plan_from_proto(answer: metadata_pb2.LoadPlan, blocks: int) -> Plan:
-    """A plan for all of ``blocks`` (or, the oracle's, for none), checked: it steers where bytes are written to.
+    """Return a plan for all blocks (or for none, by the oracle policy), checked: it decides where bytes are written.
 
     Raises:
-        Internal: parts that overlap, leave something out, or lie outside of what was asked for.
+        Internal: parts that overlap, leave blocks out, or are outside the request.
     """
     return _checked(answer, bytearray(blocks), whole=bool(answer.parts))
 
 
 def replan_from_proto(answer: metadata_pb2.LoadPlan, before: Plan, part: PlannedPart, arrived: Iterable[tuple[int, int]]) -> Plan:
-    """A plan for what a part did not bring, checked.
+    """Return a plan for the blocks that a part did not bring, checked.
 
     Args:
-        answer: the server's.
-        before: the plan whose part it is.
+        answer: the server's answer.
+        before: the plan of the part.
         part: the part.
-        arrived: (start, count) of what it brought, numbered as in the plan.
+        arrived: (start, count) of the blocks that it brought, numbered as in the plan.
 
     Raises:
-        Internal: it is for another plan, an old one, or for anything else than what is missing.
+        Internal: it is for another plan, an old attempt, or other blocks than the missing ones.
     """
     if answer.plan_id != before.plan_id or answer.attempt <= before.attempt:
-        raise Internal("the metadata server answers about another plan", plan_id=answer.plan_id, attempt=answer.attempt)
+        raise Internal("the metadata server answered about another plan", plan_id=answer.plan_id, attempt=answer.attempt)
     taken = bytearray(b"\1" * part.start + bytes(part.count))
     for start, count in arrived:
         taken[start : start + count] = b"\1" * count
@@ -117,16 +119,16 @@ def replan_from_proto(answer: metadata_pb2.LoadPlan, before: Plan, part: Planned
 
 
 def _checked(answer: metadata_pb2.LoadPlan, taken: bytearray, *, whole: bool) -> Plan:
-    """A plan whose parts keep out of what is taken and of each other and, ``whole``, leave nothing out."""
+    """Return a plan whose parts overlap neither taken blocks nor each other and, if ``whole``, leave no block out."""
     blocks = len(taken)
     parts = []
     for part in answer.parts:
         end = part.start + part.count
         if part.count == 0 or end > blocks or any(taken[part.start : end]) or part.side not in PATHS_BY_SIDE:
-            raise Internal("the metadata server answers a plan that makes no sense", start=part.start, count=part.count)
+            raise Internal("the metadata server answered an impossible plan", start=part.start, count=part.count)
         taken[part.start : end] = b"\1" * part.count
         node = NodeRef(NodeId(part.node_id), part.control_address, part.data_address)
         parts.append(PlannedPart(part.index, part.start, part.count, PATHS_BY_SIDE[part.side], node))
     if whole and not all(taken):
-        raise Internal("the metadata server answers a plan that leaves blocks out", first=taken.index(0))
+        raise Internal("the metadata server answered a plan that leaves blocks out", first=taken.index(0))
     return Plan(answer.plan_id, answer.attempt, tuple(parts), answer.policy, answer.reason)

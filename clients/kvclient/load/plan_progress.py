@@ -1,4 +1,4 @@
-"""Tells the planner how far loads are, off the critical path: a late or lost report only makes the next plan a little worse."""
+"""Progress reports of planned loads, off the critical path: a late or lost report only makes the next plan a little worse."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from kvstore.core.errors import KVStoreError
 from kvstore.observe.limited_log import LimitedLog
 
 MAX_PLANS = 4_096
-"""Plans with something to tell; of more the planner hears nothing, and forgets them in time."""
+"""Plans with unsent progress. More of them are not reported, and the planner forgets them in time."""
 _PAUSE_S = 0.005
-"""Between two calls: reports of many loads go together. Longer, and the next plan takes links for busy that are not any more."""
+"""Between two calls, so that reports of many loads go together. After a longer pause, plans would take idle links for busy."""
 
 Send = Callable[[metadata_pb2.ReportLoadsRequest], object]
 
 
 class PlanProgressReporter:
-    """Collects progress and sends it in a thread of its own. Thread-safe.
+    """Collects progress of planned loads and sends it in a thread of its own. Thread-safe.
 
     Args:
-        send: one call, bounded in time.
-        incidents: where failures are counted.
+        send: does one call, bounded in time.
+        incidents: counts failures.
     """
 
     def __init__(self, send: Send, incidents: LimitedLog) -> None:
@@ -35,7 +35,7 @@ class PlanProgressReporter:
         self._thread: threading.Thread | None = None
 
     def tell(self, moved: Mapping[int, Sequence[tuple[int, int]]], *, finished: bool) -> None:
-        """Plan -> (part, blocks done) of what moved; ``finished``: these plans are over."""
+        """Report progress: plan -> (part, blocks done). ``finished``: these loads have ended."""
         with self._changed:
             if self._closed or len(self._moved) + len(moved) > MAX_PLANS:
                 self._incidents.counters.add("client_reports_dropped_total", len(moved))
@@ -50,7 +50,7 @@ class PlanProgressReporter:
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the thread after what it is sending."""
+        """Stop the thread after the call under way."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -71,7 +71,7 @@ class PlanProgressReporter:
                         report.parts.add(index=index, blocks_done=done)
                 try:
                     self._send(request)
-                except KVStoreError:  # the planner forgets plans that it does not hear of
+                except KVStoreError:  # the planner forgets plans without reports
                     self._incidents.counters.add("client_reports_failed_total")
             if closed:
                 return

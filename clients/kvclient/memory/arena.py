@@ -1,4 +1,4 @@
-"""The local node's arena, as mapped into this process: copies out of it and into it."""
+"""The arena of the local node, mapped into this process: copies out of it and into it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _log = logging.getLogger(__name__)
 
 MAP_AHEAD_BYTES = 16 << 20
 MAP_AHEAD_MOST_BYTES = 16 << 30
-"""Of larger arenas only the beginning is mapped ahead: page tables take memory too."""
+"""Only the beginning of larger arenas is mapped ahead, because page tables take memory too."""
 MADV_POPULATE_WRITE = 23
-"""From Linux 5.14 on; the mmap module does not name it."""
+"""Since Linux 5.14; the mmap module does not define it."""
 
 Offsets = npt.NDArray[np.uint64]
 
 
 class ClientArena:
-    """A mapping and the connection that keeps it ours. Whoever copies is a user of the session, so that it stays open."""
+    """A mapping of the arena, and the connection that keeps its slots granted. Copies must run as users of the session."""
 
     def __init__(self, mapping: ArenaMapping, *, map_ahead: bool, watcher: ArenaPinner | None = None) -> None:
         self._mapping = mapping
         self.size = mapping.size
         self.stuck = False
-        """Whether a device may still write to slots, and nobody knows until when: they are not given back."""
+        """Whether a device may still write to slots for an unknown time, so that they must not be given back."""
         self._guard = watcher.mapped(mapping.view) if watcher is not None else None
         self._closing = threading.Event()
         self._ahead = threading.Thread(target=self._map_ahead, name="kvclient-map-ahead", daemon=True) if map_ahead else None
@@ -56,36 +56,36 @@ class ClientArena:
         map_ahead: bool,
         watcher: ArenaPinner | None = None,
     ) -> ClientArena:
-        """Maps the arena behind a socket.
+        """Map the arena behind a socket.
 
         Args:
-            path: the arena door.
-            session_id: shown at the door.
-            size: bytes that the node said the arena has.
+            path: socket of the arena server.
+            session_id: presented to the server.
+            size: bytes of the arena according to the node.
             timeout_s: bound of the exchange.
             map_ahead: enter the arena's pages into this process's page table in the background. Without it, every page costs a
-                fault at its first use here: the first gigabyte copied is several times slower than the next.
-            watcher: told of it; None: nobody.
+                fault at its first use: the first gigabyte copied is several times slower than the next.
+            watcher: pins the arena; None: nothing does.
 
         Raises:
-            KVStoreError: it cannot be had.
-            Internal: it is not as long as the node said: offsets into it could not be trusted.
+            KVStoreError: the arena cannot be mapped.
+            Internal: it has another size than the node said, so offsets into it could not be trusted.
         """
         mapping = open_arena(path, session_id, timeout_s)
         if mapping.size != size:
             mapping.close()
-            raise Internal("the arena is not as long as the node said", mapped=mapping.size, said=size)
-        return cls(mapping, map_ahead=map_ahead and watcher is None, watcher=watcher)  # whoever watches enters its pages
+            raise Internal("the arena has another size than the node said", mapped=mapping.size, said=size)
+        return cls(mapping, map_ahead=map_ahead and watcher is None, watcher=watcher)  # a pinner enters the pages itself
 
     def _map_ahead(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)  # lets go of the interpreter lock, which mmap.madvise does not
+        libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter lock, unlike mmap.madvise
         base = address_of(self._mapping.view)
         for start in range(0, min(self.size, MAP_AHEAD_MOST_BYTES), MAP_AHEAD_BYTES):
             length = min(MAP_AHEAD_BYTES, self.size - start)
             if self._closing.is_set():
                 return
             if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), MADV_POPULATE_WRITE):
-                _log.info("the arena is not mapped ahead: %s", os.strerror(ctypes.get_errno()))  # kernels before 5.14
+                _log.info("arena not mapped ahead: %s", os.strerror(ctypes.get_errno()))  # kernels before 5.14
                 return
 
     @property
@@ -114,15 +114,15 @@ class ClientArena:
         )
 
     def copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
-        """Copies all blocks of a buffer to the arena, each to its offset; checksums of the bytes, ``[blocks, layers]``."""
+        """Copy all blocks of a buffer to the arena, each to its offset. Return checksums of the bytes, ``[blocks, layers]``."""
         if isinstance(buffer, DeviceBuffer):
-            return self._copy_in_from_far(buffer, offsets)
+            return self._copy_in_from_device(buffer, offsets)
         checksums = np.empty((buffer.count, buffer.shape.layers), np.uint64)
         copy_to_arena(buffer, self._mapping.view, offsets, checksums=checksums)
         return checksums
 
-    def _copy_in_from_far(self, buffer: DeviceBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
-        """Checksums are of what has arrived in the arena: a device's bytes can be summed nowhere else."""
+    def _copy_in_from_device(self, buffer: DeviceBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
+        """Copy from a device. The checksums are of the bytes in the arena, because a device's memory cannot be read here."""
         try:
             buffer.write_arena(self._mapping.view, offsets)
         finally:
@@ -136,43 +136,43 @@ class ClientArena:
     def differing(
         self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, checksums: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_]:
-        """Which blocks that were copied out differ from their checksums ``[blocks, layers]``.
+        """Return which copied blocks differ from their checksums ``[blocks, layers]``.
 
-        What a device was given is looked at here in the arena, where it was taken from.
+        If a device has the copies, the blocks in the arena are checked instead.
         """
         if isinstance(buffer, DeviceBuffer):
             return mismatches(self.blocks(offsets, buffer.shape), 0, len(offsets), first_layer, checksums)
         return mismatches(buffer, first, len(offsets), first_layer, checksums)
 
     def blocks(self, offsets: Offsets, shape: BlockShape) -> BlockBuffer:
-        """Blocks in the arena as a buffer: no bytes are copied. Let go of it before the session ends."""
+        """Return blocks in the arena as a buffer. No bytes are copied. Drop it before the session ends."""
         view, size = self._mapping.view, shape.block_bytes
         return ScatteredBlocks([view[at : at + size] for at in offsets.tolist()], shape)
 
     def close(self) -> None:
-        """Unmaps the arena and ends the connection."""
+        """Unmap the arena and end the connection."""
         self._closing.set()
         if self._ahead is not None:
-            self._ahead.join()  # a few milliseconds: one piece
+            self._ahead.join()  # a few milliseconds
         if self._guard is not None and not self._guard.close():
-            _log.error("the arena stays mapped until this process ends: a device may still touch it")
+            _log.error("arena not unmapped: a device may still access it")
             return
         try:
             self._mapping.close()
-        except KVStoreError as error:  # a view that somebody still holds: the kernel cleans up behind it
-            _log.error("cannot let go of the arena: %s", error)
+        except KVStoreError as error:  # a view is still in use: the kernel cleans up at exit
+            _log.error("arena not unmapped: %s", error)
 
 
 def mismatches(
     buffer: BlockBuffer, first: int, count: int, first_layer: int, checksums: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.bool_]:
-    """Which of blocks ``[first, first + count)`` of a buffer differ from their checksums.
+    """Return which of blocks ``[first, first + count)`` of a buffer differ from their checksums.
 
     Args:
-        buffer: what was copied.
+        buffer: the copied blocks.
         first: the first block.
-        count: how many.
-        first_layer: the layer that ``checksums[:, 0]`` is of.
+        count: number of blocks.
+        first_layer: layer of ``checksums[:, 0]``.
         checksums: ``[count, layers]``.
     """
     layer_count = checksums.shape[1]

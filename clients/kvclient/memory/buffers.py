@@ -1,8 +1,8 @@
-"""What callers may bring as memory for blocks, turned into the one protocol that movers speak (``BlockBuffer``).
+"""Views of a caller's memory as blocks: the ``BlockBuffer`` protocol.
 
 Accepted: any bytes-like object, a numpy array, a torch CPU tensor, a list of per-block buffers, or a ``BlockBuffer``. No
-bytes are copied: what is returned is a view, and it lives as long as the call that needs it. Torch is never imported here:
-a torch tensor can only exist where somebody else has imported torch already.
+bytes are copied: the result is a view, which lives as long as the call that needs it. This module does not import torch: a torch
+tensor exists only if torch was imported already.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ if TYPE_CHECKING:
 def as_block_buffer(
     obj: object, shape: BlockShape, count: int, *, writable: bool = True, spec: CacheSpec | None = None
 ) -> BlockBuffer:
-    """Views a caller's memory as ``count`` blocks of ``shape``.
+    """Return a view of a caller's memory as ``count`` blocks of ``shape``.
+
+        buffer = as_block_buffer(np.zeros((8, spec.block_bytes), np.uint8), spec.shape, 8)
 
     Args:
         obj: one of
 
             * bytes-like (bytearray, memoryview, mmap, …): ``count * block_bytes`` contiguous bytes;
             * numpy array or torch CPU tensor of any dtype: C-contiguous with that many bytes, or with the leading axes
-              ``[blocks]`` or ``[blocks, layers]`` of any stride and everything behind them contiguous (a layer-major cache
+              ``[blocks]`` or ``[blocks, layers]`` of any stride and contiguous axes after them (a layer-major cache
               is the transposed view ``cache.transpose(0, 1)``);
             * list or tuple of ``count`` contiguous buffers of ``block_bytes`` each;
             * a ``BlockBuffer``.
         shape: the size of each block.
-        count: how many blocks there must be room for, exactly.
+        count: exact number of blocks.
         writable: whether bytes will be written into it.
-        spec: the namespace of the blocks, which a device's pages must be of; None: they are not held against any.
+        spec: the namespace of the blocks, for the check of a device's pages; None: no check.
 
     Raises:
-        InvalidArgument: the memory has another size, is not contiguous where it must be, is read-only or overlaps itself although
-            it is to be written, is of a kind that is not understood, or consists of pages of another namespace.
+        InvalidArgument: the memory has another size, is not contiguous as required, is to be written but read-only or overlaps
+            itself, has an unknown type, or consists of pages of another namespace.
     """
     if isinstance(obj, np.ndarray):
         return _from_array(obj, shape, count, writable)
@@ -65,15 +67,15 @@ def as_block_buffer(
 
 
 def _from_array(array: npt.NDArray[Any], shape: BlockShape, count: int, writable: bool) -> DenseBlocks:
-    """A dense buffer over an array: by its bytes where it is contiguous, else by its two leading axes."""
+    """Return a dense buffer over an array: over its bytes if it is contiguous, else over its two leading axes."""
     array = np.asarray(array)  # subclasses have reshapes and views of their own
     if array.dtype.hasobject:
-        raise InvalidArgument("an array of Python objects holds no blocks", dtype=array.dtype)
+        raise InvalidArgument("an array of Python objects cannot hold blocks", dtype=array.dtype)
     if writable and not array.flags.writeable:
-        raise InvalidArgument("the buffer is read-only, and blocks are to be written into it")
+        raise InvalidArgument("the buffer is read-only, but blocks must be written into it")
     if array.nbytes != count * shape.block_bytes:
         raise InvalidArgument(
-            "the buffer has not the size of the blocks asked for",
+            "the buffer does not have the size of the requested blocks",
             buffer_bytes=array.nbytes,
             expected_bytes=count * shape.block_bytes,
             blocks=count,
@@ -91,13 +93,13 @@ def _from_array(array: npt.NDArray[Any], shape: BlockShape, count: int, writable
 
 
 def _strided(array: npt.NDArray[Any], wanted: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-    """A uint8 view ``[blocks, layers, layer_block_bytes]`` of an array whose one or two leading axes have any stride."""
+    """Return a uint8 view ``[blocks, layers, layer_block_bytes]`` of an array whose one or two leading axes have any stride."""
     blocks, layers, layer_bytes = wanted
     if array.shape[0] == blocks and array[0].flags.c_contiguous:
         return np.lib.stride_tricks.as_strided(_as_bytes(array), wanted, (array.strides[0], layer_bytes, 1))
     if array.ndim < 3 or array.shape[:2] != (blocks, layers) or not array[0, 0].flags.c_contiguous:
         raise InvalidArgument(
-            "a buffer that is not contiguous needs axes [blocks, …] or [blocks, layers, …] with all behind them contiguous",
+            "a strided buffer must have axes [blocks, …] or [blocks, layers, …], with contiguous axes after them",
             shape=array.shape,
             strides=array.strides,
             blocks=blocks,
@@ -107,14 +109,14 @@ def _strided(array: npt.NDArray[Any], wanted: tuple[int, int, int]) -> npt.NDArr
 
 
 def check_apart(shape: Sequence[int], strides: Sequence[int]) -> None:
-    """No byte of an array ``[blocks, layers, layer_block_bytes]`` is reached in two ways: two blocks would share it.
+    """Check that no two blocks of an array ``[blocks, layers, layer_block_bytes]`` share a byte.
 
     Args:
         shape: its axes.
-        strides: of them, in bytes.
+        strides: of the axes, in bytes.
 
     Raises:
-        InvalidArgument: one is.
+        InvalidArgument: two blocks overlap.
     """
     extent = 1
     axes = [(abs(stride), length) for stride, length in zip(strides, shape, strict=True) if length > 1]
@@ -123,44 +125,44 @@ def check_apart(shape: Sequence[int], strides: Sequence[int]) -> None:
             break
         extent += stride * (length - 1)
     else:
-        return  # nested, as memory nearly always is
+        return  # nested strides, which is nearly always the case
     blocks, layers, size = shape
     starts = np.add.outer(np.arange(blocks) * strides[0], np.arange(layers) * strides[1]).reshape(-1)
     _check_pieces_apart(starts, np.full(len(starts), size))
 
 
 def _check_pieces_apart(starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
-    """No two pieces of memory share a byte.
+    """Check that no two pieces of memory share a byte.
 
     Raises:
-        InvalidArgument: two do.
+        InvalidArgument: two pieces overlap.
     """
     order = np.argsort(starts, kind="stable")
     starts = starts[order]
     if (starts[1:] < starts[:-1] + sizes[order][:-1]).any():
-        raise InvalidArgument("blocks of the buffer overlap in memory, and different bytes are to be written into them")
+        raise InvalidArgument("blocks of the buffer overlap in memory, but different bytes must be written into them")
 
 
 def _as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """An array of bytes that begins where ``array`` does: something to lay strides over."""
+    """Return an array of bytes that begins at the same address, as a base for ``as_strided``."""
     first: npt.NDArray[np.uint8] = np.lib.stride_tricks.as_strided(array, (1,), (array.itemsize,)).view(np.uint8)
     return first
 
 
 def _from_list(pieces: Sequence[object], shape: BlockShape, count: int, writable: bool) -> ScatteredBlocks:
-    """A scattered buffer over per-block memory."""
+    """Return a scattered buffer over one piece of memory per block."""
     if len(pieces) != count:
-        raise InvalidArgument("one buffer a block is needed", buffers=len(pieces), blocks=count)
+        raise InvalidArgument("one buffer per block is required", buffers=len(pieces), blocks=count)
     size = shape.block_bytes
     views = []
     for position, piece in enumerate(pieces):
         view = _flat_view(piece)
         if view.nbytes != size:
             raise InvalidArgument(
-                "a block's buffer has not the size of a block", position=position, nbytes=view.nbytes, expected=size
+                "a block's buffer does not have the size of a block", position=position, nbytes=view.nbytes, expected=size
             )
         if writable and view.readonly:
-            raise InvalidArgument("a block's buffer is read-only, and blocks are to be written into it", position=position)
+            raise InvalidArgument("a block's buffer is read-only, but blocks must be written into it", position=position)
         views.append(view)
     if writable:
         _check_views_apart(views)
@@ -168,13 +170,13 @@ def _from_list(pieces: Sequence[object], shape: BlockShape, count: int, writable
 
 
 def _check_views_apart(views: Sequence[memoryview]) -> None:
-    """As ``_check_pieces_apart``, for pieces as views."""
+    """Check that no two views share a byte; see ``_check_pieces_apart``."""
     starts = np.fromiter(map(address_of, views), np.int64, len(views))
     _check_pieces_apart(starts, np.fromiter((view.nbytes for view in views), np.int64, len(views)))
 
 
 def _flat_view(piece: object) -> memoryview:
-    """One contiguous piece of memory as bytes."""
+    """Return one contiguous piece of memory as bytes."""
     if _is_tensor(piece):
         piece = _tensor_bytes(piece)
     if isinstance(piece, np.ndarray):
@@ -185,12 +187,12 @@ def _flat_view(piece: object) -> memoryview:
 
 
 def _bytes_of(obj: object) -> npt.NDArray[np.uint8]:
-    """A bytes-like object as a flat uint8 array (read-only where the object is)."""
+    """Return a bytes-like object as a flat uint8 array, read-only if the object is."""
     try:
-        view = memoryview(obj)  # type: ignore[arg-type]  # whatever has no buffer raises TypeError
+        view = memoryview(obj)  # type: ignore[arg-type]  # an object without a buffer raises TypeError
     except TypeError as error:
         raise InvalidArgument(
-            "blocks live in bytes-like objects, numpy arrays, torch CPU tensors, lists of those, or a BlockBuffer",
+            "a buffer must be bytes-like, a numpy array, a torch CPU tensor, a list of those, or a BlockBuffer",
             got=type(obj).__name__,
         ) from error
     if not view.c_contiguous:
@@ -201,18 +203,18 @@ def _bytes_of(obj: object) -> npt.NDArray[np.uint8]:
 
 
 def _checked(buffer: BlockBuffer, shape: BlockShape, count: int, writable: bool) -> BlockBuffer:
-    """A block buffer of the caller's, held against what is asked for."""
+    """Check a block buffer of the caller."""
     _check_fits(buffer, shape, count)
     if not writable:
         return buffer
-    if isinstance(buffer, DenseBlocks):  # one array: one answer
+    if isinstance(buffer, DenseBlocks):  # one array: one check
         if count and not buffer.array.flags.writeable:
-            raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it")
+            raise InvalidArgument("the block buffer is read-only, but blocks must be written into it")
         check_apart(buffer.array.shape, buffer.array.strides)
         return buffer
     pieces = [piece for block in range(count) for piece in buffer.segments(block, 0, shape.layers)]
     if any(piece.readonly for piece in pieces):
-        raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it")
+        raise InvalidArgument("the block buffer is read-only, but blocks must be written into it")
     _check_views_apart(pieces)
     return buffer
 
@@ -220,7 +222,7 @@ def _checked(buffer: BlockBuffer, shape: BlockShape, count: int, writable: bool)
 def _check_fits(buffer: BlockBuffer, shape: BlockShape, count: int) -> None:
     if buffer.shape != shape or buffer.count != count:
         raise InvalidArgument(
-            "the block buffer does not fit the blocks asked for",
+            "the block buffer does not fit the requested blocks",
             buffer_shape=buffer.shape,
             expected_shape=shape,
             buffer_blocks=buffer.count,
@@ -229,20 +231,18 @@ def _check_fits(buffer: BlockBuffer, shape: BlockShape, count: int) -> None:
 
 
 def _is_tensor(obj: object) -> bool:
-    """Whether it is a torch tensor, without importing torch."""
+    """Whether an object is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(obj, torch.Tensor)
 
 
 def _tensor_bytes(tensor: Any) -> npt.NDArray[np.uint8]:  # noqa: ANN401  # torch is not imported, not even for its types
-    """A torch CPU tensor as a uint8 array over the same memory (numpy knows neither bf16 nor fp8, so bytes it is)."""
+    """Return a torch CPU tensor as a uint8 array over the same memory: numpy knows neither bf16 nor fp8."""
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise InvalidArgument("only dense CPU tensors hold blocks here", device=tensor.device, layout=tensor.layout)
+        raise InvalidArgument("a tensor must be a dense CPU tensor", device=tensor.device, layout=tensor.layout)
     if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        raise InvalidArgument(
-            "the bytes of the tensor are not its values: resolve the view, or dequantize it", dtype=tensor.dtype
-        )
+        raise InvalidArgument("the bytes of the tensor are not its values; resolve the view or dequantize it", dtype=tensor.dtype)
     tensor = tensor.detach()
     if tensor.is_contiguous():
         tensor = tensor.reshape(-1)
@@ -250,13 +250,13 @@ def _tensor_bytes(tensor: Any) -> npt.NDArray[np.uint8]:  # noqa: ANN401  # torc
         raise InvalidArgument("the last axis of the tensor is not contiguous", shape=tuple(tensor.shape), strides=tensor.stride())
     try:
         array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
-    except (RuntimeError, TypeError) as error:  # how torch says that there is no such view of this tensor
+    except (RuntimeError, TypeError) as error:  # torch has no such view of this tensor
         raise InvalidArgument("the tensor cannot be viewed as bytes", shape=tuple(tensor.shape), dtype=tensor.dtype) from error
     return array
 
 
 class PickedBlocks:
-    """Some blocks of a buffer as a buffer of their own, in the order given. No bytes are copied."""
+    """Some blocks of a buffer as a buffer, in the given order. No bytes are copied."""
 
     def __init__(self, buffer: BlockBuffer, blocks: Sequence[int]) -> None:
         self._buffer = buffer
@@ -275,11 +275,11 @@ class PickedBlocks:
 
 
 def pick_blocks(buffer: BlockBuffer, blocks: npt.NDArray[np.intp]) -> BlockBuffer:
-    """Some blocks of a buffer, as a view; as plain as possible, because plain memory moves faster.
+    """Return some blocks of a buffer as a view: a dense one if possible, because dense memory is copied faster.
 
     Args:
         buffer: the memory.
-        blocks: rising positions in it.
+        blocks: ascending positions in it.
     """
     count = len(blocks)
     if count == buffer.count:
@@ -292,7 +292,7 @@ def pick_blocks(buffer: BlockBuffer, blocks: npt.NDArray[np.intp]) -> BlockBuffe
 
 
 class LayersOf:
-    """Some layers of each block of a buffer, as blocks of their own. No bytes are copied."""
+    """Some layers of each block of a buffer, as blocks. No bytes are copied."""
 
     def __init__(self, buffer: BlockBuffer, first_layer: int, layer_count: int) -> None:
         self._buffer = buffer

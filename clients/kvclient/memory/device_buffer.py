@@ -1,10 +1,12 @@
-"""Buffers in memory that this processor does not write itself: a device's. ``kvclient.device`` has the one there is.
+"""Contract of buffers in the memory of a device. ``kvclient.device`` implements it.
 
-Whoever moves bytes here knows three ways into such a buffer. Out of the arena that is mapped here the device copies by itself, in
-order, while the caller goes on: ``read_arena``, and later ``drain``. A pool's memory on the same device is copied from and to
-while the caller waits: ``read_pool``, ``write_pool``. Everything else (sockets, pools elsewhere) writes into ``segments``, which
-is host memory, and says so: ``landed``. An arena may not be given up, a lease not given back and a block not counted before
-``drain`` has returned.
+Bytes get into such a buffer in three ways:
+
+1. The device copies from the mapped arena, in order, while the caller continues: ``read_arena``, and later ``drain``.
+2. The device copies from and to a pool in its own memory while the caller waits: ``read_pool``, ``write_pool``.
+3. All other sources (sockets, pools elsewhere) write to ``segments``, which is host memory, and then call ``landed``.
+
+Before ``drain`` has returned, the arena must not be unmapped, leases must not be released, and blocks must not count as hits.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ Offsets = npt.NDArray[np.uint64] | npt.NDArray[np.int64]
 
 
 class DeviceHung(Internal):
-    """A device does not come to an end with copies: the memory that they touch must be taken to be touched for ever."""
+    """Copies of a device do not end. The memory that they access must be left alone for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """Memory of a device that whole blocks lie in.
+    """Memory of a device that holds whole blocks.
 
     Attributes:
-        device: where, as torch names it: ``cuda:0``, ``cpu``.
-        tensor: all of it: a torch tensor, uint8 ``[bytes]``, contiguous.
+        device: its name in torch: ``cuda:0``, ``cpu``.
+        tensor: all of the memory: a torch tensor, uint8 ``[bytes]``, contiguous.
     """
 
     device: str
@@ -43,33 +45,33 @@ class PoolMemory:
 
 
 class DeviceBuffer(ABC):
-    """A ``BlockBuffer`` behind a device's copies. Used by one load or store; its methods by one thread at a time or another."""
+    """A ``BlockBuffer`` that is filled or read by copies of a device. Used by one load or store, by one thread at a time."""
 
     @property
     @abstractmethod
     def count(self) -> int:
-        """How many blocks."""
+        """Number of blocks."""
 
     @property
     @abstractmethod
     def shape(self) -> BlockShape:
-        """The size of each."""
+        """Size of each block."""
 
     @abstractmethod
     def check(self, spec: CacheSpec) -> None:
-        """Holds a namespace against what these blocks are: bytes of the same size may mean something else.
+        """Check that these blocks belong to a namespace: blocks of another layout may have the same size.
 
         Raises:
-            InvalidArgument: it is not theirs.
+            InvalidArgument: they do not.
         """
 
     @abstractmethod
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
-        """Host memory that stands for those layers: of a ``source`` it holds their bytes, else it is to be filled."""
+        """Return host memory in place of those layers. For a ``source`` it holds their bytes, otherwise it is to be filled."""
 
     @abstractmethod
     def read_arena(self, arena: memoryview, offsets: Offsets, first: int, first_layer: int, layer_count: int) -> None:
-        """Begins to copy layers of blocks ``[first, first + len(offsets))`` out of an arena. Returns at once.
+        """Start to copy layers of blocks ``[first, first + len(offsets))`` out of an arena. Returns at once.
 
         Raises:
             InvalidArgument: a block outside the arena.
@@ -78,34 +80,34 @@ class DeviceBuffer(ABC):
 
     @abstractmethod
     def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
-        """Begins to copy all its blocks into an arena; errors as ``read_arena``."""
+        """Start to copy all blocks into an arena. Raises the errors of ``read_arena``."""
 
     @abstractmethod
     def pool_gap(self, memory: PoolMemory) -> str:
-        """Why blocks cannot be copied from and to a pool's memory without leaving the device, in words; empty: they can."""
+        """Return the reason why blocks cannot be copied from and to a pool's memory on the device; empty: they can."""
 
     @abstractmethod
     def read_pool(self, memory: PoolMemory, offsets: Offsets, first: int) -> None:
-        """Copies blocks ``[first, first + len(offsets))`` out of a pool's memory, on the device; returns when they are there.
+        """Copy blocks ``[first, first + len(offsets))`` out of a pool's memory on the device, and wait for the copies.
 
         Args:
-            memory: the pool's, one without ``pool_gap``.
-            offsets: where in it each Full Block begins, in bytes. Nobody may write to them before this has returned.
+            memory: the pool's memory, without a ``pool_gap``.
+            offsets: offset of each Full Block in bytes. The blocks must not be written to before this returns.
             first: position of the first block.
 
         Raises:
-            InvalidArgument: a block outside the memory, or memory that the device's copies do not reach.
-            Internal: the device failed; nothing is under way any more.
-            DeviceHung: what was begun does not end. Bounded.
+            InvalidArgument: a block outside the memory, or memory that the device cannot access.
+            Internal: the device failed; no copy is under way.
+            DeviceHung: the copies do not end within a bounded time.
         """
 
     @abstractmethod
     def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
-        """Copies all its blocks into a pool's memory, on the device; returns when they are there. See ``read_pool``."""
+        """Copy all blocks into a pool's memory on the device, and wait for the copies. See ``read_pool``."""
 
     @abstractmethod
     def landed(self, positions: npt.NDArray[np.intp], first_layer: int, layer_count: int) -> None:
-        """Layers of some blocks are complete, if they came by ``segments``: begins to copy them to the device.
+        """Start to copy layers of some blocks to the device, because they are complete in ``segments``. No effect on others.
 
         Raises:
             Internal: the device failed.
@@ -113,42 +115,42 @@ class DeviceBuffer(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Waits until all that was begun is done. Bounded.
+        """Wait until all copies have ended. Bounded.
 
         Raises:
-            Internal: the device failed, or does not come to an end; then its memory must be taken to be written for ever.
+            Internal: the device failed, or its copies do not end; then its memory must be left alone for ever.
         """
 
     @abstractmethod
     def follow(self, layer: int) -> None:
-        """Whatever the caller asks its device to do next waits, on the device, for what was begun of a layer."""
+        """Make the next work that the caller enqueues on its device wait, on the device, for the copies of a layer."""
 
     @abstractmethod
     def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
-        """Some of its blocks as a buffer of their own."""
+        """Return some of its blocks as a buffer."""
 
     @abstractmethod
     def source(self) -> BlockBuffer:
-        """The same blocks to be read from."""
+        """Return the same blocks as a buffer to read from."""
 
 
 class ArenaPin(Protocol):
-    """What somebody keeps about an arena for as long as it is mapped."""
+    """A pinned arena, for as long as it is mapped."""
 
     def close(self) -> bool:
-        """The arena is about to be unmapped. False: it must stay, a device may still touch it."""
+        """Unpin the arena, which is about to be unmapped. False: it must stay mapped, because a device may still access it."""
 
 
 @runtime_checkable
 class ArenaPinner(Protocol):
-    """Whose device copies out of arenas: is told of them as they are mapped."""
+    """Pins arenas for a device that copies out of them."""
 
     def check(self, spec: CacheSpec) -> None:
-        """Holds the namespace of a client against what the device keeps.
+        """Check that the namespace of a client belongs to the device's cache.
 
         Raises:
-            InvalidArgument: its blocks are not the device's.
+            InvalidArgument: it does not.
         """
 
     def mapped(self, arena: memoryview) -> ArenaPin:
-        """An arena is mapped. Brief; keeps no view of it."""
+        """Pin an arena that was mapped. Returns soon; keeps no view of the arena."""

@@ -1,4 +1,4 @@
-"""An engine's own pool of blocks, as its client sees it. ``kvclient.hbm`` has the one there is, and imports torch."""
+"""Contract of an engine's own pool of blocks, as its client uses it. ``kvclient.hbm`` implements it with torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, VolumeId
 
 Demote = Callable[[Sequence[BlockKey], BlockKey | None, int, BlockBuffer], bool]
-"""``demote(keys, parent, depth, blocks)``: offers a run to the tiers below. Whether they hold all of it now; bounded."""
+"""``demote(keys, parent, depth, blocks)``: offers blocks to the tiers below. Returns whether they hold all of them. Bounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredVolume:
-    """An NVMe volume of the local node, as that tells of it."""
+    """An NVMe volume of the local node."""
 
     volume_id: VolumeId
     path: Path
@@ -30,34 +30,34 @@ class StoredVolume:
 
 @dataclass(frozen=True, slots=True)
 class DiskLocations:
-    """Where some consecutive blocks lie on such volumes; one entry a block each."""
+    """Locations of consecutive blocks on NVMe volumes; each array has one entry per block."""
 
     volumes: npt.NDArray[np.uint8]
-    """Position of its volume among the session's."""
+    """Position of the volume among the session's."""
     offsets: npt.NDArray[np.uint64]
-    """Where its slot begins, in the volume's slots."""
+    """Offset of the slot among the volume's slots."""
     generations: npt.NDArray[np.uint64]
-    """Of its slot."""
+    """Generation of the slot."""
 
 
 class PoolNamespace(Protocol):
-    """The blocks of one namespace in the pool. Thread-safe; failures of the pool are misses and skips, never errors."""
+    """The blocks of one namespace in the pool. Thread-safe. Failures of the pool are misses and skips, never errors."""
 
     @property
     def node_id(self) -> str:
-        """What the index calls the pool: nobody reads from its own pool over a wire."""
+        """Name of the pool in the index: a client does not read from its own pool over a wire."""
 
     def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, scope: CancelScope, *, verify: bool) -> int:
-        """Copies leading blocks of some keys into a buffer; on the device, if it is of pages beside the pool.
+        """Copy leading blocks into a buffer; on the device, if the buffer consists of pages on the pool's device.
 
         Args:
             keys: consecutive keys of a chain.
-            buffer: room for them.
-            scope: ends the copying early.
-            verify: compare checksums of what was copied; what came in without any is left to the tiers below then.
+            buffer: space for them.
+            scope: ends the copy early.
+            verify: compare checksums of the copies. Blocks that were kept without checksums are then left to the tiers below.
 
         Returns:
-            How many leading blocks are in the buffer now.
+            Number of leading blocks that are in the buffer now.
         """
 
     def keep(
@@ -70,29 +70,29 @@ class PoolNamespace(Protocol):
         *,
         checksums: bool,
     ) -> int:
-        """Copies blocks out of a buffer into the pool, as many leading ones as there is room for; colder ones make room.
+        """Copy blocks from a buffer into the pool, as many leading ones as there is space for. Colder blocks are evicted.
 
         Args:
             keys: consecutive keys of a chain.
             parent: key before the first, None at the head.
             depth: position of the first.
             buffer: their bytes.
-            scope: ends the copying early; None: nothing does.
-            checksums: make checksums of them now, for ``fetch`` to compare; also of those that were there without any.
+            scope: ends the copy early; None: nothing does.
+            checksums: compute checksums now, for ``fetch`` to compare; also of blocks that were kept without any.
 
         Returns:
-            How many were copied; those that were there already are not.
+            Number of blocks that were copied; blocks that were in the pool already do not count.
         """
 
     def prepare_disks(self, volumes: Sequence[StoredVolume]) -> None:
-        """Begins to find out whether blocks may come from these volumes straight into the pool. Returns at once.
+        """Begin to find out whether blocks can be read from these volumes straight into the pool. Returns at once.
 
         Raises:
-            Unsupported: the pool requires that, and it is not so; then only did it wait to find out.
+            Unsupported: the pool requires such reads and they are not possible. Only then the call waits to find out.
         """
 
     def reads_disks(self, volumes: Sequence[StoredVolume]) -> bool:
-        """Whether they may, now, as far as is known. Memory only; begins to find out about volumes that are new."""
+        """Whether such reads are known to be possible now. Does no I/O; begins to find out about new volumes."""
 
     def fetch_stored(
         self,
@@ -107,25 +107,25 @@ class PoolNamespace(Protocol):
         *,
         verify: bool,
     ) -> int:
-        """Reads blocks from the node's volumes into the pool, verified, and copies them from there as ``fetch`` does.
+        """Read blocks from the node's volumes into the pool, verified, and copy them from there as ``fetch`` does.
 
         Args:
             keys: consecutive keys of a chain.
             parent: key before the first, None at the head.
             depth: position of the first.
             volumes: the local node's.
-            places: where on them the blocks lie.
-            buffer: where they go; and
-            first: the position there of the first.
-            scope: bounds it; a part of its time is left for who is asked for what does not come.
-            verify: compare checksums of what was copied out of the pool, too.
+            places: locations of the blocks on them.
+            buffer: destination.
+            first: position of the first block in the buffer.
+            scope: bounds the read; part of its time is left for the source that is asked for missing blocks.
+            verify: also compare checksums of the copies out of the pool.
 
         Returns:
-            How many leading blocks are in the buffer now.
+            Number of leading blocks that are in the buffer now.
         """
 
     def detach(self) -> None:
-        """The client is being closed: nothing is demoted through it any more."""
+        """Stop demoting blocks through the client, because it is being closed."""
 
 
 @runtime_checkable
@@ -133,8 +133,8 @@ class EnginePool(Protocol):
     """A pool that clients of several namespaces share."""
 
     def attach(self, spec: CacheSpec, demote: Demote) -> PoolNamespace:
-        """Makes a namespace known to it.
+        """Register a namespace.
 
         Raises:
-            InvalidArgument: the pool is closed, or has no room for even one block of this namespace.
+            InvalidArgument: the pool is closed, or smaller than one block of this namespace.
         """

@@ -1,9 +1,10 @@
-"""The steps of ``KVClient.connect``: what it was given, where the local node is, what may fail."""
+"""Steps of ``KVClient.connect``: check the arguments, find the local node, tolerate failures if the options allow it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvclient.memory.engine_pool import EnginePool
 from kvclient.nodes.local_session import local_address
@@ -18,9 +19,11 @@ from kvstore.rpc.client import connect
 from kvstore.rpc.health_probe import HealthProbe
 from kvstore.transport.liveness import LivenessMonitor
 
+Result = TypeVar("Result")
+
 
 class NodeFinder:
-    """Where the local node is: as named, or found through the metadata server; without that, where it was last."""
+    """Finds the address of the local node: the named one, or one from the metadata server, or the last one found."""
 
     def __init__(self, node: str, metadata: MetadataClient | None, options: ClientOptions) -> None:
         self._named = None if node == "auto" else node
@@ -29,7 +32,7 @@ class NodeFinder:
         self._last: str | None = None
 
     def find(self) -> str | None:
-        """Its address, or None where this host has none."""
+        """Return the address, or None if this host has no node."""
         if self._named is not None or self._metadata is None:
             return self._named
         try:
@@ -43,25 +46,33 @@ class NodeFinder:
 
 
 def watch_servers(tls: TlsConfig | None, counters: Counters) -> LivenessMonitor:
-    """What finds out whether the servers of one client answer."""
+    """Return the monitor that finds out whether the servers of one client answer."""
     probe = HealthProbe(partial(connect, tls=tls))
     return LivenessMonitor(probe, counters, on_close=probe.close)
 
 
-def attempt(options: ClientOptions, incidents: LimitedLog, work: partial[None] | object) -> object:
-    """A step of ``connect`` that may fail where ``require_store`` is False; then None."""
+def attempt(options: ClientOptions, incidents: LimitedLog, work: Callable[[], Result]) -> Result | None:
+    """Do a step of ``connect``. If it fails and ``require_store`` is False, return None.
+
+    Raises:
+        KVStoreError: the step failed and ``require_store`` is True, or an argument is invalid.
+    """
     try:
-        return work()  # type: ignore[operator]
+        return work()
     except KVStoreError as error:
         if options.require_store or isinstance(error, InvalidArgument):
             raise
-        incidents.report("client_connect_failed_total", "connecting without a part of the store", error)
+        incidents.report("client_connect_failed_total", "connected without a part of the store", error)
         return None
 
 
 def check_types(metadata: object, spec: object, node: object, tls: object, options: object, hbm: object) -> None:
-    """What ``connect`` was given, before anything fails deep inside on it."""
-    wanted: tuple[tuple[str, object, Any], ...] = (
+    """Check the types of the arguments of ``connect`` before anything depends on them.
+
+    Raises:
+        InvalidArgument: an argument has another type.
+    """
+    expected: tuple[tuple[str, object, Any], ...] = (
         ("metadata", metadata, str | None),
         ("spec", spec, CacheSpec),
         ("node", node, str | None),
@@ -69,6 +80,6 @@ def check_types(metadata: object, spec: object, node: object, tls: object, optio
         ("options", options, ClientOptions),
         ("hbm", hbm, EnginePool | None),
     )
-    for name, value, kind in wanted:
+    for name, value, kind in expected:
         if not isinstance(value, kind):
-            raise InvalidArgument("an argument of another type", argument=name, got=type(value).__name__)
+            raise InvalidArgument("an argument has another type", argument=name, got=type(value).__name__)

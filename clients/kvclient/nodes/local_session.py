@@ -1,8 +1,8 @@
-"""The local node: a session with it, its arena mapped here, and what brings a lost session back.
+"""The session with the local node, whose arena is mapped here, and the reopening of a lost session.
 
-A session is one life of the connection to one boot of the node. It is *used* by loads and stores; once retired, it is not
-given out any more, and its arena connection is closed when the last user has left: until then an engine thread may be copying
-into slots, and the end of that connection is what tells the node that they may be used again.
+A session belongs to one boot of the node. Loads and stores *use* it. A retired session is not handed out any more, and its arena
+connection is closed when the last user has left: until then an engine thread may be copying into slots, and the end of that
+connection tells the node that the slots may be used again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from kvstore.transport.liveness import LivenessMonitor, WatchedServer
 _log = logging.getLogger(__name__)
 
 MAX_STORED_VOLUMES = 255
-"""Of one node; a byte numbers them."""
+"""Per node; a byte numbers them."""
 _LEAST_S = 0.001
 _WHILE_CONNECTING = RetryPolicy(attempts=100)
-"""A node just restarted may be refused for a moment, by a connection in back-off: tried again, within the deadline."""
+"""The connection to a node that was just restarted may be backing off: try again within the deadline."""
 
 
 class Session:
@@ -63,7 +63,7 @@ class Session:
         self.lease_s = opened.lease_ms / 1000
         self.arena = arena
         self.volumes = volumes
-        """The node's on NVMe, where it tells of them."""
+        """The node's NVMe volumes, if it reports them."""
         self._arena_exposed = opened.arena_exposed
         self.releaser = LeaseReleaser(stub, opened, options, incidents)
         self._lock = threading.Lock()
@@ -71,11 +71,11 @@ class Session:
         self._retired = False
 
     def verifies_copies(self, verify: Verify) -> bool:
-        """Whether what is copied out of the arena is verified here: others than the node may write to some arenas."""
+        """Whether copies out of the arena are verified here: others than the node may write to some arenas."""
         return verify == "always" or (verify == "auto" and self._arena_exposed)
 
     def acquire(self) -> None:
-        """Becomes a user; ``release`` ends it.
+        """Begin to use the session; ``release`` ends the use.
 
         Raises:
             LeaseLost: the session is retired.
@@ -86,16 +86,16 @@ class Session:
             self._users += 1
 
     def release(self) -> None:
-        """Ends one use."""
+        """End one use."""
         with self._lock:
             self._users -= 1
             last = self._retired and self._users == 0
         if last:
-            self._let_go()
+            self._close_arena()
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Keeps the arena mapped and its connection open while inside."""
+        """Keep the arena mapped and its connection open inside the ``with`` statement."""
         self.acquire()
         try:
             yield
@@ -103,20 +103,20 @@ class Session:
             self.release()
 
     def retire(self) -> None:
-        """Gives it out no more; lets go of the arena as soon as nobody touches it."""
+        """Hand the session out no more; unmap the arena when its last user has left."""
         with self._lock:
             already, self._retired = self._retired, True
             last = not already and self._users == 0
         if last:
-            self._let_go()
+            self._close_arena()
 
-    def _let_go(self) -> None:
+    def _close_arena(self) -> None:
         self.releaser.close()
         self.arena.close()
 
     @property
     def alive(self) -> bool:
-        """Whether it may be used: not retired, and the node still holds its end of the arena connection."""
+        """Whether the session may be used: not retired, and the node holds its end of the arena connection."""
         return not self._retired and self.arena.alive
 
 
@@ -124,14 +124,14 @@ class LocalNode:
     """Keeps a session with the node on this host, across restarts of the node. Thread-safe.
 
     Args:
-        find: where the node is now: an address, or None where there is none. May ask the metadata server; may raise.
+        find: returns the current address of the node, or None if there is no node. May ask the metadata server and raise.
         spec: the namespace of the session.
         tls: for nodes that are named by host and port.
-        clock: where time comes from.
+        clock: source of time.
         options: bounds.
-        incidents: where losses are reported.
+        incidents: reports losses.
         liveness: finds out whether the node answers.
-        watcher: told of each arena that is mapped.
+        watcher: pins each mapped arena.
     """
 
     def __init__(
@@ -162,9 +162,9 @@ class LocalNode:
         self._closed = False
 
     def session(self) -> Session | None:
-        """The open session, or None: the node is hung, or a session is being opened in the background (see ``unavailable``).
+        """Return the open session, or None if the node is hung or a session is being opened in the background.
 
-        A hung node keeps its session: both go on where they were when it answers again.
+        ``unavailable`` says why. A hung node keeps its session, which is used again when the node answers.
         """
         session = self._session
         if session is not None:
@@ -175,7 +175,7 @@ class LocalNode:
         return None
 
     def unavailable(self) -> Unavailable:
-        """Why there is no session to use."""
+        """Return the error that says why there is no session to use."""
         session = self._session
         if session is not None and session.server.hung:
             return session.server.error()
@@ -183,7 +183,7 @@ class LocalNode:
 
     @property
     def hung_node(self) -> NodeId | None:
-        """The node, if it is hung."""
+        """Id of the node, if it is hung."""
         session = self._session
         return session.node_id if session is not None and session.server.hung else None
 
@@ -195,29 +195,29 @@ class LocalNode:
 
     @property
     def node_id(self) -> NodeId | None:
-        """The node that the session is with, or None."""
+        """Id of the node of the session, or None."""
         session = self._session
         return session.node_id if session is not None else None
 
     def lost(self, session: Session, error: KVStoreError | None) -> None:
-        """The session proved to be over. Whoever holds it stops using it in its own time."""
+        """Drop a session that proved to have ended. Current users may finish."""
         with self._lock:
             if self._session is not session:
                 return
             self._session = None
         self._incidents.report(
-            "client_session_lost_total", "lost the session with the local node; loads miss until it is back", error
+            "client_session_lost_total", "session with the local node lost: loads miss until it is open again", error
         )
         session.retire()
 
     def open(self, end_s: float | None = None) -> bool:
-        """Opens a session now. False: there is no local node.
+        """Open a session now. False: there is no local node.
 
         Args:
-            end_s: when to give up; None: ``connect_deadline_s`` from now.
+            end_s: deadline; None: ``connect_deadline_s`` from now.
 
         Raises:
-            KVStoreError: there is one, but it does not answer, or refuses.
+            KVStoreError: the node does not answer, or refuses.
         """
         end_s = self._clock.now_s() + self._options.connect_deadline_s if end_s is None else end_s
         address = self._find()
@@ -240,12 +240,10 @@ class LocalNode:
             opened = call(stub.OpenSession, request, self._left_s(end_s), _WHILE_CONNECTING)
         except (Unavailable, DeadlineExceeded) as error:  # from None: gRPC's own traceback says the same at greater length
             raise type(error)(
-                "the node does not answer: is it running, and is this its address?", address=address, error=error
+                "the node does not answer; check that it runs at this address", address=address, error=error
             ) from None
         if len(opened.session_id) != 16 or opened.arena_bytes == 0 or opened.lease_ms == 0:
-            raise Internal(
-                "the node opened a session that makes no sense", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms
-            )
+            raise Internal("the node answered an impossible session", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms)
         volumes = _stored_volumes(opened.stored_volumes)
         arena = ClientArena.open(
             opened.arena_socket,
@@ -255,7 +253,7 @@ class LocalNode:
             map_ahead=opened.prefaulted,
             watcher=self._watcher,
         )
-        _log.info("session with node %s: arena of %d MiB mapped", opened.node.node_id, opened.arena_bytes >> 20)
+        _log.info("session opened: node %s (arena_mib=%d)", opened.node.node_id, opened.arena_bytes >> 20)
         return Session(stub, opened, self._liveness.server(address), volumes, arena, self._options, self._incidents)
 
     def _left_s(self, end_s: float) -> float:
@@ -281,21 +279,21 @@ class LocalNode:
             self._reopening.start()
 
     def _reopen(self) -> None:
-        self._pause.failed()  # starts the pause: the next attempt waits, whatever becomes of this one
+        self._pause.failed()  # starts the pause before the next attempt, whether or not this one succeeds
         try:
             if self.open():
                 self._incidents.counters.add("client_session_opened_total")
         except KVStoreError as error:
-            self._incidents.report("client_session_refused_total", "cannot open a session with the local node", error)
+            self._incidents.report("client_session_refused_total", "session with the local node not opened", error)
 
     def wait_reopened(self, timeout_s: float) -> None:
-        """Waits for an attempt under way in the background, if there is one."""
+        """Wait for an attempt under way in the background, if there is one."""
         thread = self._reopening
         if thread is not None:
             thread.join(timeout_s)
 
     def close(self) -> None:
-        """Ends the session; what still copies finishes first, in its own thread."""
+        """End the session. Copies under way finish first, in their threads."""
         with self._lock:
             self._closed = True
             session, self._session = self._session, None
@@ -306,30 +304,30 @@ class LocalNode:
             channel.close()
 
 
-def _stored_volumes(told: Sequence[node_pb2.StoredVolume]) -> tuple[StoredVolume, ...]:
-    """The volumes of a node on this host, as it told of them.
+def _stored_volumes(answered: Sequence[node_pb2.StoredVolume]) -> tuple[StoredVolume, ...]:
+    """Return the volumes of the local node, checked.
 
     Raises:
-        Internal: they cannot be meant so.
+        Internal: too many volumes, or a path that is not absolute.
     """
-    volumes = tuple(StoredVolume(VolumeId(one.volume_id), Path(one.path)) for one in told)
+    volumes = tuple(StoredVolume(VolumeId(one.volume_id), Path(one.path)) for one in answered)
     if len(volumes) > MAX_STORED_VOLUMES or any(not one.path.is_absolute() or "\0" in str(one.path) for one in volumes):
-        raise Internal("the node tells of volumes that make no sense", volumes=len(volumes))
+        raise Internal("the node answered impossible volumes", volumes=len(volumes))
     return volumes
 
 
 def means_lost(error: KVStoreError) -> bool:
-    """Whether an error of a call in a session says that the session is over."""
+    """Whether an error of a call in a session means that the session has ended."""
     return isinstance(error, LeaseLost | Unavailable | NotFound)
 
 
 def new_operation_id() -> bytes:
-    """16 bytes that make a retry recognisable."""
+    """Return 16 random bytes by which a server recognises a retry."""
     return secrets.token_bytes(16)
 
 
 def local_address(nodes: list[common_pb2.NodeInfo]) -> str | None:
-    """The first of some nodes whose unix socket is on this host, as a gRPC address."""
+    """Return the gRPC address of the first node whose unix socket is on this host, or None."""
     for node in nodes:
         path = node.local_socket.removeprefix("unix:")
         with suppress(OSError):

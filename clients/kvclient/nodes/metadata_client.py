@@ -1,6 +1,6 @@
-"""The metadata server as the client sees it: who holds which blocks, which nodes live.
+"""Calls to the metadata server: lookups, nodes, load plans.
 
-Behind a circuit breaker: with the server gone, lookups are misses that cost nothing, until a probe finds it again.
+A circuit breaker guards the server: while it is gone, lookups are misses at no cost, until a trial call reaches it again.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _Response = TypeVar("_Response")
 _ONCE_MORE = RetryPolicy(attempts=2, first_backoff_s=0.01)
 _PLAN_TIMEOUT_S = 0.5
 """A plan that takes longer costs more than it gains."""
-_MOST_WHY = 256
+_MAX_REASON = 256
 _NODES_VALID_S = 5.0
 _STORAGE = "storage"
-_LEAST_CALL_S = 0.001
+_MIN_CALL_S = 0.001
 """With less time than this not even a healthy server answers."""
 _REVIVAL_S = 5.0
-"""How long one attempt to reach a server again that was gone waits for it; the next failure begins another."""
-_TELLING_S = 0.05
-"""A server that does not answer within less is not taken to be gone: it was the caller who had no time."""
+"""Maximum wait of one attempt to reach a lost server again; the next failure starts another."""
+_MIN_TELLING_TIMEOUT_S = 0.05
+"""A timeout shorter than this says nothing about the server."""
 
 
 class MetadataClient:
@@ -54,12 +54,12 @@ class MetadataClient:
 
     Args:
         address: its gRPC address.
-        spec: the namespace that lookups speak of.
-        tls: as for every channel of the client.
-        clock: where time comes from.
+        spec: the namespace of lookups.
+        tls: for the connection.
+        clock: source of time.
         options: bounds.
-        incidents: where failures are counted.
-        server: whether it answers.
+        incidents: counts failures.
+        server: liveness of the server.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class MetadataClient:
             raise self._diagnoser.explain(error, min(timeout_s, TIMEOUT_S)) from None
 
     def register(self, timeout_s: float) -> None:
-        """Makes the namespace known. Idempotent.
+        """Register the namespace. Idempotent.
 
         Raises:
             KVStoreError: the server refused it or does not answer.
@@ -111,14 +111,14 @@ class MetadataClient:
         request = metadata_pb2.RegisterNamespaceRequest(operation_id=secrets.token_bytes(16), spec=spec_to_proto(self._spec))
         answer = self._call(self._stub.RegisterNamespace, request, timeout_s)
         if answer.namespace_id != self._spec.namespace:
-            raise Internal("the metadata server derives another namespace from this spec: its version differs")
+            raise Internal("the metadata server derives another namespace from this spec; its version differs")
         self._registered = True
 
     def lookup(self, chain: ChainSlice, timeout_s: float) -> Lookup:
         """Return the longest hit of a chain, from its head.
 
         Raises:
-            KVStoreError: the server does not answer, or not sensibly.
+            KVStoreError: the server does not answer, or answers something impossible.
         """
         started_s = self._clock.now_s()
         if not self._registered:  # connect() found no server
@@ -134,7 +134,7 @@ class MetadataClient:
         return Lookup(chain.keys, answer.hit_blocks, runs, seconds=self._clock.now_s() - started_s)
 
     def nodes(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
-        """Living nodes, by node id.
+        """Return the living nodes, by node id.
 
         Raises:
             KVStoreError: the server does not answer.
@@ -143,7 +143,7 @@ class MetadataClient:
         return [status.node for status in answer.nodes if status.alive]
 
     def writable_nodes(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
-        """Living nodes that take stores, by node id: those that drain do not.
+        """Return the living nodes that accept stores, by node id. Draining nodes do not.
 
         Raises:
             KVStoreError: the server does not answer.
@@ -152,10 +152,10 @@ class MetadataClient:
         return [status.node for status in answer.nodes if status.alive and status.state <= common_pb2.NODE_STATE_ACTIVE]
 
     def node(self, node_id: str, timeout_s: float) -> NodeRef:
-        """Where a living node is reached; asked anew every few seconds.
+        """Return the addresses of a living node. They are requested again every few seconds.
 
         Raises:
-            NotFound: no living node of that name.
+            NotFound: no living node has this id.
             KVStoreError: the server does not answer.
         """
         now_s = self._clock.now_s()
@@ -171,7 +171,7 @@ class MetadataClient:
                 return known[node_id]
             self._nodes = (known, now_s + _NODES_VALID_S)
         if node_id not in known:
-            raise NotFound("no living node of this name", node_id=node_id)
+            raise NotFound("no living node has this id", node_id=node_id)
         return known[node_id]
 
     # ---- plans ----
@@ -186,10 +186,10 @@ class MetadataClient:
         *,
         relays: bool,
     ) -> Plan:
-        """Over whose storage links ``blocks`` blocks are to be read.
+        """Return a plan that says over which storage links ``blocks`` blocks are read.
 
         Raises:
-            KVStoreError: the server does not answer, or knows none that could read.
+            KVStoreError: the server does not answer, or knows no node that could read.
         """
         request = metadata_pb2.PlanLoadRequest(
             operation_id=secrets.token_bytes(16),
@@ -205,31 +205,31 @@ class MetadataClient:
         return plan_from_proto(self._call(self._stub.PlanLoad, request, min(budget_s, _PLAN_TIMEOUT_S)), blocks)
 
     def replan_load(self, plan: Plan, part: PlannedPart, arrived: Sequence[tuple[int, int]], why: str, budget_s: float) -> Plan:
-        """Who reads what a failed part has not brought.
+        """Return a plan for the blocks that a failed part has not brought.
 
         Args:
-            plan: whose part it is.
+            plan: the plan of the part.
             part: the part.
-            arrived: (start, count) of what it brought, numbered as in the plan.
-            why: for people.
+            arrived: (start, count) of the blocks that it brought, numbered as in the plan.
+            why: reason, for people.
             budget_s: time left.
 
         Raises:
-            KVStoreError: the server does not answer, has forgotten the plan, or knows nobody else.
+            KVStoreError: the server does not answer, has forgotten the plan, or knows no other node.
         """
-        request = metadata_pb2.ReplanLoadRequest(plan_id=plan.plan_id, index=part.index, why=why[:_MOST_WHY])
+        request = metadata_pb2.ReplanLoadRequest(plan_id=plan.plan_id, index=part.index, why=why[:_MAX_REASON])
         for start, count in arrived:
             request.arrived.add(start=start, count=count)
-        # never twice: the answer that nobody is left ends the plan, and a second call would only hear that it is over
+        # no retry: the answer that no node is left ends the plan, and a second call would only return that
         answer = self._call(self._stub.ReplanLoad, request, min(budget_s, _PLAN_TIMEOUT_S), NO_RETRY)
         return replan_from_proto(answer, plan, part, arrived)
 
     def report_loads(self, moved: Mapping[int, Sequence[tuple[int, int]]], *, finished: bool) -> None:
-        """Tells, soon, how far planned loads are: plan -> (part, blocks done)."""
+        """Report progress of planned loads soon, in the background: plan -> (part, blocks done)."""
         self._reporter.tell(moved, finished=finished)
 
     def close(self) -> None:
-        """Closes the channel; calls under way fail."""
+        """Close the channel. Calls under way fail."""
         self._reporter.close()
         with self._reviving_lock:
             self._closed = True
@@ -238,16 +238,16 @@ class MetadataClient:
     def _call(
         self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float, retry: RetryPolicy = _ONCE_MORE
     ) -> _Response:
-        if timeout_s < _LEAST_CALL_S:  # says nothing about the server, so it is kept from the breaker
-            raise DeadlineExceeded("no time left to ask the metadata server", seconds=timeout_s)
+        if timeout_s < _MIN_CALL_S:  # says nothing about the server, so the breaker does not count it
+            raise DeadlineExceeded("no time left for a call to the metadata server", seconds=timeout_s)
         self._server.check()
         if not self._breaker.allow():
-            raise Unavailable("the metadata server does not answer; not asked again for a moment", address=self.address)
+            raise Unavailable("the metadata server does not answer; calls fail for a moment", address=self.address)
         try:
             with self._server.waiting(_nothing):
                 answer = call(method, request, timeout_s, retry)
         except DeadlineExceeded:
-            if timeout_s >= _TELLING_S:
+            if timeout_s >= _MIN_TELLING_TIMEOUT_S:
                 self._breaker.failed()
             raise
         except Unavailable as error:
@@ -255,16 +255,16 @@ class MetadataClient:
             self._revive(error)
             raise self._diagnoser.known(error) from error
         except KVStoreError:
-            self._breaker.succeeded()  # it answered, if only to refuse
+            self._breaker.succeeded()  # any other error is an answer
             raise
         self._breaker.succeeded()
         return answer
 
     def _revive(self, error: Unavailable) -> None:
-        """Waits in the background until the server is reached again, and then lets calls through at once.
+        """Wait in the background until the server is reached again, and then let calls through at once.
 
-        A connection is made only while somebody waits in a call, and calls to a server that is gone fail without waiting: by
-        such moments alone a server that is back would be found many seconds later.
+        gRPC connects only while a call waits, and calls to a lost server fail without waiting. With trial calls alone, a server
+        that is back would be found many seconds later.
         """
         with self._reviving_lock:
             if not self._closed and (self._reviving is None or not self._reviving.is_alive()):
@@ -276,54 +276,54 @@ class MetadataClient:
             explained = self._diagnoser.explain(lost)
             if self._closed:
                 return
-            _limited.warning("lost the metadata server: %s", explained)
+            _limited.warning("metadata server lost: %s", explained)
         patient: UnaryMethod[metadata_pb2.ListNodesRequest, metadata_pb2.ListNodesResponse]
         patient = partial(self._stub.ListNodes, wait_for_ready=True)
         try:
             call(patient, metadata_pb2.ListNodesRequest(), _REVIVAL_S)
-        except KVStoreError:  # still gone, or the client was closed: whoever called has counted and logged it
+        except KVStoreError:  # still gone, or the client was closed; the caller has counted and logged the failure
             return
         self._diagnoser.answered()
         self._breaker.succeeded()
 
 
 def _nothing() -> None:
-    """Cancels nothing: calls to the metadata server have short deadlines."""
+    """Cancel nothing: calls to the metadata server have short deadlines."""
 
 
 def _runs(answer: metadata_pb2.LookupResponse, count: int) -> tuple[Run, ...]:
-    """The runs of an answer, checked: they steer where bytes are read from and written to."""
+    """Return the runs of an answer, checked: they decide where bytes are read and written."""
     if answer.hit_blocks > count:
-        raise Internal("the metadata server answers for more keys than asked", hit_blocks=answer.hit_blocks, keys=count)
+        raise Internal("the metadata server answered for more keys than requested", hit_blocks=answer.hit_blocks, keys=count)
     nodes = [_node(one) for one in answer.nodes]
     runs = []
     for run in answer.runs:
         if run.node >= len(nodes) or run.start + run.count > count:
-            raise Internal("the metadata server answers runs that point nowhere", run=run)
+            raise Internal("the metadata server answered runs outside the request", run=run)
         tier, volume_id = _volume(answer.nodes[run.node], run.volume)
         runs.append(Run(run.start, run.count, nodes[run.node], tier, volume_id))
     return tuple(runs)
 
 
 def _node(info: common_pb2.NodeInfo) -> NodeRef:
-    """How we speak of a node."""
+    """Return the reference of a node."""
     storage_only = bool(info.roles) and set(info.roles) == {_STORAGE}
     return NodeRef(NodeId(info.node_id), info.control_address, info.data_address, info.storage_address, storage_only)
 
 
 def _volume(node: common_pb2.NodeInfo, position: int) -> tuple[Tier, VolumeId]:
-    """A volume by its position among a node's own or, behind them, among the durable ones of others that it mounts."""
+    """Return a volume by its position among the node's own volumes, followed by the volumes of others that it mounts."""
     own = len(node.volumes)
     if position < own:
         volume = node.volumes[position]
         return tier_from_proto(volume.tier), VolumeId(volume.volume_id)
     if position - own >= len(node.mounts):
-        raise Internal("the metadata server names a volume that the node does not have", node_id=node.node_id, position=position)
+        raise Internal("the metadata server named a volume that the node does not have", node_id=node.node_id, position=position)
     return Tier.NVME, VolumeId(node.mounts[position - own])
 
 
 def by_roles(nodes: Sequence[common_pb2.NodeInfo], roles: Sequence[str]) -> list[common_pb2.NodeInfo]:
-    """Nodes in order of their best role; equals stay in order of their ids."""
+    """Return nodes in the order of their best role, then of their ids."""
 
     def rank(node: common_pb2.NodeInfo) -> int:
         return min((roles.index(role) for role in node.roles if role in roles), default=len(roles))

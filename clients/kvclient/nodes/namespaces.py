@@ -1,4 +1,4 @@
-"""Which namespaces a store knows: for whoever reads what another engine stored, and must first find out how it lies there."""
+"""List of the namespaces of a store, for a program that reads what another engine stored and needs its layout."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from kvstore.rpc.codec import spec_from_proto
 def list_namespaces(
     metadata: str, *, tls: TlsConfig | None = None, token: TokenSource | None = None, timeout_s: float = 5.0
 ) -> list[CacheSpec]:
-    """All namespaces that a metadata server knows, in the order in which they were registered; nothing need be stored in them.
+    """Return all namespaces that a metadata server knows, in the order of their registration. They may be empty.
+
+        specs = list_namespaces("127.0.0.1:7400")
 
     Args:
-        metadata: its address, ``host:port``.
+        metadata: address of the server, ``host:port``.
         tls: as for ``KVClient.connect``.
-        token: what the server is shown (``ClientOptions.shown_token``); a tenant's sees its own namespaces alone.
-        timeout_s: bound.
+        token: presented to the server (``ClientOptions.shown_token``); a tenant sees only its own namespaces.
+        timeout_s: bound of the call.
 
     Raises:
         InvalidArgument: a malformed address.

@@ -1,4 +1,4 @@
-"""Other nodes' data planes: one peer each, with the tickets it needs, and threads to read from several at once."""
+"""Data planes of other nodes: one peer per node, with its tickets, and threads to read from several nodes at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvstore.transport.tls import PeerTls
 _Result = TypeVar("_Result")
 
 MAX_PEERS = 64
-"""Nodes with open connections; the least recently used is closed beyond it."""
+"""Nodes with open connections; beyond this the least recently used one is closed."""
 _TICKET_TIMEOUT_S = 2.0
 
 
@@ -58,32 +58,34 @@ class PeerPool:
         nixl = options.nixl
         if nixl is not None and tls is not None:
             nixl = None
-            incidents.report("transport_nixl_unavailable_total", "blocks move over TCP: NIXL has no TLS, and TLS is set")
+            incidents.report(
+                "transport_nixl_unavailable_total", "NIXL not used: it has no TLS, which is set; blocks move over TCP"
+            )
         self._nixl = None if nixl is None else NixlAgent(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
 
     def peer(self, node: NodeRef) -> BlockPeer:
-        """The peer to move blocks with; connects when first used.
+        """Return the peer of a node; it connects on first use.
 
         Raises:
-            InvalidArgument: the node's addresses are none.
+            InvalidArgument: malformed addresses.
             Unavailable: the client is closed.
         """
         return self._entry(node)[0]
 
     def hung(self, node: NodeRef) -> bool:
-        """Whether a node answers nothing at the moment: nobody is to wait for it."""
+        """Whether a node is hung, so that no call should wait for it."""
         return self._liveness.hung(node.control_address) or self._liveness.hung(data_plane(node.data_address))
 
     @contextmanager
     def watching(self, nodes: Iterable[NodeRef]) -> Iterator[None]:
-        """While inside, it is found out whether some nodes answer, because another node waits for them on our behalf.
+        """Find out whether some nodes answer while the local node waits for them on the client's behalf.
 
-        Without this, a client that has waited for its own node to give a hung one up would then wait for it again itself.
+        Without this, a client that waited until its own node gave a hung one up would then wait for the hung node again itself.
         """
         with ExitStack() as waits:
             for node in set(nodes):
                 with suppress(KVStoreError):  # known to be hung, or the client is closed
-                    self._entry(node)  # its data plane can be probed from now on
+                    self._entry(node)  # from now on its data plane can be probed
                     for name in (node.control_address, data_plane(node.data_address)):
                         waits.enter_context(self._liveness.server(name).waiting(_nothing))
             yield
@@ -105,10 +107,10 @@ class PeerPool:
         return entry
 
     def abandon_prompt(self, node: NodeRef, transfer_id: str, timeout_s: float) -> int:
-        """Says that what is missing of a prompt will not come; how many calls waited for it there.
+        """Tell a node that the rest of a prompt will not come. Return the number of calls that waited for it there.
 
         Raises:
-            KVStoreError: not told.
+            KVStoreError: the node did not answer.
         """
         request = node_pb2.AbandonPromptRequest(transfer_id=transfer_id)
         stub = node_pb2_grpc.NodeStub(self._entry(node)[1])
@@ -146,7 +148,7 @@ class PeerPool:
         return self._readers.submit(copy_context().run, work, *arguments)
 
     def close(self) -> None:
-        """Closes all connections; reads under way end with UNAVAILABLE."""
+        """Close all connections. Reads under way end with UNAVAILABLE."""
         with self._lock:
             self._closed = True
             entries = list(self._open.values())
@@ -165,4 +167,4 @@ def _close(entry: tuple[BlockPeer, grpc.Channel]) -> None:
 
 
 def _nothing() -> None:
-    """Cancels nothing: another node's wait is its own."""
+    """Cancel nothing: the local node waits, not this client."""

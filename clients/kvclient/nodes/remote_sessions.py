@@ -1,4 +1,4 @@
-"""Sessions with nodes of other hosts, which read storage on this engine's behalf."""
+"""Sessions with nodes of other hosts, which read storage for this engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.liveness import LivenessMonitor, WatchedServer
 
 MAX_SESSIONS = 64
-"""Nodes with open sessions; the least recently used is let go beyond it."""
+"""Nodes with open sessions; beyond this the least recently used one is closed."""
 _SESSION_BYTES = 16
 
 
@@ -53,7 +53,7 @@ class RemoteSessionCache:
         self._closed = False
 
     def session(self, node: NodeRef, timeout_s: float) -> RemoteSession:
-        """A session with a node; opened when first used.
+        """Return the session with a node, opened on first use.
 
         Raises:
             KVStoreError: the node does not answer, or refuses.
@@ -76,7 +76,7 @@ class RemoteSessionCache:
             raise
         if len(opened.session_id) != _SESSION_BYTES:
             channel.close()
-            raise Internal("the node opened a session that makes no sense")
+            raise Internal("the node answered an impossible session")
         session = RemoteSession(
             node, stub, opened.session_id, server, channel, LeaseReleaser(stub, opened, self._options, self._incidents)
         )
@@ -93,19 +93,19 @@ class RemoteSessionCache:
         return session
 
     def holds(self, session: RemoteSession) -> bool:
-        """Whether nobody has found it lost yet."""
+        """Whether the session is open: no load has reported it as lost."""
         with self._lock:
             return self._open.get(session.node) is session
 
     def lost(self, session: RemoteSession) -> None:
-        """The session proved to be over, or its node does not answer: the next use opens another."""
+        """Drop a session that has ended or whose node does not answer. The next use opens another."""
         with self._lock:
             if self._open.get(session.node) is session:
                 del self._open[session.node]
         _close(session)
 
     def close(self) -> None:
-        """Closes all; loads under way fail."""
+        """Close all sessions. Loads under way fail."""
         with self._lock:
             self._closed = True
             sessions = list(self._open.values())

@@ -1,8 +1,8 @@
 """Clients of the request scheduler: for routers (``assign``, ``again``, ``cancel``) and leaders of engine groups (``leader``).
 
-Every call has its deadline, and what goes wrong is raised as a typed error: routers and leaders decide what to do without a
-scheduler. Behind a circuit breaker, as the rest of the client: with the server gone, calls fail at once but for a probe now and
-then; ``assign`` alone goes on trying until its deadline, so that a restart of the server is a pause and not an error.
+Every call has a deadline, and failures are raised as typed errors: routers and leaders decide what to do without a scheduler. A
+circuit breaker guards the server: while it does not answer, calls fail at once, except for a trial from time to time. Only
+``assign`` continues to try until its deadline, so that a restart of the server is a pause and not an error.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 0.5
 _WORTH_WAITING: Final = (Unavailable, CapacityExceeded)
 _ANSWER_S: Final = 0.25
-"""The server gives a request up so long before the caller does (or a tenth of the deadline): its answer arrives in time."""
-_CALL_OFF_PAUSES_S: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0)
-"""Between attempts to call a request off."""
+"""The server gives a request up this long before the caller does (or a tenth of the deadline), so its answer arrives in time."""
+_CANCEL_PAUSES_S: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0)
+"""Pauses between attempts to cancel a request."""
 _CLOSE_S: Final = 1.0
-"""``close`` waits so long for what is being called off."""
-_TELLING_S: Final = 0.05
-"""A server that does not answer within less is not taken to be gone."""
+"""``close`` waits this long for cancellations under way."""
+_MIN_TELLING_TIMEOUT_S: Final = 0.05
+"""A shorter timeout says nothing about the server."""
 
 
 class _Guard:
@@ -60,21 +60,21 @@ class _Guard:
 
     def enter(self) -> None:
         if not self._breaker.allow():
-            raise Unavailable("the metadata server does not answer; not asked again for a moment", address=self._address)
+            raise Unavailable("the metadata server does not answer; calls fail for a moment", address=self._address)
 
     def left(self, error: KVStoreError | None, timeout_s: float, *, waits: bool) -> None:
-        """A call ended. One that waits for engines and runs out of time says nothing about the server."""
+        """Record the end of a call. A call that waits for engines and times out says nothing about the server."""
         if isinstance(error, DeadlineExceeded):
-            if not waits and timeout_s >= _TELLING_S:
+            if not waits and timeout_s >= _MIN_TELLING_TIMEOUT_S:
                 self._breaker.failed()
         elif isinstance(error, Unavailable):
             self._breaker.failed()
-        else:  # it answered, if only to refuse
+        else:  # any other error is an answer
             self._breaker.succeeded()
 
 
 def _pauses_s() -> Iterator[float]:
-    """Between attempts, without end: the deadline ends them. Spread, so that many callers do not come back as one."""
+    """Yield pauses between attempts, with jitter so that callers do not retry at once. The caller's deadline ends them."""
     mean_s = _FIRST_PAUSE_S
     while True:
         yield mean_s * random.uniform(0.5, 1.5)  # noqa: S311  # spreads load, guards nothing
@@ -90,8 +90,8 @@ class SchedulerClient:
 
     Args:
         metadata: address of the metadata server.
-        tls: as for every channel of the client.
-        options: bounds; of them those of the circuit breaker, and the token.
+        tls: for the connection.
+        options: circuit breaker and token.
     """
 
     def __init__(self, metadata: str, *, tls: TlsConfig | None = None, options: ClientOptions | None = None) -> None:
@@ -99,39 +99,45 @@ class SchedulerClient:
         self._guard = _Guard(metadata, options)
         self._channel = connect(metadata, tls=tls, token=options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
-        self._calling_off: set[object] = set()
+        self._cancellations: set[object] = set()
 
     def assign(self, request: EngineRequest, deadline_s: float) -> Assignment:
-        """Waits for a prefill and a decode engine. Called again with the same request, it answers what was found.
+        """Wait for a prefill and a decode engine. A repeated call with the same request returns the same engines.
+
+            assignment = scheduler.assign(EngineRequest("r7", prompt_tokens=900), deadline_s=5.0)
 
         Raises:
-            DeadlineExceeded: none in time; the request waits no longer.
-            NotFound: the request is over: finished, or called off.
+            DeadlineExceeded: no engines in time; the request does not wait any longer.
+            NotFound: the request has finished or was cancelled.
             Conflict: another request of this name is under way.
             KVStoreError: the server does not answer (until the deadline), or refuses.
         """
         try:
             return self._assign(request, 0, deadline_s)
-        except DeadlineExceeded:  # the server may have found some in the last moment, and would keep them for us
+        except DeadlineExceeded:  # the server may have assigned engines at the last moment
             message = pb.CancelRequestRequest(operation_id=request.operation_id, request_id=request.request_id)
             with suppress(ValueError):  # the channel was closed
-                calling_off = self._stub.CancelRequest.future(message, timeout=_CLOSE_S)
-                self._calling_off.add(calling_off)  # gRPC cancels a call whose future is dropped
-                calling_off.add_done_callback(self._calling_off.discard)
+                cancellations = self._stub.CancelRequest.future(message, timeout=_CLOSE_S)
+                self._cancellations.add(cancellations)  # gRPC cancels a call whose future is dropped
+                cancellations.add_done_callback(self._cancellations.discard)
             raise
 
     def again(self, request: EngineRequest, lost: Assignment, deadline_s: float) -> Assignment:
-        """Waits until a request whose engine seems to have died was given to others.
+        """Wait until a request whose engine seems to have died was given to other engines.
+
+            assignment = scheduler.again(request, assignment, deadline_s=5.0)
 
         Raises:
-            DeadlineExceeded: it was not: the engines of ``lost`` may well live, or nobody has room; ask again.
-            NotFound: the request is over, or the server was restarted: submit it anew, with a new ``EngineRequest``.
+            DeadlineExceeded: it was not: the engines of ``lost`` may be alive, or no engine has space; call again.
+            NotFound: the request has finished, or the server was restarted: submit it again with a new ``EngineRequest``.
             KVStoreError: the server does not answer (until the deadline), or refuses.
         """
         return self._assign(request, lost.generation, deadline_s)
 
     def cancel(self, request: EngineRequest, deadline_s: float = 1.0) -> bool:
-        """Nobody wants the answer any more: the engines are told to drop it. False: it was over already.
+        """Cancel a request; the engines drop it. False: it had finished already.
+
+            scheduler.cancel(request)
 
         Raises:
             KVStoreError: the server does not answer.
@@ -142,11 +148,14 @@ class SchedulerClient:
         return answer.known
 
     def leader(self, group: str, role: EngineRole) -> GroupLeader:
-        """For the leader of an engine group, once in its life: another one is another life, and takes this one's place."""
+        """Return the reporter of an engine group, once per boot of the group: another one replaces this one.
+
+        Example: ``leader = scheduler.leader("prefill-0", "prefill")``
+        """
         return GroupLeader(self, GroupBook(group, role))
 
     def close(self) -> None:
-        """Closes the channel; calls under way fail."""
+        """Close the channel. Calls under way fail."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -183,7 +192,7 @@ class SchedulerClient:
 
 
 class GroupLeader:
-    """Reports for one engine group. One report at a time."""
+    """Reports of one engine group, one at a time."""
 
     def __init__(self, client: SchedulerClient, book: GroupBook) -> None:
         self._client = client
@@ -197,64 +206,79 @@ class GroupLeader:
         finished: Iterable[int] = (),
         deadline_s: float = 1.0,
     ) -> GroupNews:
-        """Tells how all engines of the group are, and fetches what is for them. Every few to 100 ms, also with nothing to tell.
+        """Report the load of all engines of the group and fetch their work. To be called every few to 100 ms, also without news.
+
+            updates = leader.report([EngineFigures("e0", "node-a")])
 
         Args:
-            engines: all that live; one that is missing is gone.
-            prefilled: generations of requests whose prompt is computed and with the decode engine, since the last report.
-            finished: generations of requests that are done, or failed for good; decode groups alone say so.
+            engines: all living engines; a missing one counts as dead.
+            prefilled: generations of requests whose prompt was computed and handed over since the last report.
+            finished: generations of requests that have finished or failed for good; only decode groups report them.
             deadline_s: seconds from now.
 
         Raises:
-            Conflict: an engine's name is taken by another group, or another life of the group reports.
-            KVStoreError: the server does not answer, or refuses. What was to be told goes with the next report.
+            Conflict: another group has an engine of this name, or another boot of the group reports.
+            KVStoreError: the server does not answer, or refuses. The next report includes this one.
         """
         request = self._book.request(engines, prefilled, finished)
         timeout_s = check_seconds("deadline_s", deadline_s)
         return self._book.take(request, self._client._call(self._client._stub.ReportEngines, request, timeout_s))
 
     def leave(self, deadline_s: float = 1.0) -> None:
-        """The group ends: what it has not finished is given to others at once.
+        """End the group: its unfinished requests are given to others at once.
+
+            leader.leave()
 
         Raises:
-            KVStoreError: the server does not answer; it will notice by the silence.
+            KVStoreError: the server does not answer; it notices the missing reports.
         """
         self.report((), deadline_s=deadline_s)
 
 
 class AsyncSchedulerClient:
-    """As ``SchedulerClient``, for the running event loop: thousands of requests wait without a thread each."""
+    """``SchedulerClient`` for asyncio: thousands of requests wait without a thread each."""
 
     def __init__(self, metadata: str, *, tls: TlsConfig | None = None, options: ClientOptions | None = None) -> None:
         options = options or ClientOptions()
         self._guard = _Guard(metadata, options)
         self._channel = connect_aio(metadata, tls=tls, token=options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
-        self._calling_off: set[asyncio.Task[None]] = set()
+        self._cancellations: set[asyncio.Task[None]] = set()
 
     async def assign(self, request: EngineRequest, deadline_s: float) -> Assignment:
-        """As ``SchedulerClient.assign``; cancelled, it calls the request off."""
+        """See ``SchedulerClient.assign``. If the coroutine is cancelled, the request is cancelled.
+
+        Example: ``assignment = await scheduler.assign(request, deadline_s=5.0)``
+        """
         try:
             return await self._assign(request, 0, deadline_s)
-        except (asyncio.CancelledError, DeadlineExceeded):  # late, the server may have found some in the last moment
-            task = asyncio.create_task(self._call_off(request))
-            self._calling_off.add(task)
-            task.add_done_callback(self._calling_off.discard)
+        except (asyncio.CancelledError, DeadlineExceeded):  # the server may have assigned engines at the last moment
+            task = asyncio.create_task(self._cancel_until_heard(request))
+            self._cancellations.add(task)
+            task.add_done_callback(self._cancellations.discard)
             raise
 
     async def again(self, request: EngineRequest, lost: Assignment, deadline_s: float) -> Assignment:
-        """As ``SchedulerClient.again``."""
+        """See ``SchedulerClient.again``.
+
+        Example: ``assignment = await scheduler.again(request, assignment, deadline_s=5.0)``
+        """
         return await self._assign(request, lost.generation, deadline_s)
 
     async def cancel(self, request: EngineRequest, deadline_s: float = 1.0) -> bool:
-        """As ``SchedulerClient.cancel``."""
+        """See ``SchedulerClient.cancel``.
+
+        Example: ``await scheduler.cancel(request)``
+        """
         message = pb.CancelRequestRequest(operation_id=request.operation_id, request_id=request.request_id)
         timeout_s = check_seconds("deadline_s", deadline_s)
         answer: pb.CancelRequestResponse = await self._call(self._stub.CancelRequest, message, timeout_s)
         return answer.known
 
     async def engines(self, deadline_s: float = 1.0) -> int:
-        """How many engines the scheduler knows; with none, every request waits in vain.
+        """Return the number of engines that the scheduler knows. Without engines, requests wait until their deadlines.
+
+            await scheduler.engines()
 
         Raises:
             KVStoreError: the server does not answer.
@@ -264,13 +288,16 @@ class AsyncSchedulerClient:
         return int(answer.counters.get("metadata_scheduler_engines", 0))
 
     def leader(self, group: str, role: EngineRole) -> AsyncGroupLeader:
-        """As ``SchedulerClient.leader``."""
+        """See ``SchedulerClient.leader``.
+
+        Example: ``leader = scheduler.leader("decode-0", "decode")``
+        """
         return AsyncGroupLeader(self, GroupBook(group, role))
 
     async def close(self) -> None:
-        """Closes the channel, after what is being called off; calls under way fail."""
-        if self._calling_off:
-            _, late = await asyncio.wait(self._calling_off, timeout=_CLOSE_S)
+        """Close the channel after the cancellations under way. Other calls fail."""
+        if self._cancellations:
+            _, late = await asyncio.wait(self._cancellations, timeout=_CLOSE_S)
             for task in late:
                 task.cancel()
         await self._channel.close(None)
@@ -281,13 +308,13 @@ class AsyncSchedulerClient:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
-    async def _call_off(self, request: EngineRequest) -> None:
-        """Until the server has heard it: a request that it has assigned meanwhile has no deadline of its own any more."""
-        for pause_s in _CALL_OFF_PAUSES_S:
+    async def _cancel_until_heard(self, request: EngineRequest) -> None:
+        """Cancel a request until the server has answered: an assigned request has no deadline of its own."""
+        for pause_s in _CANCEL_PAUSES_S:
             await asyncio.sleep(pause_s)
             try:
                 await self.cancel(request)
-            except (DeadlineExceeded, Unavailable):  # it hangs, or calls to it are held back: it may still have the request
+            except (DeadlineExceeded, Unavailable):  # the server may still have the request
                 continue
             except KVStoreError:
                 return
@@ -321,7 +348,7 @@ class AsyncSchedulerClient:
 
 
 class AsyncGroupLeader:
-    """As ``GroupLeader``."""
+    """``GroupLeader`` for asyncio."""
 
     def __init__(self, client: AsyncSchedulerClient, book: GroupBook) -> None:
         self._client = client
@@ -335,11 +362,17 @@ class AsyncGroupLeader:
         finished: Iterable[int] = (),
         deadline_s: float = 1.0,
     ) -> GroupNews:
-        """As ``GroupLeader.report``."""
+        """See ``GroupLeader.report``.
+
+        Example: ``updates = await leader.report(engines)``
+        """
         request = self._book.request(engines, prefilled, finished)
         timeout_s = check_seconds("deadline_s", deadline_s)
         return self._book.take(request, await self._client._call(self._client._stub.ReportEngines, request, timeout_s))
 
     async def leave(self, deadline_s: float = 1.0) -> None:
-        """As ``GroupLeader.leave``."""
+        """See ``GroupLeader.leave``.
+
+        Example: ``await leader.leave()``
+        """
         await self.report((), deadline_s=deadline_s)

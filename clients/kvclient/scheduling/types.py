@@ -1,4 +1,4 @@
-"""Requests, engines and assignments as routers and leaders of engine groups see them: values and books, nothing is sent."""
+"""Requests, engines and assignments for routers and leaders of engine groups. Pure: nothing is sent."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvstore.core.errors import Internal, InvalidArgument
 
 EngineRole = Literal["prefill", "decode"]
 _ROLES: Final[dict[str, pb.EngineRole]] = {"prefill": pb.ENGINE_ROLE_PREFILL, "decode": pb.ENGINE_ROLE_DECODE}
-_MOST_U32: Final = (1 << 32) - 1
-_MOST_U64: Final = (1 << 64) - 1
+_MAX_U32: Final = (1 << 32) - 1
+_MAX_U64: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class EngineRequest:
 
     Attributes:
         request_id: unique among the requests under way.
-        prompt_tokens: length of the prompt: the measure of its cost.
-        hit_tokens: of them in the store, as a lookup said; told to the engines.
-        expected_output_tokens: a guess, for room on the decode engine; 0: only the prompt must fit.
-        near: by prefill engine: tokens of the prompt that it has at hand; as many more than another may wait for it.
-        operation_id: tells this submission from others of the same name; the default is right.
+        prompt_tokens: length of the prompt, which is the measure of its cost.
+        hit_tokens: tokens of it that are in the store according to a lookup; passed on to the engines.
+        expected_output_tokens: an estimate, for space on the decode engine; 0: only the prompt must fit.
+        near: by prefill engine: tokens of the prompt that it has cached; such an engine may have a longer queue by that many.
+        operation_id: distinguishes this submission from others of the same name; keep the default.
     """
 
     request_id: str
@@ -38,22 +38,22 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "hit_tokens", "expected_output_tokens"):
-            _check_number(name, getattr(self, name), _MOST_U32)
+            _check_number(name, getattr(self, name), _MAX_U32)
         if not isinstance(self.request_id, str) or self.prompt_tokens < 1 or self.hit_tokens > self.prompt_tokens:
-            raise InvalidArgument("a request takes a name, a prompt, and hits within the prompt", request=self.request_id)
+            raise InvalidArgument("a request requires a name, a prompt, and hits within the prompt", request=self.request_id)
         for tokens in self.near.values():
             _check_number("near", tokens, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """An engine, and where it is.
+    """An engine and its location.
 
     Attributes:
         engine: its name.
-        node: id of its node: ``Paths.decode_node`` where it decodes.
+        node: id of its node; for a decode engine, ``Paths.decode_node``.
         group: its group.
-        address: where it is reached, as it reported it; may be empty.
+        address: address that it reported; may be empty.
     """
 
     engine: str
@@ -64,7 +64,7 @@ class EnginePlace:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A router's answer: who serves a request. A later assignment of the same request voids this one."""
+    """The engines that serve a request. A later assignment of the same request voids this one."""
 
     request_id: str
     generation: int
@@ -74,17 +74,17 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """An engine as its group's leader reports it. Figures are as of now and count all that earlier reports answered.
+    """Load of an engine as its group's leader reports it: the current values, including all work that earlier reports returned.
 
     Attributes:
         engine: its name, unique over all groups.
         node: id of the node whose storage link it reads over.
-        address: where routers and other engines reach it, handed on as it is.
-        hbm_tokens: decode engines: tokens of KV that fit when it is idle.
-        sequences: requests assigned and not finished; None, with ``tokens``: the server keeps book.
-        tokens: their tokens.
-        free_hbm_tokens: decode engines: tokens of KV that fit now; None: the server keeps book.
-        read_tokens: tokens that wait to be read by its node; None: only what the server planned counts.
+        address: address for routers and other engines, passed on unchanged.
+        hbm_tokens: decode engines: tokens of KV that fit if it is idle.
+        sequences: requests assigned and not finished; None, with ``tokens``: the server estimates them.
+        tokens: tokens of those requests.
+        free_hbm_tokens: decode engines: tokens of KV that fit now; None: the server estimates them.
+        read_tokens: tokens that wait to be read by its node; None: only reads that the server planned count.
     """
 
     engine: str
@@ -99,15 +99,15 @@ class EngineFigures:
     def __post_init__(self) -> None:
         for name in ("hbm_tokens", "sequences", "tokens", "free_hbm_tokens", "read_tokens"):
             if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), _MOST_U64)
+                _check_number(name, getattr(self, name), _MAX_U64)
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
     """Work for an engine of the group.
 
-    It comes again, and replaces what was said before of the same request: when its other engine becomes known (same generation),
-    and when that engine died (a new generation: everything of the older one is void).
+    It is sent again, and replaces the earlier event for the request, when its other engine becomes known (same generation) and
+    after that engine died (a new generation, which voids the older one).
     """
 
     request_id: str
@@ -123,10 +123,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """Work that is wanted no longer: this attempt, and those before it of the same request, which it had replaced.
-
-    A later generation of the request, told before or after, stays.
-    """
+    """Cancelled work: this generation of the request and earlier ones. A later generation, sent before or after, remains."""
 
     request_id: str
     generation: int
@@ -134,12 +131,12 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class GroupNews:
-    """What a report was answered.
+    """Answer to a report.
 
     Attributes:
         events: in order.
-        anew: the group is known only since this report: it is the first one, the server was restarted, or it took the group for
-            dead. Requests assigned before were given to others or are not known, and reports on them are void.
+        anew: the server knows the group only since this report, because it is the first one, the server was restarted, or the
+            group was considered dead. Requests assigned before were given to others or are unknown; reports on them are void.
     """
 
     events: tuple[Assigned | Revoked, ...]
@@ -147,9 +144,9 @@ class GroupNews:
 
     @property
     def assigned(self) -> list[Assigned]:
-        """Of the events, those that are work after all of them: the last of each request, unless that one was called off.
+        """Return the work that remains after all events: the last of each request, unless that one was cancelled.
 
-        One that a later event of the same answer replaced is none, also where its successor was called off.
+        Work that a later event of the same answer replaced does not remain, even if the later one was cancelled.
         """
         work: dict[str, Assigned] = {}
         for event in self.events:
@@ -162,12 +159,12 @@ class GroupNews:
 
     @property
     def revoked(self) -> list[Revoked]:
-        """Of the events, those that call work off: up to that generation, a later one of the same request may be in force."""
+        """Return the cancellations. Each is valid up to its generation; a later one of the same request may remain."""
         return [event for event in self.events if isinstance(event, Revoked)]
 
 
 class GroupBook:
-    """What a group's leader keeps between reports. What was not told because a call failed goes with the next report."""
+    """State of a group's leader between reports. What a failed call did not report goes into the next report."""
 
     def __init__(self, group: str, role: EngineRole) -> None:
         if role not in _ROLES:
@@ -182,15 +179,15 @@ class GroupBook:
     def request(
         self, engines: Sequence[EngineFigures], prefilled: Iterable[int], finished: Iterable[int]
     ) -> pb.ReportEnginesRequest:
-        """The next report.
+        """Return the next report.
 
         Raises:
-            InvalidArgument: a generation that is none.
+            InvalidArgument: a malformed generation.
         """
-        for generations, untold in ((prefilled, self._prefilled), (finished, self._finished)):
+        for generations, unreported in ((prefilled, self._prefilled), (finished, self._finished)):
             for generation in generations:
-                _check_number("generation", generation, _MOST_U64)
-                untold[generation] = None
+                _check_number("generation", generation, _MAX_U64)
+                unreported[generation] = None
         self._sequence += 1
         return pb.ReportEnginesRequest(
             group=self._group,
@@ -205,10 +202,10 @@ class GroupBook:
         )
 
     def take(self, request: pb.ReportEnginesRequest, answer: pb.ReportEnginesResponse) -> GroupNews:
-        """The answer to a report has arrived."""
-        for generations, untold in ((request.prefilled, self._prefilled), (request.finished, self._finished)):
+        """Take over the answer to a report."""
+        for generations, unreported in ((request.prefilled, self._prefilled), (request.finished, self._finished)):
             for generation in generations:
-                untold.pop(generation, None)
+                unreported.pop(generation, None)
         anew = answer.membership != self._membership
         if anew:
             self._membership, self._acknowledged = answer.membership, 0
@@ -225,7 +222,7 @@ class GroupBook:
 
 
 def assign_to_proto(request: EngineRequest, budget_s: float, after_generation: int) -> pb.AssignRequestRequest:
-    """As it travels."""
+    """Return the message for a request."""
     return pb.AssignRequestRequest(
         operation_id=request.operation_id,
         request_id=request.request_id,
@@ -239,13 +236,13 @@ def assign_to_proto(request: EngineRequest, budget_s: float, after_generation: i
 
 
 def assignment_from_proto(request: EngineRequest, answer: pb.Assignment) -> Assignment:
-    """A router's answer.
+    """Return the assignment of an answer.
 
     Raises:
         Internal: an engine is missing.
     """
     if not (answer.generation and answer.HasField("prefill") and answer.HasField("decode")):
-        raise Internal("the metadata server answers an assignment without an engine", request=request.request_id)
+        raise Internal("the metadata server answered an assignment without an engine", request=request.request_id)
     return Assignment(request.request_id, answer.generation, _place(answer.prefill), _place(answer.decode))
 
 
@@ -262,17 +259,17 @@ def _state(figures: EngineFigures) -> pb.EngineState:
     )
 
 
-def _assigned(told: pb.ScheduledRequest) -> Assigned:
+def _assigned(work: pb.ScheduledRequest) -> Assigned:
     return Assigned(
-        told.request_id,
-        told.generation,
-        told.engine,
-        told.prompt_tokens,
-        told.hit_tokens,
-        told.expected_output_tokens,
-        _place(told.prefill) if told.HasField("prefill") else None,
-        _place(told.decode) if told.HasField("decode") else None,
-        told.near_tokens,
+        work.request_id,
+        work.generation,
+        work.engine,
+        work.prompt_tokens,
+        work.hit_tokens,
+        work.expected_output_tokens,
+        _place(work.prefill) if work.HasField("prefill") else None,
+        _place(work.decode) if work.HasField("decode") else None,
+        work.near_tokens,
     )
 
 
@@ -280,6 +277,6 @@ def _place(ref: pb.EngineRef) -> EnginePlace:
     return EnginePlace(ref.engine, ref.node, ref.group, ref.address)
 
 
-def _check_number(name: str, value: object, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise InvalidArgument("takes an integer within bounds", argument=name, got=value, most=most)
+def _check_number(name: str, value: object, maximum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
+        raise InvalidArgument("argument must be an integer within bounds", argument=name, got=value, max=maximum)

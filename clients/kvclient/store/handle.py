@@ -9,9 +9,11 @@ from kvclient.results import StoreResult
 class StoreHandle(CallHandle[StoreResult]):
     """A store that runs in the background, as ``KVClient.start_store`` returns it.
 
-    with client.start_store(keys, pages) as handle:
-        ...                                  # the engine goes on; it must not write to the pages
-        if engine_needs_the_pages:
-            handle.cancel()                  # returns soon, after the last read of the pages
-        stored = handle.result().held_blocks
+    Example::
+
+        with client.start_store(keys, pages) as handle:
+            ...                                  # the engine goes on; it must not write to the pages
+            if engine_needs_the_pages:
+                handle.cancel()                  # returns soon, after the last read of the pages
+            stored = handle.result().held_blocks
     """

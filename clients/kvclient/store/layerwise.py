@@ -1,7 +1,7 @@
-"""A store written layer by layer, as an engine computes it.
+"""A store that is written layer by layer, as an engine computes the layers.
 
-With a local node the slots are asked for at once and each layer is copied into them as it comes. Without one, layers gather in
-memory of the client (bounded by ``store_chunk_bytes``: blocks beyond it are skipped) and travel on ``commit``.
+With a local node, slots are requested at once, and each layer is copied into them as it comes. Without one, layers are collected
+in memory of the client and sent on ``commit``; blocks beyond ``store_chunk_bytes`` are skipped.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvstore.rpc.codec import pack_u64
 
 
 class LayerwiseStore:
-    """A store under way: ``put_layer`` once a layer, in any order, then ``commit``. Thread-safe.
+    """A store written layer by layer: call ``put_layer`` once per layer, in any order, then ``commit``. Thread-safe.
 
-    A context manager: leaving it without a commit aborts. Failures of ours turn it into a store of nothing; only a wrong shape
-    or a wrong order of calls raises.
+    A context manager that aborts without a commit. Failures of the store skip all blocks; only a wrong shape or a wrong order of
+    calls raises.
     """
 
     def __init__(self, context: ClientContext, chain: ChainSlice, scope: CallScope) -> None:
@@ -79,28 +79,30 @@ class LayerwiseStore:
 
     @property
     def blocks_wanted(self) -> npt.NDArray[np.intp]:
-        """Positions of the blocks that will be written; the others are held already or skipped, and their bytes are not read."""
+        """Positions of the blocks that are written. The bytes of others, which are held already or skipped, are not read."""
         if self._grant is not None:
             return self._grant.positions
         return np.arange(0 if self._staging is None else len(self._staging))
 
     def put_layer(self, layer: int, data: object) -> None:
-        """Hands over one layer of all blocks.
+        """Write one layer of all blocks.
+
+            store.put_layer(layer, rows)
 
         Args:
             layer: 0-based.
-            data: ``[blocks, layer_block_bytes]``: whatever ``as_block_buffer`` takes, one Layer Block a key. Read before the
-                call returns; it must not change meanwhile.
+            data: ``[blocks, layer_block_bytes]``: anything that ``as_block_buffer`` accepts, one Layer Block per key. It must not
+                change until the call returns.
 
         Raises:
-            InvalidArgument: wrong size or layer, a layer put twice, or a handle that is finished.
+            InvalidArgument: wrong size or layer, a layer put twice, or a store that has ended.
         """
         if not isinstance(layer, int) or not 0 <= layer < self._context.shape.layers:
             raise InvalidArgument("no such layer", layer=layer, layers=self._context.shape.layers)
         rows = as_block_buffer(data, self._layer_shape, len(self._chain), writable=False, spec=self._context.spec)
         with self._lock:
             if self._finished or layer in self._put:
-                raise InvalidArgument("the layer was put before, or the store is finished", layer=layer)
+                raise InvalidArgument("the layer was put before, or the store has ended", layer=layer)
             self._put.add(layer)
             if self._scope.ended:
                 self._give_up(self._scope.error())
@@ -112,17 +114,19 @@ class LayerwiseStore:
                 _gather(rows, self._staging[:, layer])
 
     def commit(self, *, wait_visible: bool = False) -> StoreResult:
-        """Makes the blocks visible. Every layer must have been put.
+        """Make the blocks visible. Every layer must have been put.
+
+            result = store.commit()
 
         Args:
-            wait_visible: return only once lookups everywhere show the blocks, or most of the time is up.
+            wait_visible: return only after lookups everywhere show the blocks, or after most of the time.
 
         Raises:
-            InvalidArgument: a layer is missing, or the handle is finished.
+            InvalidArgument: a layer is missing, or the store has ended.
         """
         with self._lock:
             if self._finished:
-                raise InvalidArgument("the store is finished")
+                raise InvalidArgument("the store has ended")
             if len(self._chain) and len(self._put) != self._context.shape.layers:
                 raise InvalidArgument("layers are missing", put=len(self._put), layers=self._context.shape.layers)
             self._finished = True
@@ -143,17 +147,17 @@ class LayerwiseStore:
         result = self._result
         if self._scope.ended:
             raise self._scope.error()
-        self._keep_in_pool(grant)  # now: the slots are the node's as soon as it is told
+        self._keep_in_pool(grant)  # now: after complete the slots belong to the node
         result.draining = grant.draining
         result.outcomes = grant.outcomes.copy()
-        result.outcomes[grant.positions] = StoreOutcome.LOST  # until the answer is here
+        result.outcomes[grant.positions] = StoreOutcome.LOST  # until the node has answered
         grant.complete(pack_u64(self._checksums.reshape(-1)), self._scope.left_s(), wait_visible=wait_visible)
         result.outcomes = grant.outcomes
         stored = int(np.count_nonzero(grant.outcomes[grant.positions] == StoreOutcome.STORED))
         result.bytes_stored = stored * self._context.shape.block_bytes
 
     def _keep_in_pool(self, grant: StoreGrant) -> None:
-        """Leaves a copy of what was written in the engine's own pool, stretch by stretch."""
+        """Leave a copy of the written blocks in the engine's own pool, run by run."""
         pool, session = self._context.pool, self._session
         if pool is None or session is None:
             return
@@ -174,23 +178,23 @@ class LayerwiseStore:
         return result
 
     def abort(self) -> None:
-        """Stores nothing. No effect on a finished store."""
-        self._scope.cancel()  # a commit that waits for the node gives up soon
+        """Store nothing. No effect on a store that has ended."""
+        self._scope.cancel()  # a commit that waits for the node ends soon
         with self._lock:
             self._finished = True
             self._clean_up()
 
     def _give_up(self, error: KVStoreError) -> None:
-        """A failure of ours: what is still put is dropped."""
+        """End the store after a failure; later layers are dropped."""
         if self._result.error is None:
             self._result.error = error
-        self._context.incidents.report("client_store_failed_total", "a store was given up", error)
+        self._context.incidents.report("client_store_failed_total", "store ended early", error)
         if self._session is not None and means_lost(error) and self._context.local is not None:
             self._context.local.lost(self._session, error)
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """Gives back slots, session and memory. Nobody touches the slots any more: all copies happen under the lock."""
+        """Give back slots, session and memory. All copies are made under the lock, so none is under way."""
         self._grant = self._session = self._staging = None
         if self._release is not None:
             self._release()  # once
@@ -205,12 +209,12 @@ class LayerwiseStore:
 
 def _release(session: Session, grants: Sequence[StoreGrant]) -> None:
     for grant in grants:
-        grant.abort()  # no effect once completed
+        grant.abort()  # no effect after complete
     session.release()
 
 
 def _gather(rows: BlockBuffer, destination: npt.NDArray[np.uint8]) -> None:
-    """Copies the first rows of a layer into staging memory."""
+    """Copy the first rows of a layer into staging memory."""
     if isinstance(rows, DenseBlocks):
         np.copyto(destination, rows.array[: len(destination), 0])
         return

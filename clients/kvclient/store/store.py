@@ -28,10 +28,10 @@ from kvstore.transport.contract import WriteRequest
 
 _KNOWN = frozenset(StoreOutcome)
 RETRY = RetryPolicy(attempts=3)
-"""Mutating calls carry an operation id: sending them again is safe."""
+"""Mutating calls carry an operation id, so that a retry is safe."""
 _ARENA_SHARE = 8
 _WAIT_SHARE = 0.8
-"""Part of the time left that ``Prepare`` may wait for room: the rest is for the copy."""
+"""Share of the time left that ``Prepare`` may wait for space; the rest is for the copy."""
 
 
 class StoreGrant:
@@ -242,9 +242,9 @@ class Store:
             raise
 
     def _store_chunks(self, size: int, store: Callable[[int, int], Outcomes]) -> bool:
-        """Stores chunk after chunk, until one makes no progress. True: all is held.
+        """Store chunk after chunk until one makes no progress. True: all blocks are held.
 
-        A node with little room grants a part of a chunk, prefix first; the rest is asked for again, once the part is there.
+        A node with little space grants a part of a chunk, prefix first. The rest is requested again after the part is stored.
         """
         count = len(self._chain)
         step = max(1, size // self._context.shape.block_bytes)
@@ -262,7 +262,7 @@ class Store:
         return True
 
     def _store_chunk(self, session: Session, start: int, stop: int) -> Outcomes:
-        """Prepare, copy, complete. One outcome a block; from the first that is not held on, none is."""
+        """Prepare, copy, complete. Return one outcome per block; after the first that is not held, none is."""
         outcomes = self._result.outcomes
         grant = StoreGrant.prepare(self._context, session, self._part(start, stop), self.scope, heads=self._heads)
         try:
@@ -271,10 +271,10 @@ class Store:
                 outcomes[start:stop] = grant.outcomes
                 outcomes[start + grant.positions] = StoreOutcome.SKIPPED
                 return outcomes[start:stop]
-            outcomes[start + grant.positions] = StoreOutcome.LOST  # until the answer is here
+            outcomes[start + grant.positions] = StoreOutcome.LOST  # until the node has answered
             grant.complete(checksums, max(self.scope.left_s(), _LAST_CALL_S), wait_visible=self._wait_visible)
         finally:
-            grant.abort()  # no effect once completed
+            grant.abort()  # no effect after complete
         outcomes[start:stop] = grant.outcomes
         self._result.draining |= grant.draining
         self._result.bytes_stored += (
@@ -283,11 +283,11 @@ class Store:
         return grant.outcomes
 
     def _write(self, session: Session, grant: StoreGrant, start: int) -> bytes | None:
-        """Copies granted blocks into their slots, piece by piece; their checksums, or None where time ran out.
+        """Copy granted blocks into their slots in pieces. Return their checksums, or None if the scope ended.
 
-        Checksums are of the *source*. Should the copy go wrong or the caller write into the buffer meanwhile, bytes and checksum
-        differ. That is found by every reader over a wire, by write-behind before the block becomes durable, and by a load with
-        ``verify="always"``; a load out of the local node's arena does not sum bytes again by default, and does not find it.
+        Checksums are of the *source*. If the copy fails or the caller writes to the buffer meanwhile, bytes and checksum differ.
+        Every reader over a wire detects that, as do write-back before the block becomes durable and a load with
+        ``verify="always"``. A load from the local node's arena does not verify by default, and does not detect it.
         """
         step = max(1, self._context.options.copy_chunk_bytes // self._block_bytes)
         packed = []
@@ -309,19 +309,19 @@ class Store:
             self._not_durable(int(answer.not_durable_blocks), answer.why)
 
     def _not_durable(self, blocks: int, why: str = "") -> None:
-        """Stored, but not durable: the caller is told why, as far as it is known here."""
+        """Record that blocks were stored but are not durable, with the known cause."""
         error = Unavailable(
             f"stored, but not durable: {why}"
             if why
-            else "stored, but not durable: not written in time, no disk takes it, or its tenant is at its quota (the node's log,"
-            " `kvstore status` and `kvstore tenants` tell)",
+            else "stored, but not durable: not written in time, no disk accepts it, or its tenant is at its quota (see the log of"
+            " the node, `kvstore status` and `kvstore tenants`)",
             not_durable_blocks=blocks,
         )
-        self._context.incidents.report("client_stores_not_durable_total", "a store did not become durable", error)
+        self._context.incidents.report("client_stores_not_durable_total", "store did not become durable", error)
         if self._result.error is None:
             self._result.error = error
 
-    # ---- straight to a node ----
+    # ---- to another node ----
     def _through_peer(self) -> None:
         node = self._context.store_nodes.find(self.scope.left_s())
         peer = self._context.peers.peer(node)
@@ -353,7 +353,7 @@ class Store:
 
 
 _LAST_CALL_S = 0.2
-"""Blocks that were copied in time are completed even if the deadline is almost over."""
+"""Blocks that were copied in time are completed even if the deadline has almost passed."""
 
 
 def count_store(context: ClientContext, result: StoreResult) -> None:

@@ -1,4 +1,4 @@
-"""Rules of namespaces, times to live and pins: handlers of questions and changes."""
+"""Routes of retention rules: time to live and pin of a namespace."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ class Rules:
         self._counters = counters
 
     def routes(self) -> APIRouter:
-        """Where they answer."""
+        """The routes of these handlers."""
         router = APIRouter(prefix="/v1", tags=["namespaces"])
-        router.add_api_route("/rules", self.rules, methods=["GET"], summary="Rules of namespaces", responses=_LISTING)
+        router.add_api_route("/rules", self.rules, methods=["GET"], summary="Retention rules", responses=_LISTING)
         path = "/namespaces/{namespace_id}/rule"
         router.add_api_route(
-            path, self.rule, methods=["GET"], summary="What may stay of a namespace", responses={**TAGGED, **MISSING}
+            path, self.rule, methods=["GET"], summary="Retention rule of a namespace", responses={**TAGGED, **MISSING}
         )
         router.add_api_route(
             path,
             self.set_rule,
             methods=["PUT"],
-            summary="Set a namespace's time to live, and pin or unpin it",
+            summary="Set time to live and pin of a namespace",
             responses={**TAGGED, **MISSING, **STATE, **_SETTING},
         )
         return router
 
     async def rules(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Rule]:
-        """Of namespaces that something was ordered of, by id. Also of those that the index has forgotten: rules hold on."""
+        """All rules by namespace id, including namespaces that the index has forgotten."""
         after("rules", cursor)
         shown, following = page_of("rules", await self._queries.rules(), lambda one: one.namespace_id, cursor, limit)
         return Page[models.Rule](items=shown, next_cursor=following)
 
     async def rule(self, response: Response, namespace_id: NamespaceId) -> models.Rule:
-        """Its time to live, and whether it is pinned."""
+        """Time to live and pin."""
         found = await self._queries.rule(bytes.fromhex(namespace_id))
         response.headers["etag"] = tag_of(state_of(found))
         return found
@@ -69,7 +69,7 @@ class Rules:
     async def set_rule(
         self, request: Request, response: Response, namespace_id: NamespaceId, wanted: models.SetRule, if_match: IfMatch = None
     ) -> models.Rule:
-        """As a whole, at every node, kept over restarts. Nodes hear of it with their next heartbeat.
+        """Replace the rule at every node. It survives restarts. Nodes receive it with their next heartbeat.
 
         Times count from the last use that a node knows of: from its start, or from when the rule was set, at the earliest. What
         is in use or pinned does not leave. Invalidating drops a pinned namespace too; evicting it is refused.
@@ -91,5 +91,5 @@ class Rules:
 
 
 def state_of(rule: models.Rule) -> str:
-    """For its ETag; as the metadata server writes it."""
+    """ETag value of a rule, in the metadata server's format."""
     return f"ttl={round((rule.ttl_s or 0) * 1000)},pinned={'yes' if rule.pinned else 'no'}"

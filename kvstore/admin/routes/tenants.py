@@ -1,4 +1,4 @@
-"""Tenants and their quotas: handlers of questions and changes."""
+"""Routes of tenants and quotas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from kvstore.core.errors import Conflict
 from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.observe.counters import Counters
 
-Whose = Annotated[str, Query(max_length=MAX_NAME_BYTES, description="the tenant; empty: the default tenant", examples=["team-a"])]
+TenantName = Annotated[
+    str, Query(max_length=MAX_NAME_BYTES, description="tenant name; empty: default tenant", examples=["team-a"])
+]
 _OLD: Final[Responses] = {
     409: {"description": "the metadata server cannot read its settings file"},
     501: {"description": "the metadata server knows no quotas: it is of an older version"},
@@ -36,30 +38,28 @@ class Tenants:
         self._counters = counters
 
     def routes(self) -> APIRouter:
-        """Where they answer."""
+        """The routes of these handlers."""
         router = APIRouter(prefix="/v1/tenants", tags=["tenants"])
-        router.add_api_route(
-            "", self.tenants, methods=["GET"], summary="Tenants, what they hold and what they may", responses=_OLD
-        )
-        router.add_api_route("/quota", self.quota, methods=["GET"], summary="A tenant's quota", responses={**TAGGED, **_OLD})
+        router.add_api_route("", self.tenants, methods=["GET"], summary="Tenants with usage and quota", responses=_OLD)
+        router.add_api_route("/quota", self.quota, methods=["GET"], summary="Quota of a tenant", responses={**TAGGED, **_OLD})
         router.add_api_route(
             "/quota",
             self.set_quota,
             methods=["PUT"],
-            summary="Set a tenant's quota",
+            summary="Set the quota of a tenant",
             responses={**TAGGED, **STATE, **_OLD, **_FULL},
         )
         router.add_api_route(
             "/quota",
             self.unset_quota,
             methods=["DELETE"],
-            summary="Take a tenant's quota away",
+            summary="Remove the quota of a tenant",
             responses={**TAGGED, **STATE, **_OLD},
         )
         return router
 
     async def tenants(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Tenant]:
-        """Those that hold something or have a quota, by name, as living nodes said with their last heartbeats.
+        """Tenants that hold blocks or have a quota, by name. Usage is from the last heartbeats of live nodes.
 
         Blocks of namespaces that no node knows the tenant of (found at a node's start, and not known to the metadata server)
         count for nobody.
@@ -68,24 +68,26 @@ class Tenants:
         shown, following = page_of("tenants", await self._queries.tenants(), lambda one: one.tenant, cursor, limit)
         return Page[models.Tenant](items=shown, next_cursor=following)
 
-    async def quota(self, response: Response, tenant: Whose) -> models.Quota:
-        """Answered for any tenant; one without quota has no bounds."""
+    async def quota(self, response: Response, tenant: TenantName) -> models.Quota:
+        """The quota of any tenant; null values mean no quota."""
         found = await self._queries.quota(tenant)
         response.headers["etag"] = tag_of(state_of(found))
         return found
 
     async def set_quota(
-        self, request: Request, response: Response, tenant: Whose, wanted: models.SetQuota, if_match: IfMatch = None
+        self, request: Request, response: Response, tenant: TenantName, wanted: models.SetQuota, if_match: IfMatch = None
     ) -> models.Quota:
-        """As a whole, for all nodes together, kept over restarts. Nodes hear of it with their next heartbeat.
+        """Replace the quota over all nodes. It survives restarts. Nodes receive it with their next heartbeat.
 
         A tenant beyond it loses its own coldest blocks, at once where they are not in use; its further stores make room among its
         own blocks and are skipped as far as they cannot. Nobody sees an error.
         """
         return await self._set(request, response, tenant, wanted, if_match, "tenant.quota.set")
 
-    async def unset_quota(self, request: Request, response: Response, tenant: Whose, if_match: IfMatch = None) -> models.Quota:
-        """It may hold as much as there is room for, as all without a quota."""
+    async def unset_quota(
+        self, request: Request, response: Response, tenant: TenantName, if_match: IfMatch = None
+    ) -> models.Quota:
+        """Remove the quota."""
         return await self._set(request, response, tenant, models.SetQuota(), if_match, "tenant.quota.unset")
 
     async def _set(
@@ -106,6 +108,6 @@ class Tenants:
 
 
 def state_of(quota: models.Quota) -> str:
-    """For its ETag; as the metadata server writes it."""
+    """ETag value of a quota, in the metadata server's format."""
     dram, nvme = ("any" if most is None else most for most in (quota.dram_bytes, quota.nvme_bytes))
     return f"dram={dram},nvme={nvme}"

@@ -1,4 +1,4 @@
-"""Changes. Each is a line of the audit log, takes the role operator, and says what it brought; doing one twice does no harm."""
+"""Routes of changes. Each is idempotent, requires the role operator and is written to the audit log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Changes:
         self._counters = counters
 
     def routes(self) -> APIRouter:
-        """Where they answer."""
+        """The routes of these handlers."""
         router = APIRouter(prefix="/v1")
         add = router.add_api_route
         add(
@@ -44,7 +44,7 @@ class Changes:
             self.evict_volume,
             methods=["POST"],
             tags=["volumes"],
-            summary="Evict a volume's coldest blocks down to a fill",
+            summary="Evict the coldest blocks of a volume",
             responses=NODE,
         )
         add(
@@ -52,7 +52,7 @@ class Changes:
             self.check_volume,
             methods=["POST"],
             tags=["volumes"],
-            summary="Read every block of a durable volume and compare it with its checksums, while it serves",
+            summary="Verify the checksums of all blocks on a volume while it serves",
             responses={**NODE, 409: {"description": "the volume is being checked already"}},
             status_code=202,
         )
@@ -61,7 +61,7 @@ class Changes:
             self.cancel_check,
             methods=["DELETE"],
             tags=["volumes"],
-            summary="Cancel the check of a volume",
+            summary="Cancel a volume check",
             responses=NODE,
         )
         add(
@@ -69,7 +69,7 @@ class Changes:
             self.evict_namespace,
             methods=["POST"],
             tags=["namespaces"],
-            summary="Evict a namespace's blocks",
+            summary="Evict the blocks of a namespace",
             responses={**MISSING, 409: {"description": "it is pinned"}},
         )
         add(
@@ -77,7 +77,7 @@ class Changes:
             self.invalidate_namespace,
             methods=["POST"],
             tags=["namespaces"],
-            summary="Drop every block of a namespace, durable or not",
+            summary="Invalidate a namespace: drop all of its blocks",
             responses=MISSING,
         )
         add(
@@ -85,7 +85,7 @@ class Changes:
             self.bump_weights,
             methods=["POST"],
             tags=["namespaces"],
-            summary="Go on to the next weights: another namespace",
+            summary="Register the namespace of new weights",
             responses={**MISSING, 409: {"description": "it has this weights epoch already"}},
         )
         add(
@@ -93,7 +93,7 @@ class Changes:
             self.path_policy,
             methods=["GET"],
             tags=["planning"],
-            summary="The path policy in force",
+            summary="Path policy",
             responses=TAGGED,
         )
         add(
@@ -101,7 +101,7 @@ class Changes:
             self.set_path_policy,
             methods=["PUT"],
             tags=["planning"],
-            summary="Change the path policy, until the metadata server is started again",
+            summary="Change the path policy until the metadata server restarts",
             responses={**TAGGED, **STATE, 409: {"description": "several metadata workers plan, each for itself"}},
         )
         add(
@@ -109,7 +109,7 @@ class Changes:
             self.drain,
             methods=["POST"],
             tags=["nodes"],
-            summary="Drain a node: it takes nothing new, serves what it holds, and makes everything durable",
+            summary="Drain a node: it rejects stores, serves loads and makes its blocks durable",
             responses=MISSING,
         )
         add(
@@ -117,7 +117,7 @@ class Changes:
             self.undrain,
             methods=["POST"],
             tags=["nodes"],
-            summary="Let a node take part again",
+            summary="Cancel the drain of a node",
             responses=MISSING,
         )
         add(
@@ -125,7 +125,7 @@ class Changes:
             self.traffic_cap,
             methods=["GET"],
             tags=["nodes"],
-            summary="A node's cap on KV traffic",
+            summary="KV traffic limit of a node",
             responses={**TAGGED, **NODE, 409: {"description": "the node was started without a cap, and cannot be given one"}},
         )
         add(
@@ -133,7 +133,7 @@ class Changes:
             self.set_traffic_cap,
             methods=["PUT"],
             tags=["nodes"],
-            summary="Change a node's cap on KV traffic, until it is started again",
+            summary="Change the KV traffic limit of a node until it restarts",
             responses={
                 **TAGGED,
                 **NODE,
@@ -146,7 +146,7 @@ class Changes:
             self.anti_entropy,
             methods=["POST"],
             tags=["nodes"],
-            summary="Compare a node's volumes with the index now, and mend what differs",
+            summary="Compare a node's volumes with the index and repair differences",
             responses={**NODE, 409: {"description": "the node has no metadata server"}},
         )
         add(
@@ -154,7 +154,7 @@ class Changes:
             self.rebuild_index,
             methods=["POST"],
             tags=["cluster"],
-            summary="Drop the index and make it anew from the nodes",
+            summary="Rebuild the index from the nodes",
             responses=STATE,
             status_code=202,
         )
@@ -164,7 +164,7 @@ class Changes:
     async def evict_volume(
         self, request: Request, node_id: NodeId, name: VolumeName, wanted: models.EvictVolume
     ) -> models.Evicted:
-        """What is in use stays, and in DRAM what is not durable yet."""
+        """Evict cold blocks. Blocks in use and dirty DRAM blocks stay."""
         volume_id = f"{node_id}/{name}"
         with audited(request, self._counters, "volume.evict", volume_id, to_percent=wanted.to_percent) as result:
             done = await self._commands.evict_volume(node_id, name, wanted.to_percent)
@@ -174,7 +174,7 @@ class Changes:
     async def evict_namespace(
         self, request: Request, namespace_id: NamespaceId, wanted: models.EvictNamespace
     ) -> models.NamespaceEvicted:
-        """Makes room: its blocks leave the tiers named, at every node. Refused while it is pinned.
+        """Evict blocks from some tiers on every node. A pinned namespace is not evicted.
 
         What is in use, or in DRAM and not durable yet, stays; engines may store what left again at once. Blocks in engines' own
         pools of device memory are not touched.
@@ -185,7 +185,7 @@ class Changes:
         return answer
 
     async def invalidate_namespace(self, request: Request, namespace_id: NamespaceId) -> models.NamespaceEvicted:
-        """For blocks that are wrong: all that is there when a node is asked goes, from all tiers, durable or not, pinned or not.
+        """Drop all blocks from all tiers on every node, also dirty and pinned ones. For blocks with wrong content.
 
         Stop the engines that made them first, or they store them again. Nodes that do not answer keep what they have: where the
         answer is not complete, do it again once they are back; until then what they hold is served. Engines' own pools of device
@@ -197,7 +197,7 @@ class Changes:
         return answer
 
     async def bump_weights(self, request: Request, namespace_id: NamespaceId, wanted: models.BumpWeights) -> models.Bumped:
-        """Registers the namespace of the same spec with other weights, and drops what was stored with the old ones.
+        """Register the namespace with the same spec and new weights, and drop the blocks of the old weights.
 
         A namespace is its spec: engines change over when they are started with the new weights epoch, and until then go on in the
         old one.
@@ -216,7 +216,7 @@ class Changes:
 
     # ---- checking ----
     async def check_volume(self, request: Request, node_id: NodeId, name: VolumeName, wanted: BeginCheck) -> VolumeCheck:
-        """In the background, beside all else, and no faster than asked: `GET` the same path to see how far it is.
+        """Start a check in the background at a limited rate. `GET` the same path for its progress.
 
         What is bad is taken out as a load would take it out: a miss from then on, and its slot rests until the node is started
         again. Nothing of a check outlives the node's process. For volumes that no node has open there is
@@ -230,7 +230,7 @@ class Changes:
         return done
 
     async def cancel_check(self, request: Request, node_id: NodeId, name: VolumeName) -> VolumeCheck:
-        """It ends after the read that is under way; what it found until then stays out. Where there is none, nothing is done."""
+        """Cancel the check after its current read. Corrupt blocks found so far stay removed."""
         with audited(request, self._counters, "volume.check.cancel", f"{node_id}/{name}") as result:
             done = await self._checks.cancel(node_id, name)
             result.update(state=done.state, checked_blocks=done.checked_blocks, bad_blocks=done.bad_blocks)
@@ -238,7 +238,7 @@ class Changes:
 
     # ---- taking part ----
     async def drain(self, request: Request, node_id: NodeId, wanted: models.SetDrain) -> models.Participation:
-        """Holds over restarts, until it is lifted. Look at the node again to see how far it is.
+        """Drain a node until the drain is cancelled, also over restarts. `GET` the node for its progress.
 
         Once it is drained it may be stopped: what it holds stays on its volumes and is found again when it is back; with `move`
         others have it meanwhile.
@@ -250,7 +250,7 @@ class Changes:
         return answer
 
     async def undrain(self, request: Request, node_id: NodeId) -> models.Participation:
-        """What was copied to others stays there."""
+        """Cancel the drain. Blocks that were moved to other nodes stay there."""
         with audited(request, self._counters, "node.undrain", node_id) as result:
             answer = serializers.participation(await self._rpc.undrain_node(node_id))
             result.update(state=answer.state)
@@ -258,7 +258,7 @@ class Changes:
 
     # ---- settings at run time ----
     async def path_policy(self, response: Response) -> models.PathPolicy:
-        """What decides where a request names no policy. Of several metadata workers, one answers."""
+        """The policy of loads whose request names none. With several metadata workers, one of them answers."""
         found = await self._rpc.planning()
         response.headers["etag"] = tag_of(found.path_policy)
         return models.PathPolicy(policy=found.path_policy, configured=found.configured_policy)
@@ -266,7 +266,7 @@ class Changes:
     async def set_path_policy(
         self, request: Request, response: Response, wanted: models.SetPathPolicy, if_match: IfMatch = None
     ) -> models.PathPolicy:
-        """For loads planned from now on; plans under way go on. Set metadata.path_policy too where it is to last."""
+        """Change the policy of new plans. Set metadata.path_policy to keep it over restarts."""
         with audited(request, self._counters, "path_policy.set", "metadata", policy=wanted.policy) as result:
             found = await self._rpc.planning()
             expected = check_match(if_match, found.path_policy)
@@ -279,7 +279,7 @@ class Changes:
         return models.PathPolicy(policy=done.policy, configured=found.configured_policy)
 
     async def traffic_cap(self, response: Response, node_id: NodeId) -> models.TrafficCap:
-        """The most bytes a second of KV over the compute network, each direction."""
+        """Limit of KV traffic on the compute network in bytes per second, in each direction."""
         cap = await self._cap(await self._rpc.node(node_id))
         response.headers["etag"] = tag_of(str(cap))
         return models.TrafficCap(node_id=node_id, bytes_per_s=cap)
@@ -287,7 +287,7 @@ class Changes:
     async def set_traffic_cap(
         self, request: Request, response: Response, node_id: NodeId, wanted: models.SetTrafficCap, if_match: IfMatch = None
     ) -> models.TrafficCap:
-        """At once, for connections that are there too. Set node.compute_cap too where it is to last."""
+        """Change the limit, also for existing connections. Set node.compute_cap to keep it over restarts."""
         with audited(request, self._counters, "traffic_cap.set", node_id, bytes_per_s=wanted.bytes_per_s) as result:
             status = await self._rpc.node(node_id)
             current = await self._cap(status)
@@ -319,7 +319,7 @@ class Changes:
 
     # ---- the index ----
     async def anti_entropy(self, request: Request, node_id: NodeId) -> models.Compared:
-        """Ranges that change while they are compared are left for the next time."""
+        """Repair ranges that differ. Ranges that change meanwhile are left to the next round."""
         with audited(request, self._counters, "node.anti_entropy", node_id) as result:
 
             async def ask(node: NodeRpc) -> pb.CompareIndexResponse:
@@ -330,7 +330,7 @@ class Changes:
         return models.Compared(node_id=node_id, repaired_ranges=done.repaired_ranges)
 
     async def rebuild_index(self, request: Request, if_match: IfMatch = None) -> models.Rebuilding:
-        """Only of the epoch that If-Match names (the ETag of `GET /v1/index`), so that a call sent twice drops one index.
+        """Rebuild the index with the epoch in If-Match (ETag of `GET /v1/index`); a repeated call drops nothing.
 
         The metadata server is away for a moment; until all inventories are there, lookups find less than is held. No block is
         lost.
@@ -347,12 +347,12 @@ class Changes:
 
 
 def meanwhile(changed: Conflict, field: str) -> Exception:
-    """A conflict with what was expected is a state that changed between look and change; any other one is itself."""
+    """Turn a conflict with the expected state into 412; return other conflicts unchanged."""
     return changed_meanwhile(tag_of(changed.fields.get(field, ""))) if "expected" in changed.fields else changed
 
 
 def _summary(answer: models.NamespaceEvicted) -> dict[str, object]:
-    """For the audit log."""
+    """Details for the audit log."""
     return {
         "complete": answer.complete,
         "evicted_blocks": answer.evicted_blocks,

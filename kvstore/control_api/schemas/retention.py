@@ -1,4 +1,4 @@
-"""What the admin REST answers and takes of what may stay: tenants' quotas, rules of namespaces; ``models`` has all else."""
+"""JSON schemas of tenant quotas and namespace retention rules."""
 
 from __future__ import annotations
 
@@ -6,60 +6,62 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvstore.control_api.schemas.store import Bytes, Count, HexId, Shown, Taken
+from kvstore.control_api.schemas.store import Bytes, Count, HexId, RequestModel, ResponseModel
 
-TenantName = Annotated[str, Field(description="as in the spec of its namespaces; empty: the default tenant", examples=["team-a"])]
+TenantName = Annotated[
+    str, Field(description="tenant name from the namespace spec; empty: the default tenant", examples=["team-a"])
+]
 _MOST_BYTES = 2**53
-_DRAM = "in DRAM, all nodes together; 0: only what is in use; null: as much as there is"
-_NVME = "on volumes, all nodes together; 0: nothing; null: as much as there is"
+_DRAM = "quota in DRAM over all nodes; 0: only blocks in use; null: no quota"
+_NVME = "quota on NVMe volumes over all nodes; 0: nothing; null: no quota"
 
 
-class Quota(Shown):
-    """What a tenant may hold, in bytes of payload. The ETag is both."""
+class Quota(ResponseModel):
+    """Quota of a tenant in payload bytes. The ETag covers both values."""
 
     tenant: TenantName
     dram_bytes: Bytes | None = Field(description=_DRAM, examples=[68719476736])
     nvme_bytes: Bytes | None = Field(description=_NVME, examples=[1099511627776])
 
 
-class SetQuota(Taken):
-    """The quota to be, as a whole: what is not said has no bound."""
+class SetQuota(RequestModel):
+    """New quota of a tenant. A missing value removes that quota."""
 
     dram_bytes: int | None = Field(default=None, ge=0, le=_MOST_BYTES, description=_DRAM, examples=[68719476736])
     nvme_bytes: int | None = Field(default=None, ge=0, le=_MOST_BYTES, description=_NVME, examples=[1099511627776])
 
 
-class TenantTier(Shown):
-    """One tenant in one tier, all living nodes together. A block on several nodes counts on each."""
+class TenantTier(ResponseModel):
+    """Usage of a tenant in one tier over all live nodes. A block on several nodes counts once per node."""
 
-    held_bytes: Bytes = Field(description="of payload, as nodes said last", examples=[34359738368])
-    quota_bytes: Bytes | None = Field(description="null: none", examples=[68719476736])
+    held_bytes: Bytes = Field(description="payload bytes, from the last heartbeats", examples=[34359738368])
+    quota_bytes: Bytes | None = Field(description="null: no quota", examples=[68719476736])
 
 
-class Tenant(Shown):
-    """A tenant that holds something, or has a quota."""
+class Tenant(ResponseModel):
+    """A tenant that holds blocks or has a quota."""
 
     tenant: TenantName
     dram: TenantTier
     nvme: TenantTier
-    nodes: Count = Field(description="that hold something of it", examples=[3])
+    nodes: Count = Field(description="nodes that hold blocks of the tenant", examples=[3])
 
 
-_TTL = "blocks that were neither stored nor loaded for so long leave, with all below them; null: never for that"
-_PINNED = "its blocks are not evicted, up to half of each tier of a node; beyond that its coldest make room first"
+_TTL = "time to live in seconds: blocks that were not used for this time are evicted; null: no time to live"
+_PINNED = "its blocks are not evicted, up to half of each tier of a node; above that, its coldest blocks are evicted first"
 _MOST_TTL_S = 10 * 366 * 86_400
 
 
-class Rule(Shown):
-    """What may stay of a namespace. The ETag is both."""
+class Rule(ResponseModel):
+    """Retention rule of a namespace. The ETag covers both values."""
 
     namespace_id: HexId
     ttl_s: float | None = Field(description=_TTL, examples=[604800.0])
     pinned: bool = Field(description=_PINNED, examples=[False])
 
 
-class SetRule(Taken):
-    """The rule to be, as a whole."""
+class SetRule(RequestModel):
+    """New retention rule of a namespace; it replaces the old one."""
 
     ttl_s: float | None = Field(default=None, ge=0.001, le=_MOST_TTL_S, description=_TTL, examples=[604800.0])
     pinned: bool = Field(default=False, description=_PINNED, examples=[False])

@@ -1,4 +1,4 @@
-"""What the admin REST answers and takes, as JSON. Every field has an example: the OpenAPI document is made of them."""
+"""JSON schemas of the control API. Every field has an example, because the OpenAPI document is generated from them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Rate = Annotated[float, Field(ge=0, examples=[3125000000.0])]
 Seconds = Annotated[float, Field(ge=0, examples=[0.134])]
 
 
-class Shown(BaseModel):
-    """An answer."""
+class ResponseModel(BaseModel):
+    """Base class of responses."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -36,291 +36,300 @@ class Shown(BaseModel):
 _MOST_FIELDS = 64
 
 
-class Taken(BaseModel):
-    """A request's body; a field it does not know is an error."""
+class RequestModel(BaseModel):
+    """Base class of request bodies. An unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, body: object) -> object:
-        """Each unknown field would be told as an error of its own: of 300,000 of them, for ten seconds."""
+        """Reject bodies with very many fields: pydantic reports each unknown field, which takes seconds for 300,000."""
         if isinstance(body, dict) and len(body) > _MOST_FIELDS:
-            raise ValueError(f"no request has more than {_MOST_FIELDS} fields")
+            raise ValueError(f"a request body has at most {_MOST_FIELDS} fields")
         return body
 
 
-class Unreached(Shown):
-    """A node that did not answer, or could not do what was asked."""
+class Unreached(ResponseModel):
+    """A node that did not answer or that failed."""
 
     node_id: NodeName
-    kind: str = Field(description="of the error", examples=["unavailable"])
-    detail: str = Field(description="why", examples=["the node does not report to the metadata server"])
+    kind: str = Field(description="kind of the error", examples=["unavailable"])
+    detail: str = Field(description="reason", examples=["the node does not report to the metadata server"])
 
 
 # ---- health ----
-class Health(Shown):
-    """That the server answers."""
+class Health(ResponseModel):
+    """The server answers."""
 
     status: Literal["ok"] = Field(examples=["ok"])
 
 
 # ---- cluster ----
-class Cluster(Shown):
-    """The store at a glance."""
+class Cluster(ResponseModel):
+    """Summary of the store."""
 
-    health: Literal["ok", "degraded"] = Field(description="degraded: see problems", examples=["degraded"])
+    health: Literal["ok", "degraded"] = Field(description="ok, or degraded (see problems)", examples=["degraded"])
     problems: list[str] = Field(
-        description="what is wrong, at most 100",
-        examples=[
-            ["node host-2 was stopped: its blocks are not found until it reports again. If its process runs, its log says why"]
-        ],
+        description="problems, at most 100",
+        examples=[["node host-2 was stopped; its blocks are misses until it reports again. If its process runs, see its log"]],
     )
-    admin_version: str = Field(description="of this server", examples=["0.1.0"])
-    metadata_version: str = Field(description="of the metadata server", examples=["0.1.0"])
-    metadata_address: str = Field(description="of the metadata server", examples=["127.0.0.1:7400"])
-    metadata_workers: Count = Field(description="its processes; each plans and counts for itself", examples=[1])
-    metadata_uptime_s: Seconds = Field(description="since it began to serve this index", examples=[86400.0])
-    index_epoch: HexId = Field(description="another value later: the index was made anew")
+    admin_version: str = Field(description="version of the admin server", examples=["0.1.0"])
+    metadata_version: str = Field(description="version of the metadata server", examples=["0.1.0"])
+    metadata_address: str = Field(description="address of the metadata server", examples=["127.0.0.1:7400"])
+    metadata_workers: Count = Field(
+        description="processes of the metadata server; each plans and counts separately", examples=[1]
+    )
+    metadata_uptime_s: Seconds = Field(description="time since it began to serve this index", examples=[86400.0])
+    index_epoch: HexId = Field(description="epoch of the index; a new value means that the index was rebuilt")
     index_blocks: Count = Field(description="keys in the index", examples=[1000000])
-    index_bytes: Bytes = Field(description="that the index takes on disk", examples=[104857600])
-    namespaces: Count = Field(description="known", examples=[3])
-    nodes_alive: Count = Field(description="whose heartbeats arrive", examples=[3])
-    nodes_silent: Count = Field(description="known, not heard of and not refused", examples=[1])
-    nodes_refused: Count = Field(description="whose calls are refused for their tokens", examples=[0])
-    live_plans: Count = Field(description="planned loads under way", examples=[12])
-    path_policy: str = Field(description="where a request names none", examples=["split"])
+    index_bytes: Bytes = Field(description="size of the index on disk", examples=[104857600])
+    namespaces: Count = Field(description="registered namespaces", examples=[3])
+    nodes_alive: Count = Field(description="nodes whose heartbeats arrive", examples=[3])
+    nodes_silent: Count = Field(description="known nodes without heartbeats that are not rejected", examples=[1])
+    nodes_refused: Count = Field(description="nodes whose calls are rejected because of their tokens", examples=[0])
+    live_plans: Count = Field(description="planned loads in progress", examples=[12])
+    path_policy: str = Field(description="path policy of requests that name none", examples=["split"])
 
 
-class Index(Shown):
+class Index(ResponseModel):
     """The prefix index of the metadata server. The ETag is its epoch."""
 
-    epoch: HexId = Field(description="another value later: the index was made anew")
+    epoch: HexId = Field(description="epoch of the index; a new value means that the index was rebuilt")
     blocks: Count = Field(description="keys", examples=[1000000])
-    bytes: Bytes = Field(description="on disk", examples=[104857600])
+    bytes: Bytes = Field(description="size on disk", examples=[104857600])
 
 
 # ---- nodes ----
 BandwidthSource = Literal["configured", "measured", "link", "assumed"]
 
 
-class Nic(Shown):
-    """One of a node's links, as the planner sees it."""
+class Nic(ResponseModel):
+    """A link of a node, as the planner sees it."""
 
     network: Literal["storage", "compute"] = Field(examples=["storage"])
-    address: str = Field(description="of the data plane on it", examples=["10.0.1.1:7500"])
-    configured_bytes_per_s: Bytes = Field(description="0: nobody said", examples=[3125000000])
-    planned_bytes_per_s: Rate | None = Field(description="what the planner reckons with; null: it does not know the node")
+    address: str = Field(description="address of the data plane on this link", examples=["10.0.1.1:7500"])
+    configured_bytes_per_s: Bytes = Field(description="configured bandwidth; 0: not configured", examples=[3125000000])
+    planned_bytes_per_s: Rate | None = Field(
+        description="bandwidth that the planner assumes; null: the planner does not know the node"
+    )
     planned_source: BandwidthSource | None = Field(
-        description="where that comes from: an operator, a measurement, the speed of the link as the kernel reports it, or it is"
-        " assumed as nobody knows; null: the planner does not know the node",
+        description="source of that bandwidth: configured, measured, link (speed reported by the kernel) or assumed;"
+        " null: the planner does not know the node",
         examples=["measured"],
     )
     pending_bytes: Bytes = Field(
-        description="storage: planned reads; compute: of them, what goes out and comes in over it", examples=[0]
+        description="planned bytes: on the storage link reads, on the compute link forwarded and received bytes", examples=[0]
     )
-    pending_tokens: Count | None = Field(description="of planned reads, storage only", examples=[0])
+    pending_tokens: Count | None = Field(description="tokens of planned reads; storage link only", examples=[0])
 
 
-class Drain(Shown):
-    """That a node is to drain, and how far it is."""
+class Drain(ResponseModel):
+    """Progress of a drain."""
 
-    move: bool = Field(description="others take over what lies on no other active node's volume", examples=[False])
-    waiting_blocks: Count = Field(description="that are being made durable", examples=[0])
-    not_durable_blocks: Count = Field(description="that would be lost if it ended now", examples=[0])
-    left_blocks: Count = Field(description="with move: still to be taken over", examples=[0])
-    moved_blocks: Count = Field(description="with move: taken over so far", examples=[1600])
-    moved_bytes: Bytes = Field(description="their bytes")
-    why: str | None = Field(description="what it waits for; null: nothing", examples=["write-behind: the disk is full"])
+    move: bool = Field(description="move blocks that no other active node has on a volume to other nodes", examples=[False])
+    waiting_blocks: Count = Field(description="blocks waiting for write-back", examples=[0])
+    not_durable_blocks: Count = Field(description="blocks that would be lost if the node stopped now", examples=[0])
+    left_blocks: Count = Field(description="with move: blocks still to be moved", examples=[0])
+    moved_blocks: Count = Field(description="with move: blocks moved so far", examples=[1600])
+    moved_bytes: Bytes = Field(description="with move: bytes moved so far")
+    why: str | None = Field(description="what the drain waits for; null: nothing", examples=["write-behind: the disk is full"])
 
 
-class Participation(Shown):
-    """Whether a node takes part."""
+class Participation(ResponseModel):
+    """State of a node in the store."""
 
     node_id: NodeName
     state: NodeStateName = Field(
-        description="active: it takes whatever comes; draining: nothing new, and sees to it that nothing is lost; drained: it may"
-        " be stopped; drain_blocked: it can do no more for now, and stopping it would lose blocks",
+        description="active: it accepts stores; draining: it accepts no stores and makes its blocks durable; drained: it may be"
+        " stopped; drain_blocked: it cannot make progress, and stopping it would lose blocks",
         examples=["active"],
     )
-    drain: Drain | None = Field(description="null: it is not to drain")
+    drain: Drain | None = Field(description="null: no drain was requested")
 
 
-class SetDrain(Taken):
-    """How it is to drain."""
+class SetDrain(RequestModel):
+    """How a node drains."""
 
-    move: bool = Field(default=False, description="others take over what lies on no other active node's volume", examples=[False])
+    move: bool = Field(
+        default=False, description="move blocks that no other active node has on a volume to other nodes", examples=[False]
+    )
 
 
 class Node(Participation):
     """A node as the metadata server knows it."""
 
-    alive: bool = Field(description="its heartbeats arrive", examples=[True])
-    stopped: bool = Field(description="it ended in order, and has not come back", examples=[False])
+    alive: bool = Field(description="whether its heartbeats arrive", examples=[True])
+    stopped: bool = Field(description="whether it was stopped gracefully and has not restarted", examples=[False])
     refused: str | None = Field(
-        description="why the metadata server refuses its calls; null: it does not, or nobody calls", examples=[None]
+        description="why the metadata server rejects its calls; null: it does not reject any", examples=[None]
     )
-    heartbeat_age_s: Seconds = Field(description="since the last one")
-    boot_id: HexId = Field(description="another one later: it was started again")
+    heartbeat_age_s: Seconds = Field(description="time since the last heartbeat")
+    boot_id: HexId = Field(description="id of this start; a new value means that the node was restarted")
     roles: list[str] = Field(examples=[["prefill"]])
-    control_address: str = Field(description="its gRPC", examples=["10.0.0.1:7481"])
-    data_address: str = Field(description="its data plane on the compute network", examples=["10.0.0.1:7482"])
-    storage_address: str = Field(description="its data plane on the storage network", examples=["10.0.1.1:7483"])
-    nics: list[Nic] = Field(description="its links")
-    volumes: list[str] = Field(description="its volumes", examples=[["host-1/dram", "host-1/nvme0"]])
-    mounts: list[str] = Field(description="other nodes' volumes that it reads directly", examples=[[]])
+    control_address: str = Field(description="address of the gRPC service", examples=["10.0.0.1:7481"])
+    data_address: str = Field(description="address of the data plane on the compute network", examples=["10.0.0.1:7482"])
+    storage_address: str = Field(description="address of the data plane on the storage network", examples=["10.0.1.1:7483"])
+    nics: list[Nic] = Field(description="links of the node")
+    volumes: list[str] = Field(description="volumes of the node", examples=[["host-1/dram", "host-1/nvme0"]])
+    mounts: list[str] = Field(description="volumes of other nodes that it reads directly", examples=[[]])
 
 
-class Staging(Shown):
-    """A budget of the arena, and who waits for it."""
+class Staging(ResponseModel):
+    """A staging buffer in the arena."""
 
     name: str = Field(examples=["prefill_buffer"])
     used_bytes: Bytes = Field(examples=[0])
     waiting_loads: Count = Field(examples=[0])
 
 
-class NodeProcess(Shown):
-    """What the node says of itself."""
+class NodeProcess(ResponseModel):
+    """State that the node reports about itself."""
 
     version: str = Field(examples=["0.1.0"])
     uptime_s: Seconds = Field(examples=[86400.0])
-    sessions: Count = Field(description="engines with a session", examples=[2])
-    blocks: Count = Field(description="held, in whatever tier")
-    write_behind_waiting_blocks: Count = Field(description="to become durable", examples=[0])
-    publish_waiting_events: Count = Field(description="changes that the index does not know yet", examples=[0])
-    staging: list[Staging] = Field(description="buffers of layer-wise loads and awaited prompts")
-    traffic_cap_bytes_per_s: Bytes | None = Field(description="0: none; null: it cannot be given one", examples=[None])
-    io_engines: list[str] = Field(description="what is really in use", examples=[["host-1/nvme0: posix O_DIRECT"]])
+    sessions: Count = Field(description="engine sessions", examples=[2])
+    blocks: Count = Field(description="blocks held in any tier")
+    write_behind_waiting_blocks: Count = Field(description="blocks waiting for write-back", examples=[0])
+    publish_waiting_events: Count = Field(description="changes not yet published to the index", examples=[0])
+    staging: list[Staging] = Field(description="staging buffers of layer-wise loads and awaited prompts")
+    traffic_cap_bytes_per_s: Bytes | None = Field(
+        description="limit of KV traffic; 0: no limit; null: the node was started without a limit and cannot get one",
+        examples=[None],
+    )
+    io_engines: list[str] = Field(description="I/O engines in use", examples=[["host-1/nvme0: posix O_DIRECT"]])
 
 
 class NodeDetail(Node):
-    """A node, and what it says of itself."""
+    """A node with the state that it reports."""
 
-    process: NodeProcess | None = Field(description="null: it does not answer")
-    unreached: str | None = Field(description="why it does not", examples=[None])
+    process: NodeProcess | None = Field(description="null: the node did not answer")
+    unreached: str | None = Field(description="why the node did not answer", examples=[None])
 
 
 # ---- activity ----
-class LinkTraffic(Shown):
-    """What a NIC has carried, all traffic."""
+class LinkTraffic(ResponseModel):
+    """Traffic of a NIC, all protocols."""
 
     network: Literal["storage", "compute"] = Field(examples=["storage"])
-    received_bytes: Bytes = Field(description="since the host's start")
-    sent_bytes: Bytes = Field(description="since the host's start")
+    received_bytes: Bytes = Field(description="bytes received since the host started")
+    sent_bytes: Bytes = Field(description="bytes sent since the host started")
 
 
-class DataPlane(Shown):
-    """What a node's data plane has carried, payload only, since it was started."""
+class DataPlane(ResponseModel):
+    """Payload bytes of a node's data plane since the node started."""
 
-    served_bytes: Bytes = Field(description="that engines and other nodes read here")
-    taken_bytes: Bytes = Field(description="that they wrote here")
-    fetched_bytes: Bytes = Field(description="that this node read of others")
-    written_bytes: Bytes = Field(description="that it wrote to others")
+    served_bytes: Bytes = Field(description="bytes that engines and other nodes read from this node")
+    taken_bytes: Bytes = Field(description="bytes that engines and other nodes wrote to this node")
+    fetched_bytes: Bytes = Field(description="bytes that this node read from others")
+    written_bytes: Bytes = Field(description="bytes that this node wrote to others")
 
 
-class LoadBucket(Shown):
-    """Loads that took so long."""
+class LoadBucket(ResponseModel):
+    """One bucket of a latency histogram."""
 
-    up_to_s: float | None = Field(description="and longer than the bucket before; null: longer than all others", examples=[0.01])
+    up_to_s: float | None = Field(description="upper bound of the bucket; null: no upper bound", examples=[0.01])
     loads: Count
 
 
-class LoadTimes(Shown):
-    """How long loads took, by the farthest that they reached, since the node was started."""
+class LoadTimes(ResponseModel):
+    """Latency of loads since the node started, by the farthest source that they used."""
 
-    reach: ReachName = Field(description="nvme: this node's volumes; peer: another node; none: nothing hit", examples=["nvme"])
-    total_s: Seconds = Field(description="the sum of their times")
+    reach: ReachName = Field(
+        description="farthest source: dram, nvme (volumes of this node), peer (another node) or none (no hit)", examples=["nvme"]
+    )
+    total_s: Seconds = Field(description="sum of the load times")
     buckets: list[LoadBucket]
 
 
-class LoadedBytes(Shown):
-    """What loads have brought to engines, by where it lay, since the node was started."""
+class LoadedBytes(ResponseModel):
+    """Bytes loaded for engines since the node started, by source."""
 
-    dram: Bytes = Field(description="in this node's DRAM")
-    nvme: Bytes = Field(description="on this node's volumes")
-    peer: Bytes = Field(description="on another node")
+    dram: Bytes = Field(description="from DRAM of this node")
+    nvme: Bytes = Field(description="from NVMe volumes of this node")
+    peer: Bytes = Field(description="from other nodes")
 
 
-class Fault(Shown):
-    """Something that went wrong on a node since it was started."""
+class Fault(ResponseModel):
+    """Number of errors of one kind since the node started."""
 
-    metric: str = Field(description="that counts it", examples=["kvstore_peer_fetch_failed_total"])
-    what: str = Field(description="in words", examples=["fetches from other nodes that failed"])
+    metric: str = Field(description="name of the metric", examples=["kvstore_peer_fetch_failed_total"])
+    what: str = Field(description="description of the error", examples=["fetches from other nodes that failed"])
     total: Count = Field(examples=[3])
 
 
-class Activity(Shown):
-    """What a node has done. Totals: the difference of two answers is a rate; smaller ones tell of another start."""
+class Activity(ResponseModel):
+    """Totals of a node since it started. Rates are differences of two responses; lower totals mean a restart."""
 
     node_id: NodeName
     uptime_s: Seconds = Field(examples=[86400.0])
-    links: list[LinkTraffic] = Field(description="where the data plane of the storage network has none of its own: compute only")
+    links: list[LinkTraffic] = Field(description="traffic by link; compute only if there is no separate storage network")
     data_plane: DataPlane
     loads: list[LoadTimes]
     loaded: LoadedBytes
-    faults: list[Fault] = Field(description="those that there were")
+    faults: list[Fault] = Field(description="errors that occurred")
 
 
-class Activities(Shown):
-    """What the nodes of a page have done."""
+class Activities(ResponseModel):
+    """Totals of the nodes of one page."""
 
     items: list[Activity]
-    unreached: list[Unreached] = Field(description="nodes that did not answer, engines' pools of device memory among them")
-    next_cursor: str | None = Field(description="for the next page; null: this is the last", examples=["bm9kZXMKaG9zdC0x"])
+    unreached: list[Unreached] = Field(description="nodes that did not answer, including engine pools of device memory")
+    next_cursor: str | None = Field(
+        description="cursor of the next page; null: this is the last page", examples=["bm9kZXMKaG9zdC0x"]
+    )
 
 
 # ---- volumes ----
-class VolumeTenant(Shown):
-    """What a tenant holds on a volume."""
+class VolumeTenant(ResponseModel):
+    """Usage of a tenant on a volume."""
 
     tenant: str | None = Field(
-        description="empty: the default tenant; null: of namespaces that nobody has shown the spec of",
+        description="tenant name; empty: the default tenant; null: namespaces whose spec is unknown",
         examples=["team-a"],
     )
-    bytes: Bytes = Field(description="of payload", examples=[34359738368])
+    bytes: Bytes = Field(description="payload bytes", examples=[34359738368])
 
 
-class Volume(Shown):
-    """One place that holds blocks."""
+class Volume(ResponseModel):
+    """A volume: DRAM arena, NVMe volume or device memory pool."""
 
     volume_id: str = Field(examples=["host-1/nvme0"])
     node_id: NodeName
     tier: TierName = Field(examples=["nvme"])
-    node_alive: bool = Field(description="its node's heartbeats arrive", examples=[True])
-    capacity_bytes: Bytes = Field(description="room for blocks")
-    used_bytes: Bytes = Field(description="in slots that hold a block", examples=[34359738368])
-    blocks: Count = Field(description="held")
-    read_only: str | None = Field(description="why it takes no blocks; null: it does", examples=[None])
+    node_alive: bool = Field(description="whether the heartbeats of its node arrive", examples=[True])
+    capacity_bytes: Bytes = Field(description="capacity for blocks")
+    used_bytes: Bytes = Field(description="bytes in slots that hold a block", examples=[34359738368])
+    blocks: Count = Field(description="blocks held")
+    read_only: str | None = Field(description="why the volume is read-only; null: it is writable", examples=[None])
     quarantined_blocks: Count | None = Field(
-        description="replicas that proved bad since the node was started; null: the node does not answer", examples=[0]
+        description="corrupt replicas found since the node started; null: the node did not answer", examples=[0]
     )
-    tenants: list[VolumeTenant] | None = Field(
-        description="who holds it, the 1,024 that hold most; null: the node does not answer"
-    )
+    tenants: list[VolumeTenant] | None = Field(description="usage by tenant, the 1,024 largest; null: the node did not answer")
 
 
-class EvictVolume(Taken):
-    """Down to what fill."""
+class EvictVolume(RequestModel):
+    """Eviction of a volume."""
 
     to_percent: int = Field(
-        ge=0, le=100, description="evict the coldest blocks until no more of the capacity is used", examples=[50]
+        ge=0, le=100, description="evict the coldest blocks until at most this share of the capacity is used", examples=[50]
     )
 
 
-class Evicted(Shown):
-    """What an eviction brought."""
+class Evicted(ResponseModel):
+    """Result of an eviction."""
 
-    evicted_blocks: Count = Field(description="replicas that left", examples=[800])
-    kept_blocks: Count = Field(description="that were meant and stay: in use, or in DRAM and not durable yet", examples=[0])
-    used_bytes: Bytes = Field(description="of the volume, afterwards", examples=[34359738368])
+    evicted_blocks: Count = Field(description="replicas evicted", examples=[800])
+    kept_blocks: Count = Field(description="replicas kept because they are in use, or not durable yet", examples=[0])
+    used_bytes: Bytes = Field(description="bytes used on the volume afterwards", examples=[34359738368])
 
 
 # ---- namespaces ----
-class Spec(Shown):
-    """What makes two KV caches interchangeable. The salt is never shown."""
+class Spec(ResponseModel):
+    """Specification of a namespace: KV caches with equal specs are interchangeable. The salt is never returned."""
 
     model: str = Field(examples=["meta-llama/Llama-3.1-8B"])
-    weights_epoch: str = Field(description="changes with every weight update", examples=["2026-05-01"])
+    weights_epoch: str = Field(description="version of the weights", examples=["2026-05-01"])
     dtype: str = Field(examples=["bf16"])
     block_tokens: Count = Field(examples=[64])
     layers: Count = Field(examples=[32])
@@ -331,208 +340,221 @@ class Spec(Shown):
     shard_count: Count = Field(examples=[1])
     hash_algorithm: str = Field(examples=["xxh3-128"])
     tenant: str = Field(examples=[""])
-    salted: bool = Field(description="it has a salt", examples=[False])
+    salted: bool = Field(description="whether the spec has a salt", examples=[False])
 
 
-class Namespace(Shown):
-    """One cache domain, and how lookups in it fared since the metadata server began to serve."""
+class Namespace(ResponseModel):
+    """A namespace, with its lookups since the metadata server started."""
 
     namespace_id: HexId = Field(description="digest of the spec")
     spec: Spec
-    lookups: Count = Field(description="answered", examples=[5200])
-    asked_blocks: Count = Field(description="that they asked for", examples=[8320000])
-    hit_blocks: Count = Field(description="of them found in the index", examples=[7904000])
-    hit_ratio: float | None = Field(ge=0, le=1, description="null: nothing was asked for", examples=[0.95])
+    lookups: Count = Field(description="lookups answered", examples=[5200])
+    asked_blocks: Count = Field(description="blocks looked up", examples=[8320000])
+    hit_blocks: Count = Field(description="blocks found in the index", examples=[7904000])
+    hit_ratio: float | None = Field(ge=0, le=1, description="share of hits; null: no block was looked up", examples=[0.95])
     ttl_s: float | None = Field(
-        ge=0, description="blocks that nobody used for so long leave; null: never for that", examples=[604800.0]
+        ge=0,
+        description="time to live: blocks that were not used for this time are evicted; null: no time to live",
+        examples=[604800.0],
     )
-    pinned: bool = Field(description="its blocks are not evicted, up to half of each tier of a node", examples=[False])
+    pinned: bool = Field(
+        description="whether its blocks are protected from eviction, up to half of each tier of a node", examples=[False]
+    )
 
 
-class UsageEntry(Shown):
-    """What a namespace has on one volume."""
+class UsageEntry(ResponseModel):
+    """Usage of a namespace on one volume."""
 
     node_id: NodeName
     volume_id: str = Field(examples=["host-1/nvme0"])
     tier: TierName = Field(examples=["nvme"])
     blocks: Count
-    bytes: Bytes = Field(description="of payload")
+    bytes: Bytes = Field(description="payload bytes")
 
 
-class TierTotal(Shown):
-    """What it has in one tier, all nodes together. A block on several nodes counts on each."""
+class TierTotal(ResponseModel):
+    """Usage of a namespace in one tier over all nodes. A block on several nodes counts once per node."""
 
     tier: TierName = Field(examples=["nvme"])
     blocks: Count
-    bytes: Bytes = Field(description="of payload")
+    bytes: Bytes = Field(description="payload bytes")
 
 
-class Usage(Shown):
-    """Where a namespace's blocks lie, counted now by the nodes themselves."""
+class Usage(ResponseModel):
+    """Usage of a namespace, counted by the nodes at the time of the query."""
 
     namespace_id: HexId
-    tiers: list[TierTotal] = Field(description="totals")
-    volumes: list[UsageEntry] = Field(description="by volume")
-    unreached: list[Unreached] = Field(description="nodes that are not counted")
+    tiers: list[TierTotal] = Field(description="totals by tier")
+    volumes: list[UsageEntry] = Field(description="usage by volume")
+    unreached: list[Unreached] = Field(description="nodes that did not answer and are not counted")
 
 
-class EvictNamespace(Taken):
-    """From which tiers."""
+class EvictNamespace(RequestModel):
+    """Eviction of a namespace."""
 
     tiers: list[Literal["dram", "nvme"]] = Field(
-        default=["dram", "nvme"], min_length=1, max_length=2, description="both, where nothing is said", examples=[["nvme"]]
+        default=["dram", "nvme"],
+        min_length=1,
+        max_length=2,
+        description="tiers to evict from; both by default",
+        examples=[["nvme"]],
     )
 
 
-class NodeEvicted(Shown):
-    """What one node did."""
+class NodeEvicted(ResponseModel):
+    """Result of an eviction on one node."""
 
     node_id: NodeName
-    evicted_blocks: Count = Field(description="replicas that left", examples=[800])
-    kept_blocks: Count = Field(description="that stay: in use, or (evict) in DRAM and not durable yet", examples=[0])
+    evicted_blocks: Count = Field(description="replicas evicted", examples=[800])
+    kept_blocks: Count = Field(description="replicas kept because they are in use, or (evict only) not durable yet", examples=[0])
 
 
-class NamespaceEvicted(Shown):
-    """What evicting or invalidating a namespace brought."""
+class NamespaceEvicted(ResponseModel):
+    """Result of evicting or invalidating a namespace."""
 
     namespace_id: HexId
     complete: bool = Field(
-        description="every node did it, and nothing stays; if not, do it again once those nodes are there", examples=[True]
+        description="whether every node finished and kept no block; if not, repeat the request when all nodes are up",
+        examples=[True],
     )
-    evicted_blocks: Count = Field(description="replicas that left, all nodes and tiers together", examples=[2400])
-    kept_blocks: Count = Field(description="all nodes together", examples=[0])
-    nodes: list[NodeEvicted] = Field(description="by node")
-    unreached: list[Unreached] = Field(description="nodes that did not do it: what they hold, they still hold")
+    evicted_blocks: Count = Field(description="replicas evicted over all nodes and tiers", examples=[2400])
+    kept_blocks: Count = Field(description="replicas kept over all nodes", examples=[0])
+    nodes: list[NodeEvicted] = Field(description="result by node")
+    unreached: list[Unreached] = Field(description="nodes that did not evict; they still hold their blocks")
 
 
-class BumpWeights(Taken):
-    """The next weights epoch."""
+class BumpWeights(RequestModel):
+    """A new weights epoch."""
 
     weights_epoch: str = Field(
         min_length=1, max_length=limits.MAX_NAME_BYTES, description="name of the new weights", examples=["2026-06-01"]
     )
-    invalidate: bool = Field(default=True, description="drop every block of the old one", examples=[True])
+    invalidate: bool = Field(default=True, description="drop every block of the old namespace", examples=[True])
 
 
-class Bumped(Shown):
+class Bumped(ResponseModel):
     """The namespace of the new weights."""
 
-    namespace_id: HexId = Field(description="that engines of the new weights use: start them with this weights_epoch")
+    namespace_id: HexId = Field(description="namespace of engines that start with this weights_epoch")
     spec: Spec
-    invalidated: NamespaceEvicted | None = Field(description="what became of the old one's blocks; null: not asked for")
+    invalidated: NamespaceEvicted | None = Field(description="result of invalidating the old namespace; null: not requested")
 
 
 # ---- blocks ----
 BlockStateName = Literal["held", "silent", "gone", "misplaced", "unknown"]
 
 
-class Replica(Shown):
-    """One volume's copy of the blocks of a run."""
+class Replica(ResponseModel):
+    """Replicas of a run's blocks on one volume."""
 
-    volume_id: str | None = Field(description="null: of a boot that is over", examples=["host-1/nvme0"])
+    volume_id: str | None = Field(description="null: from a volume epoch that is over", examples=["host-1/nvme0"])
     node_id: str | None = Field(examples=["host-1"])
     tier: TierName | None = Field(examples=["nvme"])
-    visible: bool = Field(description="its node lives, or one that mounts the volume", examples=[True])
-    run_start: Count = Field(description="depth from which the volume said that it holds the chain without a gap", examples=[0])
+    visible: bool = Field(description="whether its node is alive, or a node that mounts the volume", examples=[True])
+    run_start: Count = Field(description="depth from which the volume holds the chain without a gap", examples=[0])
 
 
-class BlockRun(Shown):
-    """Consecutive blocks of which the index says the same."""
+class BlockRun(ResponseModel):
+    """Consecutive blocks with equal index records."""
 
-    start: Count = Field(description="position among the keys asked for", examples=[0])
-    count: Count = Field(description="how many", examples=[156])
-    hit: bool = Field(description="within the prefix that a lookup answers", examples=[True])
+    start: Count = Field(description="position of the first block in the request", examples=[0])
+    count: Count = Field(description="number of blocks", examples=[156])
+    hit: bool = Field(description="whether the run is in the prefix that a lookup returns", examples=[True])
     state: BlockStateName = Field(
-        description="held: a living node has it; silent: only nodes that are not heard of; gone: all who had it began anew;"
-        " misplaced: of another namespace or depth; unknown: never stored, or evicted everywhere",
+        description="held: on a live node; silent: only on nodes without heartbeats; gone: all nodes that had it were restarted;"
+        " misplaced: stored in another namespace or at another depth; unknown: never stored, or evicted everywhere",
         examples=["held"],
     )
-    why: str = Field(description="why it hits or misses, in words", examples=["held by host-1"])
-    namespace_id: HexId | None = Field(description="whose they are")
-    depth: Count = Field(description="of the first, in its chain", examples=[0])
-    replicas: list[Replica] = Field(description="who holds them, as far as the index knows")
+    why: str = Field(description="why the run hits or misses", examples=["held by host-1"])
+    namespace_id: HexId | None = Field(description="namespace of the blocks")
+    depth: Count = Field(description="depth of the first block in its chain", examples=[0])
+    replicas: list[Replica] = Field(description="replicas known to the index")
 
 
-class Block(Shown):
-    """One block, as the index knows it."""
+class Block(ResponseModel):
+    """Index record of a block."""
 
     key: HexKey
     state: BlockStateName = Field(examples=["held"])
     why: str = Field(examples=["held by host-1"])
-    namespace_id: HexId | None = Field(description="whose it is; null: not known")
-    depth: Count | None = Field(description="its place in its chain", examples=[17])
+    namespace_id: HexId | None = Field(description="namespace of the block; null: unknown")
+    depth: Count | None = Field(description="depth in its chain; null: unknown", examples=[17])
     replicas: list[Replica]
 
 
-class LookUp(Taken):
-    """A chain from its head: by keys, or by the tokens that they are made of."""
+class LookUp(RequestModel):
+    """A chain from its first block, given by keys or by tokens."""
 
     namespace_id: HexId
-    # the first bad one is enough: all of a million would be told
+    # report only the first invalid entry of up to a million
     keys: list[HexKey] | None = Field(
-        default=None, fail_fast=True, max_length=limits.MAX_KEYS_PER_CALL, description="in order", examples=[[_KEY]]
+        default=None,
+        fail_fast=True,
+        max_length=limits.MAX_KEYS_PER_CALL,
+        description="block keys in chain order",
+        examples=[[_KEY]],
     )
     tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]] | None = Field(
-        default=None, fail_fast=True, max_length=4_194_304, description="token ids; instead of keys", examples=[[1, 2, 3, 4]]
+        default=None, fail_fast=True, max_length=4_194_304, description="token ids, instead of keys", examples=[[1, 2, 3, 4]]
     )
 
 
-class LookedUp(Shown):
-    """How far a chain hits, and why no further."""
+class LookedUp(ResponseModel):
+    """Hit length of a chain, and the reason of the first miss."""
 
-    blocks: Count = Field(description="asked for; of tokens, the full blocks", examples=[200])
-    hit_blocks: Count = Field(description="the longest prefix that can be served", examples=[156])
+    blocks: Count = Field(description="blocks looked up; with tokens, full blocks only", examples=[200])
+    hit_blocks: Count = Field(description="length of the longest prefix that can be served", examples=[156])
     first_miss: str | None = Field(
-        description="why it ends there; null: everything hits", examples=["never stored, or evicted everywhere"]
+        description="reason of the first miss; null: all blocks hit", examples=["never stored, or evicted everywhere"]
     )
-    runs: list[BlockRun] = Field(description="all blocks, in order")
+    runs: list[BlockRun] = Field(description="all blocks in chain order")
 
 
 # ---- planning ----
-class LivePart(Shown):
-    """Who reads what of a plan under way."""
+class LivePart(ResponseModel):
+    """A part of a plan in progress."""
 
     index: Count = Field(examples=[0])
-    start: Count = Field(description="first block", examples=[0])
-    count: Count = Field(description="how many", examples=[800])
-    side: SideName = Field(description="what the node is to the request", examples=["decode"])
+    start: Count = Field(description="position of the first block", examples=[0])
+    count: Count = Field(description="number of blocks", examples=[800])
+    side: SideName = Field(description="role of the node for this request", examples=["decode"])
     node_id: NodeName
-    left: Count = Field(description="not reported read yet", examples=[120])
-    failed: bool = Field(description="what was missing was planned anew", examples=[False])
+    left: Count = Field(description="blocks not yet reported as read", examples=[120])
+    failed: bool = Field(description="whether the part failed and its missing blocks were planned again", examples=[False])
 
 
-class LivePlan(Shown):
-    """A planned load under way."""
+class LivePlan(ResponseModel):
+    """A planned load in progress."""
 
-    plan_id: str = Field(description="decimal; names it in logs", examples=["4611686018427387905"])
-    attempt: Count = Field(description="so many parts were planned anew", examples=[0])
+    plan_id: str = Field(description="decimal plan id, as in logs", examples=["4611686018427387905"])
+    attempt: Count = Field(description="number of times that a part was planned again", examples=[0])
     policy: str = Field(examples=["split"])
     prefill_node: str = Field(examples=["host-1"])
     decode_node: str | None = Field(examples=["host-2"])
     blocks: Count
     block_bytes: Bytes = Field(examples=[8388608])
     parts: list[LivePart]
-    expires_in_s: Seconds = Field(description="forgotten by then, unless somebody reports on it", examples=[42.0])
+    expires_in_s: Seconds = Field(description="time until the plan is forgotten unless it is reported on", examples=[42.0])
 
 
-class ReadQueue(Shown):
-    """What waits to be read over a node's storage link."""
+class ReadQueue(ResponseModel):
+    """Read queue of a node's storage link."""
 
     node_id: NodeName
     alive: bool = Field(examples=[True])
     pending_bytes: Bytes = Field(examples=[0])
     pending_tokens: Count = Field(examples=[0])
-    storage_bytes_per_s: Rate = Field(description="of its storage link, as estimated")
-    storage_source: BandwidthSource | None = Field(
-        description="where that comes from; null: of a past decision", examples=["link"]
+    storage_bytes_per_s: Rate = Field(description="estimated bandwidth of the storage link")
+    storage_source: BandwidthSource | None = Field(description="source of the estimate; null: past decision", examples=["link"])
+    compute_bytes_per_s: Rate = Field(description="estimated bandwidth of the compute link")
+    compute_source: BandwidthSource | None = Field(
+        description="source of the estimate; null: past decision", examples=["assumed"]
     )
-    compute_bytes_per_s: Rate = Field(description="of its compute link")
-    compute_source: BandwidthSource | None = Field(description="likewise", examples=["assumed"])
-    sending_bytes: Bytes = Field(description="of the pending ones, those it forwards", examples=[0])
-    receiving_bytes: Bytes = Field(description="pending ones that others forward to it", examples=[0])
+    sending_bytes: Bytes = Field(description="pending bytes that the node forwards to others", examples=[0])
+    receiving_bytes: Bytes = Field(description="pending bytes that others forward to the node", examples=[0])
 
 
-class DecidedPart(Shown):
+class DecidedPart(ResponseModel):
     """A part of a decision."""
 
     index: Count = Field(examples=[0])
@@ -542,125 +564,126 @@ class DecidedPart(Shown):
     node_id: NodeName
 
 
-class Decision(Shown):
-    """A load decision, and the figures it was taken on."""
+class Decision(ResponseModel):
+    """A load decision, with its inputs."""
 
-    plan_id: str = Field(description="decimal", examples=["4611686018427387905"])
-    attempt: Count = Field(description="0: first; else a part had failed", examples=[0])
+    plan_id: str = Field(description="decimal plan id", examples=["4611686018427387905"])
+    attempt: Count = Field(description="0: first plan; above 0: a part had failed", examples=[0])
     ago_s: Seconds = Field(examples=[1.5])
     policy: str = Field(examples=["split"])
     prefill_node: str = Field(examples=["host-1"])
     decode_node: str | None = Field(examples=["host-2"])
     blocks: Count
     block_bytes: Bytes = Field(examples=[8388608])
-    predicted_s: Seconds = Field(description="until the last part is there")
-    considered: list[ReadQueue] = Field(description="candidates, as they were before")
-    excluded: list[str] = Field(description="candidates that were dead, unknown or had failed", examples=[[]])
+    predicted_s: Seconds = Field(description="predicted time until the last part arrives")
+    considered: list[ReadQueue] = Field(description="read queues of the candidates before the decision")
+    excluded: list[str] = Field(description="candidates excluded because they were dead, unknown or had failed", examples=[[]])
     parts: list[DecidedPart]
 
 
-class Decisions(Shown):
+class Decisions(ResponseModel):
     """The last load decisions, newest first."""
 
     items: list[Decision]
 
 
-class PathPolicy(Shown):
-    """Which hosts' storage links loads are read over where a request names no policy. The ETag is the policy."""
+class PathPolicy(ResponseModel):
+    """Path policy: choice of storage links for loads whose request names no policy. The ETag is the policy."""
 
-    policy: str = Field(description="in force", examples=["split"])
-    configured: str = Field(description="as the metadata server was started, and in force again when it is", examples=["split"])
+    policy: str = Field(description="policy in force", examples=["split"])
+    configured: str = Field(description="configured policy, which applies again after a restart", examples=["split"])
 
 
-class SetPathPolicy(Taken):
-    """The policy to be."""
+class SetPathPolicy(RequestModel):
+    """A new path policy."""
 
     policy: PolicyName = Field(examples=["shorter_queue"])
 
 
 # ---- loads ----
-class SlowLoad(Shown):
-    """How one load of a node's went."""
+class SlowLoad(ResponseModel):
+    """Record of one load."""
 
     node_id: NodeName
-    request_id: str = Field(description="the client's name for it, as in logs and traces", examples=["engine-7f3a-12"])
+    request_id: str = Field(description="request id from the client, as in logs and traces", examples=["engine-7f3a-12"])
     seconds: Seconds
-    ago_s: Seconds = Field(description="since it ended", examples=[12.0])
-    blocks: Count = Field(description="asked for")
-    hit_blocks: Count = Field(description="that came")
+    ago_s: Seconds = Field(description="time since the load ended", examples=[12.0])
+    blocks: Count = Field(description="blocks requested")
+    hit_blocks: Count = Field(description="blocks loaded")
     reason: str = Field(
-        description="what took the time, or why blocks are missing", examples=["waited 0.120 of 0.134 s for other nodes"]
+        description="main cause of the duration, or of missing blocks",
+        examples=["waited 0.120 of 0.134 s for other nodes"],
     )
-    figures: dict[str, float] = Field(description="waits and blocks by source", examples=[{"peer_wait_s": 0.12}])
+    figures: dict[str, float] = Field(description="wait times and blocks by source", examples=[{"peer_wait_s": 0.12}])
 
 
-class SlowLoads(Shown):
-    """The slowest loads of the last minute, all nodes together, slowest first."""
+class SlowLoads(ResponseModel):
+    """Slowest loads of the last minute over all nodes, slowest first."""
 
     items: list[SlowLoad]
-    unreached: list[Unreached] = Field(description="nodes that were not heard")
+    unreached: list[Unreached] = Field(description="nodes that did not answer")
 
 
-class Overview(Shown):
-    """Some nodes, and all that a look at them shows."""
+class Overview(ResponseModel):
+    """Nodes with activity, volumes and slow loads."""
 
     nodes: list[Node]
     activity: list[Activity]
-    volumes: list[Volume] = Field(description="of these nodes, in order of their ids")
-    slow_loads: list[SlowLoad] = Field(description="the slowest of the last minute on these nodes, slowest first")
-    unreached: list[Unreached] = Field(description="those of the nodes that did not answer, engines' pools among them")
-    known_nodes: Count = Field(description="nodes there are, here or on other pages", examples=[3])
-    next_cursor: str | None = Field(description="for the next page; null: this is the last", examples=["bm9kZXMKaG9zdC0x"])
+    volumes: list[Volume] = Field(description="volumes of these nodes, by id")
+    slow_loads: list[SlowLoad] = Field(description="slowest loads of the last minute on these nodes, slowest first")
+    unreached: list[Unreached] = Field(description="nodes that did not answer, including engine pools of device memory")
+    known_nodes: Count = Field(description="number of known nodes, over all pages", examples=[3])
+    next_cursor: str | None = Field(
+        description="cursor of the next page; null: this is the last page", examples=["bm9kZXMKaG9zdC0x"]
+    )
 
 
 # ---- configuration ----
-class Setting(Shown):
-    """One value in force. Secrets are masked."""
+class Setting(ResponseModel):
+    """A setting in force. Secrets are masked."""
 
     key: str = Field(examples=["node.dram"])
     value: str = Field(examples=["64GiB"])
-    source: str = Field(description="default, file, environment or flag", examples=["file"])
-    detail: str = Field(description="the file, the variable, the flag", examples=["/etc/kvstore/kvstore.toml"])
+    source: str = Field(description="source of the value: default, file, environment, flag or derived", examples=["file"])
+    detail: str = Field(description="file, variable or flag", examples=["/etc/kvstore/kvstore.toml"])
     description: str = Field(examples=["DRAM arena"])
 
 
-class Settings(Shown):
-    """The configuration of a process, with the origin of each value."""
+class Settings(ResponseModel):
+    """Configuration of a process, with the source of each value."""
 
     process: str = Field(examples=["metadata"])
     settings: list[Setting]
 
 
-class Configuration(Shown):
-    """Of the metadata server and of this server; that of a node is below the node."""
+class Configuration(ResponseModel):
+    """Configuration of the metadata server and of this admin server."""
 
     processes: list[Settings]
 
 
 # ---- changes at a node ----
-class TrafficCap(Shown):
-    """The cap on KV over a node's compute network. The ETag is the cap."""
+class TrafficCap(ResponseModel):
+    """Limit of KV traffic on a node's compute network. The ETag is the limit."""
 
     node_id: NodeName
-    bytes_per_s: Bytes = Field(description="each direction; 0: no cap", examples=[2812500000])
+    bytes_per_s: Bytes = Field(description="bytes per second in each direction; 0: no limit", examples=[2812500000])
 
 
-class SetTrafficCap(Taken):
-    """The cap to be, until the node is started again."""
+class SetTrafficCap(RequestModel):
+    """A new limit, valid until the node restarts."""
 
-    bytes_per_s: int = Field(ge=0, le=2**53, description="each direction; 0: no cap", examples=[2812500000])
+    bytes_per_s: int = Field(ge=0, le=2**53, description="bytes per second in each direction; 0: no limit", examples=[2812500000])
 
 
-class Compared(Shown):
-    """A round of anti-entropy."""
+class Compared(ResponseModel):
+    """Result of one anti-entropy round."""
 
     node_id: NodeName
-    repaired_ranges: Count = Field(
-        description="ranges of key space, of 4,096 a volume, in which the index differed", examples=[0]
-    )
+    repaired_ranges: Count = Field(description="repaired key ranges, of 4,096 per volume", examples=[0])
 
 
-class Rebuilding(Shown):
-    """The index is dropped; a new one fills as nodes send their inventories."""
+class Rebuilding(ResponseModel):
+    """Rebuild of the index: the index is dropped and filled again from the nodes' inventories."""
 
-    dropped_epoch: HexId = Field(description="once /v1/index shows another one, the new index is there")
+    dropped_epoch: HexId = Field(description="epoch of the dropped index; the rebuild has begun when /v1/index shows another one")

@@ -42,7 +42,7 @@ from kvclient.engines.vllm.memory.device_pages import make_pages
 from kvclient.engines.vllm.memory.pages import Pages
 from kvclient.engines.vllm.metrics import StorePromMetrics, StoreStats
 from kvclient.engines.vllm.options import RECONNECT_S, RESET_GRACE_S, ConnectorOptions
-from kvclient.engines.vllm.plan import StepAnswer, StepPlan
+from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.worker.cpu_affinity import unbound
@@ -69,7 +69,7 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """A worker's answer, as vLLM carries it back."""
 
-    answer: StepAnswer
+    answer: WorkerOutput
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Another worker's, added."""
@@ -79,9 +79,9 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler at start: the namespaces of its pages, a group each.
+    """Sent by a worker to the scheduler at the start: the namespaces of its pages, one per group.
 
-    ``whole_prompts_only``: what cannot go on behind a prefix, if anything.
+    ``whole_prompts_only``: the backend or model that cannot continue after a prefix, if any.
     """
 
     specs: list[CacheSpec]
@@ -115,9 +115,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._whole_prompts_only = ""
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
-        self._arrivals = LoadCompletions()
+        self._completions = LoadCompletions()
         self._raised_before: BaseException | None = None
-        """What whoever called for the step is handling, if anything."""
+        """The exception that the caller of the step is handling, if any."""
         if role == KVConnectorRole.SCHEDULER:
             events = vllm_config.kv_events_config
             self._scheduler = SchedulerConnector(
@@ -158,16 +158,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 digest=digest,
                 rank=self._vllm_config.parallel_config.rank,
             )
-            self._worker.wait_pinned()  # vLLM captures graphs next, and what is asked of the driver meanwhile may be refused
+            self._worker.wait_pinned()  # vLLM captures graphs next; the driver may refuse to pin during that
 
     def _make_pages(self, groups: Sequence[Sequence[Any]]) -> Sequence[Pages]:
-        """The pages of the worker's tensors, wherever those lie."""
+        """The pages of the worker's tensors, on the host or a device."""
         options = self._options
         strategy: Any = options.device_copies
         return make_pages(groups, self._kv_cache_config.num_blocks, strategy=strategy, staging_bytes=options.device_staging_bytes)
 
     def _connect_worker(self, weights_epoch: str) -> Sequence[KVClient]:
-        """Clients of one epoch, one a group."""
+        """Make the clients of an epoch, one per group."""
         options, connect = self._worker_options(), self._options.hook.connect
         if self._worker is not None:  # between two steps of a running engine
             options = replace(options, require_store=False, connect_deadline_s=RECONNECT_S)
@@ -198,13 +198,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _connect_scheduler(self) -> None:
         """Lookups go to the namespaces of the current epoch; there are none where vLLM computes prompts only as a whole."""
         if self._whole_prompts_only:
-            self._side.tally.add("whole_prompts_only")
+            self._side.counters.add("whole_prompts_only")
             _log.warning("%s computes prompts only as a whole: nothing is loaded or stored", self._whole_prompts_only)
             return
         name = self._epochs.name
         shards = [[replace(spec, weights_epoch=name) for spec in group] for group in self._shards]
-        running = self._side.finder is not None
-        finder = BackgroundLookup(self._options.hook, shards, self._side.tally, running=running)
+        running = self._side.prefix_lookup is not None
+        finder = BackgroundLookup(self._options.hook, shards, self._side.counters, running=running)
         self._side.connect(finder, self._epochs.number, name)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
@@ -216,34 +216,34 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         def reset_prefix_cache() -> bool:
             used = gpu_block_pool.num_gpu_blocks - gpu_block_pool.get_num_free_blocks()
             if used == len(self._side.pinned_pages) + _NULL_PAGES:  # nothing else is in the way
-                self._side.wants_pages(self._hand_back())
+                self._side.release_pins(self._page_release())
             done = bool(reset())
             if done:
                 self._side.check_weights()  # a reset often follows a change of the weights
             return done
 
-        gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM asks nobody before it resets, and fails over our pins
+        gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM has no hook before a reset, which fails if pages are pinned
 
-    def _hand_back(self) -> Callable[[], StepAnswer] | None:
-        """What ends the stores of this engine at once; None: its workers are in other processes."""
+    def _page_release(self) -> Callable[[], WorkerOutput] | None:
+        """A function that cancels the stores of this engine at once; None: its workers are in other processes."""
         if self._vllm_config.parallel_config.world_size > 1 or not has_kv_transfer_group():
             return None
         worker = getattr(get_kv_transfer_group(), "_worker", None)
-        return partial(worker.hand_back, RESET_GRACE_S, _RESET_WAIT_S) if isinstance(worker, WorkerConnector) else None
+        return partial(worker.release_pages, RESET_GRACE_S, _RESET_WAIT_S) if isinstance(worker, WorkerConnector) else None
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
         """A request arrived."""
-        self._side.arrived(request)
+        self._side.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """How many tokens of it can be loaded."""
-        return self._side.matched(request, num_computed_tokens)
+        return self._side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Pages for it exist."""
         if num_external_tokens:
-            self._side.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            self._side.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:  # noqa: ANN401
         """By tier, as the index knows it."""
@@ -255,23 +255,23 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return {**sources, CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else sources
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
-        """What the workers are to do in this step."""
+        """Plan a step for the workers."""
         state = scheduler_output.kv_connector_block_state
-        plan = self._side.plan_step(
+        plan = self._side.build_step_plan(
             scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens, state.resolve_block_ids
         )
         return StepMetadata(plan)
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
-        """What the workers have done."""
+        """Handle the output of the workers."""
         invalid, failed = connector_output.invalid_block_ids, connector_output.failed_recving
         if invalid or failed:
-            self._side.loads_failed(set(invalid or ()), set(failed or ()))
+            self._side.on_loads_failed(set(invalid or ()), set(failed or ()))
         if connector_output.finished_recving:
-            self._side.loads_done(connector_output.finished_recving)
+            self._side.on_loads_finished(connector_output.finished_recving)
         meta = connector_output.kv_connector_worker_meta
         if meta is not None:
-            self._side.answered(meta.answer)
+            self._side.on_worker_output(meta.answer)
             self._end_weights_check()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ANN401
@@ -284,7 +284,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         block_ids: tuple[list[int], ...],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, with several groups."""
-        self._side.finished(request)
+        self._side.request_finished(request)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
@@ -296,8 +296,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._side.has_pins
 
     def reset_cache(self) -> bool | None:
-        """The engine forgets its cache, mostly because its weights have changed: what was stored before is not found any more."""
-        self._side.tally.add("resets")
+        """Begin an epoch, since the weights have probably changed: earlier KV is not found any more."""
+        self._side.counters.add("resets")
         self._begin_epoch()
         self._begun_by_reset = True
         return True
@@ -327,40 +327,41 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
         self._raised_before = sys.exc_info()[1]
-        self._moves.begin_step(self._plan)
+        self._worker_side.begin_step(self._plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """The loads of this step begin."""
         with unbound() if self._plan.loads else nullcontext():
-            self._moves.begin_loads(self._plan)
+            self._worker_side.begin_loads(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A layer is about to be used."""
-        self._moves.wait_layer(layer_name)
+        self._worker_side.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """A layer of this step is complete: blocks are stored when all are."""
 
     def wait_for_save(self) -> None:
-        """The forward pass is over, also where it has raised: vLLM tells of that end as of any other."""
+        """The forward pass is over, perhaps by an exception: vLLM calls this in both cases."""
         raised = sys.exc_info()[1]
-        self._moves.end_forward(self._plan, computed=raised is None or raised is self._raised_before)
+        self._worker_side.end_forward(self._plan, computed=raised is None or raised is self._raised_before)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that have ended."""
-        self._arrivals = self._moves.arrivals(self._plan, finished_req_ids)
+        self._completions = self._worker_side.take_completions(self._plan, finished_req_ids)
         return KVConnectorTransferResults(
-            finished_recving=self._arrivals.received, failed_recving=self._arrivals.failed if len(self._groups) > 1 else set()
+            finished_recving=self._completions.received,
+            failed_recving=self._completions.failed if len(self._groups) > 1 else set(),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages that were not loaded. With several groups page ids say nothing: requests are named instead."""
-        return self._arrivals.missing if len(self._groups) == 1 else set()
+        return self._completions.missing if len(self._groups) == 1 else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Stores that have ended."""
-        answer = self._moves.answer()
-        return WorkerMetadata(answer) if answer is not None else None
+        output = self._worker_side.take_output()
+        return WorkerMetadata(output) if output is not None else None
 
     @property
     def _plan(self) -> StepPlan:
@@ -369,7 +370,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.plan
 
     @property
-    def _moves(self) -> WorkerConnector:
+    def _worker_side(self) -> WorkerConnector:
         assert self._worker is not None
         return self._worker
 
@@ -378,8 +379,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Counts since the last call."""
         side = self._worker or self._scheduler
         if self._worker is not None:
-            self._worker.count_copies()
-        counts = side.tally.take() if side is not None else {}
+            self._worker.count_device_copies()
+        counts = side.counters.take() if side is not None else {}
         return StoreStats(data=counts) if counts else None
 
     @classmethod
@@ -404,7 +405,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """Blocks that the store has got."""
-        stored = self._side.take_stored()
+        stored = self._side.take_stored_blocks()
         return stored_events(stored, self._groups[0].block_tokens, len(self._groups)) if stored else ()
 
     def shutdown(self) -> None:
@@ -416,7 +417,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _log_as_the_engine() -> None:
-    """What the client logs goes where vLLM's own lines go, unless somebody has said where to."""
+    """Send the client's log lines to vLLM's handlers, unless logging is configured."""
     ours, engine = logging.getLogger("kvclient"), logging.getLogger("vllm")
     if not ours.handlers and not logging.getLogger().handlers:
         ours.handlers = list(engine.handlers)

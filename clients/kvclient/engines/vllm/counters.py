@@ -1,4 +1,4 @@
-"""What the connector counts, by name: declared once, for vLLM's log line and for its Prometheus endpoint."""
+"""The connector's counters, declared once for vLLM's log line and for its Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ COUNTERS = {
     "lookups": "Requests that were looked up in the store.",
     "lookup_failures": "Lookups that the store did not answer in time: misses.",
     "lookups_asked_again": "Scheduling steps in which a request waited for its lookup.",
-    "waits_for_shared_loads": "Scheduling steps in which a request waited for what another was loading layer by layer.",
+    "waits_for_shared_loads": "Scheduling steps in which a request waited for a layer-wise load of another one.",
     "lookup_blocks": "Blocks that were looked up.",
     "hit_blocks": "Blocks among them that the store had, in all groups and shards.",
     "loads": "Requests whose prefix was loaded from the store, or was to be.",
@@ -16,58 +16,58 @@ COUNTERS = {
     "loads_failed": "Loads that brought less than was found; the rest was computed.",
     "pages_uncached": "Pages taken out of the engine's prefix cache because a layer-wise load did not fill them.",
     "loads_aborted": "Loads that were given up because their request ended.",
-    "load_blocks": "Blocks that arrived, one a group and worker.",
-    "load_missing_blocks": "Blocks that did not arrive, one a group and worker.",
-    "load_bytes": "Bytes that arrived.",
-    "load_dram_bytes": "Bytes that arrived out of DRAM.",
-    "load_nvme_bytes": "Bytes that arrived out of NVMe.",
+    "load_blocks": "Blocks loaded, per group and worker.",
+    "load_missing_blocks": "Blocks found but not loaded, per group and worker.",
+    "load_bytes": "Bytes loaded.",
+    "load_dram_bytes": "Bytes loaded from DRAM.",
+    "load_nvme_bytes": "Bytes loaded from NVMe.",
     "load_local_path_bytes": "Bytes that came out of the memory of this host's node.",
     "load_prefill_path_bytes": "Bytes that other nodes sent, or that were read over this host's storage link by plan.",
     "load_decode_path_bytes": "Bytes that were read over the storage link of the host that decodes, by plan.",
     "load_relay_path_bytes": "Bytes that were read over the storage links of third hosts, by plan.",
     "load_seconds": "Seconds that loads took, added up.",
-    "store_blocks": "Blocks offered to the store, one a request.",
-    "stores": "Calls that stored blocks, one a group and worker.",
+    "store_blocks": "Blocks offered to the store, per request.",
+    "stores": "Calls that stored blocks, per group and worker.",
     "store_bytes": "Bytes that were stored: not those that the store held already.",
     "store_seconds": "Seconds that stores took, added up.",
-    "adapters_unknown": "Requests neither loaded nor stored: nobody knows which weights their adapter has in this engine by now.",
-    "stores_unsure": "Stores and hand-overs given up because the files of the adapter changed meanwhile, one a worker.",
+    "adapters_unknown": "Requests neither loaded nor stored, since their adapter's weights are not known for certain.",
+    "stores_unsure": "Stores and hand-overs cancelled because the files of the adapter changed, per worker.",
     "stores_failed": "Stores after which the store lacks some of the blocks.",
-    "stores_late": "Stores that had waited for too long when their turn came, one a group and worker.",
-    "stores_dropped": "Stores given up because the cache was reset, one a group and worker: their pages were wanted back.",
+    "stores_late": "Stores that waited past their deadline, per group and worker.",
+    "stores_dropped": "Stores cancelled by a reset of the cache, per group and worker.",
     "stores_skipped": "Requests of which nothing more is stored: too many blocks wait already.",
     "stores_broken": "Requests of which nothing more is stored: a sliding window has passed blocks that the store lacks.",
     "stores_given_up": "Requests of which nothing more is stored: it failed too often.",
-    "handoff_blocks": "Blocks of prompts that were to be handed over to decode engines, one a request.",
+    "handoff_blocks": "Blocks of prompts to hand over to decode engines, per request.",
     "handoff_bytes": "Bytes that were handed over: not those that the decode host had already.",
     "handoff_seconds": "Seconds that hand-overs took, added up.",
     "handoffs_failed": "Hand-overs after which the decode host lacks some of the blocks.",
     "handoffs_retried": "Further tries at hand-overs that had failed, one a worker.",
     "handoffs_skipped": "Requests whose prompt is not handed over: too many pages wait already.",
-    "prompts": "Prompts that arrived whole, one a worker.",
+    "prompts": "Prompts received whole, per worker.",
     "prompts_incomplete": "Prompts that did not arrive whole in time, one a worker: the rest was loaded or computed.",
-    "prompts_failed": "Prompts that arrived and could not be copied: loaded or computed.",
+    "prompts_failed": "Prompts received but not copied: loaded or computed instead.",
     "prompt_bytes": "Bytes of prompts that were copied into the engine.",
-    "transfers_abandoned": "Prompts that are not handed over whole: their decode hosts are told, and wait no longer.",
+    "transfers_abandoned": "Prompts that are not handed over whole; their decode hosts are notified.",
     "transfers_refused": "Requests whose kv_transfer_params make no sense: served as if there were none.",
-    "whole_prompts_only": "Starts with a model or backend that cannot go on behind a prefix: nothing is loaded or stored.",
+    "whole_prompts_only": "Starts with a model or backend that cannot continue after a prefix: nothing is loaded or stored.",
     "device_loaded_bytes": "Bytes that copies into the KV cache on a device were begun for.",
     "device_stored_bytes": "Bytes that copies out of the KV cache on a device were begun for.",
     "device_unpinned_bytes": "Bytes among these from or to memory that is not pinned, which is slower.",
     "device_errors": "Copies that the device refused: nothing was loaded or stored.",
-    "device_lost": "Devices that did not end copies, or failed: nothing is copied there any more; one a group.",
-    "device_pin_refused": "Arenas that the driver did not pin whole, one a group.",
-    "device_pin_retries": "Pins asked for anew, as the driver gives none while graphs are captured.",
-    "device_pinned_late": "Starts that did not wait until all of the arena was pinned: it goes on behind them, one a group.",
-    "device_batch_refused": "Devices that refused batched copies: theirs are staged since, one a group.",
-    "device_without_triton": "Copies that move pages by torch's indexing, as Triton is missing or does not work, one a group.",
+    "device_lost": "Devices that failed or did not finish copies, and are no longer used, per group.",
+    "device_pin_refused": "Arenas that the driver did not pin whole, per group.",
+    "device_pin_retries": "Pins retried, since the driver refuses them while graphs are captured.",
+    "device_pinned_late": "Starts that did not wait until the whole arena was pinned, per group.",
+    "device_batch_refused": "Devices that refused batched copies and use staged ones, per group.",
+    "device_without_triton": "Groups whose pages are moved by torch's indexing, since Triton is missing or fails.",
     "resets": "Resets of the cache: from then on the store is used under another weights epoch.",
     "bugs": "Failures that should be impossible; each is logged.",
 }
 
 
 class ConnectorCounters:
-    """Counts since somebody last asked. Thread-safe."""
+    """Counts since the last ``take``, and totals. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class ConnectorCounters:
             self._new[name] = self._new.get(name, 0) + more
 
     def take(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         with self._lock:
             taken, self._new = self._new, {}
             for name, value in taken.items():
@@ -89,6 +89,6 @@ class ConnectorCounters:
             return taken
 
     def totals(self) -> dict[str, float]:
-        """What was counted since the beginning."""
+        """Return the counts since the start."""
         with self._lock:
             return {name: self._totals.get(name, 0) + self._new.get(name, 0) for name in {*self._totals, *self._new}}

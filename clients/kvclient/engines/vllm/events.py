@@ -1,6 +1,6 @@
-"""KV events: vLLM's own subscribers are told which blocks the store has got from this engine.
+"""KV events: announce to vLLM's subscribers which blocks of this engine the store holds.
 
-They bear vLLM's block hashes and the medium ``KVSTORE``, one event a run of blocks and group. What leaves the store is not told:
+They carry vLLM's block hashes and the medium ``KVSTORE``, one event per run of blocks and group. Evictions are not announced:
 it is not this engine's, and the store's index is there to be asked.
 """
 

@@ -10,7 +10,7 @@ from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 
 RECONNECT_S = 0.5
-"""How long a running engine waits to be connected in another namespace; after that it goes on, and is connected later."""
+"""How long a running engine waits for the connection of another namespace, which otherwise completes later."""
 RESET_GRACE_S = 0.5
 """How long stores under way may go on when the engine wants their pages back, before they are given up."""
 LOAD_MODES = ("async", "layerwise")
@@ -27,17 +27,17 @@ class ConnectorOptions:
         load_mode: ``async``: a request waits, outside of the batch, until its prefix is there; ``layerwise``: it joins the batch
             at once, and each layer waits for its part of the prefix.
         lookup_wait_ms: how long one scheduling step may wait, all its requests together, for answers of the metadata server;
-            what is not there by then is asked for again in the next step.
+            later answers are used in the next step.
         min_load_tokens: shorter hits (beyond what the engine's own prefix cache holds) are computed rather than loaded.
-        pinned_share: the part of the engine's blocks that may wait to be stored; what is more is not stored.
+        pinned_share: the part of the engine's blocks that may wait to be stored; more are not stored.
         weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
             the engine's cache. Without it, a reset begins an epoch that no other engine shares.
         idle_wait_ms: how long a step without tokens waits for a load or store to end, so that an idle engine does not spin.
         device_copies: how pages on a GPU are copied: ``batched``, ``staged`` or ``direct`` (see
             ``kvclient.device.copy_strategies``). ``auto`` is ``batched`` if the driver supports it, else ``staged``.
         device_staging_bytes: device memory of each of four staging buffers of a group, taken when first needed.
-        device_pin_wait_s: how long a worker on a GPU waits, at its start, until the node's arena is pinned. Then it goes on, and
-            copies of what is not pinned yet are slower.
+        device_pin_wait_s: how long the start of a worker on a GPU waits until the node's arena is pinned. Copies of
+            memory that is not pinned yet are slower.
     """
 
     hook: HookOptions = field(default_factory=HookOptions)
@@ -64,13 +64,13 @@ class ConnectorOptions:
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-                raise InvalidArgument("the option takes a number in a range", option=name, value=value, least=0, most=most)
+                raise InvalidArgument("the option is out of its range", option=name, value=value, least=0, most=most)
         if not isinstance(self.weights_epoch_file, str) or (self.weights_epoch_file and self.hook.weights_epoch):
-            raise InvalidArgument("weights_epoch_file takes a path, and stands instead of weights_epoch")
+            raise InvalidArgument("weights_epoch_file must be a path, without weights_epoch beside it")
         for name, least in (("min_load_tokens", 0), ("device_staging_bytes", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InvalidArgument(f"the option takes an integer from {least} on", option=name, value=value)
+                raise InvalidArgument(f"the option must be an integer of at least {least}", option=name, value=value)
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> Self:
@@ -84,10 +84,10 @@ class ConnectorOptions:
         return cls(hook=hook, **{name: given[name] for name in own if name in given})
 
     def check_groups(self, groups: int) -> None:
-        """Whether an engine with so many KV cache groups can be served so.
+        """Check that the options suit an engine with this number of KV cache groups.
 
         Raises:
-            InvalidArgument: layer-wise loads of several groups: vLLM has no way to be told that one failed.
+            InvalidArgument: layer-wise loads of several groups: vLLM cannot learn that one failed.
         """
         if groups > 1 and self.load_mode == "layerwise":
             raise InvalidArgument("layerwise loads are for models with one KV cache group: use load_mode async", groups=groups)

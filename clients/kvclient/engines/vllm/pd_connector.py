@@ -24,11 +24,11 @@ from kvclient.engines.vllm.connector import KVStoreConnector, StepMetadata, Work
 from kvclient.engines.vllm.identity.keys import is_hashable
 from kvclient.engines.vllm.pd.options import PdOptions
 from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
-from kvclient.engines.vllm.pd.plan import PdAnswer, PdPlan
+from kvclient.engines.vllm.pd.plan import PdPlan, PdWorkerOutput
 from kvclient.engines.vllm.pd.receiver import Receiver
-from kvclient.engines.vllm.pd.scheduler import PdScheduler, Stage
+from kvclient.engines.vllm.pd.scheduler import PdScheduler, TransferState
 from kvclient.engines.vllm.pd.sender import Sender
-from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.plan import WorkerOutput
 from kvclient.engines.vllm.worker.cpu_affinity import unbound
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class PdStepMetadata(StepMetadata):
-    """A step's plan, and what of it concerns prompts that change engines."""
+    """A step's plan, with its hand-overs."""
 
     pd: PdPlan = field(default_factory=PdPlan)
 
@@ -45,7 +45,7 @@ class PdStepMetadata(StepMetadata):
 class PdWorkerMetadata(WorkerMetadata):
     """A worker's answer, and the same."""
 
-    pd: PdAnswer = field(default_factory=PdAnswer)
+    pd: PdWorkerOutput = field(default_factory=PdWorkerOutput)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PdWorkerMetadata:
         """Another worker's, added."""
@@ -75,7 +75,7 @@ class KVStorePDConnector(KVStoreConnector):
                 self._groups[0].block_tokens,
                 [group.window for group in self._groups],
                 self._options.pinned_share,
-                self._side.tally,
+                self._side.counters,
                 workers=vllm_config.parallel_config.world_size,
             )
 
@@ -88,10 +88,10 @@ class KVStorePDConnector(KVStoreConnector):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """The worker's pages exist."""
         super().register_kv_caches(kv_caches)
-        moves, options = self._moves, self._pd_options
-        self._sender = Sender(moves.pages, moves.place, options.handoff_deadline_s, moves.tally)
+        moves, options = self._worker_side, self._pd_options
+        self._sender = Sender(moves.pages, moves.layer_positions, options.handoff_deadline_s, moves.counters)
         verify = self._worker_options().verify
-        self._receiver = Receiver(moves.pages, options.prompt_deadline_s, moves.tally, verify=verify)
+        self._receiver = Receiver(moves.pages, options.prompt_deadline_s, moves.counters, verify=verify)
 
     def _worker_options(self) -> ClientOptions:
         """With a thread for each prompt that is waited for."""
@@ -100,13 +100,13 @@ class KVStorePDConnector(KVStoreConnector):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
         """Where pages are pinned while they are read."""
         super().bind_gpu_block_pool(gpu_block_pool)
-        self._plans.bind_pool(gpu_block_pool)
+        self._pd_side.bind_pool(gpu_block_pool)
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
         """A request arrived. One whose prompt comes from elsewhere is not looked up: it will be here, or is looked up later."""
         transfer = self._transfer_of(request)
-        finder = self._side.finder
+        finder = self._side.prefix_lookup
         if transfer is None or finder is None:
             super().on_new_request(request)
             return
@@ -114,101 +114,101 @@ class KVStorePDConnector(KVStoreConnector):
         if not is_hashable(request, adapter):
             super().on_new_request(request)
             return
-        self._plans.arrived(request, transfer, finder.chain, adapter)
+        self._pd_side.on_new_request(request, transfer, finder.chain, adapter)
         if transfer.role is Role.PREFILL:
             super().on_new_request(request)
-            self._side.store_nothing(request.request_id)
+            self._side.disable_store(request.request_id)
 
     def _transfer_of(self, request: Any) -> Transfer | None:  # noqa: ANN401
         try:
             return read_transfer(request.kv_transfer_params)
         except InvalidArgument as error:
-            self._side.tally.add("transfers_refused")
+            self._side.counters.add("transfers_refused")
             _log.warning("request %s is served without a transfer: %s", request.request_id, error)
             return None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """How many tokens of it can be loaded."""
-        stage = self._plans.stage(request.request_id)
-        if stage is Stage.AWAITED or self._side.is_checking_weights:
+        state = self._pd_side.state(request.request_id)
+        if state is TransferState.AWAITED or self._side.is_checking_weights:
             return None, False
-        if stage is Stage.HERE:
-            tokens = self._plans.matched(request, num_computed_tokens)
+        if state is TransferState.ARRIVED:
+            tokens = self._pd_side.get_num_new_matched_tokens(request, num_computed_tokens)
             return tokens, tokens > 0
-        if self._plans.gave_up(request.request_id):
+        if self._pd_side.pop_given_up(request.request_id):
             super().on_new_request(request)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Pages for it exist."""
-        if self._plans.stage(request.request_id) is Stage.HERE and num_external_tokens:
-            self._plans.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        if self._pd_side.state(request.request_id) is TransferState.ARRIVED and num_external_tokens:
+            self._pd_side.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
         else:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
-        """What the workers are to do in this step."""
+        """Plan a step for the workers."""
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, StepMetadata)
         for job in metadata.plan.loads:
-            if (transfer := self._plans.is_sending(job.request_id)) is not None:
+            if (transfer := self._pd_side.transfer_from_here(job.request_id)) is not None:
                 job.paths = self._pd_options.paths(transfer.decode_node, transfer.path_policy)
-        pd = self._plans.plan_step(
+        pd = self._pd_side.build_step_plan(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,
             scheduler_output.kv_connector_block_state.resolve_block_ids,
-            hold=self._side.holds(metadata.plan),
+            hold=self._side.defers_stores(metadata.plan),
         )
         return PdStepMetadata(metadata.plan, pd)
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
-        """What the workers have done."""
+        """Handle the output of the workers."""
         invalid, failed = connector_output.invalid_block_ids, connector_output.failed_recving
         if invalid or failed:
-            self._plans.takes_failed(set(invalid or ()), set(failed or ()))
-            self._plans.drop_held()
-        for request, held_blocks in self._plans.takes_done(connector_output.finished_recving or ()):
-            self._side.arrived(request, look_up=held_blocks == 0)
-            self._side.held(request.request_id, held_blocks)
+            self._pd_side.on_copies_failed(set(invalid or ()), set(failed or ()))
+            self._pd_side.drop_deferred()
+        for request, held_blocks in self._pd_side.on_copies_finished(connector_output.finished_recving or ()):
+            self._side.on_new_request(request, look_up=held_blocks == 0)
+            self._side.mark_stored(request.request_id, held_blocks)
         super().update_connector_output(connector_output)
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, PdWorkerMetadata):
-            self._plans.answered(meta.pd)
+            self._pd_side.on_worker_output(meta.pd)
 
     def request_finished_all_groups(
         self,
         request: Any,  # noqa: ANN401
         block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The end of a request. Of a prefill: what a decode engine is to be given."""
+        """Forget a request that has ended. For a prefill, return the parameters for the decode engine."""
         delayed, params = super().request_finished_all_groups(request, block_ids)
-        for_decode = self._plans.finished(request.request_id)
+        for_decode = self._pd_side.request_finished(request.request_id)
         return delayed, for_decode if for_decode is not None else params
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting is better than preempting."""
-        return super().has_pending_block_frees() or self._plans.has_pins
+        return super().has_pending_block_frees() or self._pd_side.has_pins
 
     def has_pending_push_work(self) -> bool:
         """Whether steps go on without requests."""
-        return super().has_pending_push_work() or self._plans.has_pins or self._plans.has_news
+        return super().has_pending_push_work() or self._pd_side.has_pins or self._pd_side.has_abandons
 
     def _begin_epoch(self, changed: str = "") -> None:
-        """Prompts on their way are of the old weights."""
-        self._plans.forget()
+        """Abandon transfers, since they belong to the old weights."""
+        self._pd_side.forget()
         super()._begin_epoch(changed)
 
     @property
-    def _plans(self) -> PdScheduler:
+    def _pd_side(self) -> PdScheduler:
         assert self._pd is not None
         return self._pd
 
     # ---- worker ----
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins: what it hands over, and which prompts are waited for from now on."""
+        """Begin the hand-overs of a step, and wait for the prompts that it awaits."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PdStepMetadata)
-        plan, pd, moves = connector_metadata.plan, connector_metadata.pd, self._moves
+        plan, pd, moves = connector_metadata.plan, connector_metadata.pd, self._worker_side
         if not pd:
             return
         assert self._sender is not None
@@ -216,7 +216,7 @@ class KVStorePDConnector(KVStoreConnector):
         with unbound():
             self._receiver.drop(pd.drops)
             self._receiver.begin(pd.awaits, plan.chain, moves.clients)
-            self._receiver.take(pd.takes)
+            self._receiver.take(pd.copies)
             self._sender.begin(pd.sends, plan.chain, moves.clients)
             self._sender.abandon(pd.abandons, moves.clients)
 
@@ -229,7 +229,7 @@ class KVStorePDConnector(KVStoreConnector):
         """The forward pass is over."""
         super().wait_for_save()
         assert self._sender is not None
-        self._sender.end_step(good=not self._moves.step_failed)
+        self._sender.end_step(good=not self._worker_side.step_failed)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads and copies that have ended."""
@@ -238,8 +238,8 @@ class KVStorePDConnector(KVStoreConnector):
         if not self._plan.has_tokens:
             self._rest()
         results = super().get_transfer_results(finished_req_ids)
-        taken = self._receiver.arrivals()
-        self._arrivals.missing |= taken.missing
+        taken = self._receiver.take_completions()
+        self._completions.missing |= taken.missing
         results.finished_recving = (results.finished_recving or set()) | taken.received
         if len(self._groups) > 1:
             results.failed_recving = (results.failed_recving or set()) | taken.failed
@@ -255,20 +255,20 @@ class KVStorePDConnector(KVStoreConnector):
             self._sender.wait(self._options.idle_wait_s)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What has ended."""
+        """Return what has ended since the last call."""
         assert self._sender is not None
         assert self._receiver is not None
         meta = super().build_connector_worker_meta()
-        known, incomplete = self._receiver.came()
-        pd = PdAnswer(self._sender.take(), dict.fromkeys(known, 1), incomplete)
+        known, incomplete = self._receiver.take_known()
+        pd = PdWorkerOutput(self._sender.take(), dict.fromkeys(known, 1), incomplete)
         if meta is None and not pd:
             return None
         assert meta is None or isinstance(meta, WorkerMetadata)
-        return PdWorkerMetadata(meta.answer if meta is not None else StepAnswer(), pd)
+        return PdWorkerMetadata(meta.answer if meta is not None else WorkerOutput(), pd)
 
     def shutdown(self) -> None:
         """The end of the engine."""
-        with ExitStack() as ends:  # each of them, whatever becomes of the others
+        with ExitStack() as ends:  # all of them, also if one fails
             ends.callback(super().shutdown)
             if self._sender is not None and self._receiver is not None:
                 ends.callback(self._receiver.close)

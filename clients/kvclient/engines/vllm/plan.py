@@ -1,4 +1,4 @@
-"""What the scheduler side tells the worker side in one step, and what comes back. Plain values: they travel between processes."""
+"""The plan of one step, from the scheduler to the workers, and their output. Plain values that travel between processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class GroupLoad:
         group: which.
         block_ids: pages to fill, in order.
         first_block: position of the first in its chain.
-        lookups: by namespace: who holds these blocks. A worker takes its own.
-        behind: the request's pages after them, which a step may fill while a layer-wise load goes on.
+        lookups: the lookup of each namespace. A worker uses that of its own.
+        behind: the request's pages after them, which a step may fill during a layer-wise load.
     """
 
     group: int
@@ -46,7 +46,7 @@ class LoadJob:
 
 
 @dataclass(slots=True)
-class SaveJob:
+class StoreJob:
     """Full blocks of one request to be stored.
 
     Attributes:
@@ -77,9 +77,9 @@ class StepPlan:
         weights_epoch: the name of that epoch in namespaces.
         chain: the namespace whose chain the keys are of.
         loads: prefixes to load.
-        saves: blocks that are complete when the step's forward pass has ended.
+        stores: blocks that are complete when the step's forward pass has ended.
         has_tokens: whether the step computes anything.
-        give_up_saves: the pages of what is not stored yet are wanted back.
+        cancel_stores: cancel pending stores, since their pages are wanted back.
         weights_check: number of a check of the weights that each worker makes before this step; 0: none.
     """
 
@@ -87,35 +87,35 @@ class StepPlan:
     weights_epoch: str = ""
     chain: bytes = b""
     loads: list[LoadJob] = field(default_factory=list)
-    saves: list[SaveJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
     has_tokens: bool = False
-    give_up_saves: bool = False
+    cancel_stores: bool = False
     weights_check: int = 0
 
 
 @dataclass(slots=True)
-class StepAnswer:
-    """What workers have finished since their last answer.
+class WorkerOutput:
+    """What workers have finished since their last output.
 
     Attributes:
-        saved: by job: how many workers are done with it.
-        not_saved: jobs of which at least one worker could not store everything.
+        stores_done: by job: how many workers are done with it.
+        stores_failed: jobs of which at least one worker could not store everything.
         weights: digest of the weights by number of the check and rank.
         weights_changed: a check found other weights than the one before.
     """
 
-    saved: dict[int, int] = field(default_factory=dict)
-    not_saved: set[int] = field(default_factory=set)
+    stores_done: dict[int, int] = field(default_factory=dict)
+    stores_failed: set[int] = field(default_factory=set)
     weights: dict[tuple[int, int], str] = field(default_factory=dict)
     weights_changed: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.saved or self.weights)
+        return bool(self.stores_done or self.weights)
 
-    def merge(self, other: StepAnswer) -> None:
+    def merge(self, other: WorkerOutput) -> None:
         """Adds another worker's answer."""
-        for job_id, count in other.saved.items():
-            self.saved[job_id] = self.saved.get(job_id, 0) + count
-        self.not_saved |= other.not_saved
+        for job_id, count in other.stores_done.items():
+            self.stores_done[job_id] = self.stores_done.get(job_id, 0) + count
+        self.stores_failed |= other.stores_failed
         self.weights |= other.weights
         self.weights_changed |= other.weights_changed

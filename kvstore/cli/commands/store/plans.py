@@ -106,24 +106,24 @@ def loads(config: Config, *, limit: int, as_json: bool) -> None:
 
 @click.command("path-policy", cls=Command)
 @click.argument("policy", type=click.Choice(POLICIES), required=False)
-@click.option("--was", type=click.Choice(POLICIES), help="Changes it only if this one is in force.")
+@click.option("--if-match", type=click.Choice(POLICIES), help="Change the policy only if this one is in force.")
 @json_option
 @store_options
-def path_policy(config: Config, *, policy: str | None, was: str | None, as_json: bool) -> None:
-    """Shows which hosts' storage links loads are read over where a request does not say, or changes it to POLICY.
+def path_policy(config: Config, *, policy: str | None, if_match: str | None, as_json: bool) -> None:
+    """Show the path policy, or change it to POLICY. It chooses the storage links for loads whose request names no policy.
 
-    A change holds for loads planned from now on, until the metadata server is started again (then metadata.path_policy does).
+    A change applies to new plans. After a restart of the metadata server, metadata.path_policy applies again.
 
     Examples:
       kvstore path-policy
-      kvstore path-policy prefill_only --was split
+      kvstore path-policy prefill_only --if-match split
     """
-    if was is not None and policy is None:
-        raise click.UsageError("--was goes with the policy that it is to be")
+    if if_match is not None and policy is None:
+        raise click.UsageError("--if-match requires POLICY")
 
     async def question(store: Store) -> PathPolicy:
         if policy is not None:
-            await store.rpc.set_path_policy(policy, was)
+            await store.rpc.set_path_policy(policy, if_match)
         return await store.queries.path_policy()
 
     found = ask(config, question)

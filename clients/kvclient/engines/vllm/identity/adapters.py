@@ -69,11 +69,11 @@ class Adapters:
     """The adapters of one engine. Thread-safe.
 
     Args:
-        tally: where requests are counted that nothing can be said about.
+        counters: where requests are counted that nothing can be said about.
     """
 
-    def __init__(self, tally: ConnectorCounters) -> None:
-        self._tally = tally
+    def __init__(self, counters: ConnectorCounters) -> None:
+        self._counters = counters
         self._lock = threading.Lock()
         self._known: dict[int | str, AdapterWeights | None] = {}
         """By vLLM's number, which names its weights, and by path, which with the name names KV in vLLM's prefix cache."""
@@ -103,7 +103,7 @@ class Adapters:
         """The same for a request, which is counted where nobody knows."""
         weights = self.weights(adapter)
         if weights is None:
-            self._tally.add("adapters_unknown")
+            self._counters.add("adapters_unknown")
         return weights
 
     def watch(self) -> None:

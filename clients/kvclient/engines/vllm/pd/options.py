@@ -34,7 +34,7 @@ class PdOptions(ConnectorOptions):
         for name in ("prompt_deadline_s", "handoff_deadline_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
         if not isinstance(self.max_prompts, int) or isinstance(self.max_prompts, bool) or self.max_prompts < 1:
-            raise InvalidArgument("the option takes an integer from 1 on", option="max_prompts", value=self.max_prompts)
+            raise InvalidArgument("the option must be an integer of at least 1", option="max_prompts", value=self.max_prompts)
         self.paths("", "")
 
     def paths(self, decode_node: str, policy: str) -> Paths:

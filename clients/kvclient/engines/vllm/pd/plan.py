@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvclient import BlockKey
 from kvclient.engines.vllm.identity.adapters import AdapterWeights
-from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.plan import WorkerOutput
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class AwaitJob:
 
 
 @dataclass(slots=True)
-class TakeJob:
+class CopyJob:
     """A prompt that has arrived, to be copied into the engine's pages.
 
     Attributes:
@@ -87,41 +87,41 @@ class PdPlan:
     Attributes:
         sends: what this step hands over.
         awaits: prompts to wait for from now on.
-        takes: prompts to copy.
+        copies: prompts to copy.
         drops: requests whose prompts nobody wants any more.
         abandons: prompts of ours that will not be handed over whole.
     """
 
     sends: list[SendJob] = field(default_factory=list)
     awaits: list[AwaitJob] = field(default_factory=list)
-    takes: list[TakeJob] = field(default_factory=list)
+    copies: list[CopyJob] = field(default_factory=list)
     drops: list[str] = field(default_factory=list)
     abandons: list[AbandonJob] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.sends or self.awaits or self.takes or self.drops or self.abandons)
+        return bool(self.sends or self.awaits or self.copies or self.drops or self.abandons)
 
 
 @dataclass(slots=True)
-class PdAnswer:
+class PdWorkerOutput:
     """What workers have finished since their last answer.
 
     Attributes:
-        sent: as ``StepAnswer`` says it of stores: hand-overs that are over, and those among them that failed.
-        came: by request: how many workers know what became of its prompt.
+        sent: as ``WorkerOutput`` says it of stores: hand-overs that are over, and those among them that failed.
+        known: by request: how many workers know what became of its prompt.
         incomplete: requests whose prompt did not come whole to some worker.
     """
 
-    sent: StepAnswer = field(default_factory=StepAnswer)
-    came: dict[str, int] = field(default_factory=dict)
+    sent: WorkerOutput = field(default_factory=WorkerOutput)
+    known: dict[str, int] = field(default_factory=dict)
     incomplete: set[str] = field(default_factory=set)
 
-    def merge(self, other: PdAnswer) -> None:
+    def merge(self, other: PdWorkerOutput) -> None:
         """Adds another worker's answer."""
         self.sent.merge(other.sent)
-        for request_id, count in other.came.items():
-            self.came[request_id] = self.came.get(request_id, 0) + count
+        for request_id, count in other.known.items():
+            self.known[request_id] = self.known.get(request_id, 0) + count
         self.incomplete |= other.incomplete
 
     def __bool__(self) -> bool:
-        return bool(self.sent.saved or self.came)
+        return bool(self.sent.stores_done or self.known)

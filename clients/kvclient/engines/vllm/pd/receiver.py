@@ -18,7 +18,7 @@ from kvclient import KVClient, KVStoreError
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
 from kvclient.engines.vllm.memory.pages import Mark, Pages
-from kvclient.engines.vllm.pd.plan import AwaitJob, TakeJob
+from kvclient.engines.vllm.pd.plan import AwaitJob, CopyJob
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
 
 if TYPE_CHECKING:
@@ -53,17 +53,17 @@ class Receiver:
         pages: by group: its memory.
         deadline_s: how long a prompt is waited for.
         verify: when checksums are compared after the copy.
-        tally: where prompts are counted.
+        counters: where prompts are counted.
     """
 
-    def __init__(self, pages: Sequence[Pages], deadline_s: float, tally: ConnectorCounters, *, verify: Verify) -> None:
+    def __init__(self, pages: Sequence[Pages], deadline_s: float, counters: ConnectorCounters, *, verify: Verify) -> None:
         self._pages = pages
         self._deadline_s = deadline_s
         self._verify = verify
-        self._tally = tally
+        self._counters = counters
         self._waiting: dict[str, Prompt] = {}
-        self._here: dict[str, Prompt] = {}
-        self._taking: dict[str, tuple[TakeJob, Future[list[list[int]]]]] = {}
+        self._complete: dict[str, Prompt] = {}
+        self._copying: dict[str, tuple[CopyJob, Future[list[list[int]]]]] = {}
         self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-prompt")
 
@@ -87,34 +87,34 @@ class Receiver:
                 self._give_up(prompt)
                 prompt.parts.clear()
 
-    def came(self) -> tuple[set[str], set[str]]:
+    def take_known(self) -> tuple[set[str], set[str]]:
         """Requests of whose prompts it is known since the last call what became of them, and those among them that lack some."""
         known, incomplete = set(), set()
         for request_id in [request_id for request_id, prompt in self._waiting.items() if prompt.done]:
             prompt = self._waiting.pop(request_id)
             known.add(request_id)
             if prompt.whole():
-                self._tally.add("prompts")
-                self._here[request_id] = prompt
+                self._counters.add("prompts")
+                self._complete[request_id] = prompt
             else:
-                self._tally.add("prompts_incomplete")
+                self._counters.add("prompts_incomplete")
                 incomplete.add(request_id)
                 self._give_up(prompt)
         return known, incomplete
 
-    def take(self, jobs: Sequence[TakeJob]) -> None:
+    def take(self, jobs: Sequence[CopyJob]) -> None:
         """Copies prompts into pages, in the background."""
         after = self._pages[0].mark() if jobs else None  # others may still be computed with in these pages
         for job in jobs:
-            future = self._threads.submit(self._take, self._here.pop(job.request_id, None), job, after)
+            future = self._threads.submit(self._take, self._complete.pop(job.request_id, None), job, after)
             future.add_done_callback(self._tell)
-            self._taking[job.request_id] = job, future
+            self._copying[job.request_id] = job, future
 
     def _tell(self, _future: Future[list[list[int]]]) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _take(self, prompt: Prompt | None, job: TakeJob, after: Mark) -> list[list[int]]:
+    def _take(self, prompt: Prompt | None, job: CopyJob, after: Mark) -> list[list[int]]:
         """Copies one prompt; by group the pages that are not filled."""
         missing: list[list[int]] = []
         with ExitStack() as stack:
@@ -124,23 +124,23 @@ class Receiver:
             for group, ids in enumerate(job.block_ids):
                 skip = job.first_blocks[group] - prompt.first_needed[group] if prompt is not None else -1
                 if prompt is None or skip < 0:
-                    self._tally.add("bugs")
+                    self._counters.add("bugs")
                     _log.error("a prompt of request %s that is not here, or lacks its beginning, is to be copied", job.request_id)
                     missing.append(list(ids))
                     continue
                 result = parts[group].take(self._pages[group].buffer(ids, after), skip=skip, verify=self._verify)
-                self._tally.add("prompt_bytes", result.bytes_loaded)
+                self._counters.add("prompt_bytes", result.bytes_loaded)
                 missing.append(ids[max(0, result.hit_blocks - skip) :])
         return missing
 
-    def arrivals(self) -> LoadCompletions:
+    def take_completions(self) -> LoadCompletions:
         """Copies that have ended since the last call."""
         arrivals = LoadCompletions()
-        for request_id in [request_id for request_id, (_, future) in self._taking.items() if future.done()]:
-            job, future = self._taking.pop(request_id)
+        for request_id in [request_id for request_id, (_, future) in self._copying.items() if future.done()]:
+            job, future = self._copying.pop(request_id)
             arrivals.received.add(request_id)
             if future.exception() is not None:
-                self._tally.add("bugs")
+                self._counters.add("bugs")
                 _log.error("a prompt could not be copied", exc_info=future.exception())
                 missing = [list(ids) for ids in job.block_ids]
             else:
@@ -155,7 +155,7 @@ class Receiver:
     def drop(self, request_ids: Sequence[str]) -> None:
         """Nobody wants these prompts any more. A copy under way goes on: it is short, and the engine waits for it."""
         for request_id in request_ids:
-            prompt = self._waiting.pop(request_id, None) or self._here.pop(request_id, None)
+            prompt = self._waiting.pop(request_id, None) or self._complete.pop(request_id, None)
             if prompt is not None:
                 self._give_up(prompt)
 
@@ -166,13 +166,13 @@ class Receiver:
     @property
     def is_busy(self) -> bool:
         """Whether anything is waited for or copied."""
-        return bool(self._waiting or self._taking)
+        return bool(self._waiting or self._copying)
 
     def wait(self, timeout_s: float) -> None:
         """Waits a moment for something to happen, if anything may."""
-        if self._taking:
+        if self._copying:
             with self._changed:
-                self._changed.wait_for(lambda: any(future.done() for _, future in self._taking.values()), timeout_s)
+                self._changed.wait_for(lambda: any(future.done() for _, future in self._copying.values()), timeout_s)
             return
         unfinished = [part for prompt in self._waiting.values() for part in prompt.parts if not part.done]
         if unfinished and len(unfinished) == sum(len(prompt.parts) for prompt in self._waiting.values()):
@@ -180,5 +180,5 @@ class Receiver:
 
     def close(self) -> None:
         """Gives everything up."""
-        self.drop([*self._waiting, *self._here])
+        self.drop([*self._waiting, *self._complete])
         self._threads.shutdown(wait=True)

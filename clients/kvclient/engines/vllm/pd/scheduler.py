@@ -9,9 +9,9 @@ On the decode engine a request goes through these stages:
 
 1. AWAITED: its prompt is waited for, in memory of the node's; the engine has given nothing to it. Asked how much can be loaded,
    the answer is *ask again*.
-2. HERE: the prompt is complete. All of it can be loaded.
-3. TAKEN: pages exist, and are being filled.
-4. OVER: it is as any other request. Where the prompt did not come, or could not be copied, it begins here: the store is asked,
+2. ARRIVED: the prompt is complete. All of it can be loaded.
+3. COPYING: pages exist, and are being filled.
+4. ENDED: it is as any other request. Where the prompt did not come, or could not be copied, it begins here: the store is asked,
    and the rest is computed.
 """
 
@@ -28,8 +28,8 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import AdapterWeights
 from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, request_extras
 from kvclient.engines.vllm.pd.params import Role, Transfer
-from kvclient.engines.vllm.pd.plan import AbandonJob, AwaitJob, PdAnswer, PdPlan, SendJob, TakeJob
-from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.pd.plan import AbandonJob, AwaitJob, CopyJob, PdPlan, PdWorkerOutput, SendJob
+from kvclient.engines.vllm.plan import WorkerOutput
 from kvclient.engines.vllm.scheduler.scheduler_connector import BlockPool
 
 _log = logging.getLogger(__name__)
@@ -37,13 +37,13 @@ _SEND_FAILURES = 2
 """Hand-overs of a request that may fail before no more of it is handed over."""
 
 
-class Stage(Enum):
+class TransferState(Enum):
     """Where an awaited prompt is; see the module."""
 
     AWAITED = auto()
-    HERE = auto()
-    TAKEN = auto()
-    OVER = auto()
+    ARRIVED = auto()
+    COPYING = auto()
+    ENDED = auto()
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Receiving:
     request: VllmRequest
     keys: RequestKeys
     job: AwaitJob
-    stage: Stage = Stage.AWAITED
+    state: TransferState = TransferState.AWAITED
     answers: int = 0
     whole: bool = True
     pages: set[int] = field(default_factory=set)
@@ -96,7 +96,7 @@ class PdScheduler:
         windows: by group: tokens that it looks back; 0: all.
         pinned_share: the part of the engine's pages that may wait to be handed over; one hand-over may be larger.
         workers: how many workers answer each job.
-        tally: where it is counted.
+        counters: where it is counted.
         null_block: id of the page that stands for no page.
     """
 
@@ -105,7 +105,7 @@ class PdScheduler:
         block_tokens: int,
         windows: Sequence[int],
         pinned_share: float,
-        tally: ConnectorCounters,
+        counters: ConnectorCounters,
         *,
         workers: int = 1,
         null_block: int = 0,
@@ -113,14 +113,14 @@ class PdScheduler:
         self._block_tokens = block_tokens
         self._windows = windows
         self._pinned_share = pinned_share
-        self._tally = tally
+        self._counters = counters
         self._workers = workers
         self._null_block = null_block
         self._pool: BlockPool | None = None
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         self._plan = PdPlan()
-        self._held: list[SendJob] = []
+        self._deferred: list[SendJob] = []
         """Pinned, and not planned before the step's loads are known to be whole."""
         self._pins: dict[int, Pins] = {}
         self._pinned_blocks = 0
@@ -131,7 +131,9 @@ class PdScheduler:
         self._pool = pool
 
     # ---- arrival ----
-    def arrived(self, request: VllmRequest, transfer: Transfer, chain: KeyChain, adapter: AdapterWeights | None = None) -> None:
+    def on_new_request(
+        self, request: VllmRequest, transfer: Transfer, chain: KeyChain, adapter: AdapterWeights | None = None
+    ) -> None:
         """A request that is prefilled in one engine and decoded in another; ``adapter``: the weights of its adapter, if any."""
         keys = RequestKeys(chain, request_extras(request, adapter, self._block_tokens))
         if transfer.role is Role.PREFILL:
@@ -146,31 +148,31 @@ class PdScheduler:
         self._receiving[request.request_id] = Receiving(request, keys, job)
         self._plan.awaits.append(job)
 
-    def is_sending(self, request_id: str) -> Transfer | None:
+    def transfer_from_here(self, request_id: str) -> Transfer | None:
         """The transfer of a request that is handed over from here."""
         sending = self._sending.get(request_id)
         return sending.transfer if sending is not None else None
 
-    def stage(self, request_id: str) -> Stage:
+    def state(self, request_id: str) -> TransferState:
         """How far the prompt of a request is."""
         receiving = self._receiving.get(request_id)
-        return receiving.stage if receiving is not None else Stage.OVER
+        return receiving.state if receiving is not None else TransferState.ENDED
 
     # ---- the decode engine ----
-    def gave_up(self, request_id: str) -> bool:
+    def pop_given_up(self, request_id: str) -> bool:
         """Whether a prompt is not coming; said once: from then on the request is as any other."""
         receiving = self._receiving.get(request_id)
-        if receiving is None or receiving.stage is not Stage.OVER:
+        if receiving is None or receiving.state is not TransferState.ENDED:
             return False
         del self._receiving[request_id]
         return True
 
-    def matched(self, request: VllmRequest, computed_tokens: int) -> int:
-        """How many tokens of a prompt that is HERE can be loaded beyond those computed."""
+    def get_num_new_matched_tokens(self, request: VllmRequest, computed_tokens: int) -> int:
+        """How many tokens of a prompt that has ARRIVED can be loaded beyond those computed."""
         return max(0, request.num_prompt_tokens - computed_tokens)
 
-    def allocated(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """Pages exist for a prompt that is HERE."""
+    def update_state_after_alloc(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """Pages exist for a prompt that has ARRIVED."""
         receiving = self._receiving[request.request_id]
         start = (request.num_prompt_tokens - external_tokens) // self._block_tokens
         stop = len(receiving.job.keys)
@@ -179,32 +181,32 @@ class PdScheduler:
             first = next((at for at in range(start, stop) if ids[at] != self._null_block), stop)
             first_blocks.append(first)
             pages.append(list(ids[first:stop]))
-        receiving.stage = Stage.TAKEN
+        receiving.state = TransferState.COPYING
         receiving.pages = {page for ids in pages for page in ids}
-        self._plan.takes.append(TakeJob(request.request_id, first_blocks, pages))
+        self._plan.copies.append(CopyJob(request.request_id, first_blocks, pages))
 
-    def takes_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
+    def on_copies_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
         """Pages that were not filled, and requests of which any was not."""
         for request_id, receiving in self._receiving.items():
-            if receiving.stage is Stage.TAKEN and (
+            if receiving.state is TransferState.COPYING and (
                 request_id in failed_requests or not receiving.pages.isdisjoint(invalid_blocks)
             ):
                 receiving.whole = False
-                self._tally.add("prompts_failed")
+                self._counters.add("prompts_failed")
 
-    def takes_done(self, request_ids: Iterable[str]) -> list[tuple[VllmRequest, int]]:
+    def on_copies_finished(self, request_ids: Iterable[str]) -> list[tuple[VllmRequest, int]]:
         """Copies that have ended: requests, and how many leading blocks of each the store holds for sure; none: it failed."""
         done = []
         for request_id in request_ids:
             receiving = self._receiving.get(request_id)
-            if receiving is not None and receiving.stage is Stage.TAKEN:
+            if receiving is not None and receiving.state is TransferState.COPYING:
                 del self._receiving[request_id]
                 full = receiving.request.num_prompt_tokens // self._block_tokens
                 done.append((receiving.request, full if receiving.whole else 0))
         return done
 
     # ---- the prefill engine ----
-    def plan_step(
+    def build_step_plan(
         self,
         scheduled: Mapping[str, int],
         drafts: Mapping[str, Sequence[int]],
@@ -212,12 +214,12 @@ class PdScheduler:
         *,
         hold: bool = False,
     ) -> PdPlan:
-        """What the workers are to do in this step; arguments as for ``SchedulerConnector.plan_step``.
+        """What the workers are to do in this step; arguments as for ``SchedulerConnector.build_step_plan``.
 
         With ``hold`` what this step completes goes with the next one, unless ``drop_held`` is called before.
         """
         sends = list(self._completed(scheduled, drafts, resolve)) if self._pool is not None else []
-        held, self._held = self._held, sends if hold else []
+        held, self._deferred = self._deferred, sends if hold else []
         self._plan.sends += held if hold else [*held, *sends]
         plan, self._plan = self._plan, PdPlan()
         return plan
@@ -249,7 +251,7 @@ class PdScheduler:
         assert self._pool is not None
         # one may always: its pages are its request's as long as that runs, however large a part of the engine's they are
         if self._pinned_blocks and self._pinned_blocks + count > len(self._pool.blocks) * self._pinned_share:
-            self._tally.add("handoffs_skipped")
+            self._counters.add("handoffs_skipped")
             _log.warning("the prompt of request %s is not handed over: too many pages wait already", request.request_id)
             self._abandon(sending)
             return None
@@ -262,7 +264,7 @@ class PdScheduler:
         self._pins[self._next_job] = Pins(request.request_id, sending.transfer, first, blocks, self._workers)
         self._pinned_blocks += count
         sending.sent_blocks, sending.tail_sent = full, last
-        self._tally.add("handoff_blocks", stop - first)
+        self._counters.add("handoff_blocks", stop - first)
         parent = keys[first - 1] if first else None
         return SendJob(self._next_job, sending.transfer.decode_node, first, parent, keys[first:], tail, ids, sending.adapter)
 
@@ -272,20 +274,20 @@ class PdScheduler:
         return list(ids[first:])
 
     # ---- answers ----
-    def drop_held(self) -> None:
+    def drop_deferred(self) -> None:
         """What waits to be planned is not handed over: it may be wrong, as a load of its step failed."""
-        held, self._held = self._held, []
+        held, self._deferred = self._deferred, []
         jobs = [job.job_id for job in held]
-        self.answered(PdAnswer(StepAnswer(dict.fromkeys(jobs, self._workers), set(jobs))))
+        self.on_worker_output(PdWorkerOutput(WorkerOutput(dict.fromkeys(jobs, self._workers), set(jobs))))
 
-    def answered(self, answer: PdAnswer) -> None:
+    def on_worker_output(self, answer: PdWorkerOutput) -> None:
         """What workers know of hand-overs and prompts."""
-        for job_id in answer.sent.not_saved:
+        for job_id in answer.sent.stores_failed:
             pins = self._pins[job_id]
             if not pins.failed:
                 pins.failed = True
                 self._send_failed(pins)
-        for job_id, workers in answer.sent.saved.items():
+        for job_id, workers in answer.sent.stores_done.items():
             pins = self._pins[job_id]
             pins.workers -= workers
             if pins.workers <= 0:
@@ -293,28 +295,28 @@ class PdScheduler:
                 self._pinned_blocks -= len(pins.blocks)
                 assert self._pool is not None
                 self._pool.free_blocks(reversed(pins.blocks))
-        for request_id, workers in answer.came.items():
+        for request_id, workers in answer.known.items():
             receiving = self._receiving.get(request_id)
             if receiving is None:
                 continue
             receiving.answers += workers
             receiving.whole &= request_id not in answer.incomplete
             if receiving.answers >= self._workers:
-                self._came(receiving)
+                self._on_prompt_known(receiving)
 
-    def _came(self, receiving: Receiving) -> None:
+    def _on_prompt_known(self, receiving: Receiving) -> None:
         """All workers know what became of a prompt."""
         if receiving.whole:
-            receiving.stage = Stage.HERE
+            receiving.state = TransferState.ARRIVED
             return
-        receiving.stage = Stage.OVER
+        receiving.state = TransferState.ENDED
         request_id = receiving.request.request_id
         self._plan.drops.append(request_id)  # some workers may have it
         _log.warning("the prompt of request %s did not come whole: it is loaded or computed here", request_id)
 
     def _send_failed(self, pins: Pins) -> None:
         """The blocks are handed over once more with the next step, if there is one."""
-        self._tally.add("handoffs_failed")
+        self._counters.add("handoffs_failed")
         sending = self._sending.get(pins.request_id)
         if sending is None:
             self._tell(pins.transfer)
@@ -332,14 +334,14 @@ class PdScheduler:
             self._tell(sending.transfer)
 
     def _tell(self, transfer: Transfer) -> None:
-        self._tally.add("transfers_abandoned")
+        self._counters.add("transfers_abandoned")
         self._plan.abandons.append(AbandonJob(transfer.decode_node, transfer.transfer_id))
 
     # ---- ends ----
-    def finished(self, request_id: str) -> dict[str, Any] | None:
+    def request_finished(self, request_id: str) -> dict[str, Any] | None:
         """The end of a request, whatever the reason; of one that was prefilled here, what its decode engine is to be given."""
         receiving = self._receiving.pop(request_id, None)
-        if receiving is not None and receiving.stage in {Stage.AWAITED, Stage.HERE}:
+        if receiving is not None and receiving.state in {TransferState.AWAITED, TransferState.ARRIVED}:
             self._plan.drops.append(request_id)
         sending = self._sending.pop(request_id, None)
         if sending is None:
@@ -350,10 +352,10 @@ class PdScheduler:
 
     def forget(self) -> None:
         """The weights have changed: prompts on their way are of the old ones."""
-        self.drop_held()
+        self.drop_deferred()
         for request_id, receiving in self._receiving.items():
-            if receiving.stage in {Stage.AWAITED, Stage.HERE}:
-                receiving.stage = Stage.OVER
+            if receiving.state in {TransferState.AWAITED, TransferState.ARRIVED}:
+                receiving.state = TransferState.ENDED
                 self._plan.drops.append(request_id)
         self._plan.awaits.clear()
         for sending in self._sending.values():
@@ -366,7 +368,7 @@ class PdScheduler:
         return bool(self._pins)
 
     @property
-    def has_news(self) -> bool:
+    def has_abandons(self) -> bool:
         """Whether decode hosts are to be told, with the next step, of prompts that will not come."""
         return bool(self._plan.abandons)
 

@@ -22,7 +22,7 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.pd.plan import AbandonJob, SendJob
-from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.plan import WorkerOutput
 
 if TYPE_CHECKING:
     from kvclient.handoff.sender import PromptSender
@@ -36,7 +36,7 @@ Layer = tuple[int, int]
 """Group, and layer within it."""
 
 
-class Send:
+class PromptHandoff:
     """One hand-over: ``layer`` and ``end`` by the model's thread, ``run`` and ``again`` by others."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Send:
         self._end_mark = after
         self._events.put(good)
 
-    def run(self, tally: ConnectorCounters) -> bool:
+    def run(self, counters: ConnectorCounters) -> bool:
         """Hands it over while the step computes; whether the decode host has all of it."""
         with self._handoffs() as handoffs:
             put: set[Layer] = set()
@@ -79,8 +79,8 @@ class Send:
             self.good = event
             if not event:
                 return False
-            results = self._commit(handoffs, put, tally)
-        return self._held(results)
+            results = self._commit(handoffs, put, counters)
+        return self._all_held(results)
 
     def _next(self) -> Layer | bool:
         try:
@@ -88,15 +88,15 @@ class Send:
         except queue.Empty:
             raise DeadlineExceeded("the step that computes a prompt has not ended in time") from None
 
-    def again(self, tally: ConnectorCounters) -> bool:
+    def again(self, counters: ConnectorCounters) -> bool:
         """Hands it over once more, the step being over; whether the decode host has all of it.
 
         What somebody else is said to bring does not count here: most likely that is the try before, of which that host does
         not know yet that it failed.
         """
         with self._handoffs() as handoffs:
-            results = self._commit(handoffs, set(), tally)
-        return self._held(results) and not any(result.count(StoreOutcome.IN_PROGRESS) for result in results)
+            results = self._commit(handoffs, set(), counters)
+        return self._all_held(results) and not any(result.count(StoreOutcome.IN_PROGRESS) for result in results)
 
     @contextmanager
     def _handoffs(self) -> Iterator[list[PromptSender]]:
@@ -125,7 +125,7 @@ class Send:
         after = self._marks.get(layer, self._end_mark)
         handoffs[group].put_layer(number, self._pages[group].layer_buffer(number, self.job.block_ids[group], after))
 
-    def _commit(self, handoffs: Sequence[PromptSender], put: Collection[Layer], tally: ConnectorCounters) -> list[StoreResult]:
+    def _commit(self, handoffs: Sequence[PromptSender], put: Collection[Layer], counters: ConnectorCounters) -> list[StoreResult]:
         """Puts the layers that are not ``put`` yet, and ends it."""
         for group, pages in enumerate(self._pages):
             for layer in range(pages.shape.layers):
@@ -133,11 +133,11 @@ class Send:
                     self._put(handoffs, (group, layer))
         results = [handoff.commit() for handoff in handoffs]
         for result in results:
-            tally.add("handoff_bytes", result.bytes_stored)
-            tally.add("handoff_seconds", result.seconds)
+            counters.add("handoff_bytes", result.bytes_stored)
+            counters.add("handoff_seconds", result.seconds)
         return results
 
-    def _held(self, results: Sequence[StoreResult]) -> bool:
+    def _all_held(self, results: Sequence[StoreResult]) -> bool:
         return all(
             result.error is None and result.held_blocks == len(ids)
             for result, ids in zip(results, self.job.block_ids, strict=True)
@@ -149,19 +149,21 @@ class Sender:
 
     Args:
         pages: by group: its memory.
-        place: where a layer is, by name.
+        layer_positions: group and number of each layer, by its name.
         deadline_s: bound of one hand-over, all tries together.
-        tally: where they are counted.
+        counters: where they are counted.
     """
 
-    def __init__(self, pages: Sequence[Pages], place: Mapping[str, Layer], deadline_s: float, tally: ConnectorCounters) -> None:
+    def __init__(
+        self, pages: Sequence[Pages], layer_positions: Mapping[str, Layer], deadline_s: float, counters: ConnectorCounters
+    ) -> None:
         self._pages = pages
-        self._place = place
+        self._layer_positions = layer_positions
         self._deadline_s = deadline_s
-        self._tally = tally
-        self._in_step: list[Send] = []
+        self._counters = counters
+        self._step_handoffs: list[PromptHandoff] = []
         self._changed = threading.Condition()
-        self._answer = StepAnswer()
+        self._answer = WorkerOutput()
         self._pending = 0
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-handoff")
@@ -176,22 +178,22 @@ class Sender:
             clients: by group.
         """
         for job in jobs:
-            send = Send(job, chain, clients, self._pages, self._deadline_s)
-            self._in_step.append(send)
+            send = PromptHandoff(job, chain, clients, self._pages, self._deadline_s)
+            self._step_handoffs.append(send)
             with self._changed:
                 self._pending += 1
             self._threads.submit(self._run, send)
 
     def layer(self, name: str) -> None:
         """The forward pass has completed a layer."""
-        if self._in_step and (place := self._place.get(name)) is not None:
-            after = self._pages[place[0]].mark()
-            for send in self._in_step:
-                send.layer(place, after)
+        if self._step_handoffs and (position := self._layer_positions.get(name)) is not None:
+            after = self._pages[position[0]].mark()
+            for send in self._step_handoffs:
+                send.layer(position, after)
 
     def end_step(self, *, good: bool) -> None:
         """The forward pass is over. Not ``good``: some of what it computed is wrong."""
-        sends, self._in_step = self._in_step, []
+        sends, self._step_handoffs = self._step_handoffs, []
         after: Mark = None
         computed = False
         try:
@@ -203,7 +205,7 @@ class Sender:
                 adapter = send.job.adapter
                 sure = adapter is None or adapter.unchanged()  # else the engine may have computed with others than the keys say
                 if not sure:
-                    self._tally.add("stores_unsure")
+                    self._counters.add("stores_unsure")
                 send.end(after, good=computed and sure)
 
     def abandon(self, jobs: Sequence[AbandonJob], clients: Sequence[KVClient]) -> None:
@@ -217,45 +219,45 @@ class Sender:
         except KVStoreError as error:
             _log.warning("a decode host is not told of a prompt that will not come: %s", error)
 
-    def _run(self, send: Send) -> None:
+    def _run(self, send: PromptHandoff) -> None:
         done = self._tried(send.run)
         if not done and send.good and not self._closing.is_set():
             self._later.submit(self._retry, send)
         else:
             self._over(send, good=done)
 
-    def _retry(self, send: Send) -> None:
+    def _retry(self, send: PromptHandoff) -> None:
         done = False
         for pause_s in _PAUSES_S:
             if self._closing.wait(min(pause_s, send.left_s)) or not send.left_s:
                 break
-            self._tally.add("handoffs_retried")
+            self._counters.add("handoffs_retried")
             if done := self._tried(send.again):
                 break
         self._over(send, good=done)
 
     def _tried(self, attempt: Callable[[ConnectorCounters], bool]) -> bool:
         try:
-            return attempt(self._tally)
+            return attempt(self._counters)
         except KVStoreError as error:
             _log.warning("a prompt is not handed over: %s", error)
         except Exception:  # noqa: BLE001  # the edge of a thread: whatever it is, pins must be given back, and the engine goes on
-            self._tally.add("bugs")
+            self._counters.add("bugs")
             _log.exception("a hand-over failed in a way that it should not")
         return False
 
-    def _over(self, send: Send, *, good: bool) -> None:
+    def _over(self, send: PromptHandoff, *, good: bool) -> None:
         with self._changed:
             self._pending -= 1
-            self._answer.saved[send.job.job_id] = 1
+            self._answer.stores_done[send.job.job_id] = 1
             if not good:
-                self._answer.not_saved.add(send.job.job_id)
+                self._answer.stores_failed.add(send.job.job_id)
             self._changed.notify_all()
 
-    def take(self) -> StepAnswer:
+    def take(self) -> WorkerOutput:
         """What is over since the last call."""
         with self._changed:
-            answer, self._answer = self._answer, StepAnswer()
+            answer, self._answer = self._answer, WorkerOutput()
             return answer
 
     @property
@@ -266,7 +268,7 @@ class Sender:
     def wait(self, timeout_s: float) -> None:
         """Waits a moment for something to be over, if there is anything."""
         with self._changed:
-            self._changed.wait_for(lambda: self._answer.saved or not self._pending, timeout_s)
+            self._changed.wait_for(lambda: self._answer.stores_done or not self._pending, timeout_s)
 
     def close(self) -> None:
         """Gives up what is under way."""

@@ -21,11 +21,11 @@ _MOST_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the store holds of a request.
+    """The blocks of a request that the store holds.
 
     Attributes:
         hit_blocks: leading blocks that every group and shard has.
-        by_group: by group and namespace: who holds what.
+        by_group: the lookup of each namespace, by group.
     """
 
     hit_blocks: int
@@ -39,9 +39,9 @@ class BackgroundLookup:
     """Finds what the store holds of requests, over all groups and shards. Thread-safe.
 
     Args:
-        options: where the store is.
+        options: address of the store, and deadlines.
         groups: by group: the namespaces of its shards.
-        tally: where lookups are counted.
+        counters: where lookups are counted.
         running: the engine runs already, and does not wait for the store.
 
     Raises:
@@ -49,11 +49,11 @@ class BackgroundLookup:
     """
 
     def __init__(
-        self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]], tally: ConnectorCounters, *, running: bool = False
+        self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]], counters: ConnectorCounters, *, running: bool = False
     ) -> None:
         self.groups = groups
         self.chain = KeyChain(chain_spec([shards[0] for shards in groups]))
-        self._tally = tally
+        self._counters = counters
         self._places: list[tuple[int, KVClient, NamespaceKeyMask]] = []
         client_options = replace(options.client_options(), client_name="vllm-scheduler")
         if running:
@@ -72,11 +72,11 @@ class BackgroundLookup:
         self._others = ThreadPoolExecutor(others, thread_name_prefix="kvstore-lookup") if others else None
 
     def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[PrefixMatch]:
-        """Looks up the first blocks of a request. Whoever wants its keys meanwhile may wait until they are made. It never fails.
+        """Look up the first blocks of a request in the background. It never fails. Callers of ``keys`` may wait for it.
 
         Args:
             keys: the request's.
-            tokens: its token ids; a list of its own, for it is read in another thread.
+            tokens: a copy of its token ids, since another thread reads it.
             blocks: how many.
         """
         return self._requests.submit(self._find, keys, tokens, blocks)
@@ -85,12 +85,12 @@ class BackgroundLookup:
         try:
             return self._found(keys.upto(tokens, blocks))
         except Exception:  # noqa: BLE001  # the edge to the engine, which must not end by a failure of ours: a miss
-            self._tally.add("bugs")
+            self._counters.add("bugs")
             _log.exception("a lookup failed in a way that it should not: a miss")
             return NOTHING
 
     def _found(self, keys: Sequence[BlockKey]) -> PrefixMatch:
-        """Asks in all namespaces at once: each answer takes a round trip."""
+        """Look up in all namespaces at once: each lookup requires a round trip."""
         first, *others = self._places
         futures = []
         if self._others is not None:
@@ -100,11 +100,11 @@ class BackgroundLookup:
         for (group, client, _), answer in zip(self._places, answers, strict=True):
             by_group[group][client.spec.namespace] = answer
         hit = min(answer.hit_blocks for answer in answers)
-        self._tally.add("lookups")
-        self._tally.add("lookup_blocks", len(keys))
-        self._tally.add("hit_blocks", hit)
+        self._counters.add("lookups")
+        self._counters.add("lookup_blocks", len(keys))
+        self._counters.add("hit_blocks", hit)
         if any(answer.error is not None for answer in answers):
-            self._tally.add("lookup_failures")
+            self._counters.add("lookup_failures")
         return PrefixMatch(hit, by_group)
 
     @staticmethod
@@ -112,7 +112,7 @@ class BackgroundLookup:
         return client.lookup(masked.keys(keys))  # failures of ours are misses, not exceptions
 
     def close(self) -> None:
-        """Ends connections, and then threads: what still asks gets no answer."""
+        """Close the connections and then the threads; lookups under way are misses."""
         self._close_clients()
         for threads in (self._requests, self._others):
             if threads is not None:

@@ -2,19 +2,19 @@
 
 Life of a request, as seen here:
 
-1. ``arrived``: a lookup begins in the background.
-2. ``matched``: the scheduler asks how many tokens can be loaded. *None*, ask again, until the lookup is answered.
-3. ``allocated``: pages for them exist. The load is planned for this step.
-4. ``plan_step``: each step, blocks that fill in it are planned to be stored. They are pinned in the engine's own block pool, as
-   another request with the same prefix would pin them, so that neither preemption nor the end of the request nor a sliding window
-   can hand the pages to others before they are read; ``answered`` unpins them when the workers are done.
+1. ``on_new_request``: a lookup begins in the background.
+2. ``get_num_new_matched_tokens``: the tokens that can be loaded, or None (ask again) until the lookup has ended.
+3. ``update_state_after_alloc``: pages for them exist. The load is planned for this step.
+4. ``build_step_plan``: plans to store the blocks that fill in this step. They are pinned in the engine's block pool, as another
+   request with the same prefix would pin them, so that no preemption, end of the request or sliding window frees the pages before
+   they are read. ``on_worker_output`` unpins them after all workers have finished.
 
 A load that failed is remembered: the request is not offered its prefix again, so it is computed, and cannot fail in a circle.
 The engine enters the pages of a layer-wise load into its prefix cache before they are loaded, and with the policy ``recompute``
-leaves them there: so they are taken out here, with all that the step computed behind them, before another request finds them.
+leaves them there. So the connector evicts them, and all pages that the step computed after them, before another request hits.
 
 Where several workers compute a step together, a layer-wise load that fails in one makes wrong what the others compute: hidden
-states are mixed. A worker knows of its own loads alone. So what such a step completes waits until all have told, and goes with
+states are mixed. A worker knows only its own loads. So the blocks of such a step wait for the output of all workers, and go with
 the next step's plan.
 """
 
@@ -32,18 +32,18 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
 from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, is_hashable, request_extras
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
 
 _log = logging.getLogger(__name__)
 _STORE_FAILURES = 2
 """Stores of a request that may fail before nothing more of it is stored."""
 MOST_EVENTS = 65_536
-"""Runs of stored blocks kept for whoever wants events of them."""
+"""Runs of stored blocks that wait to be published as events."""
 
 
 class BlockPool(Protocol):
-    """What of the engine's block pool is used here."""
+    """The methods of the engine's block pool that the connector calls."""
 
     blocks: Sequence[Any]
 
@@ -54,7 +54,7 @@ class BlockPool(Protocol):
         """One user less of each."""
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """No request finds them by their tokens any more; who has them keeps them."""
+        """Remove blocks from the prefix cache; requests that use them keep them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ class RequestState:
     """By group: pages that a load fills, until it is known what became of it."""
     load_failed: bool = False
     stored_blocks: int = 0
-    """Leading blocks that the store holds, or that are on their way there."""
+    """Leading blocks that the store holds, or will hold when pending stores succeed."""
     store_failures: int = 0
     store_ended: bool = False
-    """The chain is broken: what comes later would not be found."""
+    """The chain has a gap, so that later blocks would not be found."""
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class SchedulerConnector:
         block_tokens: tokens of a page.
         workers: how many workers answer each job.
         events: whether ``take_stored`` will be asked.
-        null_block: id of the page that stands for no page.
+        null_block: id of the null page.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class SchedulerConnector:
         events: bool = False,
         null_block: int = 0,
     ) -> None:
-        self.tally = ConnectorCounters()
-        self.adapters = Adapters(self.tally)
+        self.counters = ConnectorCounters()
+        self.adapters = Adapters(self.counters)
         self._options = options
         self._block_tokens = block_tokens
         self._workers = workers
         self._events = events
         self._null_block = null_block
-        self._finder: BackgroundLookup | None = None
+        self._prefix_lookup: BackgroundLookup | None = None
         self._pool: BlockPool | None = None
         self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadJob] = []
@@ -134,13 +134,13 @@ class SchedulerConnector:
         self._pinned_blocks = 0
         self._stored: list[StoredBlocks] = []
         self._next_job = 0
-        self._held: list[SaveJob] = []
+        self._deferred: list[StoreJob] = []
         """Pinned, and not planned before the step's loads are known to be whole."""
         self._wait_left_s = options.lookup_wait_s
         self._pending: dict[str, Future[PrefixMatch]] = {}
         """Lookups that the scheduler asked for in this step and that are not answered."""
         self._layerwise = options.load_mode == "layerwise"
-        self._in_step: list[Sequence[Sequence[int]]] = []
+        self._step_pages: list[Sequence[Sequence[int]]] = []
         """By request of a step with layer-wise loads: its pages, by group."""
         self._epoch = 0
         self._weights_epoch = ""
@@ -155,10 +155,10 @@ class SchedulerConnector:
     def connect(self, finder: BackgroundLookup, epoch: int, weights_epoch: str) -> None:
         """Which namespaces there are is known, or they have changed with the weights.
 
-        Requests that hold KV of other weights are neither loaded nor stored any more; the others begin anew.
+        Requests that hold KV of other weights are no longer loaded or stored; the others are looked up again.
         """
-        self._drop_held()
-        old, self._finder = self._finder, finder
+        self._drop_deferred()
+        old, self._prefix_lookup = self._prefix_lookup, finder
         self._epoch, self._weights_epoch = epoch, weights_epoch
         self._loads = []
         states, self._requests, self._pending = self._requests, {}, {}
@@ -166,12 +166,12 @@ class SchedulerConnector:
             old.close()
         for state in states.values():
             if state.request.num_computed_tokens == 0:
-                self.arrived(state.request)
+                self.on_new_request(state.request)
 
     @property
-    def finder(self) -> BackgroundLookup | None:
-        """What finds requests in the store, once connected."""
-        return self._finder
+    def prefix_lookup(self) -> BackgroundLookup | None:
+        """The lookup service, if connected."""
+        return self._prefix_lookup
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's block pool; without it nothing is stored."""
@@ -196,48 +196,48 @@ class SchedulerConnector:
         return changed, [digest for _, digest in sorted(self._rank_digests.items())]
 
     # ---- arrival and match ----
-    def arrived(self, request: VllmRequest, *, look_up: bool = True) -> None:
-        """A new request: its lookup begins, unless nothing of it is to be loaded before it may have been preempted."""
-        if self._finder is None:
+    def on_new_request(self, request: VllmRequest, *, look_up: bool = True) -> None:
+        """Start the lookup of a new request, unless ``look_up`` is False."""
+        if self._prefix_lookup is None:
             return
         adapter = self.adapters.of_request(request.lora_request) if request.lora_request is not None else None
         if not is_hashable(request, adapter):
             return
-        keys = RequestKeys(self._finder.chain, request_extras(request, adapter, self._block_tokens))
+        keys = RequestKeys(self._prefix_lookup.chain, request_extras(request, adapter, self._block_tokens))
         state = self._requests[request.request_id] = RequestState(request, keys, adapter)
         state.preemptions = request.num_preemptions
         if self._options.hook.load and look_up:
             self._begin_lookup(state)
 
-    def held(self, request_id: str, blocks: int) -> None:
-        """The store is known to hold the leading blocks of a request."""
+    def mark_stored(self, request_id: str, blocks: int) -> None:
+        """Record that the store holds the leading blocks of a request."""
         state = self._requests.get(request_id)
         if state is not None:
             state.stored_blocks = max(state.stored_blocks, blocks)
 
-    def store_nothing(self, request_id: str) -> None:
-        """What a request computes is somebody else's to store."""
+    def disable_store(self, request_id: str) -> None:
+        """Store nothing of a request: another engine does."""
         state = self._requests.get(request_id)
         if state is not None:
             state.store_ended = True
 
     def _begin_lookup(self, state: RequestState) -> None:
-        assert self._finder is not None
+        assert self._prefix_lookup is not None
         request = state.request
         state.preemptions = request.num_preemptions
         state.found, state.loading = NOTHING, {}
         blocks = (request.num_tokens - 1) // self._block_tokens  # at least one token is computed
-        state.lookup = self._finder.begin(state.keys, list(request.all_token_ids), blocks) if blocks else None
+        state.lookup = self._prefix_lookup.begin(state.keys, list(request.all_token_ids), blocks) if blocks else None
 
-    def matched(self, request: VllmRequest, computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded beyond those computed; None: not known yet. And whether outside of the batch."""
+    def get_num_new_matched_tokens(self, request: VllmRequest, computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded beyond those computed (None: not known yet), and whether asynchronously."""
         state = self._requests.get(request.request_id)
         if state is None or not self._options.hook.load:
             return 0, False
         if self._checking:
             return None, False
         if self._layerwise and self._shares_a_load(state, computed_tokens):
-            self.tally.add("waits_for_shared_loads")
+            self.counters.add("waits_for_shared_loads")
             return None, False
         if state.load_failed:
             return 0, False
@@ -245,7 +245,7 @@ class SchedulerConnector:
             self._begin_lookup(state)
         if state.lookup is not None:
             if not self._is_answered(state.lookup):
-                self.tally.add("lookups_asked_again")
+                self.counters.add("lookups_asked_again")
                 self._pending[request.request_id] = state.lookup
                 return None, False
             state.found = state.lookup.result()
@@ -258,7 +258,7 @@ class SchedulerConnector:
         return tokens, not self._layerwise
 
     def _shares_a_load(self, state: RequestState, computed_tokens: int) -> bool:
-        """Whether what the engine takes for computed of a request is only being loaded, layer by layer, in this very step.
+        """Whether tokens that the engine regards as computed are still being loaded, layer by layer, in this step.
 
         Should that load fail, the engine has one request compute it and believes it for all that share it, even if that one
         computes it in pieces, or ends. A step later it is known.
@@ -281,8 +281,8 @@ class SchedulerConnector:
         return lookup.done()
 
     # ---- loads ----
-    def allocated(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """Pages exist for what was matched; ``external_tokens`` of them are to be loaded."""
+    def update_state_after_alloc(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """Plan the load of ``external_tokens`` matched tokens into the request's pages."""
         state = self._requests.get(request.request_id)
         if state is None or external_tokens == 0:
             return
@@ -297,11 +297,11 @@ class SchedulerConnector:
                 parts.append(GroupLoad(group, list(ids[first:stop]), first, lookups, list(ids[stop:])))
         state.loading = {part.group: part.block_ids for part in parts}
         self._loads.append(LoadJob(request.request_id, parts, self._layerwise))
-        self.tally.add("loads")
-        self.tally.add("load_tokens", external_tokens)
+        self.counters.add("loads")
+        self.counters.add("load_tokens", external_tokens)
 
     def hits_by_tier(self, request: VllmRequest, tokens: int) -> Mapping[Tier, int]:
-        """How many of the tokens of a load lie in which tier now, as the index knows it; the rest is not known."""
+        """Count the tokens of a load by tier, as far as the index knows it."""
         state = self._requests.get(request.request_id)
         if state is None or not state.found.by_group:
             return {}
@@ -317,10 +317,10 @@ class SchedulerConnector:
         return counts
 
     # ---- stores ----
-    def plan_step(
+    def build_step_plan(
         self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], resolve: Callable[[str], Any]
     ) -> StepPlan:
-        """What the workers are to do in this step.
+        """Plan the loads and stores of a step.
 
         Args:
             scheduled: by request: tokens that this step computes.
@@ -329,14 +329,14 @@ class SchedulerConnector:
         """
         if not scheduled and self._pending and not self._loads:  # nothing else to do: rather than spin
             wait(self._pending.values(), self._options.idle_wait_s, FIRST_COMPLETED)
-        chain = self._finder.chain.spec.namespace if self._finder is not None else b""
-        held, self._held = self._held, []
+        chain = self._prefix_lookup.chain.spec.namespace if self._prefix_lookup is not None else b""
+        held, self._deferred = self._deferred, []
         plan = StepPlan(self._epoch, self._weights_epoch, chain, self._loads, held, bool(scheduled))
-        saves = self._held if self.holds(plan) else plan.saves
-        plan.give_up_saves, self._give_up_saves = self._give_up_saves, False
+        stores = self._deferred if self.defers_stores(plan) else plan.stores
+        plan.cancel_stores, self._give_up_saves = self._give_up_saves, False
         if not self._check_planned:
             plan.weights_check, self._check_planned = self._weights_check, True
-        self._in_step = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
+        self._step_pages = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
         self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s
         if self._pool is not None and self._options.hook.store:
@@ -351,18 +351,18 @@ class SchedulerConnector:
                 computed -= len(drafts.get(request_id, ()))
                 full = min(computed, request.num_tokens) // self._block_tokens
                 if full > state.stored_blocks and (job := self._plan_store(state, full, resolve(request_id))) is not None:
-                    saves.append(job)
+                    stores.append(job)
         return plan
 
-    def holds(self, plan: StepPlan) -> bool:
-        """Whether nobody may have what a step completes before all workers have told what became of its loads."""
+    def defers_stores(self, plan: StepPlan) -> bool:
+        """Whether the stores of a step must wait for the outcome of its loads in all workers."""
         return self._workers > 1 and any(job.layerwise for job in plan.loads)
 
-    def _drop_held(self) -> None:
-        """What waits to be planned is not stored: it may be wrong, or is of other weights."""
-        held, self._held = self._held, []
+    def _drop_deferred(self) -> None:
+        """Drop the deferred stores: their pages may be wrong, or belong to other weights."""
+        held, self._deferred = self._deferred, []
         jobs = [job.job_id for job in held]
-        self.answered(StepAnswer(dict.fromkeys(jobs, self._workers), set(jobs)))
+        self.on_worker_output(WorkerOutput(dict.fromkeys(jobs, self._workers), set(jobs)))
 
     def _settled(self, state: RequestState) -> bool:
         """Whether it is known what the store holds of a request: until then, later steps store what this one computes.
@@ -374,7 +374,7 @@ class SchedulerConnector:
             state.lookup = None
         return state.lookup is None
 
-    def _plan_store(self, state: RequestState, full: int, block_ids: Sequence[Sequence[int]]) -> SaveJob | None:
+    def _plan_store(self, state: RequestState, full: int, block_ids: Sequence[Sequence[int]]) -> StoreJob | None:
         """Pins the blocks ``[stored_blocks, full)`` of a request, and plans their store."""
         first = state.stored_blocks
         ids = [list(group[first:full]) for group in block_ids]
@@ -393,23 +393,23 @@ class SchedulerConnector:
         self._pins[self._next_job] = Pins(state.request, first, full, blocks, self._workers)
         self._pinned_blocks += count
         state.stored_blocks = full
-        self.tally.add("store_blocks", full - first)
+        self.counters.add("store_blocks", full - first)
         parent = keys[first - 1] if first else None
-        return SaveJob(self._next_job, state.request.request_id, first, parent, keys[first:full], ids, state.adapter)
+        return StoreJob(self._next_job, state.request.request_id, first, parent, keys[first:full], ids, state.adapter)
 
     def _end_store(self, state: RequestState, counter: str) -> None:
         state.store_ended = True
-        self.tally.add(counter)
+        self.counters.add(counter)
         _log.info("nothing more of request %s is stored (%s)", state.request.request_id, counter)
 
     # ---- answers ----
-    def answered(self, answer: StepAnswer) -> None:
-        """Workers have stored blocks, or given them up: nobody reads their pages any more."""
+    def on_worker_output(self, answer: WorkerOutput) -> None:
+        """Unpin the pages of stores that have ended in all workers."""
         self._weights_changed |= answer.weights_changed
         self._rank_digests |= {rank: digest for (check, rank), digest in answer.weights.items() if check == self._weights_check}
-        for job_id in answer.not_saved:
+        for job_id in answer.stores_failed:
             self._store_failed(self._pins[job_id])
-        for job_id, workers in answer.saved.items():
+        for job_id, workers in answer.stores_done.items():
             pins = self._pins[job_id]
             pins.workers -= workers
             if pins.workers > 0:
@@ -422,9 +422,9 @@ class SchedulerConnector:
                 self._stored.append(StoredBlocks(pins.request, pins.first, pins.stop))
 
     def _store_failed(self, pins: Pins) -> None:
-        """The next blocks would have no parent: these are planned once more, together with the next ones."""
+        """Plan failed blocks again, together with the next ones, which need them as parents."""
         pins.stop = pins.first  # no event
-        self.tally.add("stores_failed")
+        self.counters.add("stores_failed")
         state = self._requests.get(pins.request.request_id)
         if state is None:
             return
@@ -433,10 +433,10 @@ class SchedulerConnector:
         if state.store_failures == _STORE_FAILURES:
             self._end_store(state, "stores_given_up")
 
-    def loads_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
+    def on_loads_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
         """Pages that were not loaded, and requests of which any was not: they are computed, and not offered again."""
         self._uncache(invalid_blocks)
-        self._drop_held()
+        self._drop_deferred()
         for request_id, state in self._requests.items():
             if state.loading and (
                 request_id in failed_requests or any(not invalid_blocks.isdisjoint(ids) for ids in state.loading.values())
@@ -444,50 +444,50 @@ class SchedulerConnector:
                 state.load_failed = True
                 state.loading = {}
                 state.stored_blocks = 0  # what was promised is not all there: the store says itself what it lacks
-                self.tally.add("loads_failed")
+                self.counters.add("loads_failed")
 
     def _uncache(self, invalid_blocks: set[int]) -> None:
-        """Takes out of the engine's prefix cache what a layer-wise load did not bring, and what was computed behind it."""
+        """Evict the pages that a layer-wise load did not fill, and those computed after them, from the engine's prefix cache."""
         spoiled: set[int] = set()
-        for groups in self._in_step:
+        for groups in self._step_pages:
             for pages in groups:
                 first = next((at for at, page in enumerate(pages) if page in invalid_blocks), len(pages))
                 spoiled.update(pages[first:])
         spoiled.discard(self._null_block)
         if spoiled and self._pool is not None:
-            self.tally.add("pages_uncached", len(spoiled))
+            self.counters.add("pages_uncached", len(spoiled))
             self._pool.evict_blocks(spoiled)
 
-    def loads_done(self, request_ids: Iterable[str]) -> None:
+    def on_loads_finished(self, request_ids: Iterable[str]) -> None:
         """Loads outside of the batch that have ended, well or not."""
         for request_id in request_ids:
             state = self._requests.get(request_id)
             if state is not None:
                 state.loading = {}
 
-    def take_stored(self) -> list[StoredBlocks]:
+    def take_stored_blocks(self) -> list[StoredBlocks]:
         """Blocks that were stored since the last call."""
         taken, self._stored = self._stored, []
         return taken
 
     # ---- ends ----
-    def finished(self, request: VllmRequest) -> None:
-        """The end of a request, whatever the reason."""
+    def request_finished(self, request: VllmRequest) -> None:
+        """Forget a request that has ended."""
         self._requests.pop(request.request_id, None)
 
-    def wants_pages(self, hand_back: Callable[[], StepAnswer] | None) -> None:
-        """The engine wants all of its pages: those that are pinned, too.
+    def release_pins(self, release_pages: Callable[[], WorkerOutput] | None) -> None:
+        """Give pinned pages back to the engine.
 
         Args:
-            hand_back: ends the stores and answers; None: the workers are elsewhere, and end them in the next step.
+            release_pages: cancels the stores and returns the output; None: workers in other processes cancel with the next step.
         """
-        self._drop_held()
+        self._drop_deferred()
         if not self._pins:
             return
-        if hand_back is None:
+        if release_pages is None:
             self._give_up_saves = True
         else:
-            self.answered(hand_back())
+            self.on_worker_output(release_pages())
 
     @property
     def pinned_pages(self) -> set[int]:
@@ -501,5 +501,5 @@ class SchedulerConnector:
 
     def close(self) -> None:
         """Ends it."""
-        if self._finder is not None:
-            self._finder.close()
+        if self._prefix_lookup is not None:
+            self._prefix_lookup.close()

@@ -1,7 +1,7 @@
-"""Where the connector's threads run: not where the engine computes, if there is anywhere else.
+"""Keeps the connector's threads off the processors on which the engine computes, if there are others.
 
 On CPUs vLLM binds each worker process to the processors that compute, and with a connector leaves one free for it. But a thread
-may run where the one may that started it: copies and calls of the connector would take turns with the computation, and each
+inherits the processors of its starter: copies and calls of the connector would share them with the computation, and each
 layer waits for the slowest of its threads. The engine's other processes are not bound, so they know what there is.
 """
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Threads that are started meanwhile may run wherever the process may that started this one."""
+    """Let threads that are started in this context run on all processors of the parent process."""
     own = os.sched_getaffinity(0)
     everywhere = own | _of_parent()
     if everywhere == own:
@@ -29,7 +29,7 @@ def unbound() -> Iterator[None]:
 
 
 def _of_parent() -> set[int]:
-    """The processors of the process that started this one as its worker; none, where nobody did."""
+    """The processors of the process that started this worker; empty if none did."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return set()

@@ -1,7 +1,7 @@
-"""Stores pages in a thread of its own, in the order of the steps, so that a block is stored after its parent.
+"""Stores pages in its own thread, in the order of the steps, so that a block is stored after its parent.
 
-Pages are pinned until their job is answered, and the scheduler side pins no more than a share of them: that bounds the queue.
-Where somebody wants the pages back, what waits for its turn or for the node is given up; only a copy that runs is waited for.
+Pages are pinned until their job has ended, and the scheduler side pins at most a share of all pages, which bounds the queue. If
+the pages are wanted back, waiting jobs and waits for the node are cancelled; only a copy under way is waited for.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from kvclient import BlockKey, KVClient, StoreHandle
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
 from kvclient.engines.vllm.memory.pages import Mark, Pages
-from kvclient.engines.vllm.plan import SaveJob, StepAnswer
+from kvclient.engines.vllm.plan import StoreJob, WorkerOutput
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Save:
-    """A job, and where it goes: clients change with the weights. ``number`` counts them. Its pages are computed at ``after``."""
+class _QueuedStore:
+    """A job with its clients, which change with the weights. ``number`` counts jobs; the pages are computed at ``after``."""
 
     number: int
     chain: bytes
-    job: SaveJob
+    job: StoreJob
     clients: Sequence[KVClient]
     deadline_s: float
     after: Mark
 
 
 @dataclass(frozen=True, slots=True)
-class _Retire:
-    """Clients that nobody needs behind the jobs before."""
+class _RetiredClients:
+    """Clients to close after the jobs before."""
 
     clients: Sequence[KVClient]
 
@@ -47,20 +47,20 @@ class StoreWorker:
 
     Args:
         pages: by group: its memory.
-        deadline_s: how long after its step a job may be stored: until then its pages are pinned, whatever goes on before it.
-        tally: where stores are counted.
+        deadline_s: time from its step within which a job must be stored. Its pages are pinned until then at most.
+        counters: where stores are counted.
     """
 
-    def __init__(self, pages: Sequence[Pages], deadline_s: float, tally: ConnectorCounters) -> None:
+    def __init__(self, pages: Sequence[Pages], deadline_s: float, counters: ConnectorCounters) -> None:
         self._pages = pages
         self._deadline_s = deadline_s
-        self._tally = tally
-        self._queue: queue.SimpleQueue[_Save | _Retire | None] = queue.SimpleQueue()
+        self._counters = counters
+        self._queue: queue.SimpleQueue[_QueuedStore | _RetiredClients | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._answer = StepAnswer()
+        self._answer = WorkerOutput()
         self._pending = 0
         self._added = 0
-        self._given_up = 0
+        self._cancelled_up_to = 0
         """Jobs up to this number are not stored any more."""
         self._handle: StoreHandle | None = None
         """The store under way."""
@@ -68,7 +68,7 @@ class StoreWorker:
         self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
         self._thread.start()
 
-    def add(self, chain: bytes, jobs: Sequence[SaveJob], clients: Sequence[KVClient], after: Mark = None) -> None:
+    def add(self, chain: bytes, jobs: Sequence[StoreJob], clients: Sequence[KVClient], after: Mark = None) -> None:
         """More to store.
 
         Args:
@@ -83,27 +83,27 @@ class StoreWorker:
             self._pending += len(jobs)
         deadline_s = time.monotonic() + self._deadline_s
         for number, job in enumerate(jobs, first):
-            self._queue.put(_Save(number, chain, job, clients, deadline_s, after))
+            self._queue.put(_QueuedStore(number, chain, job, clients, deadline_s, after))
 
     def retire(self, clients: Sequence[KVClient]) -> None:
         """Closes clients when everything before is done."""
-        self._queue.put(_Retire(clients))
+        self._queue.put(_RetiredClients(clients))
 
-    def take(self) -> StepAnswer:
-        """What is done since the last call."""
+    def take(self) -> WorkerOutput:
+        """Return the jobs that have ended since the last call."""
         with self._changed:
-            answer, self._answer = self._answer, StepAnswer()
+            answer, self._answer = self._answer, WorkerOutput()
             return answer
 
     def wait(self, timeout_s: float) -> None:
         """Waits a moment for something to be done, if there is anything to do."""
         with self._changed:
-            self._changed.wait_for(lambda: self._answer.saved or not self._pending, timeout_s)
+            self._changed.wait_for(lambda: self._answer.stores_done or not self._pending, timeout_s)
 
-    def give_up(self) -> None:
-        """All jobs so far count as not stored. They are answered soon: once nothing reads their pages any more."""
+    def cancel_pending(self) -> None:
+        """Cancel all jobs added so far. They end as soon as nothing reads their pages. Does not block."""
         with self._changed:
-            self._given_up = self._added
+            self._cancelled_up_to = self._added
             handle = self._handle
         if handle is not None:
             handle.request_cancel()
@@ -115,35 +115,35 @@ class StoreWorker:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            if isinstance(item, _Retire):
+            if isinstance(item, _RetiredClients):
                 for client in item.clients:
                     client.close()
                 continue
             held = not self._closed and self._store_all(item)
             with self._changed:
                 self._pending -= 1
-                self._answer.saved[item.job.job_id] = 1
+                self._answer.stores_done[item.job.job_id] = 1
                 if not held:
-                    self._answer.not_saved.add(item.job.job_id)
+                    self._answer.stores_failed.add(item.job.job_id)
                 self._changed.notify_all()
 
-    def _store_all(self, save: _Save) -> bool:
+    def _store_all(self, save: _QueuedStore) -> bool:
         """Stores one job's blocks, group by group; whether the store holds them all now."""
         try:
             return all(
                 self._store(save, client, pages, ids)
                 for client, pages, ids in zip(save.clients, self._pages, save.job.block_ids, strict=True)
             )
-        except Exception:  # noqa: BLE001  # the edge of a thread: whatever it is, pins must be given back, and the engine goes on
-            self._tally.add("bugs")
+        except Exception:  # noqa: BLE001  # top of a thread: pins must be released after any error
+            self._counters.add("bugs")
             _log.exception("a store failed in a way that it should not")
             return False
 
-    def _store(self, save: _Save, client: KVClient, pages: Pages, ids: Sequence[int]) -> bool:
+    def _store(self, save: _QueuedStore, client: KVClient, pages: Pages, ids: Sequence[int]) -> bool:
         job = save.job
         left_s = save.deadline_s - time.monotonic()
         if left_s <= 0:
-            self._tally.add("stores_late")
+            self._counters.add("stores_late")
             return False
         masked = NamespaceKeyMask(save.chain, client.spec.namespace)
         handle = client.start_store(
@@ -155,7 +155,7 @@ class StoreWorker:
         )
         with self._changed:
             self._handle = handle
-            if save.number <= self._given_up:
+            if save.number <= self._cancelled_up_to:
                 handle.request_cancel()
         try:
             result = handle.result()
@@ -163,10 +163,10 @@ class StoreWorker:
             with self._changed:
                 self._handle = None
         if handle.cancelled:
-            self._tally.add("stores_dropped")
-        self._tally.add("stores")
-        self._tally.add("store_bytes", result.bytes_stored)
-        self._tally.add("store_seconds", result.seconds)
+            self._counters.add("stores_dropped")
+        self._counters.add("stores")
+        self._counters.add("store_bytes", result.bytes_stored)
+        self._counters.add("store_seconds", result.seconds)
         return result.held_blocks == len(ids)
 
     def close(self) -> None:
