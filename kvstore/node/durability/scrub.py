@@ -27,6 +27,7 @@ from kvstore.node.eviction.on_demand import quarantine
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.process.host_defaults import check_bandwidth
 from kvstore.tiers.contract import Slot
 
@@ -148,7 +149,7 @@ class VolumeChecks:
             rate = bytes_per_s or check_bandwidth(self._rate_of(node_volume))
             check = self._last[node_volume.volume_id] = Check(operation_id, rate, self._clock.now_s())
             self._pool.submit(self._run, node_volume, check)
-        self._counters.add("volume_checks_begun_total")
+        self._counters.add(node_metrics.VOLUME_CHECKS_BEGUN)
         return check
 
     def cancel(self, node_volume: NodeVolume) -> Check | None:
@@ -172,7 +173,7 @@ class VolumeChecks:
             log.warning("check failed: volume %s (%s)", name, error)
         except Exception as error:  # thread edge: callers must learn that the check ended, and why
             end, check.why = CheckState.FAILED, f"{type(error).__name__}: {error}"
-            self._counters.add("volume_check_bugs_total")
+            self._counters.add(node_metrics.VOLUME_CHECK_BUGS)
             log.exception("check failed: volume %s: unexpected error", name)
         check.ended_s, check.state = self._clock.now_s(), end
         tell = log.warning if check.bad or check.unreadable else log.info
@@ -220,7 +221,7 @@ class VolumeChecks:
         finally:
             self._table.unpin([block for block, _ in pinned])
         check.checked_bytes += at
-        self._counters.add("volume_check_bytes_total", at)
+        self._counters.add(node_metrics.VOLUME_CHECK_BYTES, at)
         return at
 
     def _judge(self, node_volume: NodeVolume, block: Block, slot: Slot, outcome: Outcome, check: Check) -> None:
@@ -231,7 +232,7 @@ class VolumeChecks:
             log.warning(
                 "block not good: %s (volume=%s, outcome=%s)", block.key.hex(), node_volume.volume_id, outcome.name.lower()
             )
-        self._counters.add(f"nvme_read_{outcome.name.lower()}_blocks_total")
+        self._counters.add(node_metrics.NVME_READ_FAILED_BLOCKS[outcome.name.lower()])
         if outcome is not Outcome.CORRUPT:
             check.unreadable += 1  # not quarantined: a later read may succeed
             return
