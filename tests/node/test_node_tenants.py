@@ -24,7 +24,7 @@ from kvstore.node.eviction.quotas import held_bytes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import StoreGrant
 from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.state.namespaces import Accounts, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, TenantLedger
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import spec_to_proto
@@ -49,7 +49,7 @@ class Node(Harness):
         log = ReplicaChangeLog([DRAM, NVME], counters, clock)
         arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
         slab = NvmeSlab.open(folder, volume_id=NVME, capacity_bytes=SLAB_BYTES, io_threads=1)
-        self.known = NamespaceRegistry(Accounts(lambda: make_policy(policy)))
+        self.known = NamespaceRegistry(TenantLedger(lambda: make_policy(policy)))
         table = BlockTable(
             arena, make_policy(policy), [NodeVolume(slab)], log, counters, clock, writes_behind=True,
             make_durable_policy=partial(make_policy, policy), accounts=self.known.accounts,
@@ -205,7 +205,7 @@ def test_a_namespace_without_a_spec_is_nobodys_until_the_metadata_server_tells(n
         CacheSpec(model="x", layers=2, layer_block_bytes=2048, block_tokens=16).namespace, node.namespaces[0].shape
     )
     assert strange.account is None
-    fresh = NamespaceRegistry(Accounts())
+    fresh = NamespaceRegistry(TenantLedger())
     found = fresh.of_shape(spec_of("acme").namespace, node.namespaces[0].shape)
     retainer = Retainer(node.table, fresh, node.specs, node.counters)
     node.clock.advance(60)
