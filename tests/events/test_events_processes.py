@@ -1,4 +1,4 @@
-"""``kvstore events`` beside a store of real processes: what routers believe is what is stored, whoever dies."""
+"""Tests of ``kvstore events`` with a store of real processes that are killed."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def follow(cluster: LocalCluster, engine: Engine, publisher: Publisher, router: 
     router.until(told([*first, *second], "CPU", "STORAGE"))
     engine.evict()
     router.until(told([*first, *second], "STORAGE"))
-    # the node dies: nothing can be read; it comes back with what was durable
+    # the node dies: no block is readable; it returns with its durable blocks
     cluster.kill("a")
     router.until(set())
     cluster.start_node("a")

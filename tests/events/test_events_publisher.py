@@ -1,4 +1,4 @@
-"""The sockets: what happens is published, what was missed is replayed, and whoever asks for what is gone gets everything."""
+"""Tests of the publisher's sockets: events and replays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAIN = Chain.of(NAMESPACE, range(200))
 
 
 class Source:
-    """A mirror that is told things, and the publisher behind it."""
+    """A mirror with scripted changes, and its publisher."""
 
     def __init__(self, **settings: object) -> None:
         config = EventsConfig(
@@ -93,7 +93,7 @@ def test_what_was_missed_is_replayed() -> None:
         assert "events_replay_snapshots_total" not in counted
 
 
-def test_a_publisher_that_was_started_again_leaves_a_gap_that_is_replayed() -> None:
+def test_publisher_restart_leaves_gap_that_is_replayed() -> None:
     with source(first=None, heartbeat_ms=1) as made, subscriber(made) as one:
         made.store(0, 3)
         one.last, one.believed = 41, {("what another publisher told", "CPU")}
@@ -127,7 +127,7 @@ def test_who_asks_for_what_is_gone_gets_everything() -> None:
                 assert late.believed == blocks(*range(10), *range(20, 50))
                 assert late.last == 51
             made.store(10, 11)
-            late.catch_up()  # goes on with what happens
+            late.catch_up()  # continues with later events
             assert late.believed == blocks(*range(11), *range(20, 50))
             assert late.replay(10_000) == []
         assert made.counters.snapshot()["events_replay_snapshots_total"] == 2
@@ -183,11 +183,12 @@ def test_it_connects_to_a_router_that_binds() -> None:
     sub = context.socket(zmq.SUB)
     sub.subscribe("")
     port = sub.bind_to_random_port("tcp://127.0.0.1")
-    config = EventsConfig(metadata="127.0.0.1:7400", zmq=f"tcp://127.0.0.1:{port}", connect=True)
+    config = EventsConfig(metadata="127.0.0.1:7400", zmq=f"tcp://127.0.0.1:{port}", connect=True, heartbeat_ms=1)
     publisher = EventPublisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())
+    publisher.published.set()
     try:
-        for _ in range(2_000):  # until the connection is there
-            publisher._publish([])
+        for _ in range(2_000):  # until the connection is established
+            publisher.heartbeat()
             if sub.poll(10):
                 break
         topic, number, payload = sub.recv_multipart()

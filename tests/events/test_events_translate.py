@@ -1,4 +1,4 @@
-"""What a subscriber in vLLM's format believes is what the mirror says, after any changes; by pure parts, without sockets."""
+"""Tests of the translation into vLLM's format, without sockets."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_chains_keep_their_parents() -> None:
     assert store(3, 0, 2) == [[BlockStored(hashes[:2], None, [], 64, None, "STORAGE", None)]]
 
 
-def test_batches_are_bounded_and_a_store_without_blocks_is_said_in_one_word() -> None:
+def test_translation_batches_are_bounded() -> None:
     mirror, translator = begun()
     long = Chain.of(NAMESPACE, range(10_000))
     stored = pb.BlocksStored(volume=1, runs=[run_message(long, 0, 10_000)])
