@@ -74,7 +74,7 @@ async def test_server_start_disk_full_answers_and_recovers(small_disk: Path) -> 
         assert server.stop() == 0
 
 
-def test_what_was_only_read_stays_closed_cleanly(small_disk: Path) -> None:
+def test_disk_full_index_only_read_stays_clean(small_disk: Path) -> None:
     place, counters = small_disk / "index", Counters()
     index = LmdbIndex.open(place, index_size_bytes=64 << 20, count=counters.add)
     epoch = index.epoch
@@ -93,7 +93,7 @@ def test_what_was_only_read_stays_closed_cleanly(small_disk: Path) -> None:
     assert "index_dropped_total" not in counters.snapshot()
 
 
-def test_without_its_lock_file_it_does_not_start_on_a_full_disk(small_disk: Path) -> None:
+def test_server_start_disk_full_without_lock_file_fails(small_disk: Path) -> None:
     """LMDB maps that file: a page without room would be a SIGBUS, so this is refused instead."""
     place = small_disk / "index"
     LmdbIndex.open(place, index_size_bytes=64 << 20).close()

@@ -86,7 +86,7 @@ def test_refused_is_shared_with_other_workers(table: NodeTable, index: LmdbIndex
     assert [status.refused for status in another.statuses()] == [WHY]
 
 
-def test_notes_of_beats_and_refusals_come_back() -> None:
+def test_heartbeat_and_refusal_notes_round_trip() -> None:
     beat = Heartbeat(b"b" * 16, 1.5, pb.HeartbeatRequest(node_id="n"), "::1")  # type: ignore[arg-type]
     assert Heartbeat.decode(beat.encode()) == beat
     refusal = CallRefusal(2.5, WHY)
