@@ -91,13 +91,13 @@ async def test_forget_node_waits_for_full_silence(forgetful: Running) -> None:
 
 def test_config_forget_below_ttl_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument):
-        MetadataConfig(index_path=tmp_path, node_ttl_ms=1_000, node_forget_ms=999)
+        MetadataConfig(index_path=tmp_path, node_ttl_ms=1_000, node_forget_ms=999).check()
 
 
 @pytest.mark.parametrize("step_s", [-1e9, 1e9])
 def test_forget_wall_clock_steps_have_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
     """Liveness uses the monotonic clock, so a jump of the time of day by thirty years has no effect."""
-    index = LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20)
+    index = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20)
     info = NodeInfo(node_id="n", boot_id=b"b" * 16, volumes=[VolumeInfo(volume_id="v", tier="TIER_NVME")])
     register_node(index, info)
     nodes_known = NodeTable(index, MonotonicClock(), 60.0, Counters())

@@ -21,7 +21,7 @@ from kvstore.observe.counters import Counters
 
 @pytest.fixture
 async def stream(tmp_path: Path) -> AsyncIterator[PublishStream]:
-    index, thread, counters = LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20), IndexThread("test"), Counters()
+    index, thread, counters = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test"), Counters()
     yield PublishStream(index, thread, NodeTable(index, MonotonicClock(), 60.0, counters), counters)
     await thread.close()
     index.close()

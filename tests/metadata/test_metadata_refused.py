@@ -29,7 +29,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[LmdbIndex]:
-    made = LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20)
+    made = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20)
     volume = VolumeInfo(volume_id="n/v", tier="TIER_NVME")
     register_node(made, NodeInfo(node_id="n", boot_id=b"b" * 16, control_address=f"{HOST}:1", volumes=[volume]))
     yield made
