@@ -296,7 +296,7 @@ async def test_cancel_reaches_hung_server_later(tmp_path: Path) -> None:
             assert server.process is not None
             server.process.send_signal(signal.SIGSTOP)
             try:
-                calling_off = asyncio.create_task(client._call_off(request))
+                calling_off = asyncio.create_task(client._cancel_until_heard(request))
                 await asyncio.sleep(1.5)  # longer than one attempt waits
             finally:
                 server.process.send_signal(signal.SIGCONT)
