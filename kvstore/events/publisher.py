@@ -3,7 +3,7 @@
 A replay request is that of vLLM's own publisher: an empty frame, and the number of the first requested batch in 8 bytes. The
 answer is one message per batch, and an empty message with number -1. If that batch is no longer kept, vLLM's publisher sends
 the remaining batches and leaves a gap. This publisher sends the whole state instead: an ``AllBlocksCleared`` and all stored
-blocks, in batches with the last published numbers. So a subscriber that requests from 0, or from where it stopped, gets the
+blocks, in batches with the last published numbers. So a subscriber that requests from 0, or from its last number, gets the
 true state and continues with the next number.
 """
 

@@ -8,13 +8,13 @@ Contents of the index directory::
     writers.lock         shared by all processes that have the index open for writing; exclusive for a process that is alone
 
 LMDB runs with ``sync=False``: no commit waits for the disk. A killed process loses nothing, because the page cache has its
-commits. But after a crash of the machine the file may be torn, and LMDB, which maps it and has no checksums, could crash on it.
+commits. But after a crash of the machine the file may be torn, and LMDB, which maps it without checksums, could crash on it.
 Therefore the file is dropped (logged and counted) in these cases: the machine was restarted without a clean close, the content
 differs from what was closed, pages are missing, or LMDB cannot read it. The index is a hint, and nodes publish their blocks
 again. A ``data.mdb`` that no index wrote is moved to ``data.mdb.foreign``, in case the path was a mistake.
 
 After a mere kill the index is kept: the check for missing pages reads two pages, whereas a rebuild takes seconds per million
-blocks and makes every lookup miss meanwhile.
+blocks and makes every lookup miss until then.
 
 Damage by others *while* a process of ours has the file open is noticed only if LMDB reports it. Then the index is marked, its
 owner is notified, and the next opening drops it. If the file is truncated while it is open, the process dies of SIGBUS; the

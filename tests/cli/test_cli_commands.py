@@ -362,10 +362,10 @@ def test_up_hands_its_settings_on_to_its_daemons(tmp_path: Path) -> None:
     command = ("up", "--data-dir", str(tmp_path / "data"), "--set", "metadata.listen=127.0.0.1:0")
     required = run(*command, "--nvme", "0", "--set", "node.gds=required")
     assert required.returncode == 1
-    assert "node.gds = required takes an NVMe volume" in required.stderr
+    assert "node.gds = required needs an NVMe volume" in required.stderr
     file = tmp_path / "kvstore.toml"
     file.write_text('[node]\ngds = "required"\n')
-    assert "node.gds = required takes an NVMe volume" in run(*command, "--nvme", "0", "--config", str(file)).stderr
+    assert "node.gds = required needs an NVMe volume" in run(*command, "--nvme", "0", "--config", str(file)).stderr
     for setting, hint in (("node.nvme=/tmp/x:1GiB", "--nvme SIZE"), ("node.roles=storage", "kvstore node")):
         refused = run(*command, "--set", setting)
         assert refused.returncode == 2

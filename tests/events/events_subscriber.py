@@ -13,7 +13,7 @@ WAIT_S = 30.0
 
 
 class ZmqSubscriber:
-    """(hash, medium) of all stored blocks, according to the events."""
+    """Its state: (hash, medium) of all stored blocks."""
 
     def __init__(self, endpoint: str, replay: str, topic: str = "") -> None:
         self.context = zmq.Context()

@@ -1,4 +1,4 @@
-"""``kvstore events`` with a store of real processes: a router's mirror matches the store whichever process dies."""
+"""Tests of ``kvstore events`` with a store of real processes that are killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPEC = CacheSpec(model="told", block_tokens=16, layers=4, layer_block_bytes=4096
 
 
 class Engine:
-    """Stores and loads named chains."""
+    """Stores and loads chains of a name."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
@@ -67,7 +67,7 @@ def engine_of(cluster: LocalCluster) -> Iterator[Engine]:
 
 
 class Publisher:
-    """The command ``kvstore events`` in a process."""
+    """The real command."""
 
     def __init__(self, folder: Path, metadata: str) -> None:
         self.folder, self.metadata = folder, metadata
@@ -130,7 +130,7 @@ def told(keys: Sequence[BlockKey], *media: str) -> set[tuple[object, str | None]
     return {(int.from_bytes(key[8:], "big"), medium) for key in keys for medium in media}
 
 
-def test_router_mirror_matches_store(tmp_path: Path) -> None:
+def test_routers_believe_what_is_so(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path / "store") as cluster, engine_of(cluster) as engine:
         first = engine.store(1)
         with publishing(tmp_path, cluster.metadata_address) as publisher:
@@ -150,7 +150,7 @@ def follow(cluster: LocalCluster, engine: Engine, publisher: Publisher, router: 
     router.until(told([*first, *second], "CPU", "STORAGE"))
     engine.evict()
     router.until(told([*first, *second], "STORAGE"))
-    # the node dies: nothing can be read; it comes back with what was durable
+    # the node dies: no block is readable; it returns with its durable blocks
     cluster.kill("a")
     router.until(set())
     cluster.start_node("a")
@@ -175,7 +175,7 @@ def follow(cluster: LocalCluster, engine: Engine, publisher: Publisher, router: 
     assert "kvstore_client_events_resyncs_total 2.0" in shown
 
 
-def test_cli_prints_a_line_per_change(tmp_path: Path) -> None:
+def test_people_see_a_line_a_change(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
         keys = engine.store(1)
         command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address, "--tier", "dram"]
@@ -191,7 +191,7 @@ def test_cli_prints_a_line_per_change(tmp_path: Path) -> None:
             assert process.wait(20) == 0
 
 
-def test_publisher_stops_without_readers(tmp_path: Path) -> None:
+def test_it_ends_when_told_though_nobody_reads(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
         command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

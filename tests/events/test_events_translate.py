@@ -1,4 +1,4 @@
-"""After any changes, a subscriber to vLLM's format has the same blocks as the mirror. Pure, without sockets."""
+"""Tests of the translation into vLLM's format, without sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = {NAMESPACE: 64, OTHER: 16}
 
 
 class Believer:
-    """A router that keeps the hashes per medium exactly as the events say."""
+    """A router: which hashes are in which medium, by the letter of the events."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[object]] = {medium: set() for medium in MEDIA.values()}
@@ -87,7 +87,7 @@ def in_media(mirror: BlockMirror) -> dict[str, set[object]]:
 @settings(max_examples=150, deadline=None)
 @example([("stored", 1, 0, [0, 1]), ("served", 1, False, None), ("opened", 1, None, None)])
 @given(st.lists(steps, max_size=25))
-def test_translated_events_match_store(happened: list[tuple[str, int, object, object]]) -> None:
+def test_what_is_told_is_what_is_so(happened: list[tuple[str, int, object, object]]) -> None:
     mirror, translator, believer = BlockMirror(), Translator(whole_key, TOKENS.__getitem__), Believer()
 
     def take(one: pb.WatchBlocksResponse) -> None:
@@ -131,7 +131,7 @@ def begun() -> tuple[BlockMirror, Translator]:
     return mirror, translator
 
 
-def test_translated_chains_keep_parents() -> None:
+def test_chains_keep_their_parents() -> None:
     mirror, translator = begun()
     chain = CHAINS[0]
     hashes = [int.from_bytes(key[8:], "big") for key in chain.keys]
@@ -152,7 +152,7 @@ def test_translated_chains_keep_parents() -> None:
     assert store(3, 0, 2) == [[BlockStored(hashes[:2], None, [], 64, None, "STORAGE", None)]]
 
 
-def test_translated_batches_are_bounded() -> None:
+def test_translation_batches_are_bounded() -> None:
     mirror, translator = begun()
     long = Chain.of(NAMESPACE, range(10_000))
     stored = pb.BlocksStored(volume=1, runs=[run_message(long, 0, 10_000)])

@@ -1,4 +1,4 @@
-"""What operators see of the metadata server and change at it, over a real socket."""
+"""Tests of the MetadataAdmin service over a real socket."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_blocks_say_who_holds_them_and_why_not(running: Running) -> None:
     (replica,) = found.runs[0].replicas
     assert (replica.volume_id, replica.node_id, replica.visible, replica.run_start) == (first.nvme, "a", True, 0)
 
-    # `a` falls silent: the chain has a hole at its head, and what `b` has lies behind it
+    # `a` falls silent: the chain has a gap at its head, before the blocks of `b`
     async def a_is_hidden() -> bool:
         running.clock.advance(0.05)
         await second.beat()
@@ -55,7 +55,7 @@ async def test_blocks_say_who_holds_them_and_why_not(running: Running) -> None:
     silent = pb.BLOCK_STATE_SILENT
     assert await states(running, KEYS) == (0, [(0, 2, silent), (2, 1, held), (3, 3, held), (6, 2, unknown)])
 
-    # at a wrong depth, in a wrong namespace, by itself
+    # at a wrong depth, in a wrong namespace, without a namespace
     misplaced = pb.BLOCK_STATE_MISPLACED
     assert await states(running, [KEYS[4]]) == (0, [(0, 1, misplaced)])
     assert (await states(running, KEYS[:2], b"another-ns-of-16"))[1] == [(0, 2, misplaced)]
@@ -175,7 +175,7 @@ async def test_an_index_is_made_anew_once_and_keeps_its_namespaces(tmp_path: Pat
             assert [(one.namespace_id, one.spec) for one in listed.namespaces] == [(namespace, SPEC)]
 
 
-async def test_several_workers_keep_the_policy_that_they_were_started_with(tmp_path: Path) -> None:
+async def test_path_policy_several_workers_keep_configured_one(tmp_path: Path) -> None:
     with server_process(tmp_path, workers=2) as server:
         async with connect_aio(server.address) as channel:
             stub = MetadataAdminStub(channel)

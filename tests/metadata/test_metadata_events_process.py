@@ -1,4 +1,4 @@
-"""``kvclient.events`` against the real server process: killed, started again, with its index and without."""
+"""Tests of ``kvclient.events`` with a real server process that is killed and restarted, with and without its index."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_watcher_outlives_the_server_and_its_index(tmp_path: Path) -> No
             await peer.publish(peer.nvme, run_of(KEYS, 0, 40), sync_end=True)
             await mirrors(watcher, KEYS[:40])
         server.stop(signal.SIGKILL)
-        assert len(watcher.holders(BlockKey(KEYS[0]))) == 1  # a hint, until somebody knows better
+        assert len(watcher.holders(BlockKey(KEYS[0]))) == 1  # a hint, until the next snapshot
         server.start()
         async with connect_aio(server.address) as channel:
             node = Peer(channel)
@@ -61,7 +61,7 @@ async def test_a_watcher_outlives_the_server_and_its_index(tmp_path: Path) -> No
             with BlockWatcher(server.address) as other:  # a subscriber that was restarted
                 other.wait_complete(WAIT_S)
                 await mirrors(other, KEYS[:7])
-        assert server.stop() == 0  # though somebody watches
+        assert server.stop() == 0  # despite the open subscription
         counted = watcher.counters.snapshot()
         assert counted["client_events_resyncs_total"] == 3
         assert counted["client_events_failures_total"] >= 2

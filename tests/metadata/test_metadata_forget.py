@@ -1,4 +1,4 @@
-"""Nodes silent for long are forgotten with what they published; steps of the wall clock mean nothing."""
+"""Tests of forgetting long silent nodes, also while the wall clock changes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_node_is_hidden_before_it_is_forgotten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step_s", [-1e9, 1e9])
 def test_steps_of_the_wall_clock_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
-    """On the host's own clock: nobody dies and nobody is forgotten when the time of day jumps by thirty years."""
+    """Liveness uses the monotonic clock, so a jump of the time of day by thirty years has no effect."""
     index = LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20)
     info = NodeInfo(node_id="n", boot_id=b"b" * 16, volumes=[VolumeInfo(volume_id="v", tier="TIER_NVME")])
     register_node(index, info)

@@ -1,4 +1,4 @@
-"""A metadata server on a full disk: it starts, answers what it knows, and takes changes again when there is room."""
+"""Tests of a metadata server on a full disk: it starts, answers lookups, and accepts changes after there is room."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fill(disk: Path) -> Path:
     return filler
 
 
-async def test_a_server_started_on_a_full_disk_answers_and_comes_back_by_itself(small_disk: Path) -> None:
+async def test_server_start_disk_full_answers_and_recovers(small_disk: Path) -> None:
     keys, more = chain("a", 200), chain("b", 50)
     with server_process(small_disk, ttl_ms=TTL_MS) as server:
         async with connect_aio(server.address) as channel:

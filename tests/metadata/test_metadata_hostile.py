@@ -1,4 +1,4 @@
-"""Whatever is published or registered, the answer is a typed error or an honest one, and nobody else loses a block."""
+"""Tests of hostile callers: typed errors, and no lost blocks of others."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def nothing_is_lost(stub: MetadataStub) -> None:
 
 
 def typed(error: grpc.RpcError) -> None:
-    """An error of ours, and not the one for what nobody meant."""
+    """A typed error other than Internal."""
     assert from_rpc_error(error).kind is not ErrorKind.INTERNAL, error  # type: ignore[arg-type]
 
 

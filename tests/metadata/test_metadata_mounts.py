@@ -1,4 +1,4 @@
-"""Volumes that several nodes mount: visible as long as one of them lives, and served by those."""
+"""Tests of mounted volumes: visible and served while one mounting node is alive."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_a_mounted_volume_outlives_its_owner(running: Running) -> None:
         answer = await owner.lookup(keys)
         assert answer.hit_blocks == 10
         seen |= servers(answer)
-    assert seen == {("m1", owner.nvme), ("m2", owner.nvme)}  # in turn; and not what lay in its memory
+    assert seen == {("m1", owner.nvme), ("m2", owner.nvme)}  # in turn, and none for its DRAM blocks
     await silence(running, second, first)
     assert servers(await owner.lookup(keys)) == {("m1", owner.nvme)}
     await owner.beat()

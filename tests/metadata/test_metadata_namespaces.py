@@ -1,4 +1,4 @@
-"""Namespaces are bounded, of each tenant and in all, and who makes many is in nobody's way."""
+"""Tests of the limits on namespaces, per tenant and in total."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_batch_outlives_namespaces_that_there_is_no_room_for(running: Ru
         await register(peer, "", 2)
 
 
-def test_a_lookup_of_what_nobody_registered_does_not_read_all_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_unregistered_namespace_reads_no_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("acme", 1)
     index = LmdbIndex.open(tmp_path / "index", map_bytes=1 << 24)
     owners = NamespaceOwners(index)

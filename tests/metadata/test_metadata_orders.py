@@ -1,4 +1,4 @@
-"""Nodes that are to drain, that end, that are removed: what the server says of them, and where it still sends anybody."""
+"""Tests of drain, unregister and remove calls, and their effect on lookups and plans."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def status(peer: Peer) -> pb.NodeStatus:
 
 
 async def tell(peer: Peer, order: DrainOrder, state: common_pb2.NodeState, **more: int) -> pb.HeartbeatResponse:
-    """A heartbeat with what the node says of its draining."""
+    """A heartbeat with drain progress."""
     progress = DrainProgress(operation_id=order.operation_id, state=state, **more)  # type: ignore[arg-type]
     request = pb.HeartbeatRequest(node_id=peer.node_id, boot_id=peer.boot_id, drain=progress)
     return await call_aio(peer.stub.Heartbeat, request, TIMEOUT_S)
@@ -134,7 +134,7 @@ async def test_reads_go_on_and_plans_leave_the_node_out(running: Running) -> Non
     assert "p" in await planned()
 
 
-async def test_a_node_that_ends_is_hidden_at_once_and_comes_back_with_its_volumes(running: Running) -> None:
+async def test_unregistered_node_is_hidden_and_returns_with_volumes(running: Running) -> None:
     peer, other, keys = running.peer("a"), running.peer("b"), chain("a", 8)
     for one in (peer, other):
         await one.register()
@@ -147,9 +147,9 @@ async def test_a_node_that_ends_is_hidden_at_once_and_comes_back_with_its_volume
     assert await other.hit(keys) == 0
     shown = await status(peer)
     assert (shown.stopped, shown.alive) == (True, False)
-    await peer.beat()  # one that was on its way
+    await peer.beat()  # a late heartbeat
     assert not (await status(peer)).alive
-    await peer.publish(peer.nvme, run_of(chain("b", 2)))  # what was written behind meanwhile
+    await peer.publish(peer.nvme, run_of(chain("b", 2)))  # a block that was written back during the drain
     assert (await other.counters()).get("metadata_nodes_expired_total", 0) == 0
     peer.reboot()
     assert (await peer.register())[peer.nvme], "its inventory is wanted"
@@ -252,7 +252,7 @@ async def test_malformed_calls_are_refused(running: Running) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_a_server_told_to_end_ends_the_streams_of_nodes_and_exits_with_0(tmp_path: Path, workers: int) -> None:
+async def test_server_sigterm_ends_publish_streams_and_exits_0(tmp_path: Path, workers: int) -> None:
     with server_process(tmp_path, workers, stop_grace_ms=60_000) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)

@@ -1,4 +1,4 @@
-"""Load plans over a real socket: idempotent, bounded, true to who lives, and of no meaning to another server."""
+"""Tests of load plans over a real socket: idempotent, bounded, and only over live nodes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def covered(answer: pb.LoadPlan) -> list[int]:
 
 
 async def pending(peer: Peer) -> int:
-    """Blocks that all queues together wait for, as the server tells with a plan that reads nothing."""
+    """Pending blocks of all queues, as reported with a plan that reads nothing."""
     told = (await plan(peer, asked(policy="oracle"))).reason
     return round(sum(float(found) for found in re.findall(r"([0-9.]+) MB queued", told)) * 1e6 / (1 << 20))
 
@@ -104,7 +104,7 @@ async def test_a_plan_names_each_block_once_over_hosts_with_engines(running: Run
 
 
 async def test_a_client_hears_that_nobody_is_left_to_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_PLAN_TIMEOUT_S", TIMEOUT_S)  # a busy machine is no reason
+    monkeypatch.setattr(directory, "_PLAN_TIMEOUT_S", TIMEOUT_S)  # tolerate a busy machine
     await hosts(running)
     spec, clock = CacheSpec("m", 16, 1, 1 << 20), MonotonicClock()
     incidents = LimitedLog(logging.getLogger("kvclient"), 1.0, clock.now_s)
@@ -177,7 +177,7 @@ async def test_a_failed_part_goes_to_others_without_what_arrived(running: Runnin
 async def test_a_new_plan_is_made_by_the_policy_of_the_old_one(running: Running) -> None:
     p = (await hosts(running))["p"]
     first = await plan(p, asked(policy="split"))
-    await plan(p, asked(policy="oracle"))  # somebody else plans nothing at all
+    await plan(p, asked(policy="oracle"))  # another client's plan reads nothing
     part = first.parts[-1]
     again = await replan(p, first.plan_id, part.index)
     assert covered(again) == list(range(part.start, part.start + part.count))

@@ -1,4 +1,4 @@
-"""The real server process: killed and started again, with its index and without; several workers on one port; its manners."""
+"""Tests of the real server process: kills, restarts, damaged indexes, several workers, signals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_deleted_index_is_rebuilt_by_what_nodes_tell(tmp_path: Path) -> 
             assert beat.index_epoch != epoch
             with pytest.raises(NotFound):
                 await again.send(again.batch(again.nvme))
-            again.sequence = 0  # a new epoch counts anew
+            again.sequence = 0  # a new epoch restarts the numbering
             assert (await again.register())[again.nvme]
             await again.publish(again.nvme, run_of(KEYS), sync_end=True)
             assert await again.hit(KEYS) == 50
@@ -111,7 +111,7 @@ async def test_an_index_damaged_under_a_running_server_is_made_anew(tmp_path: Pa
         assert "damaged" in server.log()
 
 
-async def test_an_index_damaged_while_no_server_ran_is_made_anew_at_the_start(tmp_path: Path) -> None:
+async def test_server_start_damaged_index_is_recreated(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)
@@ -179,7 +179,7 @@ async def test_workers_share_port_index_and_heartbeats(tmp_path: Path) -> None:
             seen = {(await peer.counters()).get("metadata_nodes_expired_total", 0) for peer in peers}
             assert seen == {0}
             assert await all_see()
-        # a boot that publishes through another worker goes on where it was
+        # a boot that publishes through another worker continues its numbering
         other = peers[-1]
         other.boot_id, other.sequence = writer.boot_id, writer.sequence
         await other.publish(other.nvme, run_of(chain("b", 5)))
@@ -251,7 +251,7 @@ def test_an_index_path_that_is_a_file_is_said(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_configurations_that_cannot_work_or_open_a_door_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
+def test_config_invalid_or_insecure_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         MetadataConfig(index_path=tmp_path, **change).check()  # type: ignore[arg-type]
 

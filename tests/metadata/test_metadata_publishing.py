@@ -1,4 +1,4 @@
-"""What ends a publish stream, and what is said of it."""
+"""Tests of the end of a publish stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas of tenants: kept beside the index, shared out over nodes, told with heartbeats."""
+"""Tests of quotas: settings file, shares, heartbeat answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ nodes = st.lists(st.tuples(st.integers(0, 1 << 40), st.sampled_from([0, 1, 1 << 
 
 
 @given(quota=st.integers(0, 1 << 42), known=nodes)
-def test_shares_are_never_more_than_the_quota_and_who_holds_little_keeps_it(quota: int, known: list[tuple[int, int]]) -> None:
+def test_shares_fit_quota_and_small_holders_keep_theirs(quota: int, known: list[tuple[int, int]]) -> None:
     rooms = [room for _, room in known]
     held = [has if room else 0 for has, room in known]
     given_ = divide_quota(quota, held, rooms)
@@ -46,7 +46,7 @@ def test_shares_are_never_more_than_the_quota_and_who_holds_little_keeps_it(quot
         assert sum(given_) >= quota - 2 * len(known), "all of it is given out"
 
 
-def test_a_lone_holder_comes_to_have_most_of_it_and_gives_way_to_another() -> None:
+def test_shares_lone_holder_gets_most_and_yields() -> None:
     held = [0, 0]
     for _ in range(30):
         held = [divide_quota(8000, held, [1, 1])[0], 0]  # the first fills what it is given
@@ -57,7 +57,7 @@ def test_a_lone_holder_comes_to_have_most_of_it_and_gives_way_to_another() -> No
 
 
 @given(held=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9), spare=st.integers(0, 1 << 40), data=st.data())
-def test_without_room_to_grow_nobody_gives_while_the_quota_suffices(held: list[int], spare: int, data: st.DataObject) -> None:
+def test_shares_without_growth_keep_what_nodes_hold(held: list[int], spare: int, data: st.DataObject) -> None:
     rooms = data.draw(st.lists(st.integers(1, 1 << 40), min_size=len(held), max_size=len(held)))
     given_ = divide_quota(sum(held) + spare, held, rooms, grows=False)
     assert all(share >= has for has, share in zip(held, given_, strict=True))
@@ -149,7 +149,7 @@ async def set_quota(running: Running, tenant: str, expected: pb.TenantQuota | No
 
 
 async def reported(peer: Peer, report: int = 0, **held: int) -> metadata_pb2.HeartbeatResponse:
-    """What the node is told, after it said what tenants hold there in DRAM."""
+    """The answer to a heartbeat that reports tenants' usage in DRAM."""
     request = metadata_pb2.HeartbeatRequest(
         node_id=peer.node_id,
         boot_id=peer.boot_id,
@@ -218,7 +218,7 @@ async def test_shares_say_which_report_of_which_boot_they_were_made_of(running: 
     assert (await reported(peer, 1, acme=3)).retention.report == 1, "nothing of the boot before"
 
 
-async def test_a_node_that_drains_has_no_share_and_the_others_all_of_it(running: Running) -> None:
+async def test_shares_draining_node_gets_none(running: Running) -> None:
     first, second = running.peer("a"), running.peer("b")
     for peer in (first, second):
         await peer.register()
@@ -238,7 +238,7 @@ async def test_a_node_that_drains_has_no_share_and_the_others_all_of_it(running:
 
 
 async def test_what_moves_is_not_cut_for_others_to_grow(running: Running) -> None:
-    """A quota that is full, unevenly, while a node drains: nobody is told less than it holds."""
+    """A full, unevenly used quota while a node drains: no share is smaller than the node's usage."""
     peers = [running.peer(name) for name in "abc"]
     for peer in peers:
         await peer.register()
@@ -254,14 +254,12 @@ async def test_what_moves_is_not_cut_for_others_to_grow(running: Running) -> Non
     assert told == [None, (7000, None), (1000, None)]
 
 
-async def test_sharing_out_rests_after_it_took_long_and_is_done_for_nobody_silent(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_shares_slow_run_is_followed_by_a_pause(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     def slow(*arguments: Any, **more: Any) -> list[int]:
         made.append(arguments)
-        running.clock.advance(0.0025)  # so little that nobody is taken for dead meanwhile
+        running.clock.advance(0.0025)  # too short for a node to expire
         return divide_quota(*arguments, **more)
 
     monkeypatch.setattr("kvstore.metadata.retention.quota_shares.divide_quota", slow)

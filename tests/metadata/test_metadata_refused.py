@@ -1,4 +1,4 @@
-"""What a refused call may change: the reason shown of a known node that does not report, and nothing else."""
+"""Tests of rejected calls in a node's name: they change only the reason that is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's shell with a clock that the test owns: who is told what, what is told again, and what silence does."""
+"""Tests of the scheduler service with a manual clock: events, retries, silent groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFILL, DECODE = pb.ENGINE_ROLE_PREFILL, pb.ENGINE_ROLE_DECODE
 
 @dataclass
 class Shell:
-    """A scheduler behind its door, and what it is made of."""
+    """A scheduler service and its collaborators."""
 
     clock: ManualClock = field(default_factory=ManualClock)
     queues: ReadQueues = field(default_factory=ReadQueues)
@@ -59,7 +59,7 @@ class Shell:
 
 
 class Leader:
-    """Reports for a group; keeps what it is told as an engine would."""
+    """Reports for a group, and applies its events as an engine would."""
 
     def __init__(self, shell: Shell, group: str, role: pb.EngineRole, *engines: pb.EngineState) -> None:
         self.shell, self.group, self.role = shell, group, role
@@ -85,7 +85,7 @@ class Leader:
         )
 
     def take(self, answer: pb.ReportEnginesResponse) -> list[pb.ScheduledRequest]:
-        """Keeps an answer that arrived; what was assigned by it."""
+        """Apply an answer, and return the assigned requests."""
         if answer.membership != self.membership:
             self.membership, self.acknowledged = answer.membership, 0
             self.work.clear()
@@ -146,7 +146,7 @@ async def test_a_request_is_told_to_both_groups_and_to_its_router() -> None:
     }
 
 
-async def test_an_answer_that_was_lost_is_told_again_and_counts_for_the_engine() -> None:
+async def test_report_lost_answer_is_repeated_and_counted() -> None:
     shell = Shell()
     leader = Leader(shell, "P", PREFILL, engine("p", sequences=0, tokens=0), engine("q", sequences=0, tokens=0))
     leader.report()
@@ -252,7 +252,7 @@ async def test_what_decode_finishes_first_is_called_off_at_prefill() -> None:
     assert shell.counters.get("metadata_scheduler_void_reports_total") == 1
 
 
-async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> None:
+async def test_silent_group_requests_are_reassigned_first() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     wanted = shell.ask("r")
@@ -264,7 +264,7 @@ async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> No
     shell.clock.advance(TTL_S)
     prefill.report()
     shell.clock.advance(TTL_S / 2)
-    shell.door.expire()  # the decode group is gone
+    shell.door.expire()  # the decode group is removed
     (again,) = prefill.report()
     assert again.request_id == "r"
     assert again.generation > before.generation
@@ -278,7 +278,7 @@ async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> No
     for call in (waits, follows):
         assert (await call).decode.engine == "e"
         assert (await call).generation == again.generation
-    # the dead one was only slow: what it says of before is void, and it begins anew
+    # the removed group was only slow: its old reports are void, and it joins again
     membership = decode.membership
     decode.report(finished=[before.generation])
     assert decode.membership != membership
@@ -287,7 +287,7 @@ async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> No
     assert shell.door.gauges()["metadata_scheduler_requests"] == 2
 
 
-async def test_a_dead_decode_engine_costs_a_computed_prompt_and_a_prefill_engine_that_left_after_it_nothing() -> None:
+async def test_lost_decode_engine_restarts_request_prefill_does_not() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     wanted = shell.ask("r")
@@ -297,14 +297,14 @@ async def test_a_dead_decode_engine_costs_a_computed_prompt_and_a_prefill_engine
     await router
     prefill.engines = [engine("p2")]  # p leaves in the very report that says it is done
     prefill.report(prefilled=[one.generation])
-    assert (await shell.door.assign(wanted)).prefill.engine == "p"  # a late retry is told who did it
+    assert (await shell.door.assign(wanted)).prefill.engine == "p"  # a late retry gets the same engines
     assert shell.counters.get("metadata_requests_given_back_total") == 0
     decode.engines = []
     assert decode.report() == []
     assert [(again.request_id, again.engine) for again in prefill.report()] == [("r", "p2")]
 
 
-async def test_a_leader_that_was_restarted_takes_the_place_of_its_former_self() -> None:
+async def test_restarted_leader_replaces_its_former_boot() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r"))
@@ -429,7 +429,7 @@ async def test_requests_are_bounded_by_what_they_occupy(monkeypatch: pytest.Monk
         await shell.door.assign(shell.ask("r", near=[pb.NearPrefix(engine=f"{at}" + "x" * 200, tokens=1) for at in range(400)]))
 
 
-async def test_a_group_that_does_not_listen_gets_no_more_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_group_without_acknowledgements_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell()
     monkeypatch.setattr(module, "EVENTS_AT_ONCE", 2)
     monkeypatch.setattr(module, "MAX_UNREAD", 2)
@@ -517,7 +517,7 @@ async def test_a_standstill_after_deaths_ends() -> None:
     assert prefill.work["old"].decode.engine == decode.work["old"].decode.engine == "d"
 
 
-async def test_a_decode_engine_may_finish_what_a_prefill_engine_died_after() -> None:
+async def test_decode_finishes_after_prefill_engine_died() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r"))
@@ -533,7 +533,7 @@ async def test_a_decode_engine_may_finish_what_a_prefill_engine_died_after() -> 
     assert shell.door.gauges()["metadata_scheduler_requests"] == 0
 
 
-async def test_engines_of_a_node_that_drains_are_given_nothing_and_keep_what_they_have() -> None:
+async def test_draining_node_engines_keep_work_and_get_none() -> None:
     shell = Shell()
     prefill = Leader(shell, "P", PREFILL, engine("p"), engine("q"))
     old = Leader(shell, "D", DECODE, engine("d", hbm_tokens=30))

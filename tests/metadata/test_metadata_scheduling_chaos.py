@@ -1,4 +1,4 @@
-"""SchedulerService under lost messages and dead engines: one attempt serves each request. Hostile calls change nothing."""
+"""Tests of the scheduler service with lost messages and dead engines: each request is served once."""
 
 from __future__ import annotations
 

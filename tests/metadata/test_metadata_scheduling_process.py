@@ -1,4 +1,4 @@
-"""Scheduling with the real server process and the real clients: the rules, dead engines, a restarted server, a crowd."""
+"""Tests of scheduling with a real server process and real clients."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_assignment_follows_the_rules(tmp_path: Path) -> None:
                 computing[1] = EngineFigures("long-queue", "busy", sequences=2, tokens=120)
                 computing[2] = EngineFigures("short-queue", "idle", "10.0.0.3:8000", sequences=2, tokens=110)
                 assert [one.decode and one.decode.node for one in prefill.report(computing).assigned] == ["busy", "idle", "idle"]
-                # what was read is no longer waited for
+                # completed reads leave the queue
                 finished = pb.LoadReport(plan_id=plan.plan_id, finished=True)
                 await call_aio(nodes[0].stub.ReportLoads, pb.ReportLoadsRequest(loads=[finished]), TIMEOUT_S)
                 computing[1] = EngineFigures("long-queue", "busy", sequences=0, tokens=0)
@@ -155,7 +155,7 @@ async def _waiting(peer: Peer, count: int) -> bool:
     return (await peer.counters())["metadata_scheduler_waiting_prefill"] == count
 
 
-async def test_a_router_hears_of_the_engines_that_take_over_from_dead_ones(tmp_path: Path) -> None:
+async def test_assign_again_returns_replacement_engines(tmp_path: Path) -> None:
     with server_process(tmp_path, ttl_ms=TTL_MS, engine_ttl_ms=TTL_MS) as server:
         async with client_of(server.address) as client:
             prefill, first = Engines(client, "P", "prefill"), Engines(client, "D", "decode", ends=False)
@@ -180,7 +180,7 @@ async def test_a_router_hears_of_the_engines_that_take_over_from_dead_ones(tmp_p
         assert "reason=silent for" in server.log()
 
 
-async def test_a_restarted_server_is_a_pause_for_who_waits_and_news_for_who_runs(tmp_path: Path) -> None:
+async def test_server_restart_waiting_calls_continue(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with client_of(server.address) as client:
             running, waiting = EngineRequest("running", 1_000), EngineRequest("waiting", 1_000)
@@ -198,12 +198,12 @@ async def test_a_restarted_server_is_a_pause_for_who_waits_and_news_for_who_runs
                 await client.again(running, answer, 20)
             anew = await client.assign(running, 20)
             assert anew.generation != answer.generation
-            assert len(groups[1].news) == 2  # it joined twice, by itself
+            assert len(groups[1].news) == 2  # it joined again after the restart
             for engines in groups:
                 await engines.die()
 
 
-async def test_a_crowd_is_served_once_each_and_one_that_finds_no_engine_is_turned_away(tmp_path: Path) -> None:
+async def test_many_requests_are_served_once_each(tmp_path: Path) -> None:
     with server_process(tmp_path, max_requests=500) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)

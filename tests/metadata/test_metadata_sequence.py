@@ -1,4 +1,4 @@
-"""Rules of publish order, against a plain model: what is applied is applied in order, and nothing is lost unnoticed."""
+"""Model-based tests of the order of publish batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVENTS = st.lists(st.one_of(st.just("register"), st.integers(1, 8)), max_size=40
 
 
 @given(EVENTS)
-def test_a_batch_is_applied_only_when_all_before_it_are_in_or_an_inventory_follows(events: list[str | int]) -> None:
+def test_sequence_batch_after_gap_is_refused(events: list[str | int]) -> None:
     state, highest, inventory_follows = SequenceState(BOOT), 0, False
     for event in events:
         state = SequenceState.decode(state.encode(), BOOT)

@@ -1,4 +1,4 @@
-"""Every RPC over a real socket, the order of publishing, liveness, anti-entropy, and what hostile callers get."""
+"""Tests of all calls of the Metadata service over a real socket."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_registering_twice_answers_the_same_and_keeps_everything(running: 
     assert await peer.hit(keys) == 10
 
 
-async def test_a_new_boot_drops_dram_at_once_and_nvme_after_its_inventory(running: Running) -> None:
+async def test_register_new_boot_drops_dram_then_nvme(running: Running) -> None:
     peer, volatile, durable = running.peer(), chain("v", 10), chain("d", 10)
     await peer.register()
     await peer.publish(peer.dram, run_of(volatile), sync_end=True)
@@ -83,7 +83,7 @@ async def test_a_volume_that_is_gone_is_closed(running: Running) -> None:
     assert await peer.hit(keys) == 0
 
 
-async def test_a_volume_of_a_living_node_is_not_given_away_but_a_dead_ones_is(running: Running) -> None:
+async def test_register_volume_of_live_node_is_refused(running: Running) -> None:
     one, keys = running.peer("host-1"), chain("a", 10)
     await one.register()
     await one.publish(one.nvme, run_of(keys))
@@ -173,7 +173,7 @@ async def test_order_within_a_burst_is_kept(running: Running) -> None:
     assert await peer.hit(keys) == 20
 
 
-async def test_a_gap_is_a_conflict_after_which_everything_is_wanted_again(running: Running) -> None:
+async def test_publish_gap_is_conflict_and_requests_inventory(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 20)
     await peer.register()
     await peer.publish(peer.nvme, run_of(keys, 0, 5), sync_end=True)
@@ -190,7 +190,7 @@ async def test_a_gap_is_a_conflict_after_which_everything_is_wanted_again(runnin
     assert not (await peer.register())[peer.nvme]
 
 
-async def test_messages_before_a_malformed_one_are_applied_and_acknowledged(running: Running) -> None:
+async def test_publish_batches_before_malformed_one_are_applied(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 20)
     await peer.register()
     bad = peer.batch(peer.dram)
@@ -233,7 +233,7 @@ async def test_drift_is_found_and_repaired_range_by_range(running: Running) -> N
     await peer.publish(peer.nvme, run_of(keys), sync_end=True)
     digests, counts = digest_ranges(b"".join(keys))
     assert await peer.compare(peer.nvme, 0, digests, counts) == []
-    # the index is damaged: behind the node's back, blocks vanish and one appears
+    # the index is damaged: blocks vanish and one appears, without the node
     stray = BlockKey(chain("stray", 1)[0])
     damage = [peer.batch(peer.nvme, removed=keys[290:]), peer.batch(peer.nvme, [run_of([stray])])]
     await peer.send(*damage)
@@ -391,7 +391,7 @@ async def test_hostile_requests_are_refused_with_a_typed_error(running: Running,
         unary = getattr(Peer(channel).stub, method)
         with pytest.raises(InvalidArgument):
             await call_aio(unary, request, TIMEOUT_S)
-    assert await peer.register()  # and the server goes on
+    assert await peer.register()  # the server still works
 
 
 @pytest.mark.parametrize(

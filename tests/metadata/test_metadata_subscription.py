@@ -1,4 +1,4 @@
-"""``WatchBlocks`` over a real socket: what subscribers are told, when they must begin anew, and what they cost."""
+"""Tests of ``WatchBlocks`` over a real socket: snapshots, resumption, limits."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ async def test_death_is_one_event_a_volume(running: Running) -> None:
     await watch.served(peer.dram, served=True)
     await watch.served(peer.nvme, served=True)
     assert [volume.tier for volume in watch.mirror.holders(KEYS[0])] == [Tier.TIER_NVME]
-    assert {event.WhichOneof("what") for event in watch.events} == {"served"}  # nothing is told again
+    assert {event.WhichOneof("what") for event in watch.events} == {"served"}  # blocks are not sent again
     watch.events.clear()
-    peer.reboot()  # what it had in DRAM is gone with it; what it has on NVMe stays until it is told anew
+    peer.reboot()  # blocks in DRAM are lost; blocks on NVMe stay until the new inventory
     await peer.register()
     await watch.held(KEYS)
     assert [event.WhichOneof("what") for event in watch.events].count("closed") == 1
@@ -166,7 +166,7 @@ async def test_what_is_gone_and_what_is_of_another_count_begins_anew(running: Ru
     assert [counted[f"metadata_watch_resyncs_{why}_total"] for why in ("asked", "gone", "restarted")] == [1, 2, 1]
 
 
-async def test_a_key_that_is_stored_at_its_own_place_leaves_the_one_that_was_a_slip(running: Running) -> None:
+async def test_watch_key_stored_at_right_depth_replaces_wrong(running: Running) -> None:
     peer, other = running.peer(), running.peer("host-2")
     slip = BlockRun(namespace_id=NAMESPACE, depth=0, keys=b"".join(KEYS[20:]))
     for each in (peer, other):
@@ -209,7 +209,7 @@ async def test_filters(running: Running) -> None:
     assert {volume.node_id for volume in watches["node"].mirror.volumes} == {"host-2"}
     assert {volume.tier for volume in watches["tier"].mirror.volumes} == {Tier.TIER_NVME}
     assert len(watches["namespace"].mirror.volumes) == 4
-    # the one that wants nothing of what happens is told how far it is, and can resume from there
+    # the subscriber whose filter drops all events gets its position, and can resume from there
     nobody = Watch(running.channel, pb.WatchBlocksRequest(node_ids=["nobody"]))
     await nobody.complete()
     before = nobody.mirror.sequence
@@ -219,7 +219,7 @@ async def test_filters(running: Running) -> None:
     assert nobody.mirror.sequence > before
 
 
-async def test_a_subscriber_that_never_reads_holds_nothing_and_begins_anew(tmp_path: Path) -> None:
+async def test_watch_stalled_subscriber_gets_new_snapshot(tmp_path: Path) -> None:
     config = MetadataConfig(
         index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=256 << 20, events_memory_bytes=1 << 20
     )
@@ -280,7 +280,7 @@ async def test_without_subscribers_nothing_is_kept(running: Running) -> None:
     await wait_until_async(let_go)
     late = Watch(running.channel, sequence)
     await late.complete()
-    assert late.reasons == [pb.RESYNC_REASON_GONE]  # who fell silent meanwhile was not told
+    assert late.reasons == [pb.RESYNC_REASON_GONE]  # changes of liveness were not recorded
 
 
 @pytest.mark.parametrize(

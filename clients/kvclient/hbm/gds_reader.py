@@ -262,8 +262,8 @@ class GdsReader:
 
         groups = [(volumes[number], positions) for number, positions in by_volume.items()]
         try:
-            if len(groups) == 1:
-                read_one(*groups[0])
+            if len(groups) == 1 and threading.current_thread() is not threading.main_thread():
+                read_one(*groups[0])  # no KeyboardInterrupt here: a mount does not report the end of an interrupted read
             else:
                 self._in_parallel(groups, read_one, pending)
         except BaseException as error:  # an interrupt: the caller releases the slots, so no read may still write to them

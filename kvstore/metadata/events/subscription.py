@@ -142,7 +142,7 @@ class BlockEventSubscription:
             if held := _held(blocks, self._known_volumes, self._namespaces):
                 self._counters.add("metadata_watch_snapshot_blocks_total", sum(len(one.held.depths) for one in held))
                 yield pb.WatchBlocksResponse(events=pb.BlockEvents(events=held))
-            # the page may already include these changes, and later ones; what it lacks follows with later events
+            # the page may already include these changes, and later ones; missing parts follow with later events
             while self.sequence < goal:
                 events = self._next()
                 if events is None:

@@ -60,7 +60,7 @@ class Lookups:
     def answer(self, request: LookupRequest) -> bytes:
         """Find the servable prefix of a chain and the nodes that serve it.
 
-        An unregistered namespace has no blocks. That is a miss, not an error, because the engine then simply computes the prompt.
+        An unregistered namespace is a miss, not an error, because the engine then simply computes the prompt.
 
         Returns:
             An encoded ``LookupResponse``.

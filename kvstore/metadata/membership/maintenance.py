@@ -74,7 +74,7 @@ class Maintenance:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with suppress(KVStoreError):  # the index takes no changes: nodes will send further heartbeats
+        with suppress(KVStoreError):  # the index cannot be changed: nodes will send further heartbeats
             await self._thread.run(self._share, self._nodes.take_unshared_notes())
 
     async def _watch_nodes(self) -> None:

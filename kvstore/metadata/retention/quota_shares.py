@@ -10,9 +10,9 @@ keep what they have, and the others are cut to one level (max-min fairness, weig
 * a tenant whose engines all run on one host has at least seven eighths of its quota there, whatever the number of nodes;
 * a node that begins to hold blocks of the tenant gets its fair share within some heartbeats.
 
-A draining node has no share, and its blocks do not count: they are on their way to the other nodes, which share the whole quota
+A draining node gets no share, and its blocks do not count: they move to the other nodes, which share the whole quota
 and take those blocks only as far as they fit. Meanwhile no node gets headroom at the expense of others, or the moved blocks
-would be evicted again. A silent node has no share and does not count, because nobody serves its blocks.
+would be evicted again. A silent node is left out, because its blocks are not served.
 
 All shares are made at once, on the event loop, and reused for all nodes. It takes time per tenant and node, so other calls run
 in between, one run serves all heartbeats that wait for it, and the next run waits ``REST_TIMES`` as long as the run took. A

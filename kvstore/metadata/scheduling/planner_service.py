@@ -248,7 +248,7 @@ class PlannerService:
         return BANDWIDTH_SOURCE_MEASURED if measured else known.rates.storage_source, known.rates.compute_source
 
     def _relays(self, request: pb.PlanLoadRequest, now_s: float) -> tuple[str, ...]:
-        """Idle third nodes with engines. A storage node has no compute link to relay over."""
+        """Idle third nodes with engines. Storage nodes lack a compute link to relay over."""
         records = self._nodes.last_view.nodes
         without_engines = {node_id for node_id, record in records.items() if not {"prefill", "decode"}.intersection(record.roles)}
         return tuple(self.planner.queues.idlest(RELAYS, now_s, without_engines | {request.prefill_node, request.decode_node}))

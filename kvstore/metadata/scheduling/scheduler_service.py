@@ -43,13 +43,13 @@ _CANCELLED: Final = NotFound("the request was cancelled")
 
 
 class SchedulerService:
-    """The scheduler behind the RPCs.
+    """Handlers of the calls of routers and engine groups.
 
     Args:
         rules: limits of the scheduler.
         queues: planned reads of all nodes.
         engine_ttl_s: silence after which a group is dead.
-        request_ttl_s: age at which a request is forgotten, whatever engines report.
+        request_ttl_s: age at which a request is forgotten even if engines never report it as finished.
         counters: counters of this process.
         clock: clock.
         shut_nodes: returns the draining nodes, whose engines get no new requests.
@@ -339,7 +339,7 @@ class SchedulerService:
             if request.paired and not request.ended and request.generation != after:  # paired at the same moment
                 return self._notifier.assignment(request)
             late = DeadlineExceeded("no engines for the request in time", request=request.request_id, seconds=budget_s)
-            # a call that waited for other engines may come again; the request has a deadline of its own
+            # a call that waited for other engines may come again; the request has a separate deadline
             if not after and not request.paired and not request.ended and request.waiters == [answer]:
                 self._drop_late(request, late)
             raise late from None
@@ -370,7 +370,8 @@ class SchedulerService:
     def _break_deadlock(self) -> None:
         """Requeue requests that hold decode memory, if requests that hold a prefill engine wait for that memory.
 
-        In order of arrival there is no deadlock. But requests of lost engines are requeued before requests that arrived earlier.
+        Requests in order of arrival cannot deadlock. But requests of lost engines are requeued before requests that arrived
+        earlier.
         """
         halves = [request for request in self._requests if (request.prefill is None) != (request.decode is None)]
         holding = [request for request in halves if request.decode is not None]
@@ -405,7 +406,7 @@ class SchedulerService:
         self._counters.add("metadata_requests_expired_total")
 
     def _drop(self, request: RouterRequest, why: KVStoreError) -> None:
-        """Remove a request that is not finished; its engines are told to drop it."""
+        """Remove a request that is not finished; its engines get an event to drop it."""
         self._scheduler.cancel(request.request_id)
         self._notifier.revoke_all(request)
         self._requests.end(request, why)
