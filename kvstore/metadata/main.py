@@ -27,6 +27,7 @@ from kvstore.core.types import NamespaceId
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process import gc_tuning
 from kvstore.process.fd_limits import raise_limit
 from kvstore.process.graceful_shutdown import SIGNALS, GracefulShutdown, SignalCounter, exit_now
@@ -134,7 +135,7 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
         logger.critical("index damaged or rebuild requested: recreating it")
         if parent is not None:
             raise _IndexDamaged
-        counters.add("metadata_index_restarts_total")
+        counters.add(metadata_metrics.INDEX_RESTARTS)
         config = config.model_copy(update={"listen": address})
     if parent is not None:
         loop.remove_reader(parent)

@@ -61,6 +61,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.http import MetricsServer, serve
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.slow_loads import RecentLoads
 from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
 from kvstore.rpc.auth.tokens import TokenSource, tokens_file
@@ -498,7 +499,7 @@ class NodeDaemon:
             time.sleep(STOP_POLL_S)  # their engines copy, and will say so
         flushed = self._flush(self._part_of(until_s, STOP_PARTS - 1))
         if lost := self.table.not_durable():
-            self.counters.add("node_stopped_not_durable_blocks_total", lost)
+            self.counters.add(node_metrics.STOPPED_NOT_DURABLE_BLOCKS, lost)
             log.warning("%d blocks are not durable, and lost with this process%s", lost, "" if flushed else ": time is over")
         servers = [self._data] if self._storage_data is None else [self._data, self._storage_data]
         reads_s = min(self._part_of(until_s), self._clock.now_s() + STOP_CALLS_S)
@@ -513,7 +514,7 @@ class NodeDaemon:
             return self.table.wait_written(deadline_s)
         flushed, saved = flush_on_shutdown(self.table, self._clock, deadline_s)
         if saved:
-            self.counters.add("node_stopped_saved_blocks_total", saved)
+            self.counters.add(node_metrics.STOPPED_SAVED_BLOCKS, saved)
             log.info("%d blocks that lay in DRAM alone are durable now", saved)
         return flushed
 
@@ -592,7 +593,7 @@ class NodeDaemon:
             try:
                 self.sessions.expire()
             except Exception:  # process edge: without the janitor nothing would be given back any more
-                self.counters.add("janitor_bugs_total")
+                self.counters.add(node_metrics.JANITOR_BUGS)
                 log.exception("the janitor failed, trying again")
 
 

@@ -27,6 +27,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.process.node_id import check_node_id
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
@@ -239,7 +240,7 @@ class HbmPool:
             try:
                 self.evict(demote=demote, timeout_s=timeout_s / 2)
                 if not self._drain(until_s) or not self._take(capacity_bytes):
-                    self._counters.add("hbm_resize_refused_total")
+                    self._counters.add(device_metrics.HBM_RESIZE_REFUSED)
                     _log.warning("refused resize: pool %s has blocks in use", self.node_id)
                     return False
             finally:
@@ -299,7 +300,7 @@ class HbmPool:
             if idle:
                 self._volume.close()
             else:
-                self._counters.add("hbm_closed_in_use_total")
+                self._counters.add(device_metrics.HBM_CLOSED_IN_USE)
                 _log.warning("closed pool in use: %s, its memory is released after the last read", self.node_id)
             self._table.close()
 

@@ -34,6 +34,7 @@ from kvstore.core.types import NamespaceId, NodeId, Tier
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.settings_store import OperatorSettings, RuleSetting
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 logger: Final = logging.getLogger(__name__)
 HEADROOM: Final = 8
@@ -172,7 +173,7 @@ class QuotaShares:
         try:
             self._shares = await self._make_shares(settings)
         except Exception:  # process edge: heartbeats must be answered, and the previous shares stay in force
-            self._counters.add("metadata_quota_share_failures_total")
+            self._counters.add(metadata_metrics.QUOTA_SHARE_FAILURES)
             logger.exception("making quota shares failed; the next heartbeat tries again")
 
     async def _make_shares(self, settings: OperatorSettings) -> _ShareTable:

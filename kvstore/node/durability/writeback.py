@@ -39,6 +39,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import WriteRequest
 
@@ -89,7 +90,7 @@ class LocalTarget:
             unclaim_durable(self._table.residency, claim)
         if denied := blocks[claim.blocks :]:
             wait_turn()
-            self._counters.add("write_behind_beyond_quota_blocks_total", len(denied))
+            self._counters.add(node_metrics.WRITE_BEHIND_BEYOND_QUOTA_BLOCKS, len(denied))
             for block in denied:
                 self._table.writeback_failed(block, denied=True)
 
@@ -108,7 +109,7 @@ class LocalTarget:
         shape = blocks[0].namespace.shape
         node_volumes = [node_volume for node_volume in self._table.node_volumes if node_volume.volume.fits(shape)]
         if not node_volumes:
-            self._counters.add("write_behind_unfit_blocks_total", len(blocks))
+            self._counters.add(node_metrics.WRITE_BEHIND_UNFIT_BLOCKS, len(blocks))
             _limited.warning("blocks stay in DRAM only: no volume of this node fits them (block_bytes=%d)", shape.block_bytes)
         for node_volume in sorted(node_volumes, key=self._free_bytes, reverse=True):
             if node_volume.resting_until_s > self._clock.now_s() or not node_volume.guard.takes_changes:
@@ -118,7 +119,7 @@ class LocalTarget:
                 return
             blocks = remaining
         wait_turn()
-        self._counters.add("write_behind_dropped_blocks_total", len(blocks))
+        self._counters.add(node_metrics.WRITE_BEHIND_DROPPED_BLOCKS, len(blocks))
         for block in blocks:
             self._table.writeback_failed(block)
 
@@ -172,7 +173,7 @@ class LocalTarget:
                 node_volume.failing.succeeded(self._clock.now_s())
         for block, slot in written:
             self._table.writeback_done(block, node_volume, slot)
-        self._counters.add("write_behind_blocks_total", len(written))
+        self._counters.add(node_metrics.WRITE_BEHIND_BLOCKS, len(written))
         if failed:
             self._back_off(node_volume, failed[0][2])
             node_volume.volume.free([slot for _, slot, _ in failed])
@@ -209,11 +210,11 @@ class LocalTarget:
 
     def _stalled(self, node_volume: NodeVolume, error: VolumeStalled) -> None:
         """Count a stall. The volume's guard refuses writes until it answers, so no back-off is needed."""
-        self._counters.add("write_behind_errors_total")
+        self._counters.add(node_metrics.WRITE_BEHIND_ERRORS)
         _limited.warning("write-back stalled: volume %s: %s", node_volume.volume_id, error)
 
     def _back_off(self, node_volume: NodeVolume, error: Exception) -> None:
-        self._counters.add("write_behind_errors_total")
+        self._counters.add(node_metrics.WRITE_BEHIND_ERRORS)
         log.warning("write-back failed: volume %s (error=%s, backoff=%.0f s)", node_volume.volume_id, error, BACKOFF_S)
         now_s = self._clock.now_s()
         node_volume.failing.failed(now_s, error)
@@ -241,14 +242,14 @@ class RemoteTarget:
             try:
                 durable = self._send(blocks[0].namespace, blocks)
             except KVStoreError as error:
-                self._counters.add("write_behind_errors_total")
+                self._counters.add(node_metrics.WRITE_BEHIND_ERRORS)
                 log.warning("write-back failed: storage node (error=%s, backoff=%.0f s)", error, BACKOFF_S)
                 self._failing.failed(self._clock.now_s(), error)
                 self._backoff_until_s = self._clock.now_s() + BACKOFF_S
             else:
                 self._failing.succeeded(self._clock.now_s())
-        self._counters.add("write_behind_blocks_total", len(durable))
-        self._counters.add("write_behind_dropped_blocks_total", len(blocks) - len(durable))
+        self._counters.add(node_metrics.WRITE_BEHIND_BLOCKS, len(durable))
+        self._counters.add(node_metrics.WRITE_BEHIND_DROPPED_BLOCKS, len(blocks) - len(durable))
         for block in blocks:
             if id(block) in durable:
                 self._table.writeback_done(block, None, None)
@@ -270,7 +271,7 @@ class RemoteTarget:
             try:
                 outcomes = peer.write(request, source, checksums)
             except Conflict as error:  # a fault of these blocks, not of the storage node
-                self._counters.add("write_behind_conflicts_total")
+                self._counters.add(node_metrics.WRITE_BEHIND_CONFLICTS)
                 _limited.warning("blocks not written back: conflict on the storage node: %s", error)
                 continue
             kept = (StoreOutcome.STORED, StoreOutcome.EXISTS)
@@ -302,7 +303,7 @@ class CommitOrder:
         with self._changed:
             while self._done < number:
                 if not self._changed.wait(_STALL_LOG_S):
-                    self._counters.add("write_behind_stalls_total")
+                    self._counters.add(node_metrics.WRITE_BEHIND_STALLS)
                     log.warning("write-back waits: an earlier batch has not ended (waited=%.0f s)", _STALL_LOG_S)
 
     def done(self, number: int) -> None:
@@ -370,7 +371,7 @@ class WriteBehind:
 
     def _failed(self, blocks: Sequence[Block], bug: Exception) -> None:
         """Report a batch that failed with an unexpected error: no block of it may stay in the queue."""
-        self._counters.add("write_behind_bugs_total")
+        self._counters.add(node_metrics.WRITE_BEHIND_BUGS)
         log.error("write-back failed: unexpected error (blocks=%d)", len(blocks), exc_info=bug)
         for block in blocks:
             if block.writing:
@@ -400,7 +401,7 @@ class WriteBehind:
         assert block.dram is not None
         if verify(self._table.dram.view(block.dram, shape.block_bytes), shape, block.checksums):
             return True
-        self._counters.add("write_behind_corrupt_blocks_total")
+        self._counters.add(node_metrics.WRITE_BEHIND_CORRUPT_BLOCKS)
         log.error("block dropped: corrupt in DRAM (key=%s)", block.key.hex())
         self._table.writeback_failed(block, corrupt=True)
         return False
