@@ -21,8 +21,8 @@ import aiofiles.os
 from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.config.node import NodeConfig
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
-from kvstore.core.types import BlockKey, BootId, NodeId, SessionId, VolumeId
+from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
+from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.staging_budget import StagingBudget
@@ -32,6 +32,7 @@ from kvstore.node.control.pull import Puller
 from kvstore.node.control.retention import Retainer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
 from kvstore.node.durability.read_rate import ReadRate
+from kvstore.node.durability.recovery import open_volumes, recover
 from kvstore.node.durability.scrub import VolumeChecks
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown
 from kvstore.node.durability.volume_watch import VolumeWatch
@@ -60,6 +61,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.http import MetricsServer, serve
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.slow_loads import RecentLoads
 from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
 from kvstore.rpc.auth.tokens import TokenSource, tokens_file
@@ -68,10 +70,7 @@ from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.health_probe import HealthProbe
 from kvstore.rpc.server import METADATA_SERVICE, BoundServer, build_aio_server
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 from kvstore.tiers.eviction.policy import make_policy
-from kvstore.tiers.io_engines.probe import choose_gds
-from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.liveness import LivenessMonitor
@@ -145,28 +144,7 @@ class NodeDaemon:
             prefault_threads=int(config.prefault),
             counters=self.counters,
         )
-        self._slabs: list[NvmeSlab] = []
-        self._gds: list[str] = []
-        if config.gds == "required" and not config.nvme:
-            raise InvalidArgument("node.gds = required takes an NVMe volume (node.nvme)")
-        for number, nvme in enumerate(config.nvme):
-            volume_id = VolumeId(f"{config.node_id}/nvme{number}")
-            nvme.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # what is measured is the folder's file system
-            threads = config.io_threads * len(config.nvme)
-            gds, found = choose_gds(config.gds, nvme.path, threads=threads, counters=self.counters)
-            self._gds.append(f"GPUDirect Storage of {volume_id}: {found.describe()}")
-            self._slabs.append(
-                NvmeSlab.open(
-                    nvme.path,
-                    volume_id=volume_id,
-                    capacity_bytes=nvme.capacity_bytes,
-                    io_threads=config.io_threads,
-                    direct=nvme.direct,
-                    counters=self.counters,
-                    gds=gds,
-                    gds_required=config.gds == "required",
-                )
-            )
+        self._slabs, self._gds = open_volumes(config, self.counters)
 
     def _build(self) -> None:
         config, counters, clock = self.config, self.counters, self._clock
@@ -190,7 +168,7 @@ class NodeDaemon:
         )
         rules_file = config.nvme[0].path / RULES_FILE if config.nvme and config.metadata is not None else None
         self._retainer = Retainer(self.table, self._namespaces, self._list_specs, counters, rules_file)
-        self._recover(node_volumes)
+        recover(self.table, self._namespaces, counters)
         self._retainer.recall()
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlAgents(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
@@ -278,28 +256,6 @@ class NodeDaemon:
             traffic=traffic,
             one_sided=None if nixl is None else partial(NixlResponder, nixl),
         )
-
-    def _recover(self, node_volumes: list[NodeVolume]) -> None:
-        known: dict[BlockKey, BlockKey] = {}
-        for node_volume in node_volumes:
-            found = 0
-            for slot, record in node_volume.volume.recover():
-                namespace = self._namespaces.of_shape(record.namespace, record.shape)
-                if self.table.restore(node_volume, namespace, _with_known_keys(record, known), slot):
-                    found += 1
-                else:
-                    self._drop_second(node_volume.volume, record.key, slot)
-            log.info("%s: %d durable blocks found, I/O engine %s", node_volume.volume_id, found, node_volume.volume.io_engine)
-
-    def _drop_second(self, volume: DurableVolume, key: BlockKey, slot: Slot) -> None:
-        """The same block in two volumes: one is enough. Where the catalog cannot forget it, its slot stays out of use."""
-        try:
-            volume.commit([], [key])
-        except (KVStoreError, OSError) as error:
-            self.counters.add("recovery_doubles_kept_total")
-            log.info("%s keeps a block that another volume holds too: %s", volume.volume_id, error)
-        else:
-            volume.free([slot])
 
     def _make_peer(self, address: PeerAddress, namespace: NodeNamespace) -> BlockPeer:
         spec = namespace.spec
@@ -543,7 +499,7 @@ class NodeDaemon:
             time.sleep(STOP_POLL_S)  # their engines copy, and will say so
         flushed = self._flush(self._part_of(until_s, STOP_PARTS - 1))
         if lost := self.table.not_durable():
-            self.counters.add("node_stopped_not_durable_blocks_total", lost)
+            self.counters.add(node_metrics.STOPPED_NOT_DURABLE_BLOCKS, lost)
             log.warning("%d blocks are not durable, and lost with this process%s", lost, "" if flushed else ": time is over")
         servers = [self._data] if self._storage_data is None else [self._data, self._storage_data]
         reads_s = min(self._part_of(until_s), self._clock.now_s() + STOP_CALLS_S)
@@ -558,7 +514,7 @@ class NodeDaemon:
             return self.table.wait_written(deadline_s)
         flushed, saved = flush_on_shutdown(self.table, self._clock, deadline_s)
         if saved:
-            self.counters.add("node_stopped_saved_blocks_total", saved)
+            self.counters.add(node_metrics.STOPPED_SAVED_BLOCKS, saved)
             log.info("%d blocks that lay in DRAM alone are durable now", saved)
         return flushed
 
@@ -637,7 +593,7 @@ class NodeDaemon:
             try:
                 self.sessions.expire()
             except Exception:  # process edge: without the janitor nothing would be given back any more
-                self.counters.add("janitor_bugs_total")
+                self.counters.add(node_metrics.JANITOR_BUGS)
                 log.exception("the janitor failed, trying again")
 
 
@@ -654,12 +610,3 @@ def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:
         with contextlib.suppress(OSError):  # a name that nobody knows: listening there fails, and says so
             uncapped = {str(found[4][0]) for found in socket.getaddrinfo(parse_address(config.storage_listen)[0], None)}
     return KvTraffic(TrafficClass(config.kv_dscp, config.compute_cap), counters, uncapped)
-
-
-def _with_known_keys(record: BlockRecord, known: dict[BlockKey, BlockKey]) -> BlockRecord:
-    """A record whose keys are the objects met before: a block and its children share one for each key."""
-    parent = None if record.parent is None else known.setdefault(record.parent, record.parent)
-    key = known.setdefault(record.key, record.key)
-    return BlockRecord(
-        record.namespace, key, parent, record.depth, record.shape, record.checksums
-    )  # replace() takes twice as long

@@ -38,11 +38,12 @@ from kvstore.node.state.block_states import DramState, VolumeReplica
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import KeyWaiter, LoadClaim, StoreGrant
 from kvstore.node.state.invariants import validate
-from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.model import EVICTING, Block, NodeVolume
 from kvstore.node.state.namespaces import Accounts, NodeNamespace
 from kvstore.node.state.residency import Residency
 from kvstore.node.state.store_admission import admit
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
 from kvstore.tiers.eviction.policy import LruPolicy
 
@@ -179,11 +180,13 @@ class BlockTable:
             prepared.outcomes[position] = StoreOutcome.SKIPPED
         if granted < len(wanted):
             full = not over and is_full(self.residency, prepared.namespace)
-            self._counters.add(f"store_skipped_{'quota' if full else 'no_room'}_blocks_total", len(wanted) - granted)
+            skipped = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_ROOM_BLOCKS
+            self._counters.add(skipped, len(wanted) - granted)
 
     def complete(self, prepared: StoreGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
         """Makes written blocks visible, in the order given."""
         outcomes: list[StoreOutcome] = []
+        residency = self.residency
         with self._lock:
             for key, checksum in zip(keys, checksums, strict=True):
                 slot = prepared.slots.pop(key, None)
@@ -197,16 +200,17 @@ class BlockTable:
                 self._blocks[key] = block
                 if key == prepared.tail:
                     block.transient, block.produced_here = True, False
-                    self.residency.put_in_dram(block, slot, DramState.CLEAN)
+                    residency.put_in_dram(block, slot, DramState.CLEAN)
                 elif self._writes_behind:
                     if not self.keep_loaded:
                         block.transient = True
-                    self.residency.put_in_dram(block, slot, DramState.WRITING)
+                    residency.put_in_dram(block, slot, DramState.WRITING)
                     self._writes.add(block)
-                    self.residency.has_writes.notify()
                 else:
-                    self.residency.put_in_dram(block, slot, DramState.CLEAN)
+                    residency.put_in_dram(block, slot, DramState.CLEAN)
                 outcomes.append(StoreOutcome.STORED)
+            if not self._writes.empty:
+                residency.has_writes.notify()
             self._settle(prepared)
             self._changed.notify_all()
         return outcomes
@@ -219,7 +223,7 @@ class BlockTable:
                 self.dram.free((slot,))
             prepared.namespace.granted -= len(prepared.slots)
             if prepared.slots:
-                self._counters.add("store_abandoned_blocks_total", len(prepared.slots))
+                self._counters.add(node_metrics.STORE_ABANDONED_BLOCKS, len(prepared.slots))
             prepared.slots.clear()
             self._settle(prepared)
             self._changed.notify_all()
@@ -286,6 +290,7 @@ class BlockTable:
     def claim(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> LoadClaim:
         """Reserves the right to bring keys into DRAM, so that two loads do not read the same block twice."""
         claim = LoadClaim()
+        touch = self.residency.volumes.touch
         with self._lock:
             for position, key in enumerate(keys):
                 block = self._blocks.get(key)
@@ -296,13 +301,13 @@ class BlockTable:
                     claim.resident[position] = block
                 elif key in self._loading or key in self._preparing:
                     claim.busy.append(position)
-                elif block is not None and block.evicting:
+                elif block is not None and block.bits & EVICTING:
                     claim.absent.append(position)
                 elif block is not None:
                     block.pins += 1  # its NVMe slot must stay while it is read
                     self._loading.add(key)
                     claim.durable[position] = block
-                    self.residency.volumes.touch(namespace, (key,))
+                    touch(namespace, (key,))
                 else:
                     self._loading.add(key)
                     claim.absent.append(position)
@@ -365,10 +370,10 @@ class BlockTable:
         """Takes DRAM slots to load into, all or none, evicting and waiting as needed."""
         with self._lock:
             if namespace is not None and not reserve_in_quota(self.residency, namespace, count):
-                self._counters.add("load_beyond_quota_blocks_total", count)  # never refused: it leaves again soon
+                self._counters.add(node_metrics.LOAD_BEYOND_QUOTA_BLOCKS, count)  # never refused: it leaves again soon
             while (slots := self._allocate(shape, count)) is None:
                 if not self._wait(self._changed, deadline_s):
-                    self._counters.add("load_no_room_blocks_total", count)
+                    self._counters.add(node_metrics.LOAD_NO_ROOM_BLOCKS, count)
                     return None
             return slots
 
@@ -381,9 +386,14 @@ class BlockTable:
     def finish_promotion(self, block: Block, slot: Slot, checksums: bytes) -> None:
         """Note that a claimed durable block is in DRAM too; the claim's pin becomes the caller's."""
         with self._lock:
-            self._blocks.setdefault(block.key, block)  # its replica on the volume may have proved bad meanwhile
-            block.checksums, block.transient = checksums, not self.keep_loaded
-            self._arrive(block, slot)
+            if block.nvme_volume is None:  # its replica on the volume proved bad meanwhile, and the block left the table
+                self._blocks.setdefault(block.key, block)
+            block.checksums = checksums
+            if not self.keep_loaded:
+                block.transient = True
+            self.residency.put_in_dram(block, slot, DramState.CLEAN)
+            self._loading.discard(block.key)
+            self._changed.notify_all()
 
     def insert_fetched(self, block: Block, slot: Slot, *, clean: bool = True) -> Block:
         """Insert a block fetched from another node (claimed as absent) into DRAM; it is returned pinned.
@@ -396,7 +406,7 @@ class BlockTable:
         with self._lock:
             self._blocks[block.key] = block
             block.pins += 1
-            block.produced_here, block.transient = False, not self.keep_loaded
+            block.produced_here = False
             self._arrive(block, slot, DramState.CLEAN if clean else DramState.DIRTY)
         return block
 
@@ -416,10 +426,12 @@ class BlockTable:
             slot = block.dram
             assert slot is not None
             self._blocks[block.key] = block
-            block.produced_here, block.transient = False, not self.keep_loaded
+            block.produced_here = False
             self._arrive(block, slot)
 
     def _arrive(self, block: Block, slot: Slot, state: DramState = DramState.CLEAN) -> None:
+        if not self.keep_loaded:
+            block.transient = True
         self.residency.put_in_dram(block, slot, state)
         self._loading.discard(block.key)
         self._changed.notify_all()
@@ -448,7 +460,8 @@ class BlockTable:
         with self._lock:
             if node_volume is not None and slot is not None:
                 self.residency.put_on_volume(block, node_volume, slot)
-                block.produced_here = True  # also if it had left for its tenant's quota
+                if not block.produced_here:  # it had left for its tenant's quota
+                    block.produced_here = True
             elif not block.durable_remotely:
                 self.residency.set_replica(block, VolumeReplica.REMOTE)
             self.residency.finish_writeback(block)
@@ -505,7 +518,7 @@ class BlockTable:
                 if for_quota:
                     block.produced_here = False
                 residency.drop_if_nowhere(block)
-            self._counters.add("evicted_nvme_blocks_total", len(victims))
+            self._counters.add(node_metrics.EVICTED_NVME_BLOCKS, len(victims))
             self._changed.notify_all()
 
     def wait_written(self, deadline_s: float) -> bool:

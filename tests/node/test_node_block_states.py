@@ -6,36 +6,64 @@ import itertools
 
 import pytest
 
-from kvstore.core.types import BlockKey
+from kvstore.core.clock import ManualClock
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
 from kvstore.node.state.block_states import (
     DRAM_TRANSITIONS,
     STORY_LENGTH,
+    VOLUME_SHIFT,
     VOLUME_TRANSITIONS,
     DramState,
     InvalidTransition,
-    Story,
     VolumeReplica,
 )
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import Block
+from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.state.residency import Residency
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.tiers.arena import DramArena
+from kvstore.tiers.eviction.policy import LruPolicy
 
 KEY, OTHER = BlockKey(b"k" * 16), BlockKey(b"o" * 16)
 
 
+def residency() -> Residency:
+    counters, clock = Counters(), ManualClock()
+    arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=1 << 20)
+    log = ReplicaChangeLog([arena.volume_id], counters, clock, keep=False)
+    return BlockTable(arena, LruPolicy(), [], log, counters, clock, writes_behind=True).residency
+
+
+def block_of(key: BlockKey, dram: DramState = DramState.ABSENT, replica: VolumeReplica = VolumeReplica.ABSENT) -> Block:
+    block = Block(NodeNamespace(NamespaceId(bytes(16)), BlockShape(1, 4096), None), key, None, 0, b"")
+    block.bits |= dram | replica << VOLUME_SHIFT
+    return block
+
+
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(DramState, DramState)))
 def test_dram_transition_is_legal_if_the_table_has_it(old: DramState, new: DramState) -> None:
+    block = block_of(KEY, dram=old)
     if new in DRAM_TRANSITIONS[old]:
-        Story().dram(KEY, old, new)
+        residency().set_dram_state(block, new)
+        assert (block.dram_state, block.volume_replica) == (new, VolumeReplica.ABSENT)
     else:
         with pytest.raises(InvalidTransition, match=f"{old.name} to {new.name}"):
-            Story().dram(KEY, old, new)
+            residency().set_dram_state(block, new)
+        assert block.dram_state is old
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(VolumeReplica, VolumeReplica)))
 def test_volume_transition_is_legal_if_the_table_has_it(old: VolumeReplica, new: VolumeReplica) -> None:
+    block = block_of(KEY, DramState.CLEAN, old)
     if new in VOLUME_TRANSITIONS[old]:
-        Story().volume(KEY, old, new)
+        residency().set_replica(block, new)
+        assert (block.dram_state, block.volume_replica) == (DramState.CLEAN, new)
     else:
         with pytest.raises(InvalidTransition, match=f"{old.name} to {new.name}"):
-            Story().volume(KEY, old, new)
+            residency().set_replica(block, new)
+        assert block.volume_replica is old
 
 
 def test_states_have_one_bit_each() -> None:
@@ -44,21 +72,21 @@ def test_states_have_one_bit_each() -> None:
 
 
 def test_invalid_transition_tells_the_story_of_its_block() -> None:
-    story = Story()
-    story.dram(KEY, DramState.ABSENT, DramState.WRITING)
-    story.dram(OTHER, DramState.ABSENT, DramState.FILLING)
-    story.volume(KEY, VolumeReplica.ABSENT, VolumeReplica.PRESENT)
+    held, block = residency(), block_of(KEY)
+    held.set_dram_state(block, DramState.WRITING)
+    held.set_dram_state(block_of(OTHER), DramState.FILLING)
+    held.set_replica(block, VolumeReplica.PRESENT)
     with pytest.raises(InvalidTransition) as raised:
-        story.dram(KEY, DramState.WRITING, DramState.ABSENT)
+        held.set_dram_state(block, DramState.ABSENT)
     assert "DramState.WRITING, VolumeReplica.PRESENT" in str(raised.value)
     assert "FILLING" not in str(raised.value)
 
 
 def test_story_is_bounded() -> None:
-    story = Story()
-    story.dram(KEY, DramState.ABSENT, DramState.CLEAN)
+    held, block = residency(), block_of(OTHER)
+    held.set_dram_state(block_of(KEY), DramState.CLEAN)
     for _ in range(STORY_LENGTH // 2):
-        story.dram(OTHER, DramState.ABSENT, DramState.CLEAN)
-        story.dram(OTHER, DramState.CLEAN, DramState.ABSENT)
-    assert story.of(KEY) == []
-    assert len(story.of(OTHER)) == STORY_LENGTH
+        held.set_dram_state(block, DramState.CLEAN)
+        held.set_dram_state(block, DramState.ABSENT)
+    assert held.story.of(KEY) == []
+    assert len(held.story.of(OTHER)) == STORY_LENGTH

@@ -29,6 +29,7 @@ from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.errors import Unavailable
 from kvstore.node.base.volume_stall import StallDetector, VolumeState
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +264,7 @@ class VolumeGuard:
                 self.stalls += 1
             stalled_s = now_s - self._since_s
         if stalled:
-            self._counters.add("volume_stalls_total")
+            self._counters.add(volumes_metrics.VOLUME_STALLS)
             log.warning("volume stalled: %s (silent=%.1f s, outstanding=%d)", self._name, silent_s, outstanding)
         else:
             log.warning("volume answers again: %s (stalled=%.1f s, outstanding=%d)", self._name, stalled_s, outstanding)

@@ -28,6 +28,7 @@ from kvstore.node.eviction.on_demand import quarantine
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.process.host_defaults import check_bandwidth
 from kvstore.tiers.contract import Slot
 
@@ -149,7 +150,7 @@ class VolumeChecks:
             rate = bytes_per_s or check_bandwidth(self._rate_of(node_volume))
             check = self._last[node_volume.volume_id] = Check(operation_id, rate, self._clock.now_s())
             self._pool.submit(self._run, node_volume, check)
-        self._counters.add("volume_checks_begun_total")
+        self._counters.add(node_metrics.VOLUME_CHECKS_BEGUN)
         return check
 
     def cancel(self, node_volume: NodeVolume) -> Check | None:
@@ -173,7 +174,7 @@ class VolumeChecks:
             log.warning("check of volume failed: %s (%s)", name, error)
         except Exception as error:  # the thread's edge: whoever asks is to learn that it ended, and why
             end, check.why = CheckState.FAILED, f"{type(error).__name__}: {error}"
-            self._counters.add("volume_check_bugs_total")
+            self._counters.add(node_metrics.VOLUME_CHECK_BUGS)
             log.exception("the check of volume %s failed", name)
         check.ended_s, check.state = self._clock.now_s(), end
         tell = log.warning if check.bad or check.unreadable else log.info
@@ -222,7 +223,7 @@ class VolumeChecks:
         finally:
             self._table.unpin([block for block, _ in pinned])
         check.checked_bytes += at
-        self._counters.add("volume_check_bytes_total", at)
+        self._counters.add(node_metrics.VOLUME_CHECK_BYTES, at)
         return at
 
     def _judge(self, node_volume: NodeVolume, block: Block, slot: Slot, outcome: Outcome, check: Check) -> None:
@@ -231,7 +232,7 @@ class VolumeChecks:
             return
         if check.bad + check.unreadable < LOGGED_BLOCKS:
             log.warning("check of %s: block %s: %s", node_volume.volume_id, block.key.hex(), outcome.name)
-        self._counters.add(f"nvme_read_{outcome.name.lower()}_blocks_total")
+        self._counters.add(node_metrics.NVME_READ_FAILED_BLOCKS[outcome.name.lower()])
         if outcome is not Outcome.CORRUPT:
             check.unreadable += 1  # the disk may do better another time: a load tries again, too
             return

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.eviction.space import SpaceReclaimer
-from kvstore.node.state.model import Block
+from kvstore.node.state.block_states import DramState
+from kvstore.node.state.model import IN_TRANSFER, Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Slot
 
 CASCADE_AT_ONCE = 256
 """Blocks that one search for room sends to write-behind at most."""
+
+
+_CLEAN: Final = int(DramState.CLEAN)
+_LEAVING_MASK: Final = IN_TRANSFER | _CLEAN
+"""Bits that say whether a block may leave as it is."""
 
 
 class ArenaEvictor:
@@ -69,12 +76,12 @@ class ArenaEvictor:
 
     def coldest(self) -> Iterator[tuple[BlockKey, Slot]]:
         """What may leave as it is, with its slots, coldest first."""
-        blocks, idle = self._blocks, self._idle
+        blocks = self._blocks
         self.version += 1
 
         def may_leave(key: BlockKey) -> bool | None:
             block = blocks[key]
-            return None if block.namespace.pinned else idle(block) and block.clean
+            return None if block.namespace.pinned else not block.pins and block.bits & _LEAVING_MASK == _CLEAN
 
         for key in self._policy.coldest(may_leave):
             slot = blocks[key].dram

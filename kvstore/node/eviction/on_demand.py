@@ -24,6 +24,7 @@ from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import Slot
 
 log = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ def quarantine(table: BlockTable, node_volume: NodeVolume, block: Block, slot: S
         if block.nvme != slot or block.nvme_volume is not node_volume or block.evicting:
             return
         table.residency.mark_evicting([block])
-    counters.add("quarantined_blocks_total")
+    counters.add(node_metrics.QUARANTINED_BLOCKS)
     try:
         node_volume.guard.change(lambda: node_volume.volume.commit([], [block.key]), ignore)
     except (OSError, KVStoreError) as error:
@@ -232,5 +233,5 @@ def _leave_dram(table: BlockTable, victims: Sequence[Block]) -> None:
     """Under the table's lock."""
     for block in victims:
         table.residency.evict_dram(block)
-    table.residency.counters.add("evicted_dram_blocks_total", len(victims))
+    table.residency.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(victims))
     table.residency.changed.notify_all()

@@ -31,6 +31,8 @@ from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import TIERS, Account, NodeNamespace
 from kvstore.node.state.residency import Residency
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.observe.metrics import Event
 
 _limited: Final = LimitedLog(logging.getLogger(__name__))
 PIN_PART: Final = 2
@@ -42,7 +44,7 @@ MOST_GIVEN: Final = 1_024
 def count_pinned(residency: Residency, victims: Sequence[Block]) -> None:
     """Count blocks of pinned namespaces among victims (``SpaceReclaimer.among_pins``)."""
     if residency.accounts.pinned and (pinned := sum(block.namespace.pinned for block in victims)):
-        residency.counters.add("evicted_pinned_blocks_total", pinned)
+        residency.counters.add(node_metrics.EVICTED_PINNED_BLOCKS, pinned)
         _limited.warning("blocks of pinned namespaces evicted: their size had no slot at all (blocks=%d)", pinned)
 
 
@@ -148,11 +150,11 @@ def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: 
     leaving = list(_coldest(residency, order, wanted_bytes, lambda block: _may_leave_dram(residency, order, block, passed)))
     for block in passed.values():
         residency.enqueue_writeback(block)
-    residency.counters.add("cascaded_blocks_total", len(passed))
+    residency.counters.add(node_metrics.CASCADED_BLOCKS, len(passed))
     for block in leaving:
         residency.evict_dram(block)
-    residency.counters.add("evicted_dram_blocks_total", len(leaving))
-    residency.counters.add(f"evicted_{'pinned' if order.of_pins else 'quota'}_blocks_total", len(leaving))
+    residency.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(leaving))
+    residency.counters.add(_evicted_event(order), len(leaving))
     return sum(block.nbytes for block in leaving)
 
 
@@ -164,6 +166,10 @@ def _may_leave_dram(residency: Residency, order: EvictionOrder, block: Block, pa
     if not block.clean and len(passed) < MOST_GIVEN:
         passed[block.key] = block
     return block.clean
+
+
+def _evicted_event(order: EvictionOrder) -> Event:
+    return node_metrics.EVICTED_PINNED_BLOCKS if order.of_pins else node_metrics.EVICTED_QUOTA_BLOCKS
 
 
 def durable_victims(residency: Residency, order: EvictionOrder, wanted_bytes: int) -> list[Block]:
@@ -182,7 +188,7 @@ def durable_victims(residency: Residency, order: EvictionOrder, wanted_bytes: in
 
     found = to_leave(residency.leaves_no_orphans) or to_leave(residency.is_idle)
     residency.mark_evicting(found, VolumeReplica.EVICTING if order.of_pins else VolumeReplica.EVICTING_FOR_QUOTA)
-    residency.counters.add(f"evicted_{'pinned' if order.of_pins else 'quota'}_blocks_total", len(found))
+    residency.counters.add(_evicted_event(order), len(found))
     return found
 
 

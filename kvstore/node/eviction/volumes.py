@@ -50,18 +50,18 @@ class VolumeEvictor:
     def __len__(self) -> int:
         return len(self._policy) + sum(len(node_volume.aside) for node_volume in self._node_volumes)
 
-    def insert(self, block: Block) -> None:
-        """A block has come to a volume."""
-        if block.nvme is not None and block.nvme_volume is not None:
-            self._rooms[id(block.nvme_volume)].insert(block, block.nvme)
+    def insert(self, block: Block, node_volume: NodeVolume, slot: Slot) -> None:
+        """A block has come to a slot of a volume."""
+        self._rooms[id(node_volume)].insert(block, slot)
         self._policy.insert(block.key, block.parent)
         for order in block.namespace.nvme_orders:
             order.insert(block)
 
     def remove(self, block: Block, node_volume: NodeVolume) -> None:
         """A block has left a volume."""
-        if block.nvme is not None:
-            self._rooms[id(node_volume)].remove(block, block.nvme)
+        slot = block.nvme
+        if slot is not None:
+            self._rooms[id(node_volume)].remove(block, slot)
         if node_volume.aside.pop(block.key, None) is None:
             self._leave_order(block)
         for order in block.namespace.nvme_orders:

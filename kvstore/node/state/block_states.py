@@ -64,10 +64,9 @@ VOLUME_TRANSITIONS: Final[Mapping[VolumeReplica, frozenset[VolumeReplica]]] = {
     VolumeReplica.EVICTING: frozenset({VolumeReplica.PRESENT, VolumeReplica.ABSENT}),
     VolumeReplica.EVICTING_FOR_QUOTA: frozenset({VolumeReplica.PRESENT, VolumeReplica.ABSENT}),
 }
-_LEGAL: Final = frozenset(
-    {old << 4 | new for old, targets in DRAM_TRANSITIONS.items() for new in targets}
-    | {(old << 4 | new) << 8 for old, targets in VOLUME_TRANSITIONS.items() for new in targets}
-)
+LEGAL_IN_DRAM: Final = frozenset(old << 4 | new for old, targets in DRAM_TRANSITIONS.items() for new in targets)
+"""The transitions as ``old << 4 | new``: checked for every block that comes, leaves or is written."""
+LEGAL_ON_VOLUME: Final = frozenset(old << 4 | new for old, targets in VOLUME_TRANSITIONS.items() for new in targets)
 
 
 class InvalidTransition(Internal):
@@ -77,36 +76,18 @@ class InvalidTransition(Internal):
 class Story:
     """The last transitions of all blocks of a table. Guarded by the table's lock."""
 
-    __slots__ = ("_entries",)
+    __slots__ = ("entries",)
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[BlockKey, DramState | VolumeReplica]] = deque(maxlen=STORY_LENGTH)
-
-    def dram(self, key: BlockKey, old: int, new: DramState) -> None:
-        """Record a change of a block's state in DRAM.
-
-        Raises:
-            InvalidTransition: there is no such transition.
-        """
-        if old << 4 | new not in _LEGAL:
-            raise self._invalid(key, DramState(old), new)
-        self._entries.append((key, new))
-
-    def volume(self, key: BlockKey, old: int, new: VolumeReplica) -> None:
-        """Record a change of a block's replica on a volume.
-
-        Raises:
-            InvalidTransition: there is no such transition.
-        """
-        if (old << 4 | new) << 8 not in _LEGAL:
-            raise self._invalid(key, VolumeReplica(old), new)
-        self._entries.append((key, new))
+        self.entries: deque[tuple[BlockKey, DramState | VolumeReplica]] = deque(maxlen=STORY_LENGTH)
+        """(key, new state), oldest first."""
 
     def of(self, key: BlockKey) -> list[str]:
         """The transitions of a block that are remembered, oldest first."""
-        return [f"{type(new).__name__}.{new.name}" for each, new in self._entries if each == key]
+        return [f"{type(new).__name__}.{new.name}" for each, new in self.entries if each == key]
 
-    def _invalid(self, key: BlockKey, old: DramState | VolumeReplica, new: DramState | VolumeReplica) -> InvalidTransition:
+    def invalid(self, key: BlockKey, old: DramState | VolumeReplica, new: DramState | VolumeReplica) -> InvalidTransition:
+        """The error for a transition that the tables do not have."""
         return InvalidTransition(
             f"a block cannot change from {type(old).__name__}.{old.name} to {new.name}",
             key=key.hex(),

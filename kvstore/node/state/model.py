@@ -28,7 +28,10 @@ _PAGE_AT, _PAGE_MASK = 80, (1 << 48) - 1
 _GENERATION_AT, _SEAL_AT, _WORD_MASK = 128, 192, (1 << 64) - 1
 _SLOT_MASK = (1 << _PAGE_AT) - 1
 """What is below the fields of the NVMe slot."""
-_EVICTING = (VolumeReplica.EVICTING | VolumeReplica.EVICTING_FOR_QUOTA) << VOLUME_SHIFT
+EVICTING: Final = (VolumeReplica.EVICTING | VolumeReplica.EVICTING_FOR_QUOTA) << VOLUME_SHIFT
+"""Bits of a block that is about to leave its volume."""
+IN_TRANSFER: Final = DramState.WRITING | EVICTING
+"""Bits of a block on its way to a volume, or out of it."""
 
 
 class _Flag:
@@ -68,8 +71,8 @@ class Block:
     writing = _Flag(DramState.WRITING)
     clean = _Flag(DramState.CLEAN)
     durable_remotely = _Flag(VolumeReplica.REMOTE << VOLUME_SHIFT)
-    evicting = _Flag(_EVICTING)
-    in_transfer = _Flag(DramState.WRITING | _EVICTING)
+    evicting = _Flag(EVICTING)
+    in_transfer = _Flag(IN_TRANSFER)
     """On its way to a volume, or out of it."""
     lives_by_pins = _Flag(DramState.FILLING | _TRANSIENT)
     """Leaves DRAM with its last pin."""

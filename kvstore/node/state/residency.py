@@ -15,15 +15,16 @@ from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey
 from kvstore.node.eviction.arena import ArenaEvictor
 from kvstore.node.eviction.volumes import VolumeEvictor
-from kvstore.node.state.block_states import VOLUME_SHIFT, DramState, Story, VolumeReplica
+from kvstore.node.state.block_states import LEGAL_IN_DRAM, LEGAL_ON_VOLUME, VOLUME_SHIFT, DramState, Story, VolumeReplica
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import KeyWaiter, StoreGrant
-from kvstore.node.state.model import STATE_MASK, Block, NodeVolume, Recent
+from kvstore.node.state.model import IN_TRANSFER, STATE_MASK, Block, NodeVolume, Recent
 from kvstore.node.state.namespaces import Accounts
 from kvstore.node.state.writeback_queue import WritebackQueue
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Rows, Slot
 
+_ABSENT: Final = DramState.ABSENT
 _VOLUME_MASK: Final = STATE_MASK << VOLUME_SHIFT
 
 
@@ -77,13 +78,14 @@ class Residency:
         self.evicts_nvme = True
         """Whether blocks may leave a volume to make room for others."""
         self.story = Story()
+        self._record = self.story.entries.append
         self._log = log
 
     # ---- predicates
     @staticmethod
     def is_idle(block: Block) -> bool:
         """Whether nobody uses, writes or evicts a block."""
-        return block.pins == 0 and not block.in_transfer
+        return not block.pins and not block.bits & IN_TRANSFER
 
     def leaves_no_orphans(self, block: Block) -> bool:
         """Whether a block may leave its volume without leaving children in DRAM that no lookup finds."""
@@ -97,7 +99,9 @@ class Residency:
             InvalidTransition: no transition joins the two states.
         """
         bits = block.bits
-        self.story.dram(block.key, bits & STATE_MASK, new)
+        if (bits & STATE_MASK) << 4 | new not in LEGAL_IN_DRAM:
+            raise self.story.invalid(block.key, DramState(bits & STATE_MASK), new)
+        self._record((block.key, new))
         block.bits = bits & ~STATE_MASK | new
 
     def put_in_dram(self, block: Block, slot: Slot, state: DramState) -> None:
@@ -128,10 +132,12 @@ class Residency:
         self._log.removed(self.dram.volume_id, block.key)
         self.arena.remove(block, slot)
         self.dram.free((slot,))
-        self.set_dram_state(block, DramState.ABSENT)
+        self.set_dram_state(block, _ABSENT)
         block.dram = None
-        block.forget_checksums()
-        self.drop_if_nowhere(block)
+        if block.nvme_volume is None:
+            self.drop_if_nowhere(block)
+        else:
+            block.checksums = b""  # its slot's header has them
 
     def release(self, block: Block) -> None:
         """Let a block that lives by its pins leave DRAM, after its last pin."""
@@ -162,7 +168,7 @@ class Residency:
         """Note that a block was written or given up. It may leave DRAM in both cases: it must not clog the arena."""
         self.set_dram_state(block, DramState.CLEAN)
         self.writes.finish(block)
-        if block.transient and block.pins == 0:
+        if block.pins == 0 and block.transient:
             self.release(block)
         self.changed.notify_all()
 
@@ -174,16 +180,18 @@ class Residency:
             InvalidTransition: no transition joins the two states.
         """
         bits = block.bits
-        self.story.volume(block.key, bits >> VOLUME_SHIFT & STATE_MASK, new)
+        if bits & _VOLUME_MASK | new not in LEGAL_ON_VOLUME:
+            raise self.story.invalid(block.key, block.volume_replica, new)
+        self._record((block.key, new))
         block.bits = bits & ~_VOLUME_MASK | new << VOLUME_SHIFT
 
     def put_on_volume(self, block: Block, node_volume: NodeVolume, slot: Slot) -> None:
         """Note that a block is in a slot of a durable volume now."""
         self.set_replica(block, VolumeReplica.PRESENT)
         block.put_on(node_volume, slot)
-        if block.dirty:
+        if block.bits & DramState.DIRTY:
             self.set_dram_state(block, DramState.CLEAN)
-        self.volumes.insert(block)
+        self.volumes.insert(block, node_volume, slot)
         self._log.stored(node_volume.volume_id, block)
 
     def mark_evicting(self, blocks: Iterable[Block], reason: VolumeReplica = VolumeReplica.EVICTING) -> None:

@@ -34,6 +34,7 @@ from kvclient.engines.sglang.pool_hits import LeadingPages, TrailingPages, resto
 from kvclient.engines.sglang.pools import Pools
 from kvclient.engines.sglang.prefix_patch import tell_whole_prefixes
 from kvclient.engines.sglang.stats import BackendStats
+from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
@@ -56,7 +57,7 @@ class KVStoreHiCache(HiCacheStorage):
         self._activity = BackendStats()
         self._pools = Pools(options, storage_config, _cache_dtype(), self._activity)
         if self._chained and options.mend_prefixes and not tell_whole_prefixes():
-            self._activity.incidents.counters.add("sglang_prefixes_as_told_total")
+            self._activity.incidents.counters.add(hooks_metrics.SGLANG_PREFIXES_AS_TOLD)
         self._trailing: set[str] = set()
         self._has_kv = False
 
@@ -265,9 +266,11 @@ class KVStoreHiCache(HiCacheStorage):
         try:
             return work()
         except KVStoreError as error:
-            self._activity.incidents.report(f"sglang_{kind}_failed_total", f"{kind} of pages failed", error)
+            self._activity.incidents.report(hooks_metrics.SGLANG_FAILED[kind], f"{kind} of pages failed", error)
         except Exception as error:  # noqa: BLE001  # the edge to SGLang's threads, whose pools and tensors may raise anything
-            self._activity.incidents.report(f"sglang_{kind}_broke_total", f"{kind} of pages broke: {type(error).__name__}", error)
+            self._activity.incidents.report(
+                hooks_metrics.SGLANG_BROKE[kind], f"{kind} of pages broke: {type(error).__name__}", error
+            )
             _log.debug("%s of pages broke", kind, exc_info=True)
         return otherwise
 
