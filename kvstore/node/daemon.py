@@ -55,7 +55,7 @@ from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.state.namespaces import Accounts, NamespaceRegistry, NodeNamespace
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace, TenantLedger
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -110,7 +110,7 @@ class NodeDaemon:
         self.counters = Counters()
         self._clock = MonotonicClock()
         self._boot_id = BootId(secrets.token_bytes(16))
-        self._accounts = Accounts(partial(make_policy, config.policy))
+        self._accounts = TenantLedger(partial(make_policy, config.policy))
         self._namespaces = NamespaceRegistry(self._accounts)
         for address in (config.listen, config.data_listen, config.storage_listen or config.data_listen):
             if config.tls.resolve() is None and not config.allow_insecure_remote and not stays_on_host(address):
