@@ -52,6 +52,7 @@ from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, NodeId
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.slow_loads import RecentLoads
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable
@@ -480,7 +481,7 @@ class KVClient:
             answer = call_cancellable(session.stub.Flush, request, timeout_s + _FLUSH_GRACE_S, session.server.waiting)
             return bool(answer.complete)
         except KVStoreError as error:
-            self._context.incidents.report("client_flush_failed_total", "flush failed", error)
+            self._context.incidents.report(client_metrics.FLUSH_FAILED, "flush failed", error)
             return False
 
     def _demote(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
@@ -535,7 +536,7 @@ class KVClient:
             node = find_decode_node(self._context, decode_node, scope)
         except KVStoreError as error:
             failure = error
-            self._context.incidents.report("client_handoffs_failed_total", "decode node not found", error)
+            self._context.incidents.report(client_metrics.HANDOFFS_FAILED, "decode node not found", error)
         return PromptSender(self._context, node, chain, scope, failure, tail=tail)
 
     def abandon_prompt(self, transfer_id: str, decode_node: str, *, deadline_s: float | None = None) -> bool:

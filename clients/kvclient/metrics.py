@@ -12,6 +12,8 @@ import kvstore
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector
 from kvstore.observe.http import MetricsServer, serve
+from kvstore.observe.metric_definitions import client as client_metrics
+from kvstore.observe.metric_definitions import common as common_metrics
 
 if TYPE_CHECKING:
     from kvclient.client import KVClient
@@ -37,8 +39,8 @@ def collector(clients: Iterable[KVClient]) -> StoreCollector:
     """
 
     def gauges() -> Iterator[Sample]:
-        yield Sample("build_info", 1, {"version": kvstore.__version__})
-        yield Sample("client_session_open", sum(client.stats()["client_session_open"] for client in clients))
+        yield Sample(common_metrics.BUILD_INFO, 1, {"version": kvstore.__version__})
+        yield Sample(client_metrics.SESSION_OPEN, sum(client.stats()["client_session_open"] for client in clients))
 
     return StoreCollector(_Registries(clients), [gauges], process="client")
 

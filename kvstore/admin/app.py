@@ -37,6 +37,7 @@ from kvstore.core.errors import (
 )
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
+from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.rpc.auth.tokens import TokenTable, WatchedFile
 
 OPENAPI: Final = "/v1/openapi.json"
@@ -163,7 +164,7 @@ class _Routes:
 
 
 def _gauges() -> Iterator[Sample]:
-    yield Sample("build_info", 1, {"version": kvstore.__version__})
+    yield Sample(common_metrics.BUILD_INFO, 1, {"version": kvstore.__version__})
 
 
 def _of_validation(error: RequestValidationError) -> InvalidArgument:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from kvstore.admin.problems import PreconditionError
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import admin as admin_metrics
 from kvstore.rpc.auth.tokens import Principal
 
 logger: Final = logging.getLogger("kvstore.audit")
@@ -42,7 +43,7 @@ def audited(request: Request, counters: Counters, action: str, target: str, **as
         outcome = "internal"
         raise
     finally:
-        counters.add("admin_changes_total")
+        counters.add(admin_metrics.CHANGES)
         line = {
             "who": caller.name,
             "role": caller.role.value,

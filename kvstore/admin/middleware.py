@@ -39,6 +39,7 @@ from kvstore.core.errors import (
 from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import admin as admin_metrics
 from kvstore.rpc.address import stays_on_host
 from kvstore.rpc.auth.interceptor import insufficient_role
 from kvstore.rpc.auth.tokens import LOCAL, AccessRole, Principal, TokenTable, WatchedFile
@@ -94,13 +95,13 @@ class AdminMiddleware:
         asked = headers.get("x-request-id", "")
         name = asked if _ID.fullmatch(asked) else secrets.token_hex(8)
         before = request_id.set(name)
-        self._counters.add("admin_requests_total")
+        self._counters.add(admin_metrics.REQUESTS)
         answer = _ResponseSender(send, name, scope.get("state", {}).get(ABORT))
         try:
             await self._pass(scope, receive, answer, headers)
         except _Disconnected:
             if answer.stalled:
-                self._counters.add("admin_answers_untaken_total")
+                self._counters.add(admin_metrics.ANSWERS_UNTAKEN)
                 _limited.warning("connection aborted: client stopped reading its response")
                 await asyncio.sleep(0)  # let the server see the abort before this request returns without a response
         finally:
@@ -185,7 +186,7 @@ class AdminMiddleware:
 
         messages, shared = await self._flights.run((scope["path"], scope["query_string"]), execute)
         if shared:
-            self._counters.add("admin_requests_shared_total")
+            self._counters.add(admin_metrics.REQUESTS_SHARED)
         for message in messages:
             copied = _copied(message)
             if copied["type"] == "http.response.start" and copied["status"] == HTTPStatus.OK:
@@ -198,7 +199,7 @@ class AdminMiddleware:
 
     def malformed(self) -> Response:
         """The response to bytes that are not an HTTP request."""
-        self._counters.add("admin_requests_total")
+        self._counters.add(admin_metrics.REQUESTS)
         error = InvalidArgument("not an HTTP request")
         self.count(error)
         name = secrets.token_hex(8)
@@ -212,7 +213,7 @@ class AdminMiddleware:
 
     def count(self, error: KVStoreError) -> None:
         """Count an error response."""
-        self._counters.add(f"admin_errors_{error.kind.value}_total")
+        self._counters.add(admin_metrics.REQUEST_ERRORS[error.kind.value])
 
     def _admit(self, scope: Scope, headers: Mapping[str, str]) -> Principal | None:
         """Authenticate and authorize a request.

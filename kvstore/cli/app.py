@@ -1,4 +1,4 @@
-"""The root command: finds subcommands without importing all of them, and turns our errors into one line."""
+"""Root command. It imports subcommands lazily and prints errors as one line."""
 
 from __future__ import annotations
 
@@ -45,42 +45,42 @@ _COMMANDS = {
     "config": "kvstore.cli.commands.host.configuration:config",
     "completion": "kvstore.cli.commands.host.completion:completion",
 }
-"""A daemon starts in half the time if it does not import what only the others need."""
+"""Subcommands are imported on use, which halves the start time of a daemon."""
 
 _SUMMARIES = {
-    "up": "Runs the whole store on this machine, with nothing to configure.",
-    "metadata": "Runs a metadata server.",
-    "node": "Runs the node daemon of this host.",
-    "router": "Runs a router: one OpenAI-compatible address before several engines.",
-    "admin": "Runs an admin server: what the store does and how to change it, over HTTP.",
-    "events": "Shows block events as they happen, or publishes them for routers in vLLM's format.",
-    "demo": "Starts a small store, runs a workload on it and checks every byte.",
-    "replay": "Replays a request trace against a store of its own.",
-    "simulate": "Simulates a cluster: what it would gain from loading over both sides' storage links.",
-    "status": "Shows a running store: nodes, volumes, fill.",
-    "top": "Shows a running store live: loads, bytes by path and tier, hits, latency, nodes.",
-    "nodes": "Lists nodes, and shows one.",
-    "volumes": "Lists volumes of running nodes, and evicts from them.",
-    "namespaces": "Lists cache domains, shows where their blocks lie, evicts and invalidates them.",
-    "tenants": "Lists tenants with what they hold, and sets their quotas.",
-    "blocks": "Tells which blocks of a prompt hit, where they lie, and why the rest misses.",
-    "plans": "Shows planned loads, and the last decisions with their reasons.",
-    "loads": "Shows the slowest loads of the last minute, and why they were.",
-    "path-policy": "Shows which storage links loads are read over, or changes it.",
-    "health": "Asks a daemon of this host whether it serves.",
-    "drain": "Takes a node out of a running store, losing nothing.",
-    "undrain": "Lets a drained node take part again.",
-    "remove": "Forgets a node that is dead or drained.",
-    "doctor": "Tells what this host has, what is in use, what is missing and what mends it.",
-    "volume": "Looks after NVMe volumes offline.",
-    "bench": "Runs the benchmarks of a source checkout.",
-    "config": "Shows the configuration in force.",
-    "completion": "Prints what makes a shell complete this command.",
+    "up": "Run a whole store on this machine, without configuration.",
+    "metadata": "Run a metadata server.",
+    "node": "Run the node daemon of this host.",
+    "router": "Run a router: one OpenAI-compatible address in front of several engines.",
+    "admin": "Run an admin server: REST API and web page.",
+    "events": "Show block events, or publish them for routers in vLLM's format.",
+    "demo": "Start a small store, run a workload on it and check every byte.",
+    "replay": "Replay a request trace against a temporary store.",
+    "simulate": "Simulate a cluster: the gain of loading over two storage links.",
+    "status": "Show nodes, volumes and usage of a running store.",
+    "top": "Show live statistics: loads, bytes by path and tier, hits, latency, nodes.",
+    "nodes": "List nodes, or show one.",
+    "volumes": "List, evict and check volumes of running nodes.",
+    "namespaces": "List, inspect, evict and invalidate namespaces.",
+    "tenants": "List tenants with their usage, and set quotas.",
+    "blocks": "Explain which blocks of a prompt hit, and why the others miss.",
+    "plans": "Show planned loads and recent load decisions.",
+    "loads": "Show the slowest loads of the last minute and their causes.",
+    "path-policy": "Show or change the path policy: the choice of storage links.",
+    "health": "Check whether a daemon of this host serves.",
+    "drain": "Drain a node of a running store without losing blocks.",
+    "undrain": "Cancel the drain of a node.",
+    "remove": "Forget a dead or drained node.",
+    "doctor": "Check hardware, drivers and configuration of this host.",
+    "volume": "Check and repair NVMe volumes offline.",
+    "bench": "Run the benchmarks of a source checkout.",
+    "config": "Show the effective configuration.",
+    "completion": "Print a shell completion script.",
 }
 
 
 class _Commands(Command, click.Group):
-    """Subcommands by name, imported when used."""
+    """Group whose subcommands are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(_COMMANDS)
@@ -88,7 +88,7 @@ class _Commands(Command, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        if cmd_name == "metadata":  # a server, and nobody's client
+        if cmd_name == "metadata":  # it is never a client
             wait_in_callers_threads()  # before the command imports gRPC
         module, _, name = _COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
@@ -105,7 +105,7 @@ class _Commands(Command, click.Group):
             raise click.ClickException("\n".join(clean(line) for line in str(error).split("\n"))) from error
         except OSError as error:
             if isinstance(error, BrokenPipeError):
-                raise  # click knows what to do when the reader of our output is gone
+                raise  # click handles a closed output pipe
             where = f": {error.filename}" if error.filename else ""
             raise click.ClickException(f"{error.strerror or error}{where}") from error
 
@@ -115,21 +115,20 @@ class _Commands(Command, click.Group):
 def root() -> None:
     """A tiered KV-cache store for LLM inference.
 
-    Begin here:
-      kvstore demo                  a store of four processes serves an agentic workload; every byte is checked
-      kvstore up                    a store on this machine, until Ctrl-C
-      kvstore replay TRACE          how a recorded workload would do, with real bytes
-      kvstore simulate              what a cluster would gain, before it is bought
-      kvstore top                   what a running store does
-      kvstore config show           every setting, its value, and where that came from
+    Start here:
+      kvstore demo                  run an agentic workload on a store of four processes, and check every byte
+      kvstore up                    run a store on this machine until Ctrl-C
+      kvstore replay TRACE          replay a recorded workload with real bytes
+      kvstore simulate              estimate the gain on a cluster
+      kvstore top                   show what a running store does
+      kvstore config show           show every setting, its value and its source
 
-    Settings come from flags, KVSTORE_SECTION__NAME variables and kvstore.toml: flags win over variables, variables over
-    the file.
+    Settings come from flags, KVSTORE_SECTION__NAME variables and kvstore.toml, in this order of precedence.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0 well, 1 failed, 2 used wrongly; commands with further codes say so in their help."""
+    """Run the command line and exit: 0 success, 1 failure, 2 usage error. Help texts list further exit codes."""
     # its core prints C++ file names and line numbers beside the errors that we report anyway
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     root.main(args=None if arguments is None else list(arguments), prog_name="kvstore")

@@ -12,6 +12,8 @@ from kvstore.control_api.schemas import store as models
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Tier
 from kvstore.observe.fault_counters import faults
+from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.observe.metric_definitions import transport as transport_metrics
 
 _STATES: Final[Mapping[int, models.BlockStateName]] = {
     pb.BLOCK_STATE_HELD: "held",
@@ -149,10 +151,10 @@ def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str
             for link in found.links
         ],
         data_plane=models.DataPlane(
-            served_bytes=counters.get("transport_bytes_sent_total", 0),
-            taken_bytes=counters.get("transport_bytes_received_total", 0),
-            fetched_bytes=counters.get("transport_peer_bytes_received_total", 0),
-            written_bytes=counters.get("transport_peer_bytes_sent_total", 0),
+            served_bytes=counters.get(transport_metrics.BYTES_SENT, 0),
+            taken_bytes=counters.get(transport_metrics.BYTES_RECEIVED, 0),
+            fetched_bytes=counters.get(transport_metrics.PEER_BYTES_RECEIVED, 0),
+            written_bytes=counters.get(transport_metrics.PEER_BYTES_SENT, 0),
         ),
         loads=[
             models.LoadTimes(
@@ -167,9 +169,9 @@ def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str
             if one.reach in get_args(models.ReachName) and len(one.counts) == len(one.bounds_seconds) + 1
         ],
         loaded=models.LoadedBytes(
-            dram=counters.get("node_loaded_dram_bytes_total", 0),
-            nvme=counters.get("node_loaded_nvme_bytes_total", 0),
-            peer=counters.get("node_loaded_peer_bytes_total", 0),
+            dram=counters.get(node_metrics.LOADED_BYTES["dram"], 0),
+            nvme=counters.get(node_metrics.LOADED_BYTES["nvme"], 0),
+            peer=counters.get(node_metrics.LOADED_BYTES["peer"], 0),
         ),
         faults=[models.Fault(metric=metric.name, what=metric.help, total=total) for metric, total in faults(counters)],
     )

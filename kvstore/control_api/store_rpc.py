@@ -17,6 +17,7 @@ from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvproto.v1.node_pb2_grpc import NodeStub
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unauthenticated, Unavailable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import admin as admin_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
@@ -251,7 +252,7 @@ class StoreRpc:
             try:
                 found.answers[node_id] = await self.ask_node(status, ask, timeout_s, changes=changes)
             except KVStoreError as error:
-                self._counters.add("admin_nodes_unreached_total")
+                self._counters.add(admin_metrics.NODES_UNREACHED)
                 found.failed[node_id] = error
 
         await asyncio.gather(*(one(status) for status in statuses))
@@ -303,7 +304,7 @@ async def _counted(counters: Counters, answer: Awaitable[T]) -> T:
     try:
         return await answer
     except KVStoreError:
-        counters.add("admin_upstream_errors_total")
+        counters.add(admin_metrics.UPSTREAM_ERRORS)
         raise
 
 

@@ -9,9 +9,15 @@ from enum import StrEnum
 
 from kvstore.doctor.findings import NOFILE_LEAST
 from kvstore.doctor.levels import Finding, Level
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 
 _TROUBLE = ("_errors_total", "_failures_total", "_corrupt_blocks_total", "_refused_total", "_stalled_total", "_given_up_total")
-_TROUBLE_TOO = ("gds_pretended_total", "gds_not_usable_total", "nvme_opened_read_only_total", "device_reads_bounced_total")
+_TROUBLE_TOO = (
+    volumes_metrics.GDS_PRETENDED,
+    volumes_metrics.GDS_NOT_USABLE,
+    volumes_metrics.NVME_OPENED_READ_ONLY,
+    volumes_metrics.DEVICE_READS_BOUNCED,
+)
 
 _LOOK_AT_NIXL = (
     "kvstore doctor --set node.nixl=required --set node.nixl_trusted_network=true   # what is missing for it, and what mends it"

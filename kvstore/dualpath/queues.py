@@ -70,10 +70,10 @@ class _Debt:
 class Charge:
     """Blocks of one part that count in the queues: ``blocks`` still to be read at its node and forwarded to the prefill node."""
 
-    __slots__ = ("_debt", "blocks")
+    __slots__ = ("blocks", "debt")
 
     def __init__(self, debt: _Debt, blocks: int) -> None:
-        self._debt = debt
+        self.debt = debt
         self.blocks = blocks
 
 
@@ -176,8 +176,8 @@ class ReadQueues:
         if source is None:
             raise NotFound("node is not known", node=node)
         source.link.credit(0, now, source.pending_bytes)
-        if beside is not None and beside._debt.source is source:
-            debt = beside._debt
+        if beside is not None and beside.debt.source is source:
+            debt = beside.debt
         else:
             into = self._nodes.get(sink) if sink is not None else None
             most = max(1, int(source.link.rate(now) * QUEUE_S / block_bytes))
@@ -188,7 +188,7 @@ class ReadQueues:
 
     def doubt(self, charge: Charge, now: float, *, stalled: bool) -> None:
         """Exclude a stalled plan's blocks at a node from the queue (``stalled``), or include them again."""
-        debt = charge._debt
+        debt = charge.debt
         debt.source.link.credit(0, now, debt.source.pending_bytes)
         debt.stalled = stalled
         debt.add(0)
@@ -208,7 +208,7 @@ class ReadQueues:
         """
         if blocks > charge.blocks:
             blocks = charge.blocks
-        debt = charge._debt
+        debt = charge.debt
         debt.source.link.credit(blocks * debt.block_bytes if moved else 0, now, debt.source.pending_bytes)
         charge.blocks -= blocks
         debt.add(-blocks)

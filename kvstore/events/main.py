@@ -23,6 +23,8 @@ from kvstore.events.translation import Translator, last_eight_bytes, whole_key
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector
 from kvstore.observe.http import serve
+from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.observe.metric_definitions import events as events_metrics
 from kvstore.rpc.auth.tokens import TokenSource
 
 logger = logging.getLogger(__name__)
@@ -86,8 +88,8 @@ def run(config: EventsConfig) -> None:
     )
 
     def gauges() -> Iterator[Sample]:
-        yield Sample("build_info", 1, {"version": kvstore.__version__})
-        yield Sample("events_told_blocks", len(translator))
+        yield Sample(common_metrics.BUILD_INFO, 1, {"version": kvstore.__version__})
+        yield Sample(events_metrics.TOLD_BLOCKS, len(translator))
 
     metrics = None
     if config.metrics_listen is not None:

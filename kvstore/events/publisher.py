@@ -3,7 +3,7 @@
 A replay request is that of vLLM's own publisher: an empty frame, and the number of the first requested batch in 8 bytes. The
 answer is one message per batch, and an empty message with number -1. If that batch is no longer kept, vLLM's publisher sends
 the remaining batches and leaves a gap. This publisher sends the whole state instead: an ``AllBlocksCleared`` and all stored
-blocks, in batches with the last published numbers. So a subscriber that requests from 0, or from where it stopped, gets the
+blocks, in batches with the last published numbers. So a subscriber that requests from 0, or from its last number, gets the
 true state and continues with the next number.
 """
 
@@ -26,6 +26,7 @@ from kvstore.events.translation import Translator
 from kvstore.events.wire import END_OF_REPLAY, SEQUENCE_BYTES, AllBlocksCleared, BlockStored, Event, KVEventBatch, encode, number
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import events as events_metrics
 
 logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)  # any peer of the socket can cause these lines
@@ -127,13 +128,13 @@ class EventPublisher:
         stored = removed = 0
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                self._counters.add("events_cleared_total")
+                self._counters.add(events_metrics.CLEARED)
             elif isinstance(event, BlockStored):
                 stored += len(event.block_hashes)
             else:
                 removed += len(event.block_hashes)
         self._counters.add_all(
-            ("events_batches_total", "events_stored_blocks_total", "events_removed_blocks_total"), (1, stored, removed)
+            (events_metrics.BATCHES, events_metrics.STORED_BLOCKS, events_metrics.REMOVED_BLOCKS), (1, stored, removed)
         )
 
     def _encode(self, events: list[Event]) -> bytes:
@@ -147,18 +148,18 @@ class EventPublisher:
                     self._serve(router)
             except zmq.ZMQError as error:
                 # the peer disconnected or reads too slowly; it may request another replay
-                self._counters.add("events_replays_failed_total")
+                self._counters.add(events_metrics.REPLAYS_FAILED)
                 limited.warning("replay cancelled: %s", error)
         router.close(linger=0)
 
     def _serve(self, router: zmq.Socket[bytes]) -> None:
         frames = router.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:
-            self._counters.add("events_replays_refused_total")
+            self._counters.add(events_metrics.REPLAYS_REFUSED)
             limited.warning("malformed replay request: expected an empty frame and a number of 8 bytes")
             return
         deadline_s = time.monotonic() + _REPLAY_S
-        self._counters.add("events_replays_total")
+        self._counters.add(events_metrics.REPLAYS)
         for sequence, payload in self._since(int.from_bytes(frames[2], "big")):
             if self._stopped.is_set() or time.monotonic() > deadline_s:
                 raise zmq.Again(msg="the peer reads too slowly")
@@ -171,7 +172,7 @@ class EventPublisher:
             oldest = self._kept[0][0] if self._kept else self._next
             if first >= oldest:
                 return [kept for kept in self._kept if kept[0] >= first]
-            self._counters.add("events_replay_snapshots_total")
+            self._counters.add(events_metrics.REPLAY_SNAPSHOTS)
             most = min(self._next - first, _MOST_SNAPSHOT_BATCHES)
             if self._snapshot[0] != self._next or len(self._snapshot[1]) > most:
                 self._snapshot = self._next, [self._encode(events) for events in self._translator.everything(most)]

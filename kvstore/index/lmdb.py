@@ -54,6 +54,7 @@ from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_o
 from kvstore.index.run_end_cache import RunEndCache
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
@@ -232,10 +233,10 @@ class LmdbIndex(PrefixIndex):
             lost = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in edit.removed.items()]
             self._listener.published(volume_epoch, edit.stored, lost)
         for keys, counter, line in (
-            (edit.conflicts, "index_key_conflicts_total", _CONFLICTS),
-            (edit.foreign, "index_key_foreign_total", _FOREIGN),
-            (edit.unnamed, "index_key_unnamed_total", _UNNAMED),
-            (edit.replaced, "index_key_replaced_total", _REPLACED),
+            (edit.conflicts, metadata_metrics.INDEX_KEY_CONFLICTS, _CONFLICTS),
+            (edit.foreign, metadata_metrics.INDEX_KEY_FOREIGN, _FOREIGN),
+            (edit.unnamed, metadata_metrics.INDEX_KEY_UNNAMED, _UNNAMED),
+            (edit.replaced, metadata_metrics.INDEX_KEY_REPLACED, _REPLACED),
         ):
             if keys:
                 limited.warning(line, volume_epoch, keys)
@@ -301,7 +302,7 @@ class LmdbIndex(PrefixIndex):
     def request_rebuild(self) -> None:
         """Treat the index as damaged: the next process that opens it alone drops and recreates it. Calls ``on_damage``."""
         logger.warning("index rebuild requested: %s (dropped at the next opening)", self._files.path)
-        self._count("index_rebuilds_asked_total", 1)
+        self._count(metadata_metrics.INDEX_REBUILDS_ASKED, 1)
         self._damaged = True
         self._files.mark_for_rebuild()
         self._on_damage()
@@ -534,7 +535,7 @@ class LmdbIndex(PrefixIndex):
                 self._files.mark_damaged()
                 self._on_damage()
         else:
-            self._count("index_errors_total", 1)
+            self._count(metadata_metrics.INDEX_ERRORS, 1)
         if isinstance(error, lmdb.ReadersFullError):
             self._env.reader_check()  # frees the slots of killed readers for the next call
         return as_store_error(error, self._files.path)

@@ -8,13 +8,13 @@ Contents of the index directory::
     writers.lock         shared by all processes that have the index open for writing; exclusive for a process that is alone
 
 LMDB runs with ``sync=False``: no commit waits for the disk. A killed process loses nothing, because the page cache has its
-commits. But after a crash of the machine the file may be torn, and LMDB, which maps it and has no checksums, could crash on it.
+commits. But after a crash of the machine the file may be torn, and LMDB, which maps it without checksums, could crash on it.
 Therefore the file is dropped (logged and counted) in these cases: the machine was restarted without a clean close, the content
 differs from what was closed, pages are missing, or LMDB cannot read it. The index is a hint, and nodes publish their blocks
 again. A ``data.mdb`` that no index wrote is moved to ``data.mdb.foreign``, in case the path was a mistake.
 
 After a mere kill the index is kept: the check for missing pages reads two pages, whereas a rebuild takes seconds per million
-blocks and makes every lookup miss meanwhile.
+blocks and makes every lookup miss until then.
 
 Damage by others *while* a process of ours has the file open is noticed only if LMDB reports it. Then the index is marked, its
 owner is notified, and the next opening drops it. If the file is truncated while it is open, the process dies of SIGBUS; the
@@ -44,10 +44,12 @@ import xxhash
 
 from kvstore.core import lmdb_meta
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, KVStoreError, Unavailable
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
+from kvstore.observe.metrics import Event
 
 logger = logging.getLogger(__name__)
 
-Count = Callable[[str, int], None]
+Count = Callable[[Event, int], None]
 """``count(counter name, amount)``."""
 
 FORMAT = 1
@@ -155,7 +157,7 @@ class IndexFiles:
             if error.errno not in _NO_ROOM or not (self.path / "data.mdb").exists():
                 raise
             logger.exception("no room on disk for the index: %s (read-only until there is room)", self.path)
-            self._count("index_read_only_total", 1)
+            self._count(metadata_metrics.INDEX_READ_ONLY, 1)
 
     def _mark_in_use(self) -> None:
         self._write_state({"format": FORMAT, "clean": False, "machine_boot": _machine_boot()})
@@ -177,7 +179,7 @@ class IndexFiles:
                 raise CapacityExceeded("no room on disk: the index is read-only", path=self.path, reason=error) from error
             raise Unavailable("the index cannot be written to", path=self.path, reason=error) from error
         logger.warning("index writable again: %s", self.path)
-        self._count("index_writable_again_total", 1)
+        self._count(metadata_metrics.INDEX_WRITABLE_AGAIN, 1)
 
     def _reserve_lock_file(self) -> None:
         """Allocate the disk blocks of LMDB's lock file. It is mapped, so a page without a block on a full disk would be a SIGBUS.
@@ -250,7 +252,7 @@ class IndexFiles:
         state = self._read_state()
         if state is None:
             logger.warning("foreign data file moved to data.mdb.foreign: %s", data)
-            self._count("index_dropped_total", 1)
+            self._count(metadata_metrics.INDEX_DROPPED, 1)
             data.replace(self.path / "data.mdb.foreign")
             self._remove_files()
         elif state.get("damaged"):
@@ -263,7 +265,7 @@ class IndexFiles:
 
     def _drop(self, reason: str) -> None:
         logger.warning("index dropped: %s (%s)", self.path, reason)
-        self._count("index_dropped_total", 1)
+        self._count(metadata_metrics.INDEX_DROPPED, 1)
         self._remove_files()
 
     def _remove_files(self) -> None:
@@ -272,7 +274,7 @@ class IndexFiles:
 
     def mark_damaged(self) -> None:
         """Record that LMDB found damage: the next process that opens the index alone drops it."""
-        self._count("index_damaged_total", 1)
+        self._count(metadata_metrics.INDEX_DAMAGED, 1)
         self.mark_for_rebuild()
 
     def mark_for_rebuild(self) -> None:
@@ -315,7 +317,7 @@ class IndexFiles:
         if size > MAX_MAP_BYTES:
             raise CapacityExceeded("the index has reached its maximum size", bytes=size // 2)
         logger.info("index map grown: %s (bytes=%d)", self.path, size)
-        self._count("index_grown_total", 1)
+        self._count(metadata_metrics.INDEX_GROWN, 1)
         self.env.set_mapsize(size)
 
     def adopt_size(self) -> None:
@@ -339,7 +341,7 @@ class IndexFiles:
                 self._close_writer(self._writers)
         except (OSError, Unavailable, lmdb.Error) as error:  # after a restart of the machine the index will be dropped
             logger.warning("index not closed cleanly: %s (%s)", self.path, error)
-            self._count("index_unclean_close_total", 1)
+            self._count(metadata_metrics.INDEX_UNCLEAN_CLOSE, 1)
         finally:
             self.env.close()
             self._forget()

@@ -1,8 +1,8 @@
 """Cache of the depths at which runs of a chain ended: guesses that save a lookup most of its probes.
 
-An agent's next request continues the chain of its last request, so a run very likely ends where it ended a moment ago. The cache
-learns from lookups and from the batches that this process publishes. A guess only decides where a lookup probes first; the answer
-rests on the records that were read (``kvstore.index.prefix``). A wrong guess costs one or two probes.
+An agent's next request continues the chain of its last request, so a run very likely ends at the same depth as a moment ago.
+The cache learns from lookups and from the batches that this process publishes. A guess only decides where a lookup probes
+first; the answer rests on the records that were read (``kvstore.index.prefix``). A wrong guess costs one or two probes.
 """
 
 from __future__ import annotations

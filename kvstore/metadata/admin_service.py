@@ -1,5 +1,5 @@
 # ruff: noqa: N802, ARG002  # names and signatures of the handlers are gRPC's
-"""Handlers of the MetadataAdmin service: what operators inspect and change at the metadata server."""
+"""Handlers of the MetadataAdmin service, for operators who inspect and change the metadata server."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.observe.exposition import Sample
+from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 _ANSWER_S: Final = 2.0
 
@@ -52,31 +54,31 @@ class MetadataGauges:
         return asyncio.run_coroutine_threadsafe(read(), self._loop).result(_ANSWER_S)
 
     def _samples(self) -> Iterator[Sample]:
-        yield Sample("build_info", 1, {"version": kvstore.__version__})
+        yield Sample(common_metrics.BUILD_INFO, 1, {"version": kvstore.__version__})
         stats = self._index.stats()
-        yield Sample("index_blocks", stats.blocks)
-        yield Sample("index_size_bytes", stats.bytes)
-        yield Sample("index_changes_failing_seconds", stats.failing_s)
+        yield Sample(metadata_metrics.INDEX_BLOCKS, stats.blocks)
+        yield Sample(metadata_metrics.INDEX_SIZE_BYTES, stats.bytes)
+        yield Sample(metadata_metrics.INDEX_CHANGES_FAILING_SECONDS, stats.failing_s)
         statuses = self._nodes.statuses()
         alive = sum(status.alive for status in statuses)
-        yield Sample("metadata_nodes", alive, {"state": "alive"})
+        yield Sample(metadata_metrics.NODES, alive, {"state": "alive"})
         refused = sum(bool(status.refused) for status in statuses)
-        yield Sample("metadata_nodes", len(statuses) - alive - refused, {"state": "silent"})
-        yield Sample("metadata_nodes", refused, {"state": "refused"})
+        yield Sample(metadata_metrics.NODES, len(statuses) - alive - refused, {"state": "silent"})
+        yield Sample(metadata_metrics.NODES, refused, {"state": "refused"})
         draining = sum(status.HasField("order") for status in statuses)
-        yield Sample("metadata_nodes_draining", draining)
+        yield Sample(metadata_metrics.NODES_DRAINING, draining)
         for status in statuses:
             age_s = status.heartbeat_age_ms / 1000
-            yield Sample("metadata_node_heartbeat_age_seconds", age_s, {"node": status.node.node_id})
-            yield Sample("metadata_node_refused", bool(status.refused), {"node": status.node.node_id})
-        yield Sample("metadata_live_plans", len(self._planner.planner))
+            yield Sample(metadata_metrics.NODE_HEARTBEAT_AGE_SECONDS, age_s, {"node": status.node.node_id})
+            yield Sample(metadata_metrics.NODE_REFUSED, bool(status.refused), {"node": status.node.node_id})
+        yield Sample(metadata_metrics.LIVE_PLANS, len(self._planner.planner))
         if self._event_log is not None:
-            yield Sample("metadata_watch_subscribers", self._event_log.subscribers)
-            yield Sample("metadata_feed_bytes", self._event_log.held_bytes)
+            yield Sample(metadata_metrics.WATCH_SUBSCRIBERS, self._event_log.subscribers)
+            yield Sample(metadata_metrics.FEED_BYTES, self._event_log.held_bytes)
         if self._scheduler is not None:
             found = self._scheduler.gauges()
-            yield Sample("metadata_scheduler_engines", found["metadata_scheduler_engines"])
-            yield Sample("metadata_scheduler_requests", found["metadata_scheduler_requests"])
-            yield Sample("metadata_scheduler_bytes", found["metadata_scheduler_bytes"])
+            yield Sample(metadata_metrics.SCHEDULER_ENGINES, found["metadata_scheduler_engines"])
+            yield Sample(metadata_metrics.SCHEDULER_REQUESTS, found["metadata_scheduler_requests"])
+            yield Sample(metadata_metrics.SCHEDULER_BYTES, found["metadata_scheduler_bytes"])
             for role in ("prefill", "decode"):
-                yield Sample("metadata_scheduler_waiting", found[f"metadata_scheduler_waiting_{role}"], {"role": role})
+                yield Sample(metadata_metrics.SCHEDULER_WAITING, found[f"metadata_scheduler_waiting_{role}"], {"role": role})

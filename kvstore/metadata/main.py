@@ -27,6 +27,7 @@ from kvstore.core.types import NamespaceId
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process import gc_tuning
 from kvstore.process.fd_limits import raise_limit
 from kvstore.process.graceful_shutdown import SIGNALS, GracefulShutdown, SignalCounter, exit_now
@@ -36,25 +37,25 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S: Final = 30.0
 _STOP_MARGIN_S: Final = 5.0
-"""A worker is killed so long after its deadline."""
+"""Time between a worker's deadline and its kill."""
 _MAX_RESTARTS: Final = 5
 _RESTART_WINDOW_S: Final = 60.0
 _DAMAGED_EXIT: Final = 75
-"""Exit code of a worker whose index was given up: damaged, or to be made anew."""
+"""Exit code of a worker whose index must be recreated: it is damaged, or a rebuild was requested."""
 _SWITCH_INTERVAL_S: Final = 0.0005
-"""How long the index thread may hold the interpreter while a lookup waits; Python's own 5 ms would be seen in every p99."""
+"""Maximum time that the index thread holds the interpreter while a lookup waits. Python's default, 5 ms, would show in p99."""
 
 
 def run(config: MetadataConfig, set_up: Callable[[], None] | None = None) -> None:
-    """Serves until SIGTERM or SIGINT; returns after a graceful stop, within ``stop_grace_ms``; ends at once when told so again.
+    """Serve until SIGTERM or SIGINT, then stop gracefully within ``stop_grace_ms``. A second signal ends the process at once.
 
     Args:
-        config: what to serve.
-        set_up: called first in each further process: logs and traces as in this one. It travels to them (``pickle``).
+        config: configuration.
+        set_up: sets up logs and traces in each worker process. Must be picklable.
 
     Raises:
-        Unavailable: the address cannot be bound, the index cannot be opened, or workers die again and again.
-        InvalidArgument: TLS files that cannot be read.
+        Unavailable: the address cannot be bound, the index cannot be opened, or workers die repeatedly.
+        InvalidArgument: TLS files cannot be read.
     """
     raise_limit()
     if config.workers == 1:
@@ -64,7 +65,7 @@ def run(config: MetadataConfig, set_up: Callable[[], None] | None = None) -> Non
 
 
 class _Announcer:
-    """Tells whoever waits that calls are answered: on the log, and in a file if one is named."""
+    """Announces that the server is ready: in the log, and in the ready file if one is configured."""
 
     def __init__(self, ready_file: Path | None) -> None:
         self._ready_file = ready_file
@@ -76,7 +77,7 @@ class _Announcer:
 
 
 class _Pipe(_Announcer):
-    """Tells the supervisor."""
+    """Announces to the supervisor that a worker is ready."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(None)
@@ -87,19 +88,20 @@ class _Pipe(_Announcer):
 
 
 def write_ready_file(path: Path, address: str, metrics_address: str) -> None:
-    """Writes ``{"address", "pid", "metrics_address"}`` (several with commas) so that a reader sees all of it or nothing."""
+    """Write ``{"address", "pid", "metrics_address"}`` atomically; several metrics addresses are separated by commas."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(json.dumps({"address": address, "pid": os.getpid(), "metrics_address": metrics_address}))
     scratch.replace(path)
 
 
 async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, parent: int | None) -> None:
-    """One server process, until a signal comes or, for a worker, its supervisor is gone.
+    """Run one server process until a signal arrives or, in a worker, its supervisor has ended.
 
-    A damaged index is made anew under way, at the same address: nodes notice its new epoch and send their inventories.
+    A damaged index is recreated while the process runs, at the same address. Nodes notice its new epoch and send their
+    inventories.
 
     Raises:
-        _IndexDamaged: in a worker, which shares the index: all of them must let go of it first.
+        _IndexDamaged: in a worker: all workers must close the shared index before it can be recreated.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     leave = asyncio.Event()
@@ -116,11 +118,11 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
         try:
             address = await server.start()
         except Unavailable:
-            await asyncio.sleep(0)  # word of damage comes through the loop
+            await asyncio.sleep(0)  # the report of damage arrives through the event loop
             if parent is not None or not server.damaged.is_set():
                 raise
-            # the damage lay where opening does not look: the index is marked now. A new server drops it, or fails for good
-            logger.critical("the index is damaged: it is dropped and made anew", exc_info=True)
+            # opening did not notice the damage, and the index is marked now: a new server drops it, or fails for good
+            logger.critical("index damaged: recreating it", exc_info=True)
             server = MetadataServer(config, worker=worker, counters=counters, namespaces=namespaces)
             address = await server.start()
         gc_tuning.freeze_startup_objects()
@@ -130,10 +132,10 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
         await server.stop(grace_s)
         if leave.is_set():
             break
-        logger.critical("the index was given up: it is dropped and made anew")
+        logger.critical("index damaged or rebuild requested: recreating it")
         if parent is not None:
             raise _IndexDamaged
-        counters.add("metadata_index_restarts_total")
+        counters.add(metadata_metrics.INDEX_RESTARTS)
         config = config.model_copy(update={"listen": address})
     if parent is not None:
         loop.remove_reader(parent)
@@ -141,15 +143,15 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
 
 
 async def _first_of(*events: asyncio.Event) -> None:
-    """Waits until one of them is set."""
+    """Wait until one of the events is set."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
 
 
-class _IndexDamaged(Exception):  # never leaves this file: how a worker says why it ends
-    """The index that workers share must be made anew."""
+class _IndexDamaged(Exception):
+    """The index that the workers share must be recreated."""
 
 
 def _work(config: MetadataConfig, worker: int, connection: Connection, set_up: Callable[[], None] | None) -> None:
@@ -167,7 +169,7 @@ def _work(config: MetadataConfig, worker: int, connection: Connection, set_up: C
 
 
 class _Supervisor:
-    """Keeps N workers running. Its own process does nothing else: gRPC is never started in it."""
+    """Keeps N workers running. Its own process never starts gRPC."""
 
     def __init__(self, config: MetadataConfig, set_up: Callable[[], None] | None) -> None:
         self._config = config
@@ -183,7 +185,7 @@ class _Supervisor:
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno())
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)  # the byte in the socket pair is the message
+            signal.signal(number, self._on_signal)  # the byte in the socket pair wakes the supervisor
         with wake, waker, _reserve_port(self._config.listen) as reserved:
             host = self._config.listen.rpartition(":")[0]
             config = self._config.model_copy(update={"listen": f"{host}:{reserved.getsockname()[1]}"})
@@ -206,18 +208,18 @@ class _Supervisor:
         while True:
             sentinels = {process.sentinel: worker for worker, process in self._workers.items()}
             ready = multiprocessing.connection.wait([wake, *sentinels])
-            if wake in ready:  # looked at first: Ctrl-C reaches the workers too, whose end is then no accident
+            if wake in ready:  # first: Ctrl-C also reaches the workers, which then end as intended
                 return
             for worker in (sentinels[item] for item in ready if isinstance(item, int)):
                 self._workers[worker].join()
                 self._allow_restart()
                 if self._workers[worker].exitcode == _DAMAGED_EXIT:
-                    logger.critical("worker %d gave the index up: all start again, with a new one", worker)
-                    self._stop_all()  # the index is dropped by whoever opens it alone
+                    logger.critical("worker %d reported a damaged index: restarting all workers with a new index", worker)
+                    self._stop_all()  # a worker that opens the index alone drops it
                     for each in range(config.workers):
                         self._start(config, each)
                     break
-                logger.error("worker %d ended with code %s: starting it again", worker, self._workers[worker].exitcode)
+                logger.error("worker %d ended (exit_code=%s): starting it again", worker, self._workers[worker].exitcode)
                 self._start(config, worker)
 
     def _allow_restart(self) -> None:
@@ -225,7 +227,7 @@ class _Supervisor:
         while self._restarts and self._restarts[0] < now_s - _RESTART_WINDOW_S:
             self._restarts.popleft()
         if len(self._restarts) >= _MAX_RESTARTS:
-            raise Unavailable("workers die again and again", restarts=_MAX_RESTARTS, window_s=_RESTART_WINDOW_S)
+            raise Unavailable("workers die repeatedly", restarts=_MAX_RESTARTS, window_s=_RESTART_WINDOW_S)
         self._restarts.append(now_s)
 
     def _start(self, config: MetadataConfig, worker: int) -> None:
@@ -240,7 +242,7 @@ class _Supervisor:
             try:
                 _, self._metrics[worker] = ours.recv()
             except EOFError as error:
-                raise Unavailable("a worker ended while starting; its log says why", worker=worker) from error
+                raise Unavailable("a worker ended during its start: see its log", worker=worker) from error
 
     def _stop_all(self) -> None:
         for process in self._workers.values():
@@ -249,16 +251,16 @@ class _Supervisor:
         for process in self._workers.values():
             process.join(max(0.0, deadline_s - time.monotonic()))
             if process.is_alive():
-                logger.error("worker %s does not end: killed", process.name)
+                logger.error("worker %s did not stop in time: killed", process.name)
                 process.kill()
                 process.join()
 
 
 def _reserve_port(listen: str) -> socket.socket:
-    """Holds the port for the workers. The socket does not listen, so the kernel sends it no connection.
+    """Reserve the port for the workers. The socket does not listen, so the kernel sends it no connections.
 
     Raises:
-        Unavailable: the port cannot be had.
+        Unavailable: the port cannot be bound.
     """
     host, _, port = listen.rpartition(":")
     try:

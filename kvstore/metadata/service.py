@@ -33,6 +33,7 @@ from kvstore.metadata.retention.tenants import NamespaceOwners
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, SchedulerService
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process.node_id import check_node_id
 from kvstore.rpc.auth.interceptor import host_of_peer, require_tenant, tenant
 from kvstore.rpc.auth.tenant_limits import TenantLimit
@@ -106,7 +107,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._parts.nodes.record_registration(NodeId(info.node_id), BootId(info.boot_id), host_of_peer(context.peer()))
         if self._parts.event_log is not None:
             report_served(self._parts.event_log, self._parts.nodes)
-        self._parts.counters.add("metadata_registrations_total")
+        self._parts.counters.add(metadata_metrics.REGISTRATIONS)
         return pb.RegisterNodeResponse(
             index_epoch=self._parts.index.epoch,
             heartbeat_interval_ms=self._parts.heartbeat_interval_ms,
@@ -135,7 +136,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         if (longest := max(map(len, request.problems), default=0)) > limits.MAX_REASON:
             raise InvalidArgument("a problem is too long", got=longest, limit=limits.MAX_REASON)
         known = self._parts.nodes.record_heartbeat(request, host_of_peer(context.peer()))
-        self._parts.counters.add("metadata_heartbeats_total")
+        self._parts.counters.add(metadata_metrics.HEARTBEATS)
         node_id = NodeId(request.node_id)
         return pb.HeartbeatResponse(
             index_epoch=self._parts.index.epoch,
@@ -183,8 +184,8 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         ranges = await differing_ranges(
             parts.index, parts.reads, volume_epoch, request.first_range, list(request.digests), list(request.counts)
         )
-        parts.counters.add("metadata_ranges_compared_total", count)
-        parts.counters.add("metadata_ranges_differing_total", len(ranges))
+        parts.counters.add(metadata_metrics.RANGES_COMPARED, count)
+        parts.counters.add(metadata_metrics.RANGES_DIFFERING, len(ranges))
         return pb.CompareDigestsResponse(differing_ranges=ranges)
 
     async def RepairRange(self, request: pb.RepairRangeRequest, context: object) -> pb.RepairRangeResponse:
@@ -194,7 +195,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         volume_epoch = self._parts.nodes.volume_epoch(*_volume_of(request))
         runs = runs_from_proto(request.blocks)
         added, removed = await self._parts.writes.run(repair_range, self._parts.index, volume_epoch, request.range, runs)
-        self._parts.counters.add("metadata_replicas_repaired_total", added + removed)
+        self._parts.counters.add(metadata_metrics.REPLICAS_REPAIRED, added + removed)
         return pb.RepairRangeResponse(added=added, removed=removed)
 
     async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest, context: object) -> pb.RegisterNamespaceResponse:
@@ -290,7 +291,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         if known is not None and known.boot_id != info.boot_id and known.control_address != info.control_address:
             patience_s = MISSED_BEATS * self._parts.heartbeat_interval_ms / 1000
             if nodes.is_alive(node_id) and nodes.heard_within(node_id, BootId(known.boot_id), patience_s):
-                self._parts.counters.add("metadata_node_ids_refused_total")
+                self._parts.counters.add(metadata_metrics.NODE_IDS_REFUSED)
                 raise Conflict(
                     "another live node has this id: change node.node_id of one of them, or stop it",
                     node_id=node_id,

@@ -215,8 +215,8 @@ class LabHost:
         self._links[network] = settings
 
     # ---------------------------------------------------------------- set-up
-    def _link_lines(self) -> list[str]:
-        """For ``ip``, in the switch's namespace."""
+    def link_lines(self) -> list[str]:
+        """Commands of ``ip`` that create its links, for the switch's namespace."""
         lines = []
         for network in NETWORKS:
             port, nic = self.port(network), _NIC[network]
@@ -235,13 +235,15 @@ class LabHost:
             lines += [f"link set {nic} addrgenmode none", f"addr add {self.ip(network)}/24 dev {nic}", f"link set {nic} up"]
         return lines
 
-    def _start(self) -> None:
+    def configure(self) -> None:
+        """Open the namespace and set addresses and rates; for ``NetLab``."""
         self._fd = os.open(netns.NETNS_DIR / self.namespace, os.O_RDONLY | os.O_CLOEXEC)
         netns.batch("ip", self._address_lines(), self.namespace)
         self.shape("storage", self.spec.snic_mbit)
         self.shape("compute", self.spec.cnic_mbit)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the namespace; for ``NetLab``."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -293,7 +295,7 @@ class NetLab:
         if self._guard is None:
             return
         for host in self._hosts.values():
-            host._close()
+            host.close()
         if self._counters is not None:
             self._counters.close()
             self._counters = None
@@ -347,9 +349,9 @@ class NetLab:
                 f"link set br-{network} addrgenmode none mtu {MTU}",
                 f"link set br-{network} up",
             ]
-        netns.batch("ip", [*lines, *(line for host in self.hosts for line in host._link_lines())], switch)
+        netns.batch("ip", [*lines, *(line for host in self.hosts for line in host.link_lines())], switch)
         for host in self.hosts:
-            host._start()
+            host.configure()
         self._counters = self._open_counters()
 
     def _open_counters(self) -> CounterFile:

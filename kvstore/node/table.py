@@ -39,10 +39,11 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import KeyWaiter, LoadClaim, StoreGrant
 from kvstore.node.state.invariants import validate
 from kvstore.node.state.model import EVICTING, Block, NodeVolume
-from kvstore.node.state.namespaces import Accounts, NodeNamespace
+from kvstore.node.state.namespaces import NodeNamespace, TenantLedger
 from kvstore.node.state.residency import Residency
 from kvstore.node.state.store_admission import admit
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
 from kvstore.tiers.eviction.policy import LruPolicy
 
@@ -84,10 +85,10 @@ class BlockTable:
         keep_loaded: bool = True,
         cascades_chains: bool = False,
         make_durable_policy: Callable[[Rows], EvictionPolicy] = LruPolicy,
-        accounts: Accounts | None = None,
+        accounts: TenantLedger | None = None,
     ) -> None:
         self.residency = residency = Residency(
-            dram, dram_policy, node_volumes, log, counters, clock, make_durable_policy, accounts or Accounts()
+            dram, dram_policy, node_volumes, log, counters, clock, make_durable_policy, accounts or TenantLedger()
         )
         self.dram = dram
         self.node_volumes = residency.node_volumes
@@ -179,7 +180,8 @@ class BlockTable:
             prepared.outcomes[position] = StoreOutcome.SKIPPED
         if granted < len(wanted):
             full = not over and is_full(self.residency, prepared.namespace)
-            self._counters.add(f"store_skipped_{'quota' if full else 'no_room'}_blocks_total", len(wanted) - granted)
+            skipped = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_ROOM_BLOCKS
+            self._counters.add(skipped, len(wanted) - granted)
 
     def complete(self, prepared: StoreGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
         """Makes written blocks visible, in the order given."""
@@ -221,7 +223,7 @@ class BlockTable:
                 self.dram.free((slot,))
             prepared.namespace.granted -= len(prepared.slots)
             if prepared.slots:
-                self._counters.add("store_abandoned_blocks_total", len(prepared.slots))
+                self._counters.add(node_metrics.STORE_ABANDONED_BLOCKS, len(prepared.slots))
             prepared.slots.clear()
             self._settle(prepared)
             self._changed.notify_all()
@@ -368,10 +370,10 @@ class BlockTable:
         """Takes DRAM slots to load into, all or none, evicting and waiting as needed."""
         with self._lock:
             if namespace is not None and not reserve_in_quota(self.residency, namespace, count):
-                self._counters.add("load_beyond_quota_blocks_total", count)  # never refused: it leaves again soon
+                self._counters.add(node_metrics.LOAD_BEYOND_QUOTA_BLOCKS, count)  # never refused: it leaves again soon
             while (slots := self._allocate(shape, count)) is None:
                 if not self._wait(self._changed, deadline_s):
-                    self._counters.add("load_no_room_blocks_total", count)
+                    self._counters.add(node_metrics.LOAD_NO_ROOM_BLOCKS, count)
                     return None
             return slots
 
@@ -516,7 +518,7 @@ class BlockTable:
                 if for_quota:
                     block.produced_here = False
                 residency.drop_if_nowhere(block)
-            self._counters.add("evicted_nvme_blocks_total", len(victims))
+            self._counters.add(node_metrics.EVICTED_NVME_BLOCKS, len(victims))
             self._changed.notify_all()
 
     def wait_written(self, deadline_s: float) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.observe.metric_definitions import EVENTS
-from kvstore.observe.metrics import Kind
+from kvstore.observe.metrics import Event, Kind, TimedEvent
 
 log = logging.getLogger(__name__)
 
@@ -53,18 +53,18 @@ class Counters:
         self._totals = _Totals()
         self._histograms: dict[str, HistogramTotals] = {}
 
-    def add(self, name: str, amount: int = 1) -> None:
+    def add(self, name: Event, amount: int = 1) -> None:
         """Add to a total."""
         with self._lock:
             self._totals[name] += amount
 
-    def add_all(self, names: Sequence[str], amounts: Sequence[int]) -> None:
+    def add_all(self, names: Sequence[Event], amounts: Sequence[int]) -> None:
         """Add to several totals in one step."""
         with self._lock:
             for name, amount in zip(names, amounts, strict=True):
                 self._totals[name] += amount
 
-    def observe(self, name: str, value: float) -> None:
+    def observe(self, name: TimedEvent, value: float) -> None:
         """Add a value to a histogram."""
         with self._lock:
             found = self._histograms.get(name) or self._histogram(name)

@@ -23,6 +23,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector, registry_of
+from kvstore.observe.metric_definitions import common as common_metrics
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         if not self._room.acquire(blocking=False):
-            self._counters.add("metrics_scrapes_refused_total")
+            self._counters.add(common_metrics.METRICS_SCRAPES_REFUSED)
             self.shutdown_request(request)
             return
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.observe.counters import Counters
+from kvstore.observe.metrics import Event
 
 INTERVAL_S: Final = 10.0
 
@@ -52,7 +53,7 @@ class LimitedLog:
             line, arguments = f"{line} (suppressed=%d)", (*arguments, suppressed)
         self._logger.warning(line, *arguments)
 
-    def report(self, counter: str, message: str, error: BaseException | None = None, amount: int = 1) -> None:
+    def report(self, counter: Event, message: str, error: BaseException | None = None, amount: int = 1) -> None:
         """Count a failure, and write a warning unless one for the same counter was written recently.
 
         Args:

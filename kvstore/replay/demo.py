@@ -105,7 +105,7 @@ class DemoResult:
 
     @property
     def problem(self) -> str | None:
-        """What went wrong; None if nothing did."""
+        """Error of the demo, if any."""
         tally = self.tally
         if tally.wrong_bytes:
             return f"{tally.wrong_bytes:,} wrong bytes in {tally.wrong_blocks:,} blocks"

@@ -18,7 +18,7 @@ class Report(Protocol):
     """Called after each request."""
 
     def __call__(self, done: int, note: str, total: int | None = None) -> None:
-        """Report that ``done`` of ``total`` (None: unchanged) requests are finished; ``note`` describes the results so far."""
+        """Report that ``done`` of ``total`` (None: unchanged) requests are finished; ``note`` describes the results to date."""
 
 
 def silent(done: int, note: str, total: int | None = None) -> None:

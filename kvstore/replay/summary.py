@@ -23,7 +23,7 @@ def replay_rows(result: ReplayResult) -> dict[str, str]:
 
 
 def verdict(result: ReplayResult) -> str | None:
-    """What is wrong with a replay; None if nothing is."""
+    """Error of a replay, if any."""
     tally = result.tally
     unbounded = result.workload.unbounded.hit_blocks
     if tally.wrong_bytes:

@@ -12,6 +12,7 @@ from typing import Any
 from kvstore.config.router import RouterConfig
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import router as router_metrics
 from kvstore.router.health.engine_health import Ejection, EngineHealthTable
 from kvstore.router.health.engine_metrics import EngineMetrics
 from kvstore.router.placement.inflight import EngineWork, InflightTokens
@@ -67,7 +68,7 @@ class RouterContext:
     def record_failure(self, engine: str, failure: AttemptFailure) -> None:
         """Record a failed attempt: count it, log it, and pass it to outlier detection if the engine is at fault."""
         reason = str(failure.error)
-        self.counters.add(f"router_attempts_{failure.kind}_total")
+        self.counters.add(router_metrics.ATTEMPTS_FAILED[failure.kind])
         _log.warning("attempt failed: %s (kind=%s, reason=%s)", engine, failure.kind, reason)
         if failure.kind.is_engine_fault:
             gateway = failure.kind.is_gateway_failure
@@ -78,10 +79,10 @@ class RouterContext:
         if ejection is None:
             return
         if ejection.seconds:
-            self.counters.add(f"router_ejections_{ejection.event}_total")
+            self.counters.add(router_metrics.EJECTIONS[ejection.event])
             _logger.warning("engine ejected: %s (cause=%s, for_s=%g, last=%s)", engine, ejection.event, ejection.seconds, reason)
         else:
-            self.counters.add("router_ejections_skipped_total")
+            self.counters.add(router_metrics.EJECTIONS_SKIPPED)
             _log.warning("ejection skipped: %s (cause=%s, too few healthy engines, last=%s)", engine, ejection.event, reason)
 
     @staticmethod

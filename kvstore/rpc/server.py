@@ -25,6 +25,7 @@ from kvstore.observe import context as request_context
 from kvstore.observe import tracing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.observe.metrics import Event, TimedEvent
 from kvstore.process.fd_limits import connections_allowed
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import cannot_listen, check_address, is_unix
@@ -57,10 +58,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 class CounterSink(Protocol):
     """Registry of counters: ``kvstore.observe.counters.Counters`` or a fake."""
 
-    def add(self, name: str, amount: int = 1) -> None:
+    def add(self, name: Event, amount: int = 1) -> None:
         """Add to a total."""
 
-    def observe(self, name: str, value: float) -> None:
+    def observe(self, name: TimedEvent, value: float) -> None:
         """Add a value to a histogram."""
 
 

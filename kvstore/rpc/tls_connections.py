@@ -23,6 +23,7 @@ from urllib.parse import unquote
 
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.observe.metrics import Event
 
 _limited = LimitedLog(logging.getLogger(__name__))
 
@@ -47,7 +48,7 @@ class TlsConnections:
         call_s: time limit until the first call of a connection.
     """
 
-    def __init__(self, count: Callable[[str], None], call_s: float = CALL_S) -> None:
+    def __init__(self, count: Callable[[Event], None], call_s: float = CALL_S) -> None:
         self._count = count
         self._call_s = call_s
         self._loop = asyncio.get_running_loop()

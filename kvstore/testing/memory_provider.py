@@ -57,7 +57,8 @@ class MemoryProvider(BlockProvider):
         self.aborts = 0
         self.requests: list[ReadRequest] = []
         self._shapes: dict[NamespaceId, BlockShape] = {}
-        self._blocks: dict[tuple[NamespaceId, BlockKey], tuple[memoryview, Checksums]] = {}
+        self.blocks: dict[tuple[NamespaceId, BlockKey], tuple[memoryview, Checksums]] = {}
+        """Stored blocks: payload and checksums, by namespace and key."""
         self._changed = threading.Condition()
         self._lent = 0
         self._faults: list[str] = []
@@ -73,15 +74,15 @@ class MemoryProvider(BlockProvider):
         shape = self._shapes[namespace]
         for number in numbers:
             payload = block_payload(number, shape)
-            self._blocks[namespace, block_key(number)] = (memoryview(bytearray(payload)), checksums_of([payload], shape)[0])
+            self.blocks[namespace, block_key(number)] = (memoryview(bytearray(payload)), checksums_of([payload], shape)[0])
 
     def flip(self, namespace: NamespaceId, number: int, byte: int) -> None:
         """Corrupt one byte of a block; its checksums remain."""
-        self._blocks[namespace, block_key(number)][0][byte] ^= 0x40
+        self.blocks[namespace, block_key(number)][0][byte] ^= 0x40
 
     def held(self, namespace: NamespaceId, number: int) -> bytes | None:
         """Payload of a block, if present."""
-        block = self._blocks.get((namespace, block_key(number)))
+        block = self.blocks.get((namespace, block_key(number)))
         return None if block is None else bytes(block[0])
 
     def settle(self) -> None:
@@ -103,7 +104,7 @@ class MemoryProvider(BlockProvider):
             if self.before_part is not None:
                 self.before_part(first)
             keys = request.keys[first : first + self.part_keys]
-            found = [self._blocks.get((request.namespace, key)) for key in keys]
+            found = [self.blocks.get((request.namespace, key)) for key in keys]
             hits = [block for block in found if block is not None]
             checksums = np.array([block[1] for block in hits], np.uint64).reshape(len(hits), layers)
             outcomes = [Outcome.MISS if block is None else Outcome.HIT for block in found]
@@ -145,7 +146,7 @@ class _MemoryGrant(WriteGrant):
         self.views = [memoryview(bytearray(request.shape.block_bytes)) for _ in self._keys]
 
     def _outcome(self, namespace: NamespaceId, key: BlockKey) -> StoreOutcome:
-        if (namespace, key) in self._provider._blocks:
+        if (namespace, key) in self._provider.blocks:
             return StoreOutcome.EXISTS
         return StoreOutcome.SKIPPED if key in self._provider.refuse else StoreOutcome.STORED
 
@@ -153,7 +154,7 @@ class _MemoryGrant(WriteGrant):
         self._provider.commits += 1
         for key, view, row, matched in zip(self._keys, self.views, checksums, good, strict=True):
             if matched:
-                self._provider._blocks[self._request.run.namespace, key] = (view, row)
+                self._provider.blocks[self._request.run.namespace, key] = (view, row)
         self._give_back()
         return [StoreOutcome.STORED if matched else StoreOutcome.CORRUPT for matched in good]
 

@@ -146,8 +146,8 @@ def test_variables_that_others_make_are_left_alone() -> None:
         ("node.nvme=/a,b:1GiB", "no comma in the path"),
         ("node.mounts=/a", "a mount looks like"),
         ("node.mounts==/a", "a mount looks like"),
-        ("node.node_id=../../evil", "a node id takes"),
-        ("node.write_behind_to=a/b", "a node id takes"),
+        ("node.node_id=../../evil", "invalid node id"),
+        ("node.write_behind_to=a/b", "invalid node id"),
     ],
 )
 def test_wrong_settings_say_what_to_mend(flag: str, hint: str) -> None:

@@ -57,7 +57,7 @@ def test_an_admin_server_serves_while_the_metadata_server_answers_it(tmp_path: P
         assert asked([one for one in settings if one[0] != "tls.require_client_cert"]).exit_code == 1, "it wants a certificate"
         cluster.stop("metadata")
         without = asked(settings)
-        assert (without.exit_code, without.output) == (1, "Error: admin: it is up and does not serve\n")
+        assert (without.exit_code, without.output) == (1, "Error: admin: running, but not serving\n")
         cluster.kill("admin")
         assert asked(settings).output.startswith("Error: admin: ")
 
@@ -89,7 +89,7 @@ def test_a_router_serves_while_an_engine_is_there(front: tuple[str, list[int]]) 
     assert health("router", *everywhere).output == "router: serves\n"
     status[0] = 503
     without = health("router", *everywhere)
-    assert (without.exit_code, without.output) == (1, "Error: router: it is up and does not serve\n")
+    assert (without.exit_code, without.output) == (1, "Error: router: running, but not serving\n")
 
 
 def test_what_cannot_be_found_is_said() -> None:

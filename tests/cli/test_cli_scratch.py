@@ -14,8 +14,8 @@ from kvstore.embedded.temp_dirs import TempDir, sweep
 OWNER = """
 import sys
 from pathlib import Path
-from kvstore.embedded.temp_dirs import ScratchFolder
-folder = ScratchFolder(sys.argv[1], Path(sys.argv[2]))
+from kvstore.embedded.temp_dirs import TempDir
+folder = TempDir(sys.argv[1], Path(sys.argv[2]))
 (folder.path / "volume").mkdir()
 (folder.path / "volume" / "slab.kv").write_bytes(bytes(4096))
 print(folder.path, flush=True)

@@ -1,4 +1,4 @@
-"""A node and a metadata server whose answers are scripted, over real gRPC, real sockets and a real memfd arena.
+"""A node and a metadata server with scripted answers, over real gRPC, sockets and a memfd arena.
 
 The client under test runs unchanged: only what stands on the other side of its sockets is made up.
 """
@@ -35,7 +35,7 @@ LoadScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], Iterator[nod
 
 
 class SkewedClock:
-    """The real clock, which tests may push forward."""
+    """The real clock, which tests can advance."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -45,17 +45,17 @@ class SkewedClock:
 
 
 def payload_of(key: BlockKey, shape: BlockShape) -> bytes:
-    """What the block of a key holds, in every test."""
+    """Return the bytes of the block of a key."""
     return np.random.default_rng(int.from_bytes(key, "little")).bytes(shape.block_bytes)
 
 
 def payloads(keys: Sequence[BlockKey], shape: BlockShape) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """``[blocks, block_bytes]``."""
+    """Return the bytes of some blocks, ``[blocks, block_bytes]``."""
     return np.frombuffer(b"".join(payload_of(key, shape) for key in keys), np.uint8).reshape(len(keys), shape.block_bytes)
 
 
 class Blocks:
-    """Blocks that one fake node holds. The truth that the fakes serve from."""
+    """Blocks of one fake node."""
 
     def __init__(self, shape: BlockShape) -> None:
         self.shape = shape
@@ -66,7 +66,7 @@ class Blocks:
 
 
 class FakeProvider(BlockProvider):
-    """The data plane's side of a fake node."""
+    """The provider of a fake node's data plane."""
 
     def __init__(self, blocks: Blocks, namespace: NamespaceId) -> None:
         self._blocks = blocks
@@ -111,7 +111,7 @@ class FakeGrant(WriteGrant):
 
 
 class FakeNode(node_pb2_grpc.NodeServicer):
-    """One node. Scripts replace what it answers; ``fail`` makes a method raise one of our errors."""
+    """One node. Scripts replace its answers; ``fail`` makes a method raise an error."""
 
     def __init__(
         self, folder: Path, spec: CacheSpec, node_id: str = "near", *, arena_bytes: int = 8 << 20, lease_ms: int = 5_000
@@ -324,7 +324,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
 
 
 class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
-    """A metadata server that knows what it is told: ``runs`` as (start, count, node)."""
+    """A metadata server that answers lookups from ``runs``: (start, count, node)."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec

@@ -23,14 +23,14 @@ def spec() -> CacheSpec:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short enough for unix sockets."""
+    """A folder with a path short enough for unix sockets."""
     with tempfile.TemporaryDirectory(prefix="kvc-", dir="/tmp") as path:
         yield Path(path)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SkewedClock:
-    """The clock of clients made after this."""
+    """The clock of clients that connect after this."""
     clock = SkewedClock()
     monkeypatch.setattr("kvclient.client.MonotonicClock", lambda: clock)
     return clock

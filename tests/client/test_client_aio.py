@@ -1,4 +1,4 @@
-"""The asyncio surface: the same answers, and a cancelled await that leaves memory alone."""
+"""The asyncio client: the same results, and a cancelled await that leaves the buffer alone."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ async def test_lookup_load_and_store(spec: CacheSpec, metadata: FakeMetadata, ne
     assert (await client.lookup(keys)).hit_blocks == 0
 
 
-async def test_a_cancelled_load_touches_nothing_afterwards(
+async def test_load_cancelled_leaves_buffer_alone(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancelled in the middle of a copy: the await ends only when the copy has."""
+    """An await that is cancelled during a copy ends after the copy."""
     keys = chain(spec, 6)
     near.blocks.hold(keys)
     blocking = make_client(near, copy_chunk_bytes=2 * spec.block_bytes)
@@ -80,7 +80,7 @@ async def test_a_cancelled_load_touches_nothing_afterwards(
     assert np.array_equal(out, before)
 
 
-async def test_a_cancelled_wait_for_the_node_ends_the_call(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+async def test_load_cancelled_while_waiting_for_node_ends(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     ended = threading.Event()
 
     def script(request: node_pb2.LoadRequest, context: grpc.ServicerContext) -> Iterator[node_pb2.LoadProgress]:
@@ -96,8 +96,8 @@ async def test_a_cancelled_wait_for_the_node_ends_the_call(spec: CacheSpec, near
     assert await asyncio.to_thread(ended.wait, 5)
 
 
-async def test_a_cancelled_store_stores_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    """Its buffer may be written to right after: what would be stored then is not what the key says."""
+async def test_store_cancelled_stores_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    """The caller may write to the buffer at once, so nothing of it may be stored afterwards."""
     keys = chain(spec, 4)
     asked, go_on = threading.Event(), threading.Event()
 

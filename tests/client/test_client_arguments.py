@@ -1,4 +1,4 @@
-"""Whatever is no sensible argument raises ``InvalidArgument`` before anything is asked of anybody."""
+"""A bad argument raises ``InvalidArgument`` before any server is called."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
     return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
 
 
-def test_spans_of_time_are_numbers_of_at_most_a_day() -> None:
+def test_seconds_are_cut_to_a_day() -> None:
     assert [check_seconds("t", seconds) for seconds in LONG] == [MAX_SECONDS] * len(LONG)
     assert [check_seconds("t", seconds) for seconds in (1, 2.5, np.float32(0.5), 86_400)] == [1.0, 2.5, 0.5, 86_400.0]
     assert check_seconds("t", 0, zero=True) == 0.0
@@ -35,7 +35,7 @@ def test_spans_of_time_are_numbers_of_at_most_a_day() -> None:
             check_seconds("t", seconds)
 
 
-def test_options_take_sensible_numbers() -> None:
+def test_options_with_bad_numbers_raise() -> None:
     spans = ("default_deadline_s", "lookup_deadline_s", "connect_deadline_s", "breaker_pause_s", "reopen_pause_s")
     for name in (*spans, "room_wait_s", "lease_margin_s", "log_interval_s"):
         assert getattr(ClientOptions(**{name: float("inf")}), name) == MAX_SECONDS
@@ -48,7 +48,7 @@ def test_options_take_sensible_numbers() -> None:
     assert ClientOptions(room_wait_s=0).room_wait_s == 0
 
 
-async def test_bad_deadlines_raise_and_leave_the_breaker_alone(
+async def test_bad_deadlines_raise_and_keep_breaker_closed(
     spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:
     keys = chain(spec, 2)
@@ -81,7 +81,9 @@ async def test_bad_deadlines_raise_and_leave_the_breaker_alone(
     assert client.lookup(keys).hit_blocks == 2
 
 
-async def test_long_deadlines_are_a_day(spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient) -> None:
+async def test_long_deadlines_are_cut_to_a_day(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
+) -> None:
     keys = chain(spec, 2)
     data = payloads(keys, spec.shape)
     metadata.runs = [(0, 2, near)]
@@ -107,7 +109,7 @@ async def test_long_deadlines_are_a_day(spec: CacheSpec, metadata: FakeMetadata,
                 assert await twin.flush(long)
 
 
-def test_waiting_for_layers_takes_numbers(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_wait_layer_with_bad_arguments_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 1)
     near.blocks.hold(keys)
     handle = make_client(near).start_load(keys, np.zeros((1, spec.block_bytes), np.uint8))
@@ -122,7 +124,7 @@ def test_waiting_for_layers_takes_numbers(spec: CacheSpec, near: FakeNode, make_
     assert handle.result().hit_blocks == 1
 
 
-def test_overlapping_destinations_are_no_hit(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_load_into_overlapping_buffer_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 10)
     near.blocks.hold(keys)
     client = make_client(near)
@@ -134,7 +136,7 @@ def test_overlapping_destinations_are_no_hit(spec: CacheSpec, near: FakeNode, ma
             client.start_load(keys, out)
 
 
-def test_the_same_bytes_may_be_stored_for_many_blocks(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_store_of_overlapping_buffer_succeeds(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 6)
     client = make_client(near)
     one = bytearray(np.random.default_rng(1).bytes(spec.block_bytes))
@@ -176,7 +178,9 @@ def test_keys_of_another_type_raise(spec: CacheSpec, near: FakeNode, make_client
         (b"x" * 16, 1 << 70),
     ],
 )
-def test_places_of_another_type_raise(spec: CacheSpec, near: FakeNode, make_client: MakeClient, parent: Any, depth: Any) -> None:
+def test_positions_of_another_type_raise(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, parent: Any, depth: Any
+) -> None:
     client = make_client(near)
     keys, memory = chain(spec, 1), bytearray(spec.block_bytes)
     for wrong in (
@@ -190,7 +194,7 @@ def test_places_of_another_type_raise(spec: CacheSpec, near: FakeNode, make_clie
             wrong()
 
 
-def test_hand_overs_take_names(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_handoff_with_bad_names_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near)
     keys = chain(spec, 1)
     for node in (5, None, b"d", "d\udc80", "d\n", "x" * 513):
@@ -202,7 +206,7 @@ def test_hand_overs_take_names(spec: CacheSpec, near: FakeNode, make_client: Mak
             wrong()
 
 
-def test_connect_takes_what_it_says(spec: CacheSpec, metadata: FakeMetadata) -> None:
+def test_connect_with_bad_types_raises(spec: CacheSpec, metadata: FakeMetadata) -> None:
     for arguments, named in (
         ((5, spec), {}),
         ((metadata.address.encode(), spec), {}),
@@ -215,7 +219,7 @@ def test_connect_takes_what_it_says(spec: CacheSpec, metadata: FakeMetadata) -> 
             KVClient.connect(*arguments, **named)  # type: ignore[arg-type]
 
 
-def test_impatient_callers_do_not_open_the_breaker(spec: CacheSpec, metadata: FakeMetadata, make_client: MakeClient) -> None:
+def test_short_deadlines_do_not_open_breaker(spec: CacheSpec, metadata: FakeMetadata, make_client: MakeClient) -> None:
     answering = threading.Event()
     asked = metadata.Lookup
 

@@ -1,4 +1,4 @@
-"""Whatever memory a caller brings, block i and layer l are where a plain array of the same bytes says; nothing is copied."""
+"""Views of a caller's memory have block i and layer l at the same bytes as a plain array. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ shapes = st.builds(BlockShape, st.integers(1, 4), st.sampled_from([1, 8, 24, 64]
 
 
 def content(buffer: BlockBuffer) -> np.ndarray[Any, Any]:
-    """All bytes of a buffer as [blocks, layers, bytes], read through its segments one layer at a time."""
+    """Return all bytes of a buffer as [blocks, layers, bytes], read through its segments."""
     shape = buffer.shape
     rows = [b"".join(buffer.segments(block, layer, 1)) for block in range(buffer.count) for layer in range(shape.layers)]
     return np.frombuffer(b"".join(rows), np.uint8).reshape(buffer.count, shape.layers, shape.layer_block_bytes)
@@ -70,7 +70,7 @@ KINDS = {
 
 
 @given(shape=shapes, count=st.integers(0, 5), kind=st.sampled_from(sorted(KINDS)))
-def test_every_kind_of_memory_reads_alike(shape: BlockShape, count: int, kind: str) -> None:
+def test_block_buffer_kinds_read_alike(shape: BlockShape, count: int, kind: str) -> None:
     data = pattern(count, shape)
     buffer = as_block_buffer(KINDS[kind](data), shape, count)
     assert (buffer.count, buffer.shape) == (count, shape)
@@ -78,7 +78,7 @@ def test_every_kind_of_memory_reads_alike(shape: BlockShape, count: int, kind: s
 
 
 @given(shape=shapes, count=st.integers(1, 5), kind=st.sampled_from(sorted(KINDS)), data=st.data())
-def test_writes_land_in_the_callers_memory(shape: BlockShape, count: int, kind: str, data: st.DataObject) -> None:
+def test_block_buffer_writes_to_callers_memory(shape: BlockShape, count: int, kind: str, data: st.DataObject) -> None:
     memory = KINDS[kind](np.zeros((count, shape.layers, shape.layer_block_bytes), np.uint8))
     block, layer = data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, shape.layers - 1))
     for piece in as_block_buffer(memory, shape, count).segments(block, layer, 1):
@@ -101,7 +101,7 @@ def test_picked_blocks_and_layers_are_views(shape: BlockShape, count: int, kind:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
-def test_arrays_of_any_type_and_trailing_axes(dtype: str) -> None:
+def test_arrays_of_any_dtype_and_axes_are_accepted(dtype: str) -> None:
     array = np.arange(2 * 3 * 4 * 8).astype(dtype).reshape(2, 3, 4, 8)
     shape = BlockShape(3, 32 * array.itemsize)
     plain = content(as_block_buffer(array, shape, 2))
@@ -111,7 +111,7 @@ def test_arrays_of_any_type_and_trailing_axes(dtype: str) -> None:
     assert plain.tobytes() == array.tobytes()
 
 
-def test_a_memory_map_holds_blocks() -> None:
+def test_memory_map_is_accepted() -> None:
     with mmap.mmap(-1, 4096) as memory:
         buffer = as_block_buffer(memory, BlockShape(2, 1024), 2)
         buffer.segments(1, 1, 1)[0][:] = b"x" * 1024
@@ -119,7 +119,7 @@ def test_a_memory_map_holds_blocks() -> None:
         del buffer
 
 
-def test_torch_tensors_hold_blocks_of_every_type() -> None:
+def test_torch_tensors_of_any_dtype_are_accepted() -> None:
     torch = pytest.importorskip("torch")
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
         tensor = torch.zeros((2, 3, 16), dtype=torch.float32).to(dtype)
@@ -171,7 +171,7 @@ SAME = bytearray(96)
 
 
 def entangled(layer_stride: int) -> np.ndarray[Any, Any]:
-    """Five blocks of four layers, whose blocks lie between each other's layers."""
+    """Five blocks of four layers, interleaved by layer."""
     return strided(np.zeros(1000, np.uint8), (5, 4, 10), (30, layer_stride, 1))
 
 
@@ -193,7 +193,7 @@ def entangled(layer_stride: int) -> np.ndarray[Any, Any]:
         (lambda: pick_blocks(ScatteredBlocks([memoryview(SAME)] * 3, BlockShape(3, 32)), np.array([0, 2])), BlockShape(3, 32), 2),
     ],
 )
-def test_memory_that_overlaps_itself_may_be_read_but_not_written(memory: Any, shape: BlockShape, count: int) -> None:
+def test_overlapping_memory_is_readable_but_not_writable(memory: Any, shape: BlockShape, count: int) -> None:
     with pytest.raises(InvalidArgument, match="overlap"):
         as_block_buffer(memory(), shape, count)
     assert content(as_block_buffer(memory(), shape, count, writable=False)).shape == (
@@ -203,7 +203,7 @@ def test_memory_that_overlaps_itself_may_be_read_but_not_written(memory: Any, sh
     )
 
 
-def test_memory_that_is_entangled_but_apart_may_be_written() -> None:
+def test_interleaved_memory_is_writable() -> None:
     for memory, shape, count in (
         (entangled(100), BlockShape(4, 10), 5),
         (strided(np.zeros(1000, np.uint8), (5, 2, 10), (30, 105, 1)), BlockShape(2, 10), 5),
@@ -218,7 +218,7 @@ def test_memory_that_is_entangled_but_apart_may_be_written() -> None:
     strides=st.tuples(st.integers(-40, 40), st.integers(-40, 40)),
     lengths=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9)),
 )
-def test_overlap_is_found_exactly(strides: tuple[int, int], lengths: tuple[int, int, int]) -> None:
+def test_overlap_check_is_exact(strides: tuple[int, int], lengths: tuple[int, int, int]) -> None:
     array = strided(np.zeros(600, np.uint8)[300:], lengths, (*strides, 1))
     reached = [
         block * strides[0] + layer * strides[1] + at
@@ -234,7 +234,7 @@ def test_overlap_is_found_exactly(strides: tuple[int, int], lengths: tuple[int, 
         assert len(set(reached)) == len(reached)
 
 
-def test_tensors_without_a_view_of_bytes_are_refused() -> None:
+def test_tensors_without_byte_view_are_refused() -> None:
     torch = pytest.importorskip("torch")
     tensors = {
         "conjugated": torch.zeros(12, dtype=torch.complex64).conj(),
@@ -251,13 +251,13 @@ def test_tensors_without_a_view_of_bytes_are_refused() -> None:
         as_block_buffer(torch.zeros((1, 48), dtype=torch.uint8).expand(2, 48), BlockShape(3, 16), 2)
 
 
-def test_read_only_memory_may_be_stored_from() -> None:
+def test_read_only_memory_can_be_stored() -> None:
     buffer = as_block_buffer(bytes(range(96)), BlockShape(3, 16), 2, writable=False)
     assert content(buffer).tobytes() == bytes(range(96))
 
 
-def test_importing_the_client_is_light() -> None:
-    """Nothing of an engine, and nothing heavy before the first name is used."""
+def test_import_of_client_loads_nothing_heavy() -> None:
+    """``import kvclient`` loads no engine, and no heavy module before the first name is used."""
     program = (
         "import sys, kvclient; print([m for m in ('torch', 'pydantic', 'vllm', 'sglang', 'numpy', 'grpc') if m in sys.modules]);"
         "kvclient.KVClient, kvclient.AsyncKVClient, kvclient.as_block_buffer;"

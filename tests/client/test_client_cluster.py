@@ -1,4 +1,4 @@
-"""The client against the real thing: processes, sockets, shared memory, files."""
+"""The client against a cluster of real processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def connect(cluster: LocalCluster, node: str | None) -> KVClient:
     return KVClient.connect(cluster.metadata_address, SPEC, node=address, options=OPTIONS)
 
 
-def test_one_client_stores_and_every_kind_of_client_loads(cluster: LocalCluster) -> None:
+def test_store_is_loaded_by_every_kind_of_client(cluster: LocalCluster) -> None:
     blocks = 120
     data = content(blocks, 1)
     with connect(cluster, "prefill") as writer:
@@ -71,8 +71,8 @@ def test_one_client_stores_and_every_kind_of_client_loads(cluster: LocalCluster)
 
 
 @pytest.mark.parametrize("node", ["prefill", None])
-def test_heads_of_chains(cluster: LocalCluster, node: str | None) -> None:
-    """Each is found by itself, through the node of this host or over TCP; stored again, it is held."""
+def test_heads_of_chains_are_stored_and_loaded(cluster: LocalCluster, node: str | None) -> None:
+    """Each head is found alone, through the local node or over TCP. Stored again, it is held."""
     data = content(5, 40)
     with connect(cluster, node) as client:
         keys = client.keys(tokens(5, 40 if node else 41))
@@ -88,7 +88,7 @@ def test_heads_of_chains(cluster: LocalCluster, node: str | None) -> None:
             assert np.array_equal(out, block)
 
 
-def test_layers_stored_one_by_one(cluster: LocalCluster) -> None:
+def test_layerwise_store_is_loaded(cluster: LocalCluster) -> None:
     blocks = 30
     data = content(blocks, 3)
     layers = data.reshape(blocks, SPEC.layers, -1)
@@ -105,7 +105,7 @@ def test_layers_stored_one_by_one(cluster: LocalCluster) -> None:
 
 
 def until_hit(client: KVClient, keys: list[BlockKey], out: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> int:
-    """Loads once the index shows everything (a store over TCP does not wait for that)."""
+    """Load after the index shows all blocks, because a store over TCP does not wait for that."""
     until_s = time.monotonic() + 10
     while (lookup := client.lookup(keys)).hit_blocks < len(keys):
         assert time.monotonic() < until_s
@@ -134,7 +134,7 @@ def test_store_other_parent_than_held_is_refused(cluster: LocalCluster, node: st
 
 
 def test_store_key_of_other_namespace_is_refused(cluster: LocalCluster) -> None:
-    """Keys from ``client.keys`` cannot collide; a store of keys made in another way is refused."""
+    """A store of keys that ``client.keys`` did not make is refused."""
     other = replace(SPEC, model="another")
     data = content(4, 70)
     for node in ("prefill", None):
@@ -152,8 +152,8 @@ def test_store_key_of_other_namespace_is_refused(cluster: LocalCluster) -> None:
             assert stranger.load(keys, np.zeros_like(data)).hit_blocks == 0
 
 
-def test_more_than_the_arena_holds_comes_back_from_nvme(cluster: LocalCluster) -> None:
-    """72 MiB through a DRAM of 48 MiB."""
+def test_load_larger_than_arena_comes_from_nvme(cluster: LocalCluster) -> None:
+    """Load 72 MiB through 48 MiB of DRAM."""
     blocks = (24 << 20) // SPEC.block_bytes
     with connect(cluster, "prefill") as client:
         chains = [(client.keys(tokens(blocks, seed)), content(blocks, seed)) for seed in (50, 51, 52)]
@@ -174,7 +174,7 @@ def test_more_than_the_arena_holds_comes_back_from_nvme(cluster: LocalCluster) -
         assert Tier.NVME in tiers
 
 
-def test_a_killed_node_costs_misses_and_comes_back_with_what_was_durable(cluster: LocalCluster) -> None:
+def test_killed_node_returns_with_durable_blocks(cluster: LocalCluster) -> None:
     blocks = 60
     data = content(blocks, 6)
     with connect(cluster, "prefill") as client:
@@ -199,7 +199,7 @@ def test_a_killed_node_costs_misses_and_comes_back_with_what_was_durable(cluster
         assert client.stats()["client_session_opened_total"] == 1
 
 
-def test_many_tasks_share_an_async_client(cluster: LocalCluster) -> None:
+def test_async_client_serves_many_tasks(cluster: LocalCluster) -> None:
     async def session(client: AsyncKVClient, seed: int) -> bool:
         data = content(20, seed)
         keys = client.keys(tokens(20, seed))

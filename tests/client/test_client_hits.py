@@ -1,4 +1,4 @@
-"""Accounts of hits and misses add up, with the right reasons. (All other tests of clients check the sums too: see conftest.)"""
+"""Hits and misses add up, with the right reasons. All other client tests check the sums too (see conftest)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK_TOKENS = 16
 
 @st.composite
 def loads(draw: st.DrawFn) -> tuple[BlockSink, LoadTrace, bool]:
-    """A load with any fate of its blocks, from any mixture of sources."""
+    """A load with any outcomes, from any mixture of sources."""
     blocks = draw(st.integers(0, 40))
     sink, trace = BlockSink(blocks, 1), LoadTrace(MonotonicClock())
     for _ in range(draw(st.integers(0, 6))):
@@ -41,9 +41,7 @@ def loads(draw: st.DrawFn) -> tuple[BlockSink, LoadTrace, bool]:
 
 
 @given(st.lists(loads(), max_size=5), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), max_size=5))
-def test_accounts_add_up_whatever_happens(
-    done: list[tuple[BlockSink, LoadTrace, bool]], lookups: list[tuple[int, int, bool]]
-) -> None:
+def test_hit_accounting_adds_up(done: list[tuple[BlockSink, LoadTrace, bool]], lookups: list[tuple[int, int, bool]]) -> None:
     incidents = LimitedLog(logging.getLogger("kvclient"))
     accounts = HitAccounting(BLOCK_TOKENS, 4096, incidents, ClientOptions())
     asked = 0
@@ -75,7 +73,7 @@ def room(spec: CacheSpec, blocks: int) -> np.ndarray:  # type: ignore[type-arg]
     return np.zeros((blocks, spec.block_bytes), np.uint8)
 
 
-def test_what_the_index_does_not_name_is_unknown(
+def test_miss_not_in_index_counts_as_unknown(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
 ) -> None:
     keys = chain(spec, 10)
@@ -90,7 +88,7 @@ def test_what_the_index_does_not_name_is_unknown(
     assert stats["client_hit_local_dram_tokens_total"] == 6 * spec.block_tokens
 
 
-def test_what_the_index_named_and_nobody_has_is_evicted(
+def test_miss_named_by_index_counts_as_evicted(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
 ) -> None:
     keys = chain(spec, 8)
@@ -102,7 +100,7 @@ def test_what_the_index_named_and_nobody_has_is_evicted(
     assert client.stats()["client_missed_evicted_blocks_total"] == 8
 
 
-def test_without_an_index_misses_are_its_fault(
+def test_miss_without_index_counts_as_index_down(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
 ) -> None:
     client = make_client(near, lookup_deadline_s=0.5)
@@ -113,7 +111,7 @@ def test_without_an_index_misses_are_its_fault(
     assert client.stats()["client_missed_index_down_blocks_total"] == 10
 
 
-def test_calls_that_never_began_are_counted(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_refused_calls_are_counted(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near)
     keys = chain(spec, 4)
     client.close()
@@ -122,7 +120,7 @@ def test_calls_that_never_began_are_counted(spec: CacheSpec, near: FakeNode, mak
     assert client.stats()["client_missed_other_blocks_total"] == 8
 
 
-def test_a_slow_load_is_logged_with_its_breakdown(
+def test_slow_load_is_logged_with_its_phases(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = make_client(near, slow_load_s=0)
@@ -138,7 +136,7 @@ def test_a_slow_load_is_logged_with_its_breakdown(
     assert client.stats()["client_slow_loads_total"] == 1
 
 
-def test_a_client_shows_itself_where_asked_to(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_client_serves_its_metrics(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     from prometheus_client import CollectorRegistry
 
     from kvclient.metrics import collector
@@ -155,6 +153,6 @@ def test_a_client_shows_itself_where_asked_to(spec: CacheSpec, near: FakeNode, m
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "unix:/tmp/x", "here"])
-def test_metrics_stay_on_this_host(address: str) -> None:
+def test_metrics_address_must_be_local(address: str) -> None:
     with pytest.raises(InvalidArgument):
         ClientOptions(metrics_listen=address)

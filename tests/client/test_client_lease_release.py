@@ -1,4 +1,4 @@
-"""When leases that loads have done with go back: nothing waits for room that they keep, and streams cost few calls."""
+"""Times at which released leases are sent: no load waits for their space, and many loads cost few calls."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def times() -> ReleaseBatcher:
     return ReleaseBatcher(MOST)
 
 
-def test_nothing_is_due_before_anything_came(times: ReleaseBatcher) -> None:
+def test_release_batcher_empty_is_never_due(times: ReleaseBatcher) -> None:
     assert times.left_s(5.0) == math.inf
 
 
-def test_the_last_leases_go_as_soon_as_no_others_come(times: ReleaseBatcher) -> None:
+def test_release_batcher_sends_after_a_quiet_moment(times: ReleaseBatcher) -> None:
     times.added(1.0, 1, urgent=False)
     assert times.left_s(1.0) == pytest.approx(QUIET_S)
     times.added(1.0 + QUIET_S / 2, 1, urgent=False)
@@ -29,7 +29,7 @@ def test_the_last_leases_go_as_soon_as_no_others_come(times: ReleaseBatcher) -> 
     assert times.left_s(1.0 + 2 * QUIET_S) <= 0
 
 
-def test_what_holds_much_goes_at_once_whoever_brought_it(times: ReleaseBatcher) -> None:
+def test_release_batcher_sends_large_leases_at_once(times: ReleaseBatcher) -> None:
     times.added(1.0, MOST // 2, urgent=False)
     assert times.left_s(1.0) > 0
     times.added(1.0, MOST // 2, urgent=False)
@@ -40,14 +40,14 @@ def test_what_holds_much_goes_at_once_whoever_brought_it(times: ReleaseBatcher) 
     assert times.left_s(1.0) > 0
 
 
-def test_what_is_urgent_takes_all_with_it(times: ReleaseBatcher) -> None:
+def test_release_batcher_urgent_lease_sends_all(times: ReleaseBatcher) -> None:
     times.added(1.0, 1, urgent=False)
     times.added(1.0, 0, urgent=True)
     assert times.left_s(1.0) <= 0
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_lease_is_kept_long_and_streams_cost_few_calls(seed: int) -> None:
+def test_release_batcher_bounds_delay_and_calls(seed: int) -> None:
     draw = random.Random(seed)
     times = ReleaseBatcher(MOST)
     now_s, kept, calls, total = 0.0, list[tuple[float, int]](), 0, 0

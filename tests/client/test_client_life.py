@@ -1,4 +1,4 @@
-"""Connecting, losing and finding again: the engine goes on, whoever dies."""
+"""Connecting, lost servers and reconnecting: the engine continues whichever server dies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
 
 
 # ---------------------------------------------------------------- connect
-def test_auto_finds_the_node_of_this_host(
+def test_connect_auto_finds_local_node(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, folder: Path, make_client: MakeClient
 ) -> None:
     away = make_node("away")
@@ -47,13 +47,13 @@ def test_auto_finds_the_node_of_this_host(
     assert client.keys(np.arange(8, dtype=np.uint32)) == chain(spec, 2)
 
 
-def test_auto_without_a_node_goes_over_tcp(make_client: MakeClient) -> None:
+def test_connect_auto_without_node_uses_tcp(make_client: MakeClient) -> None:
     client = make_client("auto")
     assert client.local_node is None
     assert client.stats()["client_session_open"] == 0
 
 
-def test_connect_says_when_nobody_answers(spec: CacheSpec, folder: Path, metadata: FakeMetadata, near: FakeNode) -> None:
+def test_connect_without_servers_raises(spec: CacheSpec, folder: Path, metadata: FakeMetadata, near: FakeNode) -> None:
     quick = ClientOptions(connect_deadline_s=1.0)
     nobody = f"unix:{folder}/nobody"
     with pytest.raises(Unavailable, match=r"check that it runs.*nobody") as away:
@@ -75,7 +75,7 @@ def test_connect_says_when_nobody_answers(spec: CacheSpec, folder: Path, metadat
         assert client.lookup(chain(spec, 2)).error is not None
 
 
-def test_all_steps_of_connect_share_one_deadline(
+def test_connect_steps_share_one_deadline(
     clock: SkewedClock, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:
     register, open_session = metadata.RegisterNamespace, near.OpenSession
@@ -101,7 +101,7 @@ def test_all_steps_of_connect_share_one_deadline(
     assert left_s["node"] <= 50.0 + rounded_s
 
 
-def test_a_node_is_enough(spec: CacheSpec, near: FakeNode) -> None:
+def test_connect_without_metadata_server_works(spec: CacheSpec, near: FakeNode) -> None:
     keys = chain(spec, 3)
     with KVClient.connect(None, spec, node=near.address) as client:
         data = payloads(keys, spec.shape)
@@ -111,7 +111,7 @@ def test_a_node_is_enough(spec: CacheSpec, near: FakeNode) -> None:
 
 
 # ---------------------------------------------------------------- the metadata server goes and comes
-def test_without_the_metadata_server_lookups_miss_fast_and_local_hits_go_on(
+def test_metadata_server_down_misses_fast_local_hits_remain(
     spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:
     keys = chain(spec, 3)
@@ -132,10 +132,10 @@ def test_without_the_metadata_server_lookups_miss_fast_and_local_hits_go_on(
     wait_until(lambda: client.lookup(keys).hit_blocks == 3)
 
 
-def test_a_metadata_server_that_is_back_is_let_in_at_once(
+def test_metadata_server_back_is_used_at_once(
     spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:
-    """Connections are made only while a call waits for one, and calls to a server that is gone do not wait."""
+    """gRPC connects only while a call waits, and calls to a lost server do not wait."""
     keys = chain(spec, 2)
     near.blocks.hold(keys)
     metadata.runs = [(0, 2, near)]
@@ -149,7 +149,7 @@ def test_a_metadata_server_that_is_back_is_let_in_at_once(
     wait_until(lambda: client.stats()["client_session_open"] == 1)
 
 
-def test_a_silent_metadata_server_costs_the_deadline(
+def test_metadata_server_silent_costs_the_deadline(
     spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:
     over = threading.Event()
@@ -163,7 +163,7 @@ def test_a_silent_metadata_server_costs_the_deadline(
     assert lookup.seconds < 5
 
 
-def test_a_forgotten_namespace_is_registered_again(
+def test_forgotten_namespace_is_registered_again(
     spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:
     client = make_client(near)
@@ -188,7 +188,7 @@ def test_a_forgotten_namespace_is_registered_again(
 
 
 # ---------------------------------------------------------------- the node goes and comes
-def test_a_restarted_node_is_found_again(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_restarted_node_is_found_again(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 4)
     data = payloads(keys, spec.shape)
     client = make_client(near)
@@ -207,7 +207,7 @@ def test_a_restarted_node_is_found_again(spec: CacheSpec, near: FakeNode, make_c
     assert (stats["client_session_lost_total"], stats["client_session_opened_total"], stats["client_session_open"]) == (1, 1, 1)
 
 
-def test_strict_raises_what_would_be_a_miss(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_strict_client_raises_failures(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near, strict=True)
     near.fail["Load"] = Unavailable("going away")
     keys = chain(spec, 1)
@@ -217,7 +217,7 @@ def test_strict_raises_what_would_be_a_miss(spec: CacheSpec, near: FakeNode, mak
         client.start_load(keys, bytearray(spec.block_bytes)).result()
 
 
-def test_closing_waits_for_nobody_and_later_calls_miss(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_closed_client_answers_misses(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near)
     keys = chain(spec, 2)
     near.blocks.hold(keys)
@@ -232,7 +232,7 @@ def test_closing_waits_for_nobody_and_later_calls_miss(spec: CacheSpec, near: Fa
         assert near.called.wait_for(lambda: near.left, 5)
 
 
-def test_closing_ends_loads_under_way(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_close_ends_loads_under_way(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     over = threading.Event()
     near.load_script = lambda request, context: iter([near.progress([])] if over.wait(10) else [])
     client = make_client(near)
@@ -244,7 +244,7 @@ def test_closing_ends_loads_under_way(spec: CacheSpec, near: FakeNode, make_clie
     over.set()
 
 
-def test_many_threads_share_a_client(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_client_serves_many_threads(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 40)
     data = payloads(keys, spec.shape)
     client = make_client(near)
@@ -266,7 +266,7 @@ def test_many_threads_share_a_client(spec: CacheSpec, near: FakeNode, make_clien
     assert wrong == []
 
 
-def test_a_forked_child_is_told(
+def test_forked_child_gets_an_error(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = make_client(near)
@@ -280,7 +280,7 @@ def test_a_forked_child_is_told(
 
 
 # ---------------------------------------------------------------- small parts
-def test_incidents_are_all_counted_and_seldom_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_counted_and_rarely_logged(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     incidents = LimitedLog(logging.getLogger("kvclient"), 10.0, clock.now_s)
     with caplog.at_level(logging.WARNING, "kvclient"):
@@ -311,7 +311,7 @@ class ScriptedCall:
         return LoadResult(np.full(1, Outcome.UNAVAILABLE, np.uint8), error=error)
 
 
-def test_the_edge_turns_bugs_and_crowds_into_misses() -> None:
+def test_call_runner_turns_failures_into_misses() -> None:
     clock = ManualClock()
     incidents = LimitedLog(logging.getLogger("kvclient"), 0.0, clock.now_s)
     caller = CallRunner(incidents, workers=1, max_pending=1, strict=False)

@@ -1,4 +1,4 @@
-"""Loads against scripted nodes: right bytes, honest outcomes, bounded time, and hands off the buffer afterwards."""
+"""Loads against scripted nodes: right bytes and outcomes, bounded time, and no writes to the buffer afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fresh(spec: CacheSpec, blocks: int) -> np.ndarray[tuple[int, int], np.dtype[
 
 # ---------------------------------------------------------------- with a local node
 @pytest.mark.parametrize("verify", ["auto", "always", "never"])
-def test_hits_come_from_the_arena(
+def test_load_hit_comes_from_arena(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient, verify: str
 ) -> None:
     keys = chain(spec, 20)
@@ -57,7 +57,7 @@ def test_hits_come_from_the_arena(
     near.wait_called("Release")
 
 
-def test_raw_keys_bring_what_the_index_does_not_know_yet(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_load_by_keys_finds_unpublished_blocks(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 10)
     near.blocks.hold([*keys[:4], *keys[6:8]])
     out = fresh(spec, 10)
@@ -68,7 +68,7 @@ def test_raw_keys_bring_what_the_index_does_not_know_yet(spec: CacheSpec, near: 
     assert not out[4:6].any()
 
 
-def test_the_middle_of_a_chain(
+def test_load_middle_of_chain(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     far = make_node("far")
@@ -89,7 +89,7 @@ def test_the_middle_of_a_chain(
         client.load(keys[4:7], out, depth=4)
 
 
-def test_every_byte_is_checked_when_asked_for(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_load_verify_always_finds_corrupt_bytes(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 6)
     near.blocks.hold(keys)
 
@@ -111,7 +111,7 @@ def test_every_byte_is_checked_when_asked_for(spec: CacheSpec, near: FakeNode, m
     assert client.stats()["client_missed_corrupt_blocks_total"] == 2
 
 
-def test_a_copy_that_outlived_its_lease_does_not_count_but_is_tried_again(
+def test_load_copied_after_lease_is_requested_again(
     spec: CacheSpec, make_node: MakeNode, make_client: MakeClient, clock: SkewedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make_node("short", lease_ms=1_000)
@@ -137,7 +137,7 @@ def test_a_copy_that_outlived_its_lease_does_not_count_but_is_tried_again(
     assert again == [keys, keys[5:]]
 
 
-def test_leases_that_are_always_too_short_give_no_hit(spec: CacheSpec, make_node: MakeNode, make_client: MakeClient) -> None:
+def test_load_with_too_short_leases_has_no_hits(spec: CacheSpec, make_node: MakeNode, make_client: MakeClient) -> None:
     node = make_node("short", lease_ms=40)  # less than the margin
     keys = chain(spec, 4)
     node.blocks.hold(keys)
@@ -160,7 +160,7 @@ def test_leases_that_are_always_too_short_give_no_hit(spec: CacheSpec, make_node
         node_pb2.LoadedRun(start=0, count=1, outcome=common_pb2.OUTCOME_HIT, tier=common_pb2.TIER_UNSPECIFIED, offsets=bytes(8)),
     ],
 )
-def test_answers_that_make_no_sense_are_misses(
+def test_load_with_impossible_answers_misses(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, run: node_pb2.LoadedRun
 ) -> None:
     near.load_script = lambda request, context: iter([node_pb2.LoadProgress(runs=[run], lease_id=1)])
@@ -171,7 +171,7 @@ def test_answers_that_make_no_sense_are_misses(
     assert not out.any()
 
 
-def test_what_came_before_the_node_died_counts(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_load_blocks_before_node_death_count(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 10)
     near.blocks.hold(keys)
 
@@ -188,7 +188,7 @@ def test_what_came_before_the_node_died_counts(spec: CacheSpec, near: FakeNode, 
     assert np.array_equal(out[:4], payloads(keys[:4], spec.shape))
 
 
-def test_a_stalled_node_costs_the_deadline_and_no_more(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_load_from_stalled_node_ends_at_deadline(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 6)
     near.blocks.hold(keys)
     ended = threading.Event()
@@ -206,7 +206,7 @@ def test_a_stalled_node_costs_the_deadline_and_no_more(spec: CacheSpec, near: Fa
     assert ended.wait(5)  # the node was told to stop
 
 
-def test_cancelling_returns_at_once_and_leaves_the_buffer_alone(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_load_cancel_returns_and_leaves_buffer_alone(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 6)
     near.blocks.hold(keys)
     ended = threading.Event()
@@ -231,7 +231,7 @@ def test_cancelling_returns_at_once_and_leaves_the_buffer_alone(spec: CacheSpec,
     assert np.array_equal(out, before)
 
 
-def test_programming_errors_raise(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_load_with_bad_arguments_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near)
     keys = chain(spec, 2)
     for wrong in (
@@ -252,7 +252,7 @@ def test_programming_errors_raise(spec: CacheSpec, near: FakeNode, make_client: 
 
 
 # ---------------------------------------------------------------- layer by layer
-def test_layers_are_handed_over_in_order(
+def test_layerwise_load_announces_layers_in_order(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
 ) -> None:
     keys = chain(spec, 30)
@@ -272,7 +272,7 @@ def test_layers_are_handed_over_in_order(
             handle.wait_layer(spec.layers)
 
 
-def test_the_first_layer_comes_before_the_last_is_copied(
+def test_layerwise_load_announces_first_layer_early(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = chain(spec, 8)
@@ -297,9 +297,7 @@ def test_the_first_layer_comes_before_the_last_is_copied(
     assert handle.result().hit_blocks == 8
 
 
-def test_a_layerwise_load_that_breaks_promises_no_more_than_it_holds(
-    spec: CacheSpec, near: FakeNode, make_client: MakeClient
-) -> None:
+def test_layerwise_load_broken_shrinks_its_promise(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 8)
     near.blocks.hold(keys[:5])
     client = make_client(near)
@@ -309,9 +307,7 @@ def test_a_layerwise_load_that_breaks_promises_no_more_than_it_holds(
     assert handle.result().hit_blocks == 5
 
 
-def test_a_layerwise_load_too_large_for_the_arena_flows_through_it(
-    spec: CacheSpec, make_node: MakeNode, make_client: MakeClient
-) -> None:
+def test_layerwise_load_larger_than_arena_completes(spec: CacheSpec, make_node: MakeNode, make_client: MakeClient) -> None:
     node = make_node("small", arena_bytes=128 << 10)
     keys = chain(spec, 60)
     node.blocks.hold(keys)
@@ -333,7 +329,7 @@ def test_a_layerwise_load_too_large_for_the_arena_flows_through_it(
     assert client.stats()["client_layerwise_too_large_total"] == 1
 
 
-def test_whatever_was_copied_goes_back_while_the_load_waits(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_load_releases_leases_while_it_waits(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 12)
     near.blocks.hold(keys)
 
@@ -349,7 +345,9 @@ def test_whatever_was_copied_goes_back_while_the_load_waits(spec: CacheSpec, nea
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_layerwise_load_that_waits_keeps_no_room(spec: CacheSpec, near: FakeNode, make_client: MakeClient, waits: bool) -> None:
+def test_layerwise_load_waiting_releases_its_leases(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, waits: bool
+) -> None:
     keys = chain(spec, 12)
     near.blocks.hold(keys)
 
@@ -371,7 +369,7 @@ def test_a_layerwise_load_that_waits_keeps_no_room(spec: CacheSpec, near: FakeNo
 
 
 # ---------------------------------------------------------------- other nodes
-def test_without_a_local_node_bytes_come_over_tcp(
+def test_load_without_local_node_uses_tcp(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     one, two = make_node("one"), make_node("two")
@@ -392,7 +390,7 @@ def test_without_a_local_node_bytes_come_over_tcp(
     assert "OpenSession" not in one.names()
 
 
-def test_a_dead_source_is_replaced_by_another_replica(
+def test_load_dead_source_uses_another_replica(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     dead, stale, good = make_node("dead"), make_node("stale"), make_node("good")
@@ -411,7 +409,7 @@ def test_a_dead_source_is_replaced_by_another_replica(
     assert client.stats()["client_fallback_blocks_total"] == 10
 
 
-def test_a_slow_source_leaves_time_for_another(
+def test_load_slow_source_leaves_time_for_another(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     slow, good = make_node("slow"), make_node("good")
@@ -431,7 +429,7 @@ def test_a_slow_source_leaves_time_for_another(
     assert np.array_equal(out, payloads(keys, spec.shape))
 
 
-def test_all_sources_gone_is_a_miss_in_bounded_time(
+def test_load_without_sources_misses_in_bounded_time(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     node = make_node("dead")
@@ -444,7 +442,7 @@ def test_all_sources_gone_is_a_miss_in_bounded_time(
     assert isinstance(result.error, KVStoreError)
 
 
-def test_what_the_local_node_cannot_bring_comes_straight_from_its_holder(
+def test_load_falls_back_from_local_node_to_holder(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     far = make_node("far")
@@ -467,7 +465,7 @@ def test_what_the_local_node_cannot_bring_comes_straight_from_its_holder(
         assert result.bytes_by_path == {PATH_LOCAL: 3 * spec.block_bytes, PATH_PREFILL: 6 * spec.block_bytes}
 
 
-def test_bytes_that_another_node_changes_on_the_way_are_no_hit(
+def test_load_of_bytes_damaged_on_wire_misses(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     node = make_node("liar")
@@ -493,7 +491,7 @@ def test_bytes_that_another_node_changes_on_the_way_are_no_hit(
     assert client.load(lookup, fresh(spec, 3), verify="never").hit_blocks == 3
 
 
-def test_a_lost_session_is_opened_anew(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_lost_session_is_opened_again(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 3)
     near.blocks.hold(keys)
     client = make_client(near)
@@ -515,6 +513,6 @@ def test_a_lost_session_is_opened_anew(spec: CacheSpec, near: FakeNode, make_cli
     assert len(near.left) == 1  # the lost session's connection was let go
 
 
-def test_checksums_of_the_tests_are_the_real_ones(spec: CacheSpec) -> None:
+def test_checksums_of_tests_match_the_product(spec: CacheSpec) -> None:
     data = payloads(chain(spec, 1), spec.shape)[0]
     assert len(layer_checksums(memoryview(data), spec.shape)) == 8 * spec.layers

@@ -1,4 +1,4 @@
-"""Plans, layers and reports of loads over several hosts' links: the parts that need no server."""
+"""Plans, layer progress and reports of planned loads, without servers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def answer(*parts: tuple[int, int], plan_id: int = 7, attempt: int = 0, side: pb
 
 
 # ---- plans ----
-def test_a_plan_for_everything_or_nothing_is_taken() -> None:
+def test_plan_for_all_or_no_blocks_is_accepted() -> None:
     assert [(part.start, part.count) for part in plan_from_proto(answer((3, 2), (0, 3)), 5).parts] == [(3, 2), (0, 3)]
     assert plan_from_proto(answer(), 5).parts == ()
 
@@ -56,18 +56,18 @@ def test_a_plan_for_everything_or_nothing_is_taken() -> None:
         [(0, 0)],
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused(parts: list[tuple[int, int]]) -> None:
+def test_plan_impossible_is_refused(parts: list[tuple[int, int]]) -> None:
     with pytest.raises(Internal):
         plan_from_proto(answer(*parts), 5)
 
 
-def test_a_part_without_a_side_is_refused() -> None:
+def test_plan_part_without_side_is_refused() -> None:
     with pytest.raises(Internal):
         plan_from_proto(answer((0, 5), side=pb.READ_SIDE_UNSPECIFIED), 5)
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6), st.integers(0, 12))
-def test_plans_are_judged_as_a_naive_reader_would(parts: list[tuple[int, int]], blocks: int) -> None:
+def test_plan_check_matches_naive_check(parts: list[tuple[int, int]], blocks: int) -> None:
     named = [position for start, count in parts for position in range(start, start + count)]
     good = not parts or (sorted(named) == list(range(blocks)) and all(count for _, count in parts))
     try:
@@ -81,7 +81,7 @@ BEFORE = Plan(7, 0, (), "split", "")
 PART = PlannedPart(1, 10, 10, PATH_DECODE, NodeRef(NodeId("d"), "c", "a"))
 
 
-def test_a_new_plan_is_for_what_is_missing_of_the_part_and_nothing_else() -> None:
+def test_replan_covers_exactly_the_missing_blocks() -> None:
     arrived = [(10, 3), (15, 1)]
     good = replan_from_proto(answer((13, 2), (16, 4), attempt=1), BEFORE, PART, arrived)
     assert [(part.start, part.count) for part in good.parts] == [(13, 2), (16, 4)]
@@ -100,7 +100,7 @@ def test_a_new_plan_is_for_what_is_missing_of_the_part_and_nothing_else() -> Non
             replan_from_proto(one, BEFORE, PART, arrived)
 
 
-def test_no_more_ranges_are_told_than_a_server_takes() -> None:
+def test_replan_ranges_are_bounded() -> None:
     few = [(10, 3), (15, 1)]
     assert largest_ranges(few) == few
     many = [(3 * at, 2 if at % 4 else 1) for at in range(MAX_REPLAN_RANGES * 4 // 3 + 1)]
@@ -108,7 +108,7 @@ def test_no_more_ranges_are_told_than_a_server_takes() -> None:
     assert len(largest_ranges(many)) == MAX_REPLAN_RANGES
 
 
-def test_choices_are_checked() -> None:
+def test_paths_with_bad_values_raise() -> None:
     Paths()
     Paths(decode_node="hôte 2", policy="x" * 512)
     for wrong in (
@@ -121,8 +121,8 @@ def test_choices_are_checked() -> None:
 
 
 # ---- layers ----
-class NaiveBoard:
-    """Which layers each block has without a hole, block by block."""
+class NaiveTracker:
+    """Leading layers of each block, tracked one by one."""
 
     def __init__(self, blocks: int) -> None:
         self.ready = [0] * blocks
@@ -157,9 +157,9 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=40))
-def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], int, int] | int | frozenset[int]]) -> None:
+def test_layer_tracker_matches_naive_tracker(steps: list[tuple[set[int], int, int] | int | frozenset[int]]) -> None:
     gate = LayerBarrier(8)
-    board, naive = LayerTracker(8, LAYERS, gate), NaiveBoard(8)
+    board, naive = LayerTracker(8, LAYERS, gate), NaiveTracker(8)
     for step in steps:
         if isinstance(step, int):
             board.mark_failed(np.array([step]))
@@ -208,7 +208,7 @@ def test_sink_missing_excludes_hits_and_given_up_blocks(blocks: int, data: st.Da
 
 
 @given(st.sets(st.integers(0, 30)))
-def test_spans_are_the_positions(positions: set[int]) -> None:
+def test_spans_cover_exactly_the_positions(positions: set[int]) -> None:
     found = spans(np.array(sorted(positions), np.intp))
     assert [position for start, stop in found for position in range(start, stop)] == sorted(positions)
     assert all(before[1] < after[0] for before, after in pairwise(found))
@@ -216,7 +216,7 @@ def test_spans_are_the_positions(positions: set[int]) -> None:
 
 # ---- reports ----
 class Server:
-    """Takes reports, or fails."""
+    """Accepts reports, or fails."""
 
     def __init__(self) -> None:
         self.seen: list[pb.ReportLoadsRequest] = []
@@ -242,7 +242,7 @@ def told(request: pb.ReportLoadsRequest) -> Mapping[int, tuple[dict[int, int], b
     return {load.plan_id: ({part.index: part.blocks_done for part in load.parts}, load.finished) for load in request.loads}
 
 
-def test_reports_go_together_and_the_last_word_counts() -> None:
+def test_plan_reports_are_merged() -> None:
     server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
     reporter = PlanProgressReporter(server, incidents)
     reporter.tell({1: [(0, 3)]}, finished=False)
@@ -253,7 +253,7 @@ def test_reports_go_together_and_the_last_word_counts() -> None:
     reporter.close()
 
 
-def test_a_server_that_fails_is_told_again_of_what_moves_later() -> None:
+def test_plan_reports_continue_after_failure() -> None:
     server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
     reporter = PlanProgressReporter(server, incidents)
     server.fail = True
@@ -267,7 +267,7 @@ def test_a_server_that_fails_is_told_again_of_what_moves_later() -> None:
     reporter.close()
 
 
-def test_the_queue_of_reports_is_bounded_and_close_ends_the_thread() -> None:
+def test_plan_report_queue_is_bounded() -> None:
     server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
     server.hold.clear()
     reporter = PlanProgressReporter(server, incidents)

@@ -47,7 +47,7 @@ def test_start_store_stores_blocks(spec: CacheSpec, near: FakeNode, make_client:
     assert np.array_equal(out, data)
 
 
-def test_cancelled_store_skips_blocks_and_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_start_store_cancelled_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     released = hold_prepare(near)
     keys, client = chain(spec, 3), make_client(near)
     handle = client.start_store(keys, payloads(keys, spec.shape))
@@ -60,7 +60,7 @@ def test_cancelled_store_skips_blocks_and_gives_slots_back(spec: CacheSpec, near
     near.wait_called("Abort")
 
 
-def test_leaving_a_store_handle_cancels(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_start_store_left_is_cancelled(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     released = hold_prepare(near)
     keys, client = chain(spec, 3), make_client(near)
     with client.start_store(keys, payloads(keys, spec.shape)) as handle:
@@ -70,7 +70,7 @@ def test_leaving_a_store_handle_cancels(spec: CacheSpec, near: FakeNode, make_cl
     assert handle.result().held_blocks == 0
 
 
-def test_store_result_not_in_time_cancels(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_start_store_result_timeout_cancels(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     released = hold_prepare(near)
     keys, client = chain(spec, 3), make_client(near)
     handle = client.start_store(keys, payloads(keys, spec.shape))
@@ -81,7 +81,7 @@ def test_store_result_not_in_time_cancels(spec: CacheSpec, near: FakeNode, make_
         handle.result(float("nan"))
 
 
-def test_one_store_too_many_is_skipped_at_once(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_start_store_beyond_max_pending_is_skipped(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     released = hold_prepare(near)
     keys, client = chain(spec, 3), make_client(near, max_pending=1)
     first = client.start_store(keys, payloads(keys, spec.shape))
@@ -92,7 +92,7 @@ def test_one_store_too_many_is_skipped_at_once(spec: CacheSpec, near: FakeNode, 
     assert first.result().held_blocks == 3
 
 
-def test_closing_the_client_cancels_stores(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_close_cancels_background_stores(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     released = hold_prepare(near)
     keys, client = chain(spec, 3), make_client(near)
     handle = client.start_store(keys, payloads(keys, spec.shape))

@@ -79,7 +79,7 @@ windows = st.tuples(
 
 
 @given(st.lists(windows, max_size=30))
-def test_arrived_layers_are_not_written_again(answers: list[tuple[int, int, int, int, bool]]) -> None:
+def test_storage_path_writes_no_arrived_layer_again(answers: list[tuple[int, int, int, int, bool]]) -> None:
     runs = [
         node_pb2.LoadedRun(
             start=start,

@@ -1,4 +1,4 @@
-"""Stores against scripted nodes: prefix first, once, whole or not at all."""
+"""Stores against scripted nodes: prefix first, each block written once and completely."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def completed(node: FakeNode) -> list[list[BlockKey]]:
     return [unpack_keys(request.keys) for name, request in node.calls if name == "Complete"]
 
 
-def test_blocks_are_written_once_and_come_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_store_writes_blocks_once(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 9)
     data = payloads(keys, spec.shape)
     client = make_client(near)
@@ -49,7 +49,7 @@ def test_blocks_are_written_once_and_come_back(spec: CacheSpec, near: FakeNode, 
     assert completed(near) == [keys[:5], keys[5:]]
 
 
-def test_a_large_store_goes_in_chunks_each_behind_its_parent(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_store_large_goes_in_chunks(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 10)
     client = make_client(near, store_chunk_bytes=4 * spec.block_bytes)
     assert client.store(keys[1:], payloads(keys[1:], spec.shape), parent=keys[0], depth=1).held_blocks == 9
@@ -62,7 +62,7 @@ def test_a_large_store_goes_in_chunks_each_behind_its_parent(spec: CacheSpec, ne
     assert {run.namespace_id for run in runs} == {spec.namespace}
 
 
-def test_heads_of_chains_are_stored_in_one_call_a_chunk(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_store_heads_takes_one_call_per_chunk(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 6)
     client = make_client(near, store_chunk_bytes=4 * spec.block_bytes)
     assert client.store_heads(keys, payloads(keys, spec.shape)).held_blocks == 6
@@ -82,7 +82,7 @@ def test_heads_of_chains_are_stored_in_one_call_a_chunk(spec: CacheSpec, near: F
         ([SKIPPED, SKIPPED, SKIPPED, SKIPPED], None, [SKIPPED] * 4),
     ],
 )
-def test_nothing_is_stored_behind_a_gap(
+def test_store_skips_blocks_after_a_gap(
     spec: CacheSpec,
     near: FakeNode,
     make_client: MakeClient,
@@ -117,7 +117,7 @@ def test_nothing_is_stored_behind_a_gap(
         near.wait_called("Abort")  # what was granted behind the gap is given back
 
 
-def test_a_node_with_little_room_is_asked_again_for_the_rest(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_store_asks_again_for_the_rest_of_a_chunk(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 5)
 
     def script(request: node_pb2.PrepareRequest) -> node_pb2.PrepareResponse:
@@ -135,7 +135,7 @@ def test_a_node_with_little_room_is_asked_again_for_the_rest(spec: CacheSpec, ne
     assert completed(near) == [keys[:2], keys[2:4], keys[4:]]
 
 
-def test_a_block_that_the_node_finds_corrupt_ends_the_chain(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_store_corrupt_block_ends_the_chain(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 4)
     near.complete_script = lambda request: node_pb2.CompleteResponse(outcomes=bytes([STORED, CORRUPT, STORED, STORED]))
     result = make_client(near).store(keys, payloads(keys, spec.shape))
@@ -144,7 +144,7 @@ def test_a_block_that_the_node_finds_corrupt_ends_the_chain(spec: CacheSpec, nea
 
 
 @pytest.mark.parametrize("response", [b"", bytes([1]), bytes([0, 0]), bytes([9, 9])])
-def test_answers_that_make_no_sense_store_nothing(
+def test_store_with_impossible_answers_stores_nothing(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, response: bytes
 ) -> None:
     keys = chain(spec, 2)
@@ -162,7 +162,7 @@ def test_answers_that_make_no_sense_store_nothing(
     near.wait_called("Abort", 3)
 
 
-def test_a_lost_session_skips_the_store_and_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_store_lost_session_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 3)
     client = make_client(near)
     near.fail["Prepare"] = LeaseLost("this session has ended")
@@ -173,7 +173,7 @@ def test_a_lost_session_skips_the_store_and_gives_slots_back(spec: CacheSpec, ne
         assert near.called.wait_for(lambda: near.left, 5)
 
 
-def test_a_store_that_runs_out_of_time_aborts(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_store_past_deadline_aborts(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 4)
     over = threading.Event()
 
@@ -189,7 +189,7 @@ def test_a_store_that_runs_out_of_time_aborts(spec: CacheSpec, near: FakeNode, m
     assert completed(near) == []
 
 
-def test_visible_and_durable_are_asked_for(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_store_requests_visible_and_durable(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 2)
     result = make_client(near).store(keys, payloads(keys, spec.shape), wait_visible=True, durable=True)
     assert result.durable
@@ -197,7 +197,7 @@ def test_visible_and_durable_are_asked_for(spec: CacheSpec, near: FakeNode, make
     assert "Flush" in near.names()
 
 
-def test_without_a_local_node_blocks_go_to_the_preferred_one(
+def test_store_without_local_node_uses_preferred_node(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     one, two = make_node("one"), make_node("two")
@@ -217,7 +217,7 @@ def test_without_a_local_node_blocks_go_to_the_preferred_one(
 
 # ---------------------------------------------------------------- layer by layer
 @pytest.mark.parametrize("local", [True, False])
-def test_layers_may_come_in_any_order(
+def test_layerwise_store_accepts_any_order(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient, local: bool
 ) -> None:
     node = make_node("near")
@@ -240,7 +240,7 @@ def test_layers_may_come_in_any_order(
     assert np.array_equal(out, data)
 
 
-def test_a_store_left_without_commit_stores_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_layerwise_store_without_commit_stores_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 3)
     layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
     client = make_client(near)
@@ -254,7 +254,7 @@ def test_a_store_left_without_commit_stores_nothing(spec: CacheSpec, near: FakeN
         handle.commit()
 
 
-def test_wrong_use_of_a_layer_store_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_layerwise_store_wrong_use_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 3)
     layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
     with make_client(near).begin_store(keys) as handle:
@@ -270,7 +270,7 @@ def test_wrong_use_of_a_layer_store_raises(spec: CacheSpec, near: FakeNode, make
             handle.put_layer(0, layers[:, 0])
 
 
-def test_a_layer_store_without_a_node_is_a_store_of_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_layerwise_store_without_node_stores_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 3)
     layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
     client = make_client(near)
@@ -283,14 +283,14 @@ def test_a_layer_store_without_a_node_is_a_store_of_nothing(spec: CacheSpec, nea
     assert isinstance(result.error, Unavailable)
 
 
-def test_a_forgotten_handle_gives_its_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_layerwise_store_dropped_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     handle = make_client(near).begin_store(chain(spec, 3))
     assert len(handle.blocks_wanted) == 3
     del handle
     near.wait_called("Abort")
 
 
-def test_closing_the_client_aborts_open_stores(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_close_aborts_layerwise_stores(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 3)
     client = make_client(near)
     handle = client.begin_store(keys)

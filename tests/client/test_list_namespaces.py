@@ -10,7 +10,7 @@ from kvclient import CacheSpec, ClientOptions, KVClient, Unavailable, list_names
 from kvstore.embedded.cluster import LocalCluster
 
 
-def test_namespaces_are_listed_as_they_were_registered(tmp_path: Path) -> None:
+def test_list_namespaces_returns_registered_specs(tmp_path: Path) -> None:
     specs = [CacheSpec(model=name, block_tokens=16, layers=2, layer_block_bytes=64, salt=b"x") for name in ("a", "b")]
     with LocalCluster([], tmp_path) as cluster:
         assert list_namespaces(cluster.metadata_address) == []

@@ -308,7 +308,7 @@ def test_cluster_volume_full_is_told_and_recovers(hosts: ThreeHosts, load: Load,
         inflict=inflict,
         told={
             **problem(hosts, f"{FAULTY}/nvme0"),
-            **logged(hosts, FAULTY, f"{FAULTY}/nvme0 does not take blocks"),
+            **logged(hosts, FAULTY, f"write-back failed: volume {FAULTY}/nvme0"),
             "KVStoreVolumeFull": lambda: hosts.alert("KVStoreVolumeFull", FAULTY) == 1,
         },
         mend=filler.unlink,

@@ -1,4 +1,4 @@
-"""A subscriber as vLLM's documentation makes one: SUB for what happens, a replay where a number is missing."""
+"""A subscriber as in vLLM's documentation: a SUB socket, and a replay if a number is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAIT_S = 30.0
 
 
 class ZmqSubscriber:
-    """What it believes: (hash, medium) of all blocks that are stored."""
+    """Its state: (hash, medium) of all stored blocks."""
 
     def __init__(self, endpoint: str, replay: str, topic: str = "") -> None:
         self.context = zmq.Context()

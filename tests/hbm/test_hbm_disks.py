@@ -270,13 +270,8 @@ def test_gds_interrupt_keeps_slots_being_written(tmp_path: Path, monkeypatch: py
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", late)
         monkeypatch.setattr("kvclient.hbm.gds_reader.INTERRUPT_S", 0.05)
-        if groups == 1:
-            mount = disk.pool._disks._disks[disk.volumes[0]].mount
-            assert mount is not None
-            mount._pool = Readers(1)
-        else:
-            disk.pool._disks._readers = Readers(1)  # the second does not begin before the first has ended
-            disk.volumes = disk.volumes * 2
+        disk.pool.gds_reader._readers = Readers(1)  # a second volume is not read before the first
+        disk.volumes = disk.volumes * groups
         numbers = np.arange(12, dtype=np.uint8) % groups
         offsets = np.array([slot.offset for slot in disk.slots], np.uint64)
         places = DiskLocations(numbers, offsets, np.array([slot.generation for slot in disk.slots], np.uint64))

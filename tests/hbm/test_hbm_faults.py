@@ -93,7 +93,7 @@ def test_flipped_bit_is_detected_by_peer(pool: HbmPool, near: NamespaceView) -> 
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
-    server = TcpServer(PoolProvider(pool._namespaces, pool.state))
+    server = TcpServer(PoolProvider(pool.namespaces, pool.state))
     server.start()
     peer = TcpPeer(server.address)
     out = room(5)
@@ -121,7 +121,7 @@ def test_failed_device_is_a_miss_and_disables_pool(pool: HbmPool, near: Namespac
 def test_failed_device_is_a_miss_for_peers(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
-    provider = PoolProvider(pool._namespaces, pool.state)
+    provider = PoolProvider(pool.namespaces, pool.state)
     monkeypatch.setattr("kvclient.hbm.provider.host_views", fails)
     for _ in range(2):
         parts = list(provider.read(request_for(keys)))
@@ -247,7 +247,7 @@ def test_close_waits_for_readers_for_a_bounded_time(below: Below) -> None:
 def test_peer_readers_do_not_block_resize(pool: HbmPool, near: NamespaceView) -> None:
     """Peers read all the time while the pool is emptied, made smaller, larger and filled again: each hit has its bytes."""
     keys, data = chain(30, 1)
-    server = TcpServer(PoolProvider(pool._namespaces, pool.state))
+    server = TcpServer(PoolProvider(pool.namespaces, pool.state))
     server.start()
     wrong: list[str] = []
     hits = [0, 0]

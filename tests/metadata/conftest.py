@@ -1,4 +1,4 @@
-"""Fixtures: a server in this process on a real socket, with a clock that the test owns."""
+"""Fixtures: a metadata server in this process on a real socket, with a manual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node as the metadata server sees it, and the server as a real process: shared by the tests of this folder."""
+"""Test peers: a node as the metadata server sees it, and the server as a real process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Peer:
         )
 
     def reboot(self) -> None:
-        """A new boot id; nothing is told to the server yet."""
+        """Draw a new boot id, without registering it."""
         self.boot_id = secrets.token_bytes(16)
         self.sequence = 0
 
@@ -169,7 +169,7 @@ if __name__ == "__main__":
 
 
 class ServerProcess:
-    """The real server process over a folder of its own."""
+    """The real server process with a separate index directory."""
 
     def __init__(self, folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: int) -> None:
         self.folder, self.workers, self.ttl_ms = folder, workers, ttl_ms

@@ -1,4 +1,4 @@
-"""A subscriber's mirror is the index, whatever happens to both: real index, ring and mirror, one step at a time."""
+"""Model-based test of block events: a mirror equals the index after any changes and interruptions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Truth = dict[tuple[BlockKey, bytes, int], set[tuple[str, bool]]]
 
 
 class Nodes:
-    """Who can be read: what the feed asks of the node table."""
+    """The visible volume epochs: the part of the node table that the log uses."""
 
     def __init__(self) -> None:
         self.visible: frozenset[VolumeEpoch] = frozenset()
@@ -132,7 +132,7 @@ class FeedMachine(RuleBasedStateMachine):
             pass
 
     def idle(self, subscriber: Subscriber) -> bool:
-        """Whether it has been told all that there is to tell."""
+        """Whether the subscriber has received all events."""
         assert subscriber.pending is not None
         told_all = subscriber.watch.sequence == self.feed.sequence
         return subscriber.mirror.complete and told_all and not subscriber.pending.done()
@@ -235,7 +235,7 @@ class FeedMachine(RuleBasedStateMachine):
 
     @rule(choice=choices, chain=st.sampled_from(CHAINS[:2]), start=positions, whose=st.booleans())
     def slip(self, choice: int, chain: Chain, start: int, whose: bool) -> None:
-        """A chain that forgot its parent, or names another namespace: ignored, or what makes way later."""
+        """A chain without its parent, or with another namespace: ignored now, or replaced later."""
         if start < LENGTH:
             namespace = CHAINS[4].namespace if whose else chain.namespace
             self.index.publish(self.volume_epoch(choice), [BlockRun(namespace, None, 0, chain.keys[start:])], [])

@@ -1,4 +1,4 @@
-"""``kvclient.events`` against the real server process: killed, started again, with its index and without."""
+"""Tests of ``kvclient.events`` with a real server process that is killed and restarted, with and without its index."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def mirrors(watcher: BlockWatcher, expected: Sequence[bytes]) -> None:
     await wait_until_async(so)
 
 
-async def test_a_watcher_outlives_the_server_and_its_index(tmp_path: Path) -> None:
+async def test_watcher_survives_server_and_index_loss(tmp_path: Path) -> None:
     with server_process(tmp_path) as server, BlockWatcher(server.address) as watcher:
         watcher.wait_complete(WAIT_S)
         async with connect_aio(server.address) as channel:
@@ -41,7 +41,7 @@ async def test_a_watcher_outlives_the_server_and_its_index(tmp_path: Path) -> No
             await peer.publish(peer.nvme, run_of(KEYS, 0, 40), sync_end=True)
             await mirrors(watcher, KEYS[:40])
         server.stop(signal.SIGKILL)
-        assert len(watcher.holders(BlockKey(KEYS[0]))) == 1  # a hint, until somebody knows better
+        assert len(watcher.holders(BlockKey(KEYS[0]))) == 1  # a hint, until the next snapshot
         server.start()
         async with connect_aio(server.address) as channel:
             node = Peer(channel)
@@ -61,13 +61,13 @@ async def test_a_watcher_outlives_the_server_and_its_index(tmp_path: Path) -> No
             with BlockWatcher(server.address) as other:  # a subscriber that was restarted
                 other.wait_complete(WAIT_S)
                 await mirrors(other, KEYS[:7])
-        assert server.stop() == 0  # though somebody watches
+        assert server.stop() == 0  # despite the open subscription
         counted = watcher.counters.snapshot()
         assert counted["client_events_resyncs_total"] == 3
         assert counted["client_events_failures_total"] >= 2
 
 
-async def test_each_change_is_told(tmp_path: Path) -> None:
+async def test_watcher_reports_each_change(tmp_path: Path) -> None:
     seen: list[tuple[bool, int, int]] = []
     told = threading.Event()
 
@@ -92,12 +92,12 @@ async def test_each_change_is_told(tmp_path: Path) -> None:
         assert sum(entry[2] for entry in seen if not entry[0]) >= 70
 
 
-def test_without_a_server_a_watcher_waits_no_longer_than_told() -> None:
+def test_watcher_without_server_times_out() -> None:
     with BlockWatcher("127.0.0.1:1") as watcher, pytest.raises(DeadlineExceeded):
         watcher.wait_complete(0.05)
 
 
-async def test_what_cannot_go_well_is_told_to_who_waits(tmp_path: Path) -> None:
+async def test_watcher_permanent_error_is_raised(tmp_path: Path) -> None:
     def on_change(mirror: BlockMirror, change: Change) -> None:
         raise LookupError("the caller's own")
 

@@ -1,4 +1,4 @@
-"""Which bandwidth of a node's links the planner starts from, and what it says of where that comes from."""
+"""Tests of the initial link bandwidths of the planner and their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server does by itself where the index refuses, and what it says of it."""
+"""Tests of background work if the index rejects changes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def no_room() -> None:
     raise CapacityExceeded("no room on disk")
 
 
-async def test_a_full_disk_is_told_now_and_then_and_without_a_traceback(
+async def test_maintenance_disk_full_logs_rarely_without_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upkeep, "limited", LimitedLog(logging.getLogger(upkeep.__name__)), raising=False)
-    counters, index, thread = Counters(), LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20), IndexThread("test")
+    counters, index, thread = Counters(), LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test")
     nodes = NodeTable(index, MonotonicClock(), 0.08, counters)
     tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=False, on_tick=[no_room])
     tasks.start()
-    while counters.snapshot().get("metadata_maintenance_failures_total", 0) < 5:  # noqa: ASYNC110  # told by nobody
+    while counters.snapshot().get("metadata_maintenance_failures_total", 0) < 5:  # noqa: ASYNC110  # polling: there is no event
         await asyncio.sleep(0.01)
     await tasks.stop()
     await thread.close()

@@ -1,4 +1,4 @@
-"""Namespaces are bounded, of each tenant and in all, and who makes many is in nobody's way."""
+"""Tests of the limits on namespaces, per tenant and in total."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def register(peer: Peer, tenant: str, salt: int) -> bytes:
     return (await call_aio(peer.stub.RegisterNamespace, request, TIMEOUT_S)).namespace_id
 
 
-async def test_a_tenant_that_varies_its_salt_leaves_room_for_others(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_namespaces_per_tenant_are_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_NAMESPACES_OF_TENANT", MOST)
     peer = Peer(running.channel)
     asked = [register(peer, "greedy", salt) for salt in range(5 * MOST)]
@@ -46,7 +46,7 @@ async def test_a_tenant_that_varies_its_salt_leaves_room_for_others(running: Run
     assert len({await register(peer, "", salt) for salt in range(2 * MOST)}) == 2 * MOST, "those of no tenant are everybody's"
 
 
-async def test_a_batch_outlives_namespaces_that_there_is_no_room_for(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_publish_beyond_namespace_limit_keeps_other_runs(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = Peer(running.channel)
     await peer.register()
     known = await register(peer, "", 1)
@@ -60,7 +60,7 @@ async def test_a_batch_outlives_namespaces_that_there_is_no_room_for(running: Ru
         await register(peer, "", 2)
 
 
-def test_a_lookup_of_what_nobody_registered_does_not_read_all_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_unregistered_namespace_reads_no_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("acme", 1)
     index = LmdbIndex.open(tmp_path / "index", map_bytes=1 << 24)
     owners = NamespaceOwners(index)

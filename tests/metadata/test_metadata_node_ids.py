@@ -1,4 +1,4 @@
-"""One id, one node: who holds it keeps it while it is heard of, and gets it back at once when it was started anew."""
+"""Tests of unique node ids."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvstore.core.errors import Conflict
 from kvstore.metadata.service import MISSED_BEATS
 
 BEAT_S = 0.02
-"""As the fixture's server tells nodes."""
+"""Heartbeat interval of the fixture's server."""
 
 
 class Addressed(Peer):
-    """A node that serves at an address of its own."""
+    """A node with a distinct control address."""
 
     def __init__(self, channel: grpc.aio.Channel, node_id: str, address: str, volume: str) -> None:
         super().__init__(channel, node_id, {volume: Tier.TIER_NVME})
@@ -27,7 +27,7 @@ class Addressed(Peer):
         return info
 
 
-async def test_a_second_node_with_the_same_id_is_refused_while_the_first_is_heard_of(running: Running) -> None:
+async def test_register_id_of_live_node_is_refused(running: Running) -> None:
     first = Addressed(running.channel, "n", "10.0.0.1:7411", "n/a")
     second = Addressed(running.channel, "n", "10.0.0.2:7411", "n/b")
     await first.register()
@@ -43,7 +43,7 @@ async def test_a_second_node_with_the_same_id_is_refused_while_the_first_is_hear
         await first.register()
 
 
-async def test_a_node_that_was_started_anew_has_its_id_at_once(running: Running) -> None:
+async def test_register_restarted_node_keeps_its_id(running: Running) -> None:
     node = Addressed(running.channel, "n", "10.0.0.1:7411", "n/a")
     await node.register()
     await node.beat()

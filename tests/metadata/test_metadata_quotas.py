@@ -1,4 +1,4 @@
-"""Quotas of tenants: kept beside the index, shared out over nodes, told with heartbeats."""
+"""Tests of quotas: settings file, shares, heartbeat answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ nodes = st.lists(st.tuples(st.integers(0, 1 << 40), st.sampled_from([0, 1, 1 << 
 
 
 @given(quota=st.integers(0, 1 << 42), known=nodes)
-def test_shares_are_never_more_than_the_quota_and_who_holds_little_keeps_it(quota: int, known: list[tuple[int, int]]) -> None:
+def test_shares_fit_quota_and_small_holders_keep_theirs(quota: int, known: list[tuple[int, int]]) -> None:
     rooms = [room for _, room in known]
     held = [has if room else 0 for has, room in known]
     given_ = divide_quota(quota, held, rooms)
@@ -46,7 +46,7 @@ def test_shares_are_never_more_than_the_quota_and_who_holds_little_keeps_it(quot
         assert sum(given_) >= quota - 2 * len(known), "all of it is given out"
 
 
-def test_a_lone_holder_comes_to_have_most_of_it_and_gives_way_to_another() -> None:
+def test_shares_lone_holder_gets_most_and_yields() -> None:
     held = [0, 0]
     for _ in range(30):
         held = [divide_quota(8000, held, [1, 1])[0], 0]  # the first fills what it is given
@@ -57,14 +57,14 @@ def test_a_lone_holder_comes_to_have_most_of_it_and_gives_way_to_another() -> No
 
 
 @given(held=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9), spare=st.integers(0, 1 << 40), data=st.data())
-def test_without_room_to_grow_nobody_gives_while_the_quota_suffices(held: list[int], spare: int, data: st.DataObject) -> None:
+def test_shares_without_growth_keep_what_nodes_hold(held: list[int], spare: int, data: st.DataObject) -> None:
     rooms = data.draw(st.lists(st.integers(1, 1 << 40), min_size=len(held), max_size=len(held)))
     given_ = divide_quota(sum(held) + spare, held, rooms, grows=False)
     assert all(share >= has for has, share in zip(held, given_, strict=True))
     assert sum(held) + spare - len(held) <= sum(given_) <= sum(held) + spare
 
 
-def test_no_room_no_share() -> None:
+def test_shares_without_capacity_are_zero() -> None:
     assert divide_quota(100, [], []) == []
     assert divide_quota(100, [5, 5], [0, 0]) == [0, 0]
 
@@ -78,7 +78,7 @@ rules_ = st.dictionaries(st.binary(min_size=16, max_size=16), st.builds(RuleSett
 
 
 @given(st.dictionaries(names_, st.builds(QuotaSetting, bounds_, bounds_)), rules_)
-def test_orders_are_read_as_they_were_written(quotas: dict[str, QuotaSetting], rules: dict[NamespaceId, RuleSetting]) -> None:
+def test_settings_round_trip(quotas: dict[str, QuotaSetting], rules: dict[NamespaceId, RuleSetting]) -> None:
     orders = OperatorSettings()
     for namespace, rule in rules.items():
         orders = orders.with_rule(namespace, rule)
@@ -114,7 +114,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("raw", WRONG, ids=lambda raw: raw[:48].decode(errors="replace"))
-def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, raw: bytes) -> None:
+def test_settings_unreadable_file_is_kept(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "orders.json"
     path.write_bytes(raw)
     file = SettingsStore(path)
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, raw: bytes) ->
     assert file.read() == OperatorSettings()
 
 
-def test_what_another_process_changed_is_seen(tmp_path: Path) -> None:
+def test_settings_change_of_other_process_is_seen(tmp_path: Path) -> None:
     mine, theirs = SettingsStore(tmp_path / "o"), SettingsStore(tmp_path / "o")
     assert mine.read() == OperatorSettings()
     theirs.change(lambda orders: orders.with_quota("a", QuotaSetting(1, None)))
@@ -149,7 +149,7 @@ async def set_quota(running: Running, tenant: str, expected: pb.TenantQuota | No
 
 
 async def reported(peer: Peer, report: int = 0, **held: int) -> metadata_pb2.HeartbeatResponse:
-    """What the node is told, after it said what tenants hold there in DRAM."""
+    """The answer to a heartbeat that reports tenants' usage in DRAM."""
     request = metadata_pb2.HeartbeatRequest(
         node_id=peer.node_id,
         boot_id=peer.boot_id,
@@ -174,7 +174,7 @@ async def beat(peer: Peer, **held: int) -> dict[str, tuple[int | None, int | Non
     }
 
 
-async def test_quotas_are_shared_out_by_what_nodes_hold(running: Running) -> None:
+async def test_quota_shares_follow_usage(running: Running) -> None:
     first, second = running.peer("a"), running.peer("b")
     for peer in (first, second):
         await peer.register()
@@ -201,7 +201,7 @@ async def test_quotas_are_shared_out_by_what_nodes_hold(running: Running) -> Non
     assert await beat(first, acme=4000) == {}
 
 
-async def test_shares_say_which_report_of_which_boot_they_were_made_of(running: Running) -> None:
+async def test_quota_shares_name_report_and_boot(running: Running) -> None:
     peer = running.peer("a")
     await peer.register()
     assert (await reported(peer, 7)).retention.report == 7, "without any order, too"
@@ -218,7 +218,7 @@ async def test_shares_say_which_report_of_which_boot_they_were_made_of(running: 
     assert (await reported(peer, 1, acme=3)).retention.report == 1, "nothing of the boot before"
 
 
-async def test_a_node_that_drains_has_no_share_and_the_others_all_of_it(running: Running) -> None:
+async def test_shares_draining_node_gets_none(running: Running) -> None:
     first, second = running.peer("a"), running.peer("b")
     for peer in (first, second):
         await peer.register()
@@ -237,8 +237,8 @@ async def test_a_node_that_drains_has_no_share_and_the_others_all_of_it(running:
     assert told < 8000
 
 
-async def test_what_moves_is_not_cut_for_others_to_grow(running: Running) -> None:
-    """A quota that is full, unevenly, while a node drains: nobody is told less than it holds."""
+async def test_quota_shares_moving_blocks_keep_their_share(running: Running) -> None:
+    """A full, unevenly used quota while a node drains: no share is smaller than the node's usage."""
     peers = [running.peer(name) for name in "abc"]
     for peer in peers:
         await peer.register()
@@ -254,14 +254,12 @@ async def test_what_moves_is_not_cut_for_others_to_grow(running: Running) -> Non
     assert told == [None, (7000, None), (1000, None)]
 
 
-async def test_sharing_out_rests_after_it_took_long_and_is_done_for_nobody_silent(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_shares_slow_run_is_followed_by_a_pause(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     def slow(*arguments: Any, **more: Any) -> list[int]:
         made.append(arguments)
-        running.clock.advance(0.0025)  # so little that nobody is taken for dead meanwhile
+        running.clock.advance(0.0025)  # too short for a node to expire
         return divide_quota(*arguments, **more)
 
     monkeypatch.setattr("kvstore.metadata.retention.quota_shares.divide_quota", slow)
@@ -288,7 +286,7 @@ async def test_sharing_out_rests_after_it_took_long_and_is_done_for_nobody_silen
     assert len(made) == 4
 
 
-async def test_quotas_are_compared_before_they_are_set_and_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_set_quota_checks_expected_and_limit(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     done = await set_quota(running, "acme", dram_bytes=5, nvme_bytes=6)
     assert not done.HasField("before")
     with pytest.raises(Conflict) as changed:
@@ -307,7 +305,7 @@ async def test_quotas_are_compared_before_they_are_set_and_bounded(running: Runn
     await set_quota(running, "acme", dram_bytes=8)
 
 
-async def test_rules_of_namespaces_are_kept_and_told(running: Running) -> None:
+async def test_set_rule_reaches_nodes(running: Running) -> None:
     peer = running.peer("a")
     await peer.register()
     spec = CacheSpec(model="m", dtype="bf16", block_tokens=16, layers=2, layer_block_bytes=64, layout="opaque", shard_count=1,
@@ -341,7 +339,7 @@ async def test_rules_of_namespaces_are_kept_and_told(running: Running) -> None:
     assert not (await peer.beat()).retention.rules
 
 
-async def test_a_node_of_before_and_hostile_usages(running: Running) -> None:
+async def test_heartbeat_without_or_with_invalid_usages(running: Running) -> None:
     peer = running.peer("a")
     await peer.register()
     assert (await peer.beat()).HasField("retention"), "it says nothing of tenants, and ignores what it is told"
@@ -351,7 +349,7 @@ async def test_a_node_of_before_and_hostile_usages(running: Running) -> None:
             await call_aio(peer.stub.Heartbeat, request, TIMEOUT_S)
 
 
-async def test_quotas_outlive_the_index(tmp_path: Path) -> None:
+async def test_quotas_survive_index_rebuild(tmp_path: Path) -> None:
     config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=64 << 20)
     for lived in (False, True):
         server = MetadataServer(config)
@@ -370,7 +368,7 @@ async def test_quotas_outlive_the_index(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "index.orders.json").read_bytes())["quotas"] == {"acme": {"dram": None, "nvme": GIB}}
 
 
-async def test_a_damaged_file_is_told_to_nobody_and_refuses_changes(running: Running, tmp_path: Path) -> None:
+async def test_settings_damaged_file_sends_none_and_refuses_changes(running: Running, tmp_path: Path) -> None:
     peer = running.peer("a")
     await peer.register()
     for raw in (b"{", *WRONG):

@@ -1,4 +1,4 @@
-"""The scheduler's shell with a clock that the test owns: who is told what, what is told again, and what silence does."""
+"""Tests of the scheduler service with a manual clock: events, retries, silent groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFILL, DECODE = pb.ENGINE_ROLE_PREFILL, pb.ENGINE_ROLE_DECODE
 
 @dataclass
 class Shell:
-    """A scheduler behind its door, and what it is made of."""
+    """A scheduler service and its collaborators."""
 
     clock: ManualClock = field(default_factory=ManualClock)
     queues: ReadQueues = field(default_factory=ReadQueues)
@@ -59,7 +59,7 @@ class Shell:
 
 
 class Leader:
-    """Reports for a group; keeps what it is told as an engine would."""
+    """Reports for a group, and applies its events as an engine would."""
 
     def __init__(self, shell: Shell, group: str, role: pb.EngineRole, *engines: pb.EngineState) -> None:
         self.shell, self.group, self.role = shell, group, role
@@ -85,7 +85,7 @@ class Leader:
         )
 
     def take(self, answer: pb.ReportEnginesResponse) -> list[pb.ScheduledRequest]:
-        """Keeps an answer that arrived; what was assigned by it."""
+        """Apply an answer, and return the assigned requests."""
         if answer.membership != self.membership:
             self.membership, self.acknowledged = answer.membership, 0
             self.work.clear()
@@ -118,7 +118,7 @@ def pair_of_groups(shell: Shell) -> tuple[Leader, Leader]:
     return prefill, decode
 
 
-async def test_a_request_is_told_to_both_groups_and_to_its_router() -> None:
+async def test_assign_informs_both_groups_and_router() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r", hit_tokens=7, expected_output_tokens=5))
@@ -146,7 +146,7 @@ async def test_a_request_is_told_to_both_groups_and_to_its_router() -> None:
     }
 
 
-async def test_an_answer_that_was_lost_is_told_again_and_counts_for_the_engine() -> None:
+async def test_report_lost_answer_is_repeated_and_counted() -> None:
     shell = Shell()
     leader = Leader(shell, "P", PREFILL, engine("p", sequences=0, tokens=0), engine("q", sequences=0, tokens=0))
     leader.report()
@@ -168,7 +168,7 @@ async def test_an_answer_that_was_lost_is_told_again_and_counts_for_the_engine()
     assert [(one.request_id, one.engine) for one in leader.report()] == [("f", "q"), ("g", "q")]
 
 
-async def test_planned_reads_and_reported_ones_make_a_long_queue() -> None:
+async def test_fetch_uses_planned_and_reported_reads() -> None:
     shell = Shell()
     for node in ("node-p", "node-q"):
         shell.queues.join(node, 1e9, 1e9)
@@ -187,7 +187,7 @@ async def test_planned_reads_and_reported_ones_make_a_long_queue() -> None:
     assert [one.engine for one in leader.report()] == ["q"]  # all are long: the fewest tokens
 
 
-async def test_figures_that_are_left_out_later_starve_no_engine() -> None:
+async def test_report_without_figures_keeps_engine_working() -> None:
     shell = Shell()
     prefill = Leader(shell, "P", PREFILL, engine("p", sequences=9, tokens=BETA + 1, read_tokens=ALPHA + 1))
     decode = Leader(shell, "D", DECODE, engine("d", hbm_tokens=100, sequences=9, tokens=90, free_hbm_tokens=0))
@@ -199,7 +199,7 @@ async def test_figures_that_are_left_out_later_starve_no_engine() -> None:
     assert (await router).decode.engine == "d"
 
 
-async def test_an_engine_with_another_room_keeps_its_requests() -> None:
+async def test_report_resized_engine_keeps_requests() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r"))
@@ -220,7 +220,7 @@ async def test_an_engine_with_another_room_keeps_its_requests() -> None:
 
 
 @pytest.mark.parametrize("moves", ["prefill", "decode"])
-async def test_an_engine_that_moved_is_told_to_leave_what_it_had(moves: str) -> None:
+async def test_report_moved_engine_drops_its_requests(moves: str) -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r"))
@@ -235,7 +235,7 @@ async def test_an_engine_that_moved_is_told_to_leave_what_it_had(moves: str) -> 
     assert moved.work["r"].generation == other.work["r"].generation == again.generation
 
 
-async def test_what_decode_finishes_first_is_called_off_at_prefill() -> None:
+async def test_finished_before_prefilled_revokes_prefill() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     routers = [await shell.asked(shell.ask(name)) for name in ("early", "usual")]
@@ -252,7 +252,7 @@ async def test_what_decode_finishes_first_is_called_off_at_prefill() -> None:
     assert shell.counters.get("metadata_scheduler_void_reports_total") == 1
 
 
-async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> None:
+async def test_silent_group_requests_are_reassigned_first() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     wanted = shell.ask("r")
@@ -264,7 +264,7 @@ async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> No
     shell.clock.advance(TTL_S)
     prefill.report()
     shell.clock.advance(TTL_S / 2)
-    shell.door.expire()  # the decode group is gone
+    shell.door.expire()  # the decode group is removed
     (again,) = prefill.report()
     assert again.request_id == "r"
     assert again.generation > before.generation
@@ -278,7 +278,7 @@ async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> No
     for call in (waits, follows):
         assert (await call).decode.engine == "e"
         assert (await call).generation == again.generation
-    # the dead one was only slow: what it says of before is void, and it begins anew
+    # the removed group was only slow: its old reports are void, and it joins again
     membership = decode.membership
     decode.report(finished=[before.generation])
     assert decode.membership != membership
@@ -287,7 +287,7 @@ async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> No
     assert shell.door.gauges()["metadata_scheduler_requests"] == 2
 
 
-async def test_a_dead_decode_engine_costs_a_computed_prompt_and_a_prefill_engine_that_left_after_it_nothing() -> None:
+async def test_lost_decode_engine_restarts_request_prefill_does_not() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     wanted = shell.ask("r")
@@ -297,14 +297,14 @@ async def test_a_dead_decode_engine_costs_a_computed_prompt_and_a_prefill_engine
     await router
     prefill.engines = [engine("p2")]  # p leaves in the very report that says it is done
     prefill.report(prefilled=[one.generation])
-    assert (await shell.door.assign(wanted)).prefill.engine == "p"  # a late retry is told who did it
+    assert (await shell.door.assign(wanted)).prefill.engine == "p"  # a late retry gets the same engines
     assert shell.counters.get("metadata_requests_given_back_total") == 0
     decode.engines = []
     assert decode.report() == []
     assert [(again.request_id, again.engine) for again in prefill.report()] == [("r", "p2")]
 
 
-async def test_a_leader_that_was_restarted_takes_the_place_of_its_former_self() -> None:
+async def test_restarted_leader_replaces_its_former_boot() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r"))
@@ -317,7 +317,7 @@ async def test_a_leader_that_was_restarted_takes_the_place_of_its_former_self() 
     assert told.generation == (await router).generation == fresh.work["r"].generation
 
 
-async def test_called_off_it_is_dropped_wherever_it_is() -> None:
+async def test_cancel_drops_request_in_any_state() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     waiting, running = shell.ask("waiting", 500), shell.ask("running")
@@ -343,7 +343,7 @@ async def test_called_off_it_is_dropped_wherever_it_is() -> None:
     assert (await again).decode.engine == "d"
 
 
-async def test_without_engines_in_time_it_is_dropped_and_says_so_again() -> None:
+async def test_assign_timeout_drops_request() -> None:
     shell = Shell()
     prefill, _ = pair_of_groups(shell)
     wanted = shell.ask("r", budget_ms=1)
@@ -365,7 +365,7 @@ async def test_without_engines_in_time_it_is_dropped_and_says_so_again() -> None
     assert shell.door.gauges()["metadata_scheduler_requests"] == 0
 
 
-async def test_what_engines_never_end_is_forgotten() -> None:
+async def test_request_without_end_is_forgotten() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     wanted = shell.ask("r")
@@ -384,7 +384,7 @@ async def test_what_engines_never_end_is_forgotten() -> None:
     assert decode.revoked == []
 
 
-async def test_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_calls_and_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell(most=3)
     monkeypatch.setattr(module, "MAX_WAITING_CALLS", 4)
     calls = [await shell.asked(shell.ask(f"r{number}")) for number in range(3)]
@@ -402,7 +402,7 @@ async def test_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         Leader(shell, "Q", PREFILL, engine("q")).report()
 
 
-async def test_requests_are_bounded_by_what_they_occupy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell()
     near = [pb.NearPrefix(engine=f"{number:04}" + "x" * 60, tokens=1) for number in range(1_024)]
     monkeypatch.setattr(module.limits, "MAX_SCHEDULED_BYTES", 4 << 20)
@@ -429,7 +429,7 @@ async def test_requests_are_bounded_by_what_they_occupy(monkeypatch: pytest.Monk
         await shell.door.assign(shell.ask("r", near=[pb.NearPrefix(engine=f"{at}" + "x" * 200, tokens=1) for at in range(400)]))
 
 
-async def test_a_group_that_does_not_listen_gets_no_more_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_group_without_acknowledgements_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell()
     monkeypatch.setattr(module, "EVENTS_AT_ONCE", 2)
     monkeypatch.setattr(module, "MAX_UNREAD", 2)
@@ -445,7 +445,7 @@ async def test_a_group_that_does_not_listen_gets_no_more_and_is_given_up(monkeyp
     assert shell.door.gauges()["metadata_scheduler_waiting_decode"] == 7
 
 
-async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+async def test_malformed_reports_and_requests_are_refused() -> None:
     shell = Shell()
     prefill, _ = pair_of_groups(shell)
     stolen = Leader(shell, "Q", PREFILL, engine("p"))
@@ -490,7 +490,7 @@ async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     assert shell.door.gauges()["metadata_scheduler_engines"] == 2
 
 
-async def test_a_standstill_after_deaths_ends() -> None:
+async def test_deadlock_after_lost_engines_is_broken() -> None:
     shell = Shell()
     prefill, decode = (
         Leader(shell, "P", PREFILL, engine("p"), engine("q")),
@@ -517,7 +517,7 @@ async def test_a_standstill_after_deaths_ends() -> None:
     assert prefill.work["old"].decode.engine == decode.work["old"].decode.engine == "d"
 
 
-async def test_a_decode_engine_may_finish_what_a_prefill_engine_died_after() -> None:
+async def test_decode_finishes_after_prefill_engine_died() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r"))
@@ -533,7 +533,7 @@ async def test_a_decode_engine_may_finish_what_a_prefill_engine_died_after() -> 
     assert shell.door.gauges()["metadata_scheduler_requests"] == 0
 
 
-async def test_engines_of_a_node_that_drains_are_given_nothing_and_keep_what_they_have() -> None:
+async def test_draining_node_engines_keep_work_and_get_none() -> None:
     shell = Shell()
     prefill = Leader(shell, "P", PREFILL, engine("p"), engine("q"))
     old = Leader(shell, "D", DECODE, engine("d", hbm_tokens=30))

@@ -1,4 +1,4 @@
-"""Scheduling with the real server process and the real clients: the rules, dead engines, a restarted server, a crowd."""
+"""Tests of scheduling with a real server process and real clients."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_assignment_follows_the_rules(tmp_path: Path) -> None:
                 computing[1] = EngineFigures("long-queue", "busy", sequences=2, tokens=120)
                 computing[2] = EngineFigures("short-queue", "idle", "10.0.0.3:8000", sequences=2, tokens=110)
                 assert [one.decode and one.decode.node for one in prefill.report(computing).assigned] == ["busy", "idle", "idle"]
-                # what was read is no longer waited for
+                # completed reads leave the queue
                 finished = pb.LoadReport(plan_id=plan.plan_id, finished=True)
                 await call_aio(nodes[0].stub.ReportLoads, pb.ReportLoadsRequest(loads=[finished]), TIMEOUT_S)
                 computing[1] = EngineFigures("long-queue", "busy", sequences=0, tokens=0)
@@ -155,7 +155,7 @@ async def _waiting(peer: Peer, count: int) -> bool:
     return (await peer.counters())["metadata_scheduler_waiting_prefill"] == count
 
 
-async def test_a_router_hears_of_the_engines_that_take_over_from_dead_ones(tmp_path: Path) -> None:
+async def test_assign_again_returns_replacement_engines(tmp_path: Path) -> None:
     with server_process(tmp_path, ttl_ms=TTL_MS, engine_ttl_ms=TTL_MS) as server:
         async with client_of(server.address) as client:
             prefill, first = Engines(client, "P", "prefill"), Engines(client, "D", "decode", ends=False)
@@ -180,7 +180,7 @@ async def test_a_router_hears_of_the_engines_that_take_over_from_dead_ones(tmp_p
         assert "reason=silent for" in server.log()
 
 
-async def test_a_restarted_server_is_a_pause_for_who_waits_and_news_for_who_runs(tmp_path: Path) -> None:
+async def test_server_restart_waiting_calls_continue(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with client_of(server.address) as client:
             running, waiting = EngineRequest("running", 1_000), EngineRequest("waiting", 1_000)
@@ -198,12 +198,12 @@ async def test_a_restarted_server_is_a_pause_for_who_waits_and_news_for_who_runs
                 await client.again(running, answer, 20)
             anew = await client.assign(running, 20)
             assert anew.generation != answer.generation
-            assert len(groups[1].news) == 2  # it joined twice, by itself
+            assert len(groups[1].news) == 2  # it joined again after the restart
             for engines in groups:
                 await engines.die()
 
 
-async def test_a_crowd_is_served_once_each_and_one_that_finds_no_engine_is_turned_away(tmp_path: Path) -> None:
+async def test_many_requests_are_served_once_each(tmp_path: Path) -> None:
     with server_process(tmp_path, max_requests=500) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)
@@ -241,7 +241,7 @@ async def test_a_crowd_is_served_once_each_and_one_that_finds_no_engine_is_turne
                 await engines.die()
 
 
-async def test_a_router_that_gives_up_calls_its_request_off(tmp_path: Path) -> None:
+async def test_router_cancelled_call_cancels_request(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel, client_of(server.address) as client:
             peer = Peer(channel)
@@ -253,7 +253,7 @@ async def test_a_router_that_gives_up_calls_its_request_off(tmp_path: Path) -> N
             await wait_until_async(lambda: _waiting(peer, 0))
 
 
-async def test_engines_that_were_found_too_late_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_assign_late_answer_frees_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel, client_of(server.address) as client:
             groups = [Engines(client, "P", "prefill", ends=False), Engines(client, "D", "decode", ends=False)]
@@ -286,7 +286,7 @@ async def test_engines_that_were_found_too_late_are_given_back(tmp_path: Path, m
                 await engines.die()
 
 
-async def test_a_server_that_hangs_hears_later_what_was_called_off(tmp_path: Path) -> None:
+async def test_cancel_reaches_hung_server_later(tmp_path: Path) -> None:
     """The request has its engines by then: neither a deadline nor the end of a call would ever free them again."""
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel, client_of(server.address) as client:
@@ -296,7 +296,7 @@ async def test_a_server_that_hangs_hears_later_what_was_called_off(tmp_path: Pat
             assert server.process is not None
             server.process.send_signal(signal.SIGSTOP)
             try:
-                calling_off = asyncio.create_task(client._call_off(request))
+                calling_off = asyncio.create_task(client._cancel_until_heard(request))
                 await asyncio.sleep(1.5)  # longer than one attempt waits
             finally:
                 server.process.send_signal(signal.SIGCONT)
@@ -306,7 +306,7 @@ async def test_a_server_that_hangs_hears_later_what_was_called_off(tmp_path: Pat
                 await engines.die()
 
 
-def test_calls_have_deadlines_and_errors_are_typed(tmp_path: Path) -> None:
+def test_scheduler_calls_have_deadlines_and_typed_errors(tmp_path: Path) -> None:
     with server_process(tmp_path) as server, SchedulerClient(server.address) as client:
         leader, twin = client.leader("P", "prefill"), client.leader("P", "prefill")
         leader.report([EngineFigures("p", "n")])
@@ -333,7 +333,7 @@ def test_calls_have_deadlines_and_errors_are_typed(tmp_path: Path) -> None:
         assert "calls fail for a moment" in str(caught.value)
 
 
-async def test_several_workers_schedule_nothing_and_say_so(tmp_path: Path) -> None:
+async def test_scheduling_with_several_workers_is_unsupported(tmp_path: Path) -> None:
     with server_process(tmp_path, workers=2) as server:
         async with client_of(server.address) as client:
             with pytest.raises(Unsupported):

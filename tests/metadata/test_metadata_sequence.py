@@ -1,4 +1,4 @@
-"""Rules of publish order, against a plain model: what is applied is applied in order, and nothing is lost unnoticed."""
+"""Model-based tests of the order of publish batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVENTS = st.lists(st.one_of(st.just("register"), st.integers(1, 8)), max_size=40
 
 
 @given(EVENTS)
-def test_a_batch_is_applied_only_when_all_before_it_are_in_or_an_inventory_follows(events: list[str | int]) -> None:
+def test_sequence_batch_after_gap_is_refused(events: list[str | int]) -> None:
     state, highest, inventory_follows = SequenceState(BOOT), 0, False
     for event in events:
         state = SequenceState.decode(state.encode(), BOOT)
@@ -36,7 +36,7 @@ def test_a_batch_is_applied_only_when_all_before_it_are_in_or_an_inventory_follo
         state = following
 
 
-def test_another_boot_begins_at_one() -> None:
+def test_sequence_new_boot_starts_at_one() -> None:
     state = SequenceState(BOOT, 7, SequenceMode.RUNNING)
     assert SequenceState.decode(state.encode(), OTHER) == SequenceState(OTHER)
     assert state.registered(OTHER) == SequenceState(OTHER)
@@ -45,7 +45,7 @@ def test_another_boot_begins_at_one() -> None:
     assert SequenceState(OTHER).judge(1)[0] is BatchVerdict.APPLY
 
 
-def test_registering_again_may_restart_or_continue_the_count() -> None:
+def test_sequence_after_registration_restarts_or_continues() -> None:
     reopened = SequenceState(BOOT, 7, SequenceMode.RUNNING).registered(BOOT)
     assert reopened.judge(1) == (BatchVerdict.APPLY, SequenceState(BOOT, 1, SequenceMode.RUNNING))
     assert reopened.judge(8) == (BatchVerdict.APPLY, SequenceState(BOOT, 8, SequenceMode.RUNNING))

@@ -7,31 +7,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_node_table import Harness, key_of, make_harness
 
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unavailable
-from kvstore.core.types import BlockKey
+from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.eviction.on_demand import evict_down_to, evict_namespace, invalidate
+from support.chains import key_of
+from support.node_harness import NodeHarness
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path / "slab")
+def node(tmp_path: Path) -> Iterator[NodeHarness]:
+    made = NodeHarness(tmp_path, volumes=[1 << 20], shapes=(BlockShape(2, 2048), BlockShape(3, 4096)), arena_bytes=1 << 19)
     made.table.clock = MonotonicClock()
     yield made
     made.table.validate()
     made.close()
 
 
-def stored(node: Harness, chain: int, count: int, namespace: int = 0, *, durable: bool = True) -> list[BlockKey]:
+def stored(node: NodeHarness, chain: int, count: int, namespace: int = 0, *, durable: bool = True) -> list[BlockKey]:
     node.store(chain, 0, count, namespace)
-    while durable and node.write_behind():
-        pass
+    if durable:
+        node.write_back()
     return [key_of(chain * 2 + namespace, depth) for depth in range(count)]
 
 
-def tiers(node: Harness, keys: list[BlockKey]) -> list[str]:
+def tiers(node: NodeHarness, keys: list[BlockKey]) -> list[str]:
     """Of each block: d(ram), n(vme), both, or - where it is nowhere."""
     found = {block.key: block for block in node.table.snapshot()}
     return [
@@ -39,18 +40,18 @@ def tiers(node: Harness, keys: list[BlockKey]) -> list[str]:
     ]
 
 
-def test_down_to_a_fill_the_coldest_leave_and_prefixes_stay(node: Harness) -> None:
+def test_down_to_a_fill_the_coldest_leave_and_prefixes_stay(node: NodeHarness) -> None:
     old, new = stored(node, 1, 8), stored(node, 2, 8)
-    node_volume, used = node.table.node_volumes[0], node.slab.usage().used_bytes
+    node_volume, used = node.table.node_volumes[0], node.slabs[0].usage().used_bytes
     done = evict_down_to(node.table, node_volume, used // 4)
     assert (done.blocks, done.kept) == (12, 0)
-    assert node.slab.usage().used_bytes == used // 4
+    assert node.slabs[0].usage().used_bytes == used // 4
     assert tiers(node, old) == ["d"] * 8, "the coldest chain has left the volume"
     assert tiers(node, new) == ["dn"] * 4 + ["d"] * 4, "children leave before their parents"
     assert evict_down_to(node.table, node_volume, used).blocks == 0
 
 
-def test_the_arena_keeps_what_is_not_durable(node: Harness) -> None:
+def test_the_arena_keeps_what_is_not_durable(node: NodeHarness) -> None:
     durable, waiting = stored(node, 1, 8), stored(node, 2, 8, durable=False)
     done = evict_down_to(node.table, None, 0)
     assert (done.blocks, done.kept) == (8, 8)
@@ -58,7 +59,7 @@ def test_the_arena_keeps_what_is_not_durable(node: Harness) -> None:
     assert tiers(node, waiting) == ["d"] * 8
 
 
-def test_a_namespace_leaves_and_the_other_stays(node: Harness) -> None:
+def test_a_namespace_leaves_and_the_other_stays(node: NodeHarness) -> None:
     mine, other = stored(node, 1, 6), stored(node, 1, 6, namespace=1)
     done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
     assert (done.blocks, done.kept) == (12, 0)
@@ -67,7 +68,7 @@ def test_a_namespace_leaves_and_the_other_stays(node: Harness) -> None:
     assert node.store(1, 0, 6), "it may be stored again"
 
 
-def test_what_is_in_use_stays_with_all_before_it(node: Harness) -> None:
+def test_what_is_in_use_stays_with_all_before_it(node: NodeHarness) -> None:
     keys = stored(node, 1, 6)
     (pinned,) = node.table.pin_resident(node.namespaces[0], [keys[3]])
     assert pinned is not None
@@ -77,7 +78,7 @@ def test_what_is_in_use_stays_with_all_before_it(node: Harness) -> None:
     node.table.unpin([pinned])
 
 
-def test_invalidating_drops_what_is_not_durable_too_and_waits_for_what_is_in_use(node: Harness) -> None:
+def test_invalidating_drops_what_is_not_durable_too_and_waits_for_what_is_in_use(node: NodeHarness) -> None:
     other = stored(node, 1, 4, namespace=1)
     keys = stored(node, 1, 4) + stored(node, 3, 4, durable=False)
     (pinned,) = node.table.pin_resident(node.namespaces[0], [keys[0]])
@@ -87,7 +88,7 @@ def test_invalidating_drops_what_is_not_durable_too_and_waits_for_what_is_in_use
     assert tiers(node, keys) == ["dn"] + ["-"] * 3 + ["d"] * 4
 
     def let_go() -> None:
-        node.write_behind()
+        node.write_back()
         table.unpin([pinned])
 
     late = threading.Timer(0.05, let_go)
@@ -97,16 +98,16 @@ def test_invalidating_drops_what_is_not_durable_too_and_waits_for_what_is_in_use
     assert (done.blocks, done.kept) == (5, 0)
     assert tiers(node, keys) == ["-"] * 8
     assert tiers(node, other) == ["dn"] * 4
-    assert node.slab.usage().blocks == 4, "slots of what left are free"
+    assert node.slabs[0].usage().blocks == 4, "slots of what left are free"
 
 
-def test_a_catalog_that_cannot_change_keeps_its_blocks(node: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_catalog_that_cannot_change_keeps_its_blocks(node: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = stored(node, 1, 4)
 
     def refuse(*_: object) -> None:
         raise Unavailable("the disk is full")
 
-    monkeypatch.setattr(node.slab, "commit", refuse)
+    monkeypatch.setattr(node.slabs[0], "commit", refuse)
     with pytest.raises(Unavailable):
         invalidate(node.table, node.namespaces[0], 0.0)
     with pytest.raises(Unavailable):

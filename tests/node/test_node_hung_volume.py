@@ -41,7 +41,7 @@ class Node(NodeHarness):
 
     def store_chain(self, chain: str) -> list[BlockKey]:
         """Store a chain in DRAM, to be written back."""
-        assert self.store(chain, CHAIN) == [StoreOutcome.STORED] * CHAIN
+        assert self.store(chain, 0, CHAIN) == [StoreOutcome.STORED] * CHAIN
         return self.keys(chain, CHAIN)
 
     def store_on(self, volume: NodeVolume, chain: str) -> list[BlockKey]:
@@ -136,7 +136,7 @@ def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
     stuck = node.arena.usage().blocks
     assert 0 < stuck <= CHAIN
     grants = []
-    while (grant := node.prepare(f"fill{len(grants)}", 1)).slots:
+    while (grant := node.prepare(f"fill{len(grants)}", 0, 1)).slots:
         grants.append(grant)
     assert node.arena.usage().blocks == stuck + len(grants), "slots of the stuck read were reused"
     for grant in grants:

@@ -88,7 +88,7 @@ def test_layered_load_failed_first_group_drops_the_second(node: LayeredNode, sto
         if s.provider.requests[-1].first_layer == 0 and not first.is_set():
             first.set()
             assert gate.wait(WAIT_S)
-            s.provider._blocks.clear()
+            s.provider.blocks.clear()
 
     s.provider.before_part = before
     second = threading.Thread(target=lambda: (first.wait(WAIT_S), wait_until(lambda: len(s.provider.requests) >= 2), gate.set()))
@@ -147,7 +147,7 @@ def test_layered_load_dead_source_replaced_for_missing_layers(node: LayeredNode,
 
     def before(_: int) -> None:
         if one.provider.requests[-1].first_layer >= 2:
-            one.provider._blocks.clear()
+            one.provider.blocks.clear()
 
     one.provider.before_part = before
     layers, failed, _ = node.drive(node.load(6, [one.source(0, 6), other.source(0, 6)], 1))

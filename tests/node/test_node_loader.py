@@ -80,7 +80,7 @@ def test_load_slow_window_does_not_delay_others(node: Node, slow: int) -> None:
 
 def test_load_of_block_never_completed_delays_no_other(node: Node) -> None:
     """More loads wait for the block of a store that does not complete than the loader has threads."""
-    grant = node.prepare("store", 1)
+    grant = node.prepare("store", 0, 1)
     keys = [*grant.slots, node.chain[0]]
     waiting = [
         threading.Thread(target=lambda: outcomes.append(node.outcomes(node.loader.load(node.request(keys, WAIT_S)), 2)))

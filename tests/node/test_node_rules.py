@@ -12,59 +12,47 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from test_node_table import ARENA_BYTES, SLAB_BYTES
-from test_node_tenants import BLOCK, SKIPPED, STORED, Node
 
 from kvproto.v1.metadata_pb2 import Retention
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import Tier
 from kvstore.node.eviction.on_demand import evict_down_to, evict_namespace, invalidate
-
-HALF_DRAM, HALF_NVME = ARENA_BYTES // BLOCK // 2, SLAB_BYTES // (2 * BLOCK) // 2  # a slot has a header
+from support.quota_node import BLOCK, HALF_DRAM, HALF_NVME, SKIPPED, STORED, QuotaNode
 
 
 @pytest.fixture(params=["reuse-distance", "lru", "s3-fifo"])
-def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path / "slab", request.param)
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QuotaNode]:
+    made = QuotaNode(tmp_path / "slab", request.param)
     yield made
     made.table.validate()
     made.close()
 
 
-def ruled(node: Node, *rules: tuple[int, float, bool]) -> None:
-    """Rules: position of the tenant whose namespace it is, seconds, pinned."""
-    told = Retention()
-    for tenant, ttl_s, pinned in rules:
-        told.rules.add(namespace_id=node.namespaces[tenant].namespace_id, ttl_ms=int(ttl_s * 1000), pinned=pinned)
-    node.retainer.told(told)
-    node.retainer.round()
-
-
-def held(node: Node, tenant: int = 0) -> tuple[int, int]:
+def held(node: QuotaNode, tenant: int = 0) -> tuple[int, int]:
     return node.held(tenant, Tier.DRAM), node.held(tenant, Tier.NVME)
 
 
-def press(node: Node, first: int) -> None:
+def press(node: QuotaNode, first: int) -> None:
     """Others store more than there is room for; what of it finds none at once is skipped."""
     for chain in range(first, first + 40):
         node.store(chain, 0, 30, 1)
-        node.durable()
+        node.write_back()
 
 
 # ---- times to live ----
-def test_what_nobody_uses_leaves_every_tier_and_what_is_used_stays_with_all_before_it(node: Node) -> None:
-    other = node.stored(9, 10, 1)
-    old = node.stored(1, 10)
-    ruled(node, (0, 60, False))
+def test_what_nobody_uses_leaves_every_tier_and_what_is_used_stays_with_all_before_it(node: QuotaNode) -> None:
+    other = node.store_durably(9, 10, 1)
+    old = node.store_durably(1, 10)
+    node.set_rules((0, 60, False))
     node.clock.advance(40)
-    new = node.stored(2, 10)
-    assert node.resident(old[:4], 0) == [True] * 4, "used again, the rest is not"
+    new = node.store_durably(2, 10)
+    assert node.is_resident(old[:4], 0) == [True] * 4, "used again, the rest is not"
     node.clock.advance(30)
     node.retainer.round()
-    assert node.resident(old, 0) == [True] * 4 + [False] * 6
-    assert node.resident(new, 0) == [True] * 10
+    assert node.is_resident(old, 0) == [True] * 4 + [False] * 6
+    assert node.is_resident(new, 0) == [True] * 10
     assert held(node) == (14, 14)
-    assert node.resident(other, 1) == [True] * 10
+    assert node.is_resident(other, 1) == [True] * 10
     node.clock.advance(61)
     node.retainer.round()
     assert held(node) == (0, 0)
@@ -73,33 +61,33 @@ def test_what_nobody_uses_leaves_every_tier_and_what_is_used_stays_with_all_befo
     assert node.store(1, 0, 3) == [STORED] * 3, "it may be stored again"
 
 
-def test_a_block_below_that_is_used_keeps_those_above_it(node: Node) -> None:
-    keys = node.stored(1, 6)
-    ruled(node, (0, 60, False))
+def test_a_block_below_that_is_used_keeps_those_above_it(node: QuotaNode) -> None:
+    keys = node.store_durably(1, 6)
+    node.set_rules((0, 60, False))
     node.clock.advance(50)
-    assert node.resident(keys[5:], 0) == [True], "as of a load whose head another node serves"
+    assert node.is_resident(keys[5:], 0) == [True], "as of a load whose head another node serves"
     node.clock.advance(50)
     node.retainer.round()
     assert held(node) == (6, 6)
 
 
-def test_what_is_in_use_or_on_its_way_to_a_volume_stays_until_it_is_not(node: Node) -> None:
-    ruled(node, (0, 60, False))
-    keys = node.stored(1, 4)
+def test_what_is_in_use_or_on_its_way_to_a_volume_stays_until_it_is_not(node: QuotaNode) -> None:
+    node.set_rules((0, 60, False))
+    keys = node.store_durably(1, 4)
     pinned = node.table.pin_resident(node.namespaces[0], keys[2:3])
     node.store(2, 0, 4)
     node.clock.advance(61)
     node.retainer.round()
     assert held(node) == (7, 3), "the block in use with those before it, and those that are not written yet"
     node.table.unpin([block for block in pinned if block is not None])
-    node.durable()
+    node.write_back()
     node.retainer.round()
     assert held(node) == (0, 0)
 
 
-def test_reading_from_a_volume_is_use_and_the_time_goes_on_over_tiers(node: Node) -> None:
-    ruled(node, (0, 60, False))
-    keys = node.stored(1, 4)
+def test_reading_from_a_volume_is_use_and_the_time_goes_on_over_tiers(node: QuotaNode) -> None:
+    node.set_rules((0, 60, False))
+    keys = node.store_durably(1, 4)
     node.table.evict_dram()
     node.clock.advance(50)
     claim = node.table.claim(node.namespaces[0], keys[:2])
@@ -109,13 +97,13 @@ def test_reading_from_a_volume_is_use_and_the_time_goes_on_over_tiers(node: Node
     assert held(node) == (0, 2)
 
 
-def test_a_rule_that_is_lifted_or_another_time_holds_at_once(node: Node) -> None:
-    node.stored(1, 4)
-    ruled(node, (0, 60, False))
+def test_a_rule_that_is_lifted_or_another_time_holds_at_once(node: QuotaNode) -> None:
+    node.store_durably(1, 4)
+    node.set_rules((0, 60, False))
     node.clock.advance(100)
-    ruled(node, (0, 3600, False))
+    node.set_rules((0, 3600, False))
     assert held(node) == (4, 4)
-    ruled(node)
+    node.set_rules()
     node.clock.advance(10_000)
     node.retainer.round()
     assert held(node) == (4, 4)
@@ -123,12 +111,12 @@ def test_a_rule_that_is_lifted_or_another_time_holds_at_once(node: Node) -> None
 
 
 # ---- pins ----
-def test_a_pinned_namespace_outlives_any_pressure_and_leaves_once_it_is_unpinned(node: Node) -> None:
-    kept = node.stored(1, 20)
-    ruled(node, (0, 0, True))
+def test_a_pinned_namespace_outlives_any_pressure_and_leaves_once_it_is_unpinned(node: QuotaNode) -> None:
+    kept = node.store_durably(1, 20)
+    node.set_rules((0, 0, True))
     press(node, 100)
     assert node.held(1, Tier.DRAM) > HALF_DRAM
-    assert node.resident(kept, 0) == [True] * 20
+    assert node.is_resident(kept, 0) == [True] * 20
     assert held(node) == (20, 20)
     evict_down_to(node.table, None, 0)
     node.table.evict_dram()
@@ -136,26 +124,26 @@ def test_a_pinned_namespace_outlives_any_pressure_and_leaves_once_it_is_unpinned
     assert held(node) == (20, 20)
     done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
     assert (done.blocks, done.kept) == (0, 40), "unpin it first"
-    ruled(node)
+    node.set_rules()
     press(node, 200)
     assert held(node) == (0, 0), "cold as it is"
     assert node.namespaces[0].dram_orders == ()
 
 
-def test_invalidating_drops_a_pinned_namespace_too(node: Node) -> None:
-    node.stored(1, 5)
-    ruled(node, (0, 0, True))
+def test_invalidating_drops_a_pinned_namespace_too(node: QuotaNode) -> None:
+    node.store_durably(1, 5)
+    node.set_rules((0, 0, True))
     done = invalidate(node.table, node.namespaces[0], node.clock.now_s())
     assert (done.blocks, done.kept) == (5, 0)
     assert held(node) == (0, 0)
-    node.stored(1, 5)
+    node.store_durably(1, 5)
     assert node.namespaces[0].pinned, "the pin is the namespace's, not its blocks'"
 
 
-def test_pins_never_take_more_than_half_where_others_need_room(node: Node) -> None:
-    ruled(node, (0, 0, True))
+def test_pins_never_take_more_than_half_where_others_need_room(node: QuotaNode) -> None:
+    node.set_rules((0, 0, True))
     for chain in range(10):
-        assert node.stored(chain, 12)
+        assert node.store_durably(chain, 12)
     assert held(node)[0] > HALF_DRAM - 12, "with nobody else there they may"
     press(node, 100)
     assert node.held(1, Tier.DRAM) >= 30, "others find room"
@@ -166,31 +154,31 @@ def test_pins_never_take_more_than_half_where_others_need_room(node: Node) -> No
     assert node.counters.get("evicted_pinned_blocks_total") > 0
 
 
-def test_a_pin_keeps_from_its_tenants_quota_and_its_time_to_live(node: Node) -> None:
-    kept = node.stored(1, 10)
-    ruled(node, (0, 60, True))
+def test_a_pin_keeps_from_its_tenants_quota_and_its_time_to_live(node: QuotaNode) -> None:
+    kept = node.store_durably(1, 10)
+    node.set_rules((0, 60, True))
     told = Retention()
     told.shares.add(tenant="acme", dram_bytes=4 * BLOCK, nvme_bytes=4 * BLOCK)
     told.rules.add(namespace_id=node.namespaces[0].namespace_id, ttl_ms=60_000, pinned=True)
     node.retainer.told(told)
     node.clock.advance(100)
     node.retainer.round()
-    assert node.resident(kept, 0) == [True] * 10
+    assert node.is_resident(kept, 0) == [True] * 10
     assert node.store(2, 0, 4) == [SKIPPED] * 4, "the quota is full of what cannot leave"
 
 
-def test_a_few_pinned_blocks_everywhere_do_not_keep_another_size_out(node: Node) -> None:
+def test_a_few_pinned_blocks_everywhere_do_not_keep_another_size_out(node: QuotaNode) -> None:
     large = CacheSpec(model="large", block_tokens=16, layers=1, layer_block_bytes=16 * BLOCK, tenant="acme")
     for chain in range(HALF_NVME * 2 // 8):  # in every place of both tiers, one in eight is pinned
-        node.stored(100 + chain, 1, 0)
+        node.store_durably(100 + chain, 1, 0)
         node.store(100 + chain, 0, 7, 1)
-        node.durable()
-    ruled(node, (0, 0, True))
+        node.write_back()
+    node.set_rules((0, 0, True))
     before = held(node)
-    node.namespaces.append(node.known.of_spec(large))
+    node.namespaces.append(node.registry.of_spec(large))
     for chain in range(6):
         assert node.store(200 + chain, 0, 1, len(node.namespaces) - 1) == [STORED]
-        node.durable()
+        node.write_back()
     assert node.held(len(node.namespaces) - 1, Tier.DRAM) >= 1
     assert node.held(len(node.namespaces) - 1, Tier.NVME) >= 1
     left = [was - now for was, now in zip(before, held(node), strict=True)]
@@ -201,11 +189,11 @@ def test_a_few_pinned_blocks_everywhere_do_not_keep_another_size_out(node: Node)
 
 # ---- over a restart ----
 def test_rules_are_kept_for_a_start_without_the_metadata_server(tmp_path: Path) -> None:
-    node = Node(tmp_path / "slab")
-    kept = node.stored(1, 10)
-    ruled(node, (0, 0, True), (1, 60, False))
+    node = QuotaNode(tmp_path / "slab")
+    kept = node.store_durably(1, 10)
+    node.set_rules((0, 0, True), (1, 60, False))
     node.close()
-    again = Node(tmp_path / "slab")
+    again = QuotaNode(tmp_path / "slab")
     again.retainer.recall()
     assert again.namespaces[0].pinned, "before anybody is served"
     press(again, 100)
@@ -213,9 +201,9 @@ def test_rules_are_kept_for_a_start_without_the_metadata_server(tmp_path: Path) 
     assert again.table.are_durable(kept) == [True] * 10
     assert again.namespaces[1].uses is not None
     assert again.namespaces[1].uses.ttl_s == 60
-    ruled(again)
+    again.set_rules()
     again.close()
-    third = Node(tmp_path / "slab")
+    third = QuotaNode(tmp_path / "slab")
     third.retainer.recall()
     assert not third.namespaces[0].pinned, "lifted"
     third.close()
@@ -232,9 +220,9 @@ DAMAGE: list[Callable[[bytes], bytes]] = [
 
 
 def test_a_damaged_file_of_rules_is_ignored(tmp_path: Path) -> None:
-    node = Node(tmp_path / "slab")
-    node.stored(1, 4)
-    ruled(node, (0, 0, True))
+    node = QuotaNode(tmp_path / "slab")
+    node.store_durably(1, 4)
+    node.set_rules((0, 0, True))
     node.close()
     file = tmp_path / "slab" / "rules"
     good = file.read_bytes()
@@ -244,7 +232,7 @@ def test_a_damaged_file_of_rules_is_ignored(tmp_path: Path) -> None:
     for write in written:
         file.unlink()
         write()
-        again = Node(tmp_path / "slab")
+        again = QuotaNode(tmp_path / "slab")
         again.retainer.recall()
         assert not again.namespaces[0].pinned
         assert again.counters.get("retention_rules_unreadable_total") == 1
@@ -255,11 +243,11 @@ def test_a_damaged_file_of_rules_is_ignored(tmp_path: Path) -> None:
 
 
 def test_rules_that_cannot_be_written_hold_and_are_tried_again(tmp_path: Path) -> None:
-    node = Node(tmp_path / "slab")
-    node.stored(1, 4)
+    node = QuotaNode(tmp_path / "slab")
+    node.store_durably(1, 4)
     file = tmp_path / "slab" / "rules"
     file.mkdir()
-    ruled(node, (0, 0, True))
+    node.set_rules((0, 0, True))
     node.retainer.round()
     assert node.namespaces[0].pinned
     assert node.counters.get("retention_rules_unwritten_total") == 1, "not at every round"
@@ -276,18 +264,18 @@ class RuleMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.node = Node(Path(self.folder.name) / "slab", "lru")
+        self.node = QuotaNode(Path(self.folder.name) / "slab", "lru")
         self.wanted = [(0.0, False), (0.0, False)]
 
     @rule(chain=st.integers(0, 8), count=st.integers(1, 25), tenant=st.integers(0, 1), durable=st.booleans())
     def store(self, chain: int, count: int, tenant: int, durable: bool) -> None:
         self.node.store(chain, 0, count, tenant)
         if durable:
-            self.node.durable()
+            self.node.write_back()
 
     @rule(chain=st.integers(0, 8), first=st.integers(0, 20), count=st.integers(1, 10), tenant=st.integers(0, 1))
     def use(self, chain: int, first: int, count: int, tenant: int) -> None:
-        self.node.resident(self.node.keys(chain, first + count, tenant)[first:], tenant)
+        self.node.is_resident(self.node.keys(chain, first + count, tenant)[first:], tenant)
 
     @rule(seconds=st.integers(1, 50))
     def time(self, seconds: int) -> None:
@@ -296,12 +284,12 @@ class RuleMachine(RuleBasedStateMachine):
     @rule(tenant=st.integers(0, 1), ttl_s=st.sampled_from([0.0, 20.0, 60.0]), pinned=st.booleans())
     def change(self, tenant: int, ttl_s: float, pinned: bool) -> None:
         self.wanted[tenant] = ttl_s, pinned
-        ruled(self.node, *((number, *one) for number, one in enumerate(self.wanted)))
+        self.node.set_rules(*((number, *one) for number, one in enumerate(self.wanted)))
 
     @rule()
     def settle(self) -> None:
         """After a round nothing is left whose time is over with that of all below it, unless it is pinned."""
-        self.node.durable()
+        self.node.write_back()
         self.node.retainer.round()
         now_s = self.node.clock.now_s()
         for tenant, (ttl_s, pinned) in enumerate(self.wanted):

@@ -9,57 +9,42 @@ from functools import partial
 import pytest
 
 from kvstore.core.checksum import layer_checksums
-from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS, TENANT_SHARE
-from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, OperationId, SessionId, StoreOutcome, VolumeId
-from kvstore.node.base.admission_gate import Gate
+from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
 from kvstore.node.rpc.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
-from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
-from kvstore.node.table import BlockTable
-from kvstore.observe.counters import Counters
 from kvstore.rpc.auth import interceptor
 from kvstore.rpc.auth.tokens import AccessRole, Principal
-from kvstore.tiers.arena import DramArena
-from kvstore.tiers.eviction.policy import make_policy
-
-SHAPE = BlockShape(2, 2048)
-DRAM = VolumeId("n/dram")
+from support.node_harness import SHAPE, NodeHarness
 
 
-class Node:
+class Node(NodeHarness):
     def __init__(self) -> None:
-        self.counters, self.clock = Counters(), ManualClock()
-        self.arena = DramArena(volume_id=DRAM, capacity_bytes=1 << 20)
-        log = ReplicaChangeLog([DRAM], self.counters, self.clock, keep=False)
-        self.table = BlockTable(self.arena, make_policy("lru"), [], log, self.counters, self.clock, writes_behind=False)
-        self.gate = Gate(self.table, self.counters)
+        super().__init__()
         self.sessions = Sessions(self.table, self.gate, self.counters, self.clock, lease_s=5.0, prepare_ttl_s=30.0)
-        self.namespace: NodeNamespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), SHAPE)
 
     def open(self) -> Session:
         session = self.sessions.open(self.namespace, "test")
         assert self.sessions.connect(session.session_id)
         return session
 
-    def run(self, first: int, count: int) -> BlockRun:
-        keys = tuple(key_of(number) for number in range(first, first + count))
+    def numbered(self, first: int, count: int) -> BlockRun:
+        keys = tuple(numbered_key(number) for number in range(first, first + count))
         return BlockRun(self.namespace.namespace_id, None, 0, keys)
 
-    def prepare(self, session: Session, first: int, count: int, operation: int = 1) -> tuple[bytes, bytes]:
-        return self.sessions.prepare(session, op(operation), self.run(first, count), self.clock.now_s())
+    def prepare_in(self, session: Session, first: int, count: int, operation: int = 1) -> tuple[bytes, bytes]:
+        return self.sessions.prepare(session, op(operation), self.numbered(first, count), self.clock.now_s())
 
-    def complete(self, session: Session, first: int, count: int, operation: int = 1) -> list[StoreOutcome]:
+    def complete_in(self, session: Session, first: int, count: int, operation: int = 1) -> list[StoreOutcome]:
         sums = layer_checksums(memoryview(bytes(SHAPE.block_bytes)), SHAPE)
-        return self.sessions.complete(session, op(operation), list(self.run(first, count).keys), [sums] * count)
+        return self.sessions.complete(session, op(operation), list(self.numbered(first, count).keys), [sums] * count)
 
     @property
     def used(self) -> int:
         return self.arena.usage().blocks
 
 
-def key_of(number: int) -> BlockKey:
+def numbered_key(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(16, "big"))
 
 
@@ -78,31 +63,31 @@ def node() -> Iterator[Node]:
 
 def test_a_retried_prepare_gets_the_same_slots_and_takes_no_more(node: Node) -> None:
     session = node.open()
-    first = node.prepare(session, 0, 4)
-    assert node.prepare(session, 0, 4) == first
+    first = node.prepare_in(session, 0, 4)
+    assert node.prepare_in(session, 0, 4) == first
     assert node.used == 4
 
 
 def test_a_retried_complete_answers_the_same(node: Node) -> None:
     session = node.open()
-    node.prepare(session, 0, 4)
-    assert node.complete(session, 0, 4) == [StoreOutcome.STORED] * 4
-    assert node.complete(session, 0, 4) == [StoreOutcome.STORED] * 4
+    node.prepare_in(session, 0, 4)
+    assert node.complete_in(session, 0, 4) == [StoreOutcome.STORED] * 4
+    assert node.complete_in(session, 0, 4) == [StoreOutcome.STORED] * 4
 
 
 def test_completing_in_two_steps(node: Node) -> None:
     session = node.open()
-    node.prepare(session, 0, 4)
-    assert node.complete(session, 0, 2) == [StoreOutcome.STORED] * 2
-    assert node.complete(session, 0, 4) == [StoreOutcome.STORED] * 4
+    node.prepare_in(session, 0, 4)
+    assert node.complete_in(session, 0, 2) == [StoreOutcome.STORED] * 2
+    assert node.complete_in(session, 0, 4) == [StoreOutcome.STORED] * 4
 
 
 def test_an_engine_that_dies_gives_everything_back(node: Node) -> None:
     session = node.open()
-    node.prepare(session, 0, 2)
-    node.complete(session, 0, 2)
-    node.prepare(session, 10, 3, operation=2)
-    blocks = [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block is not None]
+    node.prepare_in(session, 0, 2)
+    node.complete_in(session, 0, 2)
+    node.prepare_in(session, 10, 3, operation=2)
+    blocks = [block for block in node.table.pin_resident(node.namespace, [numbered_key(0)]) if block is not None]
     node.sessions.lease(session, blocks)
     node.sessions.end(session.session_id)
     assert node.used == 2
@@ -113,10 +98,10 @@ def test_an_engine_that_dies_gives_everything_back(node: Node) -> None:
 
 def test_a_store_that_takes_too_long_is_lost_but_its_slots_rest_until_the_engine_goes(node: Node) -> None:
     session = node.open()
-    node.prepare(session, 0, 3)
+    node.prepare_in(session, 0, 3)
     node.clock.advance(31.0)
     node.sessions.expire()
-    assert node.complete(session, 0, 3) == [StoreOutcome.LOST] * 3
+    assert node.complete_in(session, 0, 3) == [StoreOutcome.LOST] * 3
     assert node.used == 3, "nobody can stop the engine's copy: its slots must not be given to others"
     node.sessions.end(session.session_id)
     assert node.used == 0
@@ -124,9 +109,9 @@ def test_a_store_that_takes_too_long_is_lost_but_its_slots_rest_until_the_engine
 
 def test_leases_end_by_time(node: Node) -> None:
     session = node.open()
-    node.prepare(session, 0, 1)
-    node.complete(session, 0, 1)
-    blocks = [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block is not None]
+    node.prepare_in(session, 0, 1)
+    node.complete_in(session, 0, 1)
+    blocks = [block for block in node.table.pin_resident(node.namespace, [numbered_key(0)]) if block is not None]
     lease = node.sessions.lease(session, blocks)
     node.clock.advance(5.5)
     node.sessions.expire()
@@ -137,9 +122,9 @@ def test_leases_end_by_time(node: Node) -> None:
 
 def test_leasing_for_an_ended_session_unpins(node: Node) -> None:
     session = node.open()
-    node.prepare(session, 0, 1)
-    node.complete(session, 0, 1)
-    blocks = [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block is not None]
+    node.prepare_in(session, 0, 1)
+    node.complete_in(session, 0, 1)
+    blocks = [block for block in node.table.pin_resident(node.namespace, [numbered_key(0)]) if block is not None]
     node.sessions.end(session.session_id)
     with pytest.raises(LeaseLost):
         node.sessions.lease(session, blocks)
@@ -163,43 +148,43 @@ def test_the_door_opens_once_for_a_session(node: Node) -> None:
 @pytest.mark.parametrize("far", [{}, {"over_tcp": True}, {"remote": True, "over_tcp": True}])
 def test_who_never_mapped_the_arena_gets_no_slots_of_it(node: Node, far: dict[str, bool]) -> None:
     """Or it would complete them unwritten, and read as its own blocks what others left there."""
-    node.prepare(local := node.open(), 0, 4)
-    node.complete(local, 0, 4)
+    node.prepare_in(local := node.open(), 0, 4)
+    node.complete_in(local, 0, 4)
     session = node.sessions.open(node.namespace, "thief", **far)
     with pytest.raises(PermissionDenied):
-        node.prepare(session, 100, 1)
+        node.prepare_in(session, 100, 1)
     assert node.used == 4, "nothing left for it either"
-    assert node.complete(session, 100, 1) == [StoreOutcome.LOST]
+    assert node.complete_in(session, 100, 1) == [StoreOutcome.LOST]
     assert node.counters.get("store_without_arena_total") == 1
 
 
 def test_stores_under_way_are_bounded_and_finished_ones_make_room(node: Node) -> None:
     session = node.open()
     for number in range(MAX_STORES_PER_SESSION):
-        node.prepare(session, number, 1, operation=number)
+        node.prepare_in(session, number, 1, operation=number)
     with pytest.raises(CapacityExceeded):
-        node.prepare(session, 10_000, 1, operation=10_000)
-    node.complete(session, 0, 1, operation=0)
-    node.prepare(session, 10_000, 1, operation=10_000)
+        node.prepare_in(session, 10_000, 1, operation=10_000)
+    node.complete_in(session, 0, 1, operation=0)
+    node.prepare_in(session, 10_000, 1, operation=10_000)
 
 
 def test_a_store_given_up_before_it_was_granted_gets_nothing(node: Node) -> None:
     session = node.open()
     node.sessions.abort(session, op(1))
     with pytest.raises(LeaseLost):
-        node.prepare(session, 0, 4)
+        node.prepare_in(session, 0, 4)
     assert node.used == 0
 
 
 def test_a_prepare_that_grants_nothing_pins_nothing(node: Node) -> None:
     session = node.open()
-    outcomes, _ = node.prepare(session, 0, 300)
+    outcomes, _ = node.prepare_in(session, 0, 300)
     granted = outcomes.index(StoreOutcome.SKIPPED)
-    node.complete(session, 0, granted)
-    parent = node.table.pin_resident(node.namespace, [key_of(granted - 1)])[0]
+    node.complete_in(session, 0, granted)
+    parent = node.table.pin_resident(node.namespace, [numbered_key(granted - 1)])[0]
     assert parent is not None
     node.table.unpin([parent])
-    more = BlockRun(node.namespace.namespace_id, key_of(granted - 1), granted, (key_of(granted),))
+    more = BlockRun(node.namespace.namespace_id, numbered_key(granted - 1), granted, (numbered_key(granted),))
     assert node.sessions.prepare(session, op(2), more, node.clock.now_s())[0] == bytes([StoreOutcome.SKIPPED])
     assert parent.pins == 0, "the parent is guarded only while children are being written"
 
@@ -222,11 +207,11 @@ def test_a_remote_session_has_no_door_and_ends_when_it_is_idle(node: Node) -> No
 
 def test_a_remote_session_with_a_lease_goes_on(node: Node) -> None:
     local = node.open()
-    node.prepare(local, 0, 1)
-    node.complete(local, 0, 1)
+    node.prepare_in(local, 0, 1)
+    node.complete_in(local, 0, 1)
     session = node.sessions.open(node.namespace, "far", remote=True)
     node.clock.advance(REMOTE_IDLE_TTL_S + 1)
-    blocks = [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block is not None]
+    blocks = [block for block in node.table.pin_resident(node.namespace, [numbered_key(0)]) if block is not None]
     node.sessions.lease(session, blocks)
     node.sessions.expire()
     assert blocks[0].pins == 1
@@ -240,15 +225,15 @@ def test_a_remote_session_with_a_lease_goes_on(node: Node) -> None:
 
 def test_a_release_that_comes_with_the_end_gives_back_once(node: Node) -> None:
     session = node.open()
-    node.prepare(session, 0, 1)
-    node.complete(session, 0, 1)
-    blocks = [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block is not None]
+    node.prepare_in(session, 0, 1)
+    node.complete_in(session, 0, 1)
+    blocks = [block for block in node.table.pin_resident(node.namespace, [numbered_key(0)]) if block is not None]
     lease = node.sessions.lease(session, blocks)
     node.sessions.end(session.session_id)
     node.sessions.release(session, [lease])
     assert blocks[0].pins == 0
     with pytest.raises(LeaseLost):
-        node.sessions.lease(session, [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block])
+        node.sessions.lease(session, [block for block in node.table.pin_resident(node.namespace, [numbered_key(0)]) if block])
     assert blocks[0].pins == 0
 
 
@@ -277,19 +262,19 @@ def test_sessions_over_tcp_of_a_tenant_have_a_share_of_those_places(node: Node) 
 
 def test_a_shut_gate_gives_no_slots_and_lets_what_was_begun_finish(node: Node) -> None:
     session = node.open()
-    node.prepare(session, 0, 3)
+    node.prepare_in(session, 0, 3)
     node.gate.draining = True
     assert node.gate.stores_under_way() == 3
-    assert node.complete(session, 0, 3) == [StoreOutcome.STORED] * 3
+    assert node.complete_in(session, 0, 3) == [StoreOutcome.STORED] * 3
     assert node.gate.stores_under_way() == 0
-    outcomes, offsets = node.prepare(session, 0, 5, operation=2)
+    outcomes, offsets = node.prepare_in(session, 0, 5, operation=2)
     assert list(outcomes) == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.SKIPPED] * 2
     assert offsets == b""
     assert node.counters.get("store_skipped_shut_blocks_total") == 2
     assert node.used == 3
     node.gate.draining = False
-    assert list(node.prepare(session, 0, 5, operation=3)[0]) == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.STORED] * 2
-    vigil = node.table.subscribe(node.namespace, [key_of(9)])
-    assert node.gate.awaits([key_of(8), key_of(9)])
+    assert list(node.prepare_in(session, 0, 5, operation=3)[0]) == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.STORED] * 2
+    vigil = node.table.subscribe(node.namespace, [numbered_key(9)])
+    assert node.gate.awaits([numbered_key(8), numbered_key(9)])
     node.table.unsubscribe(vigil)
-    assert not node.gate.awaits([key_of(9)])
+    assert not node.gate.awaits([numbered_key(9)])

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_node_rules import HALF_NVME, ruled
-from test_node_tenants import BLOCK, SKIPPED, STORED, Node
 
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.types import BlockRun, NodeId, Tier
@@ -19,21 +17,22 @@ from kvstore.node.eviction.on_demand import evict_from_volume
 from kvstore.node.eviction.quotas import beyond_pins, claim_durable, durable_victims, over_share, unclaim_durable
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.state.block_states import VolumeReplica
+from support.quota_node import BLOCK, HALF_NVME, SKIPPED, STORED, QuotaNode
 
 
 @pytest.fixture(params=["reuse-distance", "lru", "s3-fifo"])
-def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path / "slab", request.param)
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QuotaNode]:
+    made = QuotaNode(tmp_path / "slab", request.param)
     yield made
     made.table.validate()
     made.close()
 
 
-def held(node: Node) -> tuple[int, int]:
+def held(node: QuotaNode) -> tuple[int, int]:
     return node.held(0, Tier.DRAM), node.held(0, Tier.NVME)
 
 
-def told_of(node: Node) -> dict[tuple[bool, str], int]:
+def told_of(node: QuotaNode) -> dict[tuple[bool, str], int]:
     """What the next heartbeat says: blocks on NVMe of tenants."""
     beat = HeartbeatRequest()
     node.retainer.report(beat)
@@ -42,58 +41,58 @@ def told_of(node: Node) -> dict[tuple[bool, str], int]:
 
 # ---- after a start ----
 def test_what_was_found_at_start_leaves_only_for_a_share_made_with_knowledge_of_it(tmp_path: Path) -> None:
-    before = Node(tmp_path / "slab")
-    before.stored(1, 20)
+    before = QuotaNode(tmp_path / "slab")
+    before.store_durably(1, 20)
     before.close()
-    node = Node(tmp_path / "slab")
+    node = QuotaNode(tmp_path / "slab")
     assert told_of(node) == {(True, ""): 20}
-    node.told(("acme", None, 4), report=1)  # of what nobody seems to hold here, the server gives little
+    node.set_shares(("acme", None, 4), report=1)  # of what nobody seems to hold here, the server gives little
     node.clock.advance(60)
     node.retainer.round()
     assert node.namespaces[0].account is not None, "whose they are is known now"
     node.retainer.round()
     assert told_of(node) == {(False, "acme"): 20}
-    node.told(("acme", None, 5), report=1)  # an answer of the server's cache
-    assert node.stored(2, 3), "nor are stores held to it"
+    node.set_shares(("acme", None, 5), report=1)  # an answer of the server's cache
+    assert node.store_durably(2, 3), "nor are stores held to it"
     node.retainer.round()
     assert held(node)[1] == 23
-    node.told(("acme", None, 18), report=2)
+    node.set_shares(("acme", None, 18), report=2)
     node.retainer.round()
     assert held(node)[1] == 18, "now it counts"
-    node.told(("acme", None, 1), report=1)  # overtaken on the way
-    node.told(("acme", None, 1), report=99)  # for another life of this node
+    node.set_shares(("acme", None, 1), report=1)  # overtaken on the way
+    node.set_shares(("acme", None, 1), report=99)  # for another life of this node
     node.retainer.round()
     assert held(node)[1] == 18
     node.table.validate()
     node.close()
 
 
-def test_a_namespace_that_an_engine_opens_counts_at_once(node: Node) -> None:
-    node.told(("acme", 4, 4))
+def test_a_namespace_that_an_engine_opens_counts_at_once(node: QuotaNode) -> None:
+    node.set_shares(("acme", 4, 4))
     assert node.store(1, 0, 6) == [STORED] * 4 + [SKIPPED] * 2
 
 
 # ---- drains ----
-def test_what_left_its_volume_for_a_quota_owes_nobody_durability(node: Node) -> None:
-    node.stored(1, 20)
-    node.told(("acme", None, 5))
+def test_what_left_its_volume_for_a_quota_owes_nobody_durability(node: QuotaNode) -> None:
+    node.store_durably(1, 20)
+    node.set_shares(("acme", None, 5))
     node.retainer.round()
     assert held(node) == (20, 5)
     assert node.table.not_durable() == 0, "a drain has nothing to wait for"
-    node.stored(2, 5)
+    node.store_durably(2, 5)
     assert held(node) == (25, 5), "its own made room"
     assert node.table.not_durable() == 0
-    node.told()
+    node.set_shares()
     kept = node.keys(1, 20)
     node.table.requeue_writeback(node.namespaces[0], kept)
-    node.durable()
+    node.write_back()
     assert node.table.are_durable(kept) == [True] * 20
     assert all(block.produced_here for block in node.table.snapshot()), "durable here again: that is to be kept"
 
 
-def test_a_pin_beyond_its_part_still_owes_durability(node: Node) -> None:
-    ruled(node, (0, 0, True))
-    node.stored(1, 10)
+def test_a_pin_beyond_its_part_still_owes_durability(node: QuotaNode) -> None:
+    node.set_rules((0, 0, True))
+    node.store_durably(1, 10)
     order = node.namespaces[0].pin_orders[Tier.NVME]
     with node.table.residency.lock:
         victims = durable_victims(node.table.residency, order, 3 * BLOCK)
@@ -102,42 +101,42 @@ def test_a_pin_beyond_its_part_still_owes_durability(node: Node) -> None:
     assert node.table.not_durable() == 3
 
 
-def test_a_draining_node_is_told_of_rules_alone_and_nothing_leaves(node: Node) -> None:
-    node.stored(1, 20)
-    node.told(("acme", 8, 10))
-    node.told()
+def test_a_draining_node_is_told_of_rules_alone_and_nothing_leaves(node: QuotaNode) -> None:
+    node.store_durably(1, 20)
+    node.set_shares(("acme", 8, 10))
+    node.set_shares()
     node.retainer.round()
     assert held(node) == (20, 20)
 
 
-def test_blocks_of_a_node_that_drains_come_only_as_far_as_the_share_has_room(node: Node) -> None:
+def test_blocks_of_a_node_that_drains_come_only_as_far_as_the_share_has_room(node: QuotaNode) -> None:
     unused: Any = None  # what fetches them: not reached
     puller = Puller(node.table, unused, unused, Gate(node.table, node.counters), node.counters)
     namespace = node.namespaces[0]
-    here = node.stored(1, 6)
+    here = node.store_durably(1, 6)
 
     def run(chain: int, count: int) -> BlockRun:
         return BlockRun(namespace.namespace_id, None, 0, tuple(node.keys(chain, count)))
 
     with puller._within_share(namespace, run(2, 1000)) as fits:
         assert fits, "no quota"
-    node.told(("acme", None, 10))
+    node.set_shares(("acme", None, 10))
     with puller._within_share(namespace, run(2, 3)) as fits, puller._within_share(namespace, run(3, 2)) as more:
         assert (fits, more) == (True, False), "another run that comes meanwhile counts"
     with puller._within_share(namespace, run(1, 6 + 4)) as fits:
         assert fits, "what is here takes no more room"
     with puller._within_share(namespace, run(3, 5)) as fits:
         assert not fits
-    node.told(("acme", None, 6))
+    node.set_shares(("acme", None, 6))
     (outcomes, why) = puller.pull(namespace, [run(3, 5)], PeerAddress(NodeId("x"), "", ""), node.clock.now_s())
     assert (outcomes, why) == ([SKIPPED] * 5, "no free space in the tenant's quota here")
     assert node.table.are_durable(here) == [True] * 6
 
 
 # ---- several at once ----
-def test_what_is_on_its_way_out_is_no_excess_for_others(node: Node) -> None:
-    node.stored(1, 20)
-    node.told(("acme", None, 12))
+def test_what_is_on_its_way_out_is_no_excess_for_others(node: QuotaNode) -> None:
+    node.store_durably(1, 20)
+    node.set_shares(("acme", None, 12))
     node.retainer._join_all()
     table = node.table
     with table.residency.lock:
@@ -156,9 +155,9 @@ def test_what_is_on_its_way_out_is_no_excess_for_others(node: Node) -> None:
     assert held(node)[1] == 8
 
 
-def test_what_could_not_leave_is_excess_again(node: Node) -> None:
-    node.stored(1, 20)
-    node.told(("acme", None, 12))
+def test_what_could_not_leave_is_excess_again(node: QuotaNode) -> None:
+    node.store_durably(1, 20)
+    node.set_shares(("acme", None, 12))
     node.retainer._join_all()
     table = node.table
     with table.residency.lock:
@@ -169,10 +168,10 @@ def test_what_could_not_leave_is_excess_again(node: Node) -> None:
         assert [size for _, size in over_share(table.residency, Tier.NVME)] == [8 * BLOCK]
 
 
-def test_pins_beyond_their_part_are_looked_for_once(node: Node) -> None:
-    ruled(node, (0, 0, True))
+def test_pins_beyond_their_part_are_looked_for_once(node: QuotaNode) -> None:
+    node.set_rules((0, 0, True))
     for chain in range(8):
-        node.stored(chain, (HALF_NVME + 8) // 8 + 1)
+        node.store_durably(chain, (HALF_NVME + 8) // 8 + 1)
     table = node.table
     with table.residency.lock:
         ((order, excess),) = beyond_pins(table.residency, Tier.NVME)
@@ -183,11 +182,11 @@ def test_pins_beyond_their_part_are_looked_for_once(node: Node) -> None:
 
 
 # ---- pins of a tenant over its share ----
-def test_the_pinned_are_not_asked_again_until_they_are_unpinned(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pinned_are_not_asked_again_until_they_are_unpinned(node: QuotaNode, monkeypatch: pytest.MonkeyPatch) -> None:
     for chain in range(30):
-        node.stored(chain, 1)
-    ruled(node, (0, 0, True))
-    node.told(("acme", 4, 4))
+        node.store_durably(chain, 1)
+    node.set_rules((0, 0, True))
+    node.set_shares(("acme", 4, 4))
     node.retainer._join_all()
     asked = []
     rule = tenants._may_leave_dram
@@ -202,17 +201,17 @@ def test_the_pinned_are_not_asked_again_until_they_are_unpinned(node: Node, monk
     node.retainer._bring_down()
     assert len(asked) == 30, "nothing was looked at"
     assert held(node) == (30, 30)
-    node.told(("acme", 4, 4))
-    ruled(node)
-    node.told(("acme", 4, 4))
+    node.set_shares(("acme", 4, 4))
+    node.set_rules()
+    node.set_shares(("acme", 4, 4))
     node.retainer.round()
     assert held(node) == (4, 4)
 
 
-def test_a_share_full_of_what_is_pinned_is_waited_for_by_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.stored(1, 8)
-    ruled(node, (0, 0, True))
-    node.told(("acme", 8, None))
+def test_a_share_full_of_what_is_pinned_is_waited_for_by_nobody(node: QuotaNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.store_durably(1, 8)
+    node.set_rules((0, 0, True))
+    node.set_shares(("acme", 8, None))
     others = node.prepare(9, 0, 4, 1)  # a store of somebody else, which cannot help
     waits = []
 
@@ -223,8 +222,8 @@ def test_a_share_full_of_what_is_pinned_is_waited_for_by_nobody(node: Node, monk
     monkeypatch.setattr(node.table, "_wait", waited)
     assert node.prepare(2, 0, 4).outcomes == [SKIPPED] * 4
     assert not waits
-    ruled(node)
-    node.told(("acme", 8, None))
+    node.set_rules()
+    node.set_shares(("acme", 8, None))
     node.retainer._join_all()
     used = node.table.pin_resident(node.namespaces[0], node.keys(1, 8))
     assert node.prepare(2, 0, 4).outcomes == [SKIPPED] * 4

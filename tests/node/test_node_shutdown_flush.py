@@ -11,7 +11,7 @@ import pytest
 from kvstore.core.errors import Internal
 from kvstore.core.types import BlockKey, VolumeId
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown
-from kvstore.node.durability.writeback import Target, WriteBehind
+from kvstore.node.durability.writeback import WriteBehind, WriteTarget
 from kvstore.node.eviction.on_demand import evict_all_nvme
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
@@ -26,7 +26,7 @@ SMALL, LARGE = 1 << 19, 1 << 21
 
 
 @contextmanager
-def writing(table: BlockTable, target: Target) -> Iterator[None]:
+def writing(table: BlockTable, target: WriteTarget) -> Iterator[None]:
     writer = WriteBehind(table, target, Counters())
     writer.start()
     try:

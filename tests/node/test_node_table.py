@@ -6,11 +6,8 @@ step ``BlockTable.check`` asserts the invariants, and the bytes of every block t
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,126 +16,35 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvstore.core.checksum import layer_checksums, verify
-from kvstore.core.clock import ManualClock
-from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
-from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.core.types import BlockShape, StoreOutcome
 from kvstore.node.state.grants import KeyWaiter, StoreGrant
-from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
-from kvstore.node.table import BlockTable
-from kvstore.observe.counters import Counters
-from kvstore.tiers.arena import DramArena
-from kvstore.tiers.eviction.policy import make_policy
-from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.node.state.model import Block
+from support.chains import key_of, payload_of
+from support.node_harness import DRAM, NodeHarness, volume_id
 
 SHAPES = (BlockShape(2, 2048), BlockShape(3, 4096))
 ARENA_BYTES = 1 << 19  # room for 128 small blocks: everything competes
 SLAB_BYTES = 1 << 20
-DRAM, NVME = VolumeId("n/dram"), VolumeId("n/nvme0")
+NVME = volume_id(0)
 
 
-def key_of(chain: int, depth: int) -> BlockKey:
-    return BlockKey(hashlib.sha256(f"{chain}/{depth}".encode()).digest()[:16])
+class Node(NodeHarness):
+    """A node with two namespaces of blocks of different size, and little space."""
 
-
-def payload_of(key: BlockKey, shape: BlockShape) -> bytes:
-    return (hashlib.sha256(key).digest() * (shape.block_bytes // 32 + 1))[: shape.block_bytes]
-
-
-@dataclass
-class Harness:
-    table: BlockTable
-    namespaces: list[NodeNamespace]
-    log: ReplicaChangeLog
-    counters: Counters
-    clock: ManualClock
-    slab: NvmeSlab
-    arena: DramArena
-
-    def write(self, prepared: StoreGrant) -> None:
-        for key, slot in prepared.slots.items():
-            shape = prepared.namespace.shape
-            self.arena.view(slot, shape.block_bytes)[:] = payload_of(key, shape)
-
-    def complete(self, prepared: StoreGrant) -> list[StoreOutcome]:
-        keys = list(prepared.slots)
-        shape = prepared.namespace.shape
-        sums = [layer_checksums(memoryview(payload_of(key, shape)), shape) for key in keys]
-        return self.table.complete(prepared, keys, sums)
-
-    def store(self, chain: int, first: int, count: int, namespace: int = 0) -> list[StoreOutcome]:
-        prepared = self.prepare(chain, first, count, namespace)
-        self.write(prepared)
-        self.complete(prepared)
-        return list(prepared.outcomes)
-
-    def prepare(self, chain: int, first: int, count: int, namespace: int = 0) -> StoreGrant:
-        where = self.namespaces[namespace]
-        keys = tuple(key_of(chain * 2 + namespace, depth) for depth in range(first, first + count))
-        parent = key_of(chain * 2 + namespace, first - 1) if first else None
-        return self.table.prepare(where, BlockRun(where.namespace_id, parent, first, keys), self.clock.now_s())
-
-    def write_behind(self) -> int:
-        blocks = self.table.take_pending(16, 1 << 20, 0.0)
-        if not blocks:
-            return 0
-        node_volume = self.table.node_volumes[0]
-        while True:
-            slots, victims = self.table.allocate_nvme(node_volume, blocks[0].namespace.shape, len(blocks), ahead=1)
-            if slots is not None:
-                break
-            if not victims:
-                for block in blocks:
-                    self.table.writeback_failed(block)
-                return 0
-            node_volume.volume.commit([], [block.key for block in victims])
-            self.table.evicted_nvme(node_volume, victims)
-        items = []
-        for block, slot in zip(blocks, slots, strict=True):
-            assert block.dram is not None
-            items.append((slot, block.record(), self.arena.view(block.dram, block.namespace.shape.block_bytes)))
-        assert node_volume.volume.write(items) == [None] * len(items)
-        node_volume.volume.commit([(slot, record) for slot, record, _ in items], [])
-        for block, slot in zip(blocks, slots, strict=True):
-            self.table.writeback_done(block, node_volume, slot)
-        return len(blocks)
-
-    def close(self) -> None:
-        self.table.close()
-        self.slab.close()
-        self.arena.close()
-
-
-def make_harness(path: Path, policy: str = "lru", slab_bytes: int = SLAB_BYTES) -> Harness:
-    counters, clock = Counters(), ManualClock()
-    log = ReplicaChangeLog([DRAM, NVME], counters, clock)
-    arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
-    slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=slab_bytes, io_threads=1)
-    assert list(slab.recover()) == []
-    table = BlockTable(
-        arena,
-        make_policy(policy),
-        [NodeVolume(slab)],
-        log,
-        counters,
-        clock,
-        writes_behind=True,
-        make_durable_policy=partial(make_policy, policy),
-    )
-    namespaces = NamespaceRegistry()
-    known = [namespaces.of_shape(NamespaceId(bytes([number]) * 16), shape) for number, shape in enumerate(SHAPES)]
-    return Harness(table, known, log, counters, clock, slab, arena)
+    def __init__(self, folder: Path, policy: str = "lru", slab_bytes: int = SLAB_BYTES) -> None:
+        super().__init__(folder, volumes=[slab_bytes], policy=policy, shapes=SHAPES, arena_bytes=ARENA_BYTES, publishes=True)
+        (self.slab,) = self.slabs
 
 
 @pytest.fixture(params=["lru", "s3-fifo"])
-def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path / "slab", request.param)
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path / "slab", request.param)
     yield made
     made.table.validate()
     made.close()
 
 
-def test_a_stored_block_is_pinned_with_its_bytes(node: Harness) -> None:
+def test_a_stored_block_is_pinned_with_its_bytes(node: Node) -> None:
     assert node.store(1, 0, 3) == [StoreOutcome.STORED] * 3
     keys = [key_of(2, depth) for depth in range(3)]
     blocks = node.table.pin_resident(node.namespaces[0], keys)
@@ -149,7 +55,7 @@ def test_a_stored_block_is_pinned_with_its_bytes(node: Harness) -> None:
     node.table.unpin(block for block in blocks if block is not None)
 
 
-def test_nothing_is_visible_before_complete_nor_after_abandon(node: Harness) -> None:
+def test_nothing_is_visible_before_complete_nor_after_abandon(node: Node) -> None:
     prepared = node.prepare(1, 0, 4)
     assert node.table.pin_resident(node.namespaces[0], [key_of(2, 0)]) == [None]
     assert node.prepare(1, 0, 4).outcomes == [StoreOutcome.IN_PROGRESS] * 4
@@ -158,14 +64,14 @@ def test_nothing_is_visible_before_complete_nor_after_abandon(node: Harness) -> 
     assert node.complete(prepared) == []  # nothing left to complete
 
 
-def test_completing_what_was_given_back_is_lost(node: Harness) -> None:
+def test_completing_what_was_given_back_is_lost(node: Node) -> None:
     prepared = node.prepare(1, 0, 1)
     key = next(iter(prepared.slots))
     node.table.abandon(prepared)
     assert node.table.complete(prepared, [key], [bytes(16)]) == [StoreOutcome.LOST]
 
 
-def test_another_namespace_is_a_miss(node: Harness) -> None:
+def test_another_namespace_is_a_miss(node: Node) -> None:
     node.store(1, 0, 2)
     assert node.table.pin_resident(node.namespaces[1], [key_of(2, 0)]) == [None]
     claim = node.table.claim(node.namespaces[1], [key_of(2, 0)])
@@ -173,22 +79,20 @@ def test_another_namespace_is_a_miss(node: Harness) -> None:
     assert not claim.claimed_absent
 
 
-def test_pinned_blocks_do_not_leave(node: Harness) -> None:
+def test_pinned_blocks_do_not_leave(node: Node) -> None:
     node.store(1, 0, 8)
-    while node.write_behind():
-        pass
+    node.write_back()
     keys = [key_of(2, depth) for depth in range(8)]
     pinned = [block for block in node.table.pin_resident(node.namespaces[0], keys) if block is not None]
     for chain in range(2, 60):
         node.store(chain, 0, 8)
-        while node.write_behind():
-            pass
+        node.write_back()
     again = node.table.pin_resident(node.namespaces[0], keys)
     assert again == pinned
     node.table.unpin([*pinned, *pinned])
 
 
-def test_what_waits_for_write_behind_does_not_leave_and_a_full_queue_skips(node: Harness) -> None:
+def test_what_waits_for_write_behind_does_not_leave_and_a_full_queue_skips(node: Node) -> None:
     outcomes = [outcome for chain in range(40) for outcome in node.store(chain, 0, 8)]
     stored = outcomes.count(StoreOutcome.STORED)
     assert StoreOutcome.SKIPPED in outcomes
@@ -196,31 +100,29 @@ def test_what_waits_for_write_behind_does_not_leave_and_a_full_queue_skips(node:
     assert node.counters.snapshot()["store_skipped_no_room_blocks_total"] == outcomes.count(StoreOutcome.SKIPPED)
 
 
-def test_grants_are_prefix_first(node: Harness) -> None:
+def test_grants_are_prefix_first(node: Node) -> None:
     outcomes = node.store(1, 0, 300)
     first_skip = outcomes.index(StoreOutcome.SKIPPED)
     assert first_skip > 0
     assert set(outcomes[first_skip:]) == {StoreOutcome.SKIPPED}
 
 
-def test_evicting_dram_keeps_durable_blocks_readable(node: Harness) -> None:
+def test_evicting_dram_keeps_durable_blocks_readable(node: Node) -> None:
     node.store(1, 0, 8)
-    while node.write_behind():
-        pass
+    node.write_back()
     assert node.table.evict_dram() == 8
     claim = node.table.claim(node.namespaces[0], [key_of(2, depth) for depth in range(8)])
     assert sorted(claim.durable) == list(range(8))
     node.table.unclaim((block.key for block in claim.durable.values()), claim.durable.values())
 
 
-def test_events_are_logged_in_order_and_join_to_runs(node: Harness) -> None:
+def test_events_are_logged_in_order_and_join_to_runs(node: Node) -> None:
     node.store(1, 0, 5)
     (taken,) = node.log.take(1000)
     assert taken.volume == DRAM
     assert [len(run.keys) for run in taken.stored] == [5]
     assert (taken.removed, taken.events) == ([], 5)
-    while node.write_behind():
-        pass
+    node.write_back()
     node.table.evict_dram()
     written, taken = node.log.take(1000)
     assert (written.volume, taken.volume) == (NVME, DRAM), "shown in the one volume before it is gone from the other"
@@ -231,10 +133,9 @@ def test_events_are_logged_in_order_and_join_to_runs(node: Harness) -> None:
 
 
 def test_a_block_that_lost_its_nvme_replica_is_written_again_before_it_leaves_dram(tmp_path: Path) -> None:
-    node = make_harness(tmp_path / "slab", slab_bytes=8 * SLAB_BYTES)
+    node = Node(tmp_path / "slab", slab_bytes=8 * SLAB_BYTES)
     node.store(1, 0, 8)
-    while node.write_behind():
-        pass
+    node.write_back()
     node_volume = node.table.node_volumes[0]
     victims = node.table.nvme_victims(node_volume)
     node_volume.volume.commit([], [block.key for block in victims])
@@ -242,21 +143,20 @@ def test_a_block_that_lost_its_nvme_replica_is_written_again_before_it_leaves_dr
     assert node.table.evict_dram() == 0, "nowhere else: must not be dropped"
     for chain in range(2, 40):
         node.store(chain, 0, 8)
-        while node.write_behind():
-            pass
+        node.write_back()
     assert node.counters.snapshot()["cascaded_blocks_total"] >= 8
     assert all(node.table.are_durable([key_of(2, depth) for depth in range(8)]))
     node.close()
 
 
 def test_where_dram_only_stages_what_is_stored_leaves_it_once_it_is_durable_and_unused(tmp_path: Path) -> None:
-    node = make_harness(tmp_path / "slab")
+    node = Node(tmp_path / "slab")
     node.table.keep_loaded = False
     node.store(1, 0, 3)
     used, *others = node.table.pin_resident(node.namespaces[0], [key_of(2, depth) for depth in range(3)])
     node.table.unpin(block for block in others if block is not None)
     assert node.arena.usage().blocks == 3, "not durable yet"
-    assert node.write_behind() == 3
+    assert node.write_back() == 3
     assert node.arena.usage().blocks == 1, "in use"
     assert used is not None
     node.table.unpin([used])
@@ -276,7 +176,7 @@ class TableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.node = make_harness(Path(self.folder.name) / "slab")
+        self.node = Node(Path(self.folder.name) / "slab")
         self.pinned: list[list[Block]] = []
         self.arriving: list[Block] = []
         self.halves: list[Block] = []
@@ -302,7 +202,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule()
     def write_behind(self) -> None:
-        self.node.write_behind()
+        self.node.write_back()
 
     @rule()
     def evict_dram(self) -> None:

@@ -4,132 +4,48 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from test_node_table import ARENA_BYTES, DRAM, NVME, SLAB_BYTES, Harness, key_of
 
-from kvproto.v1.common_pb2 import CacheSpec as SpecMessage
-from kvproto.v1.metadata_pb2 import HeartbeatRequest, Retention
-from kvstore.core.clock import ManualClock
+from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockKey, BlockRun, StoreOutcome, Tier
+from kvstore.core.types import Tier
 from kvstore.node.control.retention import Retainer
-from kvstore.node.durability.writeback import LocalTarget
-from kvstore.node.eviction.quotas import held_bytes
-from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.grants import StoreGrant
-from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.state.namespaces import Accounts, NamespaceRegistry
-from kvstore.node.table import BlockTable
-from kvstore.observe.counters import Counters
-from kvstore.rpc.codec import spec_to_proto
-from kvstore.tiers.arena import DramArena
-from kvstore.tiers.eviction.policy import make_policy
-from kvstore.tiers.nvme.slab import NvmeSlab
-
-BLOCK = 4096
-STORED, SKIPPED = StoreOutcome.STORED, StoreOutcome.SKIPPED
-TENANTS = ("acme", "beta", "")
-
-
-def spec_of(tenant: str) -> CacheSpec:
-    return CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=BLOCK // 2, tenant=tenant)
-
-
-class Node(Harness):
-    """A namespace of each tenant; ``namespace`` is a tenant's position."""
-
-    def __init__(self, folder: Path, policy: str = "reuse-distance") -> None:
-        counters, clock = Counters(), ManualClock()
-        log = ReplicaChangeLog([DRAM, NVME], counters, clock)
-        arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
-        slab = NvmeSlab.open(folder, volume_id=NVME, capacity_bytes=SLAB_BYTES, io_threads=1)
-        self.known = NamespaceRegistry(Accounts(lambda: make_policy(policy)))
-        table = BlockTable(
-            arena, make_policy(policy), [NodeVolume(slab)], log, counters, clock, writes_behind=True,
-            make_durable_policy=partial(make_policy, policy), accounts=self.known.accounts,
-        )  # fmt: skip
-        for slot, record in slab.recover():  # whose these are nobody has said
-            assert table.restore(table.node_volumes[0], self.known.of_shape(record.namespace, record.shape), record, slot)
-        specs = [spec_of(name) for name in TENANTS]
-        namespaces = [self.known.find(spec.namespace) or self.known.of_spec(spec) for spec in specs]
-        super().__init__(table, namespaces, log, counters, clock, slab, arena)
-        self.target = LocalTarget(table, counters, clock)
-        self.retainer = Retainer(table, self.known, self.specs, counters, folder / "rules")
-
-    def specs(self) -> list[SpecMessage]:
-        return [spec_to_proto(spec_of(tenant)) for tenant in TENANTS]
-
-    def durable(self) -> None:
-        """Everything that waits is written behind, as the daemon's threads do it."""
-        while blocks := self.table.take_pending(16, 1 << 20, 0.0):
-            self.target.persist(blocks, lambda: None)
-
-    def prepare(self, chain: int, first: int, count: int, namespace: int = 0) -> StoreGrant:
-        keys = self.keys(chain, first + count, namespace)
-        where, parent = self.namespaces[namespace], keys[first - 1] if first else None
-        return self.table.prepare(where, BlockRun(where.namespace_id, parent, first, tuple(keys[first:])), self.clock.now_s())
-
-    def stored(self, chain: int, count: int, tenant: int = 0) -> list[BlockKey]:
-        outcomes = self.store(chain, 0, count, tenant)
-        assert outcomes == [STORED] * count, outcomes
-        self.durable()
-        return self.keys(chain, count, tenant)
-
-    def keys(self, chain: int, count: int, tenant: int = 0) -> list[BlockKey]:
-        return [key_of(chain * len(TENANTS) + tenant, depth) for depth in range(count)]
-
-    def told(self, *shares: tuple[str, int | None, int | None], report: int = 0) -> None:
-        """Shares in blocks: tenant, in DRAM, on NVMe; made of a report of this node."""
-        told = Retention(report=report)
-        for tenant, dram, nvme in shares:
-            share = told.shares.add(tenant=tenant)
-            if dram is not None:
-                share.dram_bytes = dram * BLOCK
-            if nvme is not None:
-                share.nvme_bytes = nvme * BLOCK
-        self.retainer.told(told)
-
-    def held(self, tenant: int, tier: Tier) -> int:
-        return held_bytes(self.table.residency, [self.namespaces[tenant]], tier) // BLOCK
-
-    def resident(self, keys: list[BlockKey], tenant: int) -> list[bool]:
-        found = self.table.pin_resident(self.namespaces[tenant], keys)
-        self.table.unpin([block for block in found if block is not None])
-        return [block is not None for block in found]
+from kvstore.node.state.model import Block
+from kvstore.node.state.namespaces import NamespaceRegistry, TenantLedger
+from support.quota_node import BLOCK, SKIPPED, STORED, TENANTS, QuotaNode, spec_of
 
 
 @pytest.fixture(params=["reuse-distance", "lru", "s3-fifo"])
-def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path / "slab", request.param)
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QuotaNode]:
+    made = QuotaNode(tmp_path / "slab", request.param)
     yield made
     made.table.validate()
     made.close()
 
 
-def test_a_store_beyond_the_share_makes_room_among_its_own(node: Node) -> None:
-    other = node.stored(9, 40, 1)
-    node.told(("acme", 20, 30))
-    old = node.stored(1, 12)
-    new = node.stored(2, 16)
+def test_a_store_beyond_the_share_makes_room_among_its_own(node: QuotaNode) -> None:
+    other = node.store_durably(9, 40, 1)
+    node.set_shares(("acme", 20, 30))
+    old = node.store_durably(1, 12)
+    new = node.store_durably(2, 16)
     assert (node.held(0, Tier.DRAM), node.held(0, Tier.NVME)) == (20, 28)
-    assert node.resident(new, 0) == [True] * 16
-    assert node.resident(old, 0) == [True] * 4 + [False] * 8, "its coldest, the chain's end first"
-    newest = node.stored(3, 16)
+    assert node.is_resident(new, 0) == [True] * 16
+    assert node.is_resident(old, 0) == [True] * 4 + [False] * 8, "its coldest, the chain's end first"
+    newest = node.store_durably(3, 16)
     assert (node.held(0, Tier.DRAM), node.held(0, Tier.NVME)) == (20, 30)
-    assert node.resident(newest, 0) == [True] * 16
-    assert node.resident(other, 1) == [True] * 40
+    assert node.is_resident(newest, 0) == [True] * 16
+    assert node.is_resident(other, 1) == [True] * 40
     assert node.held(1, Tier.NVME) == 40
 
 
-def test_what_cannot_leave_is_a_skipped_store_and_no_error(node: Node) -> None:
-    node.told(("acme", 8, None))
-    first = node.stored(1, 8)
+def test_what_cannot_leave_is_a_skipped_store_and_no_error(node: QuotaNode) -> None:
+    node.set_shares(("acme", 8, None))
+    first = node.store_durably(1, 8)
     pinned = node.table.pin_resident(node.namespaces[0], first)
     assert node.store(2, 0, 4) == [SKIPPED] * 4
     assert node.counters.get("store_skipped_quota_blocks_total") == 4
@@ -138,41 +54,41 @@ def test_what_cannot_leave_is_a_skipped_store_and_no_error(node: Node) -> None:
     assert node.store(2, 0, 4) == [STORED] * 4
 
 
-def test_of_a_store_larger_than_the_share_the_head_is_kept(node: Node) -> None:
-    node.told(("acme", 6, None))
+def test_of_a_store_larger_than_the_share_the_head_is_kept(node: QuotaNode) -> None:
+    node.set_shares(("acme", 6, None))
     outcomes = node.store(1, 0, 20)
     assert outcomes == [STORED] * 6 + [SKIPPED] * 14
-    node.told(("acme", 0, None))
+    node.set_shares(("acme", 0, None))
     assert node.store(2, 0, 2) == [SKIPPED] * 2, "nothing at all, at once"
 
 
-def test_a_share_that_becomes_smaller_takes_the_coldest(node: Node) -> None:
-    old, new, other = node.stored(1, 20), node.stored(2, 20), node.stored(9, 20, 1)
-    node.told(("acme", 25, 10))
+def test_a_share_that_becomes_smaller_takes_the_coldest(node: QuotaNode) -> None:
+    old, new, other = node.store_durably(1, 20), node.store_durably(2, 20), node.store_durably(9, 20, 1)
+    node.set_shares(("acme", 25, 10))
     node.retainer.round()
     assert (node.held(0, Tier.DRAM), node.held(0, Tier.NVME)) == (25, 10)
-    assert node.resident(new, 0) == [True] * 20
-    assert node.resident(old, 0) == [True] * 5 + [False] * 15
-    assert node.resident(other, 1) == [True] * 20
+    assert node.is_resident(new, 0) == [True] * 20
+    assert node.is_resident(old, 0) == [True] * 5 + [False] * 15
+    assert node.is_resident(other, 1) == [True] * 20
     assert node.held(1, Tier.NVME) == 20
-    node.told()
+    node.set_shares()
     assert node.store(3, 0, 30) == [STORED] * 30, "lifted"
     assert node.namespaces[0].dram_orders == node.namespaces[0].nvme_orders == ()
 
 
-def test_where_room_is_needed_who_is_over_its_share_gives_first(node: Node) -> None:
-    mine, other = node.stored(1, 50), node.stored(9, 60, 1)
-    node.told(("acme", 40, None))
+def test_where_room_is_needed_who_is_over_its_share_gives_first(node: QuotaNode) -> None:
+    mine, other = node.store_durably(1, 50), node.store_durably(9, 60, 1)
+    node.set_shares(("acme", 40, None))
     node.retainer._join_all()  # and not brought down yet
     assert node.store(8, 0, 20, namespace=2) == [STORED] * 20
     assert node.held(0, Tier.DRAM) <= 40
-    assert node.resident(other, 1) == [True] * 60, "though it is as cold"
-    assert node.resident(mine[:30], 0) == [True] * 30
+    assert node.is_resident(other, 1) == [True] * 60, "though it is as cold"
+    assert node.is_resident(mine[:30], 0) == [True] * 30
 
 
-def test_loads_are_never_refused_and_what_is_beyond_leaves_soon(node: Node) -> None:
-    keys = node.stored(1, 12)
-    node.told(("acme", 4, None))
+def test_loads_are_never_refused_and_what_is_beyond_leaves_soon(node: QuotaNode) -> None:
+    keys = node.store_durably(1, 12)
+    node.set_shares(("acme", 4, None))
     node.retainer.round()
     assert node.held(0, Tier.DRAM) == 4
     claim = node.table.claim(node.namespaces[0], keys)
@@ -188,24 +104,24 @@ def test_loads_are_never_refused_and_what_is_beyond_leaves_soon(node: Node) -> N
     assert node.held(0, Tier.DRAM) == 4
 
 
-def test_a_share_of_nothing_on_nvme_keeps_blocks_in_dram_and_holds_up_no_drain(node: Node) -> None:
-    node.told(("acme", None, 0))
-    keys = node.stored(1, 8)
+def test_a_share_of_nothing_on_nvme_keeps_blocks_in_dram_and_holds_up_no_drain(node: QuotaNode) -> None:
+    node.set_shares(("acme", None, 0))
+    keys = node.store_durably(1, 8)
     assert node.held(0, Tier.NVME) == 0
     assert node.table.are_durable(keys) == [False] * 8
     assert node.counters.get("write_behind_beyond_quota_blocks_total") == 8
     assert node.table.not_durable() == 0
-    node.stored(9, 8, 1)
+    node.store_durably(9, 8, 1)
     assert node.held(1, Tier.NVME) == 8
 
 
-def test_a_namespace_without_a_spec_is_nobodys_until_the_metadata_server_tells(node: Node, tmp_path: Path) -> None:
-    node.told(("acme", None, 4))
-    strange = node.known.of_shape(
+def test_a_namespace_without_a_spec_is_nobodys_until_the_metadata_server_tells(node: QuotaNode, tmp_path: Path) -> None:
+    node.set_shares(("acme", None, 4))
+    strange = node.registry.of_shape(
         CacheSpec(model="x", layers=2, layer_block_bytes=2048, block_tokens=16).namespace, node.namespaces[0].shape
     )
     assert strange.account is None
-    fresh = NamespaceRegistry(Accounts())
+    fresh = NamespaceRegistry(TenantLedger())
     found = fresh.of_shape(spec_of("acme").namespace, node.namespaces[0].shape)
     retainer = Retainer(node.table, fresh, node.specs, node.counters)
     node.clock.advance(60)
@@ -214,9 +130,9 @@ def test_a_namespace_without_a_spec_is_nobodys_until_the_metadata_server_tells(n
     assert found.account.tenant == "acme"
 
 
-def test_usage_is_told_by_tenant(node: Node) -> None:
-    node.stored(1, 3)
-    node.stored(9, 5, 1)
+def test_usage_is_told_by_tenant(node: QuotaNode) -> None:
+    node.store_durably(1, 3)
+    node.store_durably(9, 5, 1)
     beat = HeartbeatRequest()
     node.retainer.report(beat)
     told = {one.tenant: (one.dram_bytes // BLOCK, one.nvme_bytes // BLOCK) for one in beat.tenants}
@@ -229,13 +145,13 @@ def test_a_quota_of_one_changes_nothing_in_the_order_of_others(tmp_path: Path) -
     """The same work with and without a quota of a tenant that does nothing: the same blocks stay."""
     left = []
     for number, limited in enumerate((False, True)):
-        node = Node(tmp_path / str(number))
+        node = QuotaNode(tmp_path / str(number))
         if limited:
-            node.told(("acme", 5, 5))
+            node.set_shares(("acme", 5, 5))
         for chain in range(60):
             node.store(chain, 0, 1 + chain % 7, 1 + chain % 2)
-            node.durable()
-            node.resident(node.keys(chain // 3, 3, 1 + chain % 2), 1 + chain % 2)
+            node.write_back()
+            node.is_resident(node.keys(chain // 3, 3, 1 + chain % 2), 1 + chain % 2)
         node.retainer.round()
         left.append({(block.key, block.dram is not None, block.nvme is not None) for block in node.table.snapshot()})
         node.close()
@@ -248,7 +164,7 @@ class TenantMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.node = Node(Path(self.folder.name) / "slab", "lru")
+        self.node = QuotaNode(Path(self.folder.name) / "slab", "lru")
         self.shares: dict[str, tuple[int | None, int | None]] = {}
         self.pinned: list[list[Block]] = []
 
@@ -260,7 +176,7 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule()
     def durable(self) -> None:
-        self.node.durable()
+        self.node.write_back()
 
     @rule(chain=st.integers(0, 12), count=st.integers(1, 20), tenant=st.integers(0, 2))
     def pin(self, chain: int, count: int, tenant: int) -> None:
@@ -275,16 +191,16 @@ class TenantMachine(RuleBasedStateMachine):
     @rule(tenant=st.integers(0, 2), dram=st.none() | st.integers(0, 60), nvme=st.none() | st.integers(0, 60))
     def share(self, tenant: int, dram: int | None, nvme: int | None) -> None:
         self.shares[TENANTS[tenant]] = dram, nvme
-        self.node.told(*((name, *share) for name, share in self.shares.items() if share != (None, None)))
+        self.node.set_shares(*((name, *share) for name, share in self.shares.items() if share != (None, None)))
 
     @rule()
     def settle(self) -> None:
         """With nothing in use and nothing on its way, nobody holds more than its share after a round."""
         while self.pinned:
             self.unpin()
-        self.node.durable()
+        self.node.write_back()
         self.node.retainer.round()
-        self.node.durable()  # what had to be written first
+        self.node.write_back()  # what had to be written first
         self.node.retainer.round()
         for tenant, (dram, nvme) in self.shares.items():
             position = TENANTS.index(tenant)

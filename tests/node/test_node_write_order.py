@@ -9,23 +9,23 @@ from typing import cast
 
 import pytest
 
-from kvstore.node.durability.writeback import Target, Turns, WriteBehind
+from kvstore.node.durability.writeback import CommitOrder, WriteBehind, WriteTarget
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 
 
 def test_a_later_batch_neither_commits_nor_reports_before_the_earlier_ones() -> None:
-    turns, done = Turns(Counters()), []
+    order, done = CommitOrder(Counters()), []
     first_may_end, written = threading.Event(), threading.Barrier(4)
 
     def write(number: int) -> None:
         written.wait(10)  # data of all batches is on its way at once
         if number == 0:
             assert first_may_end.wait(10)
-        turns.wait(number)
+        order.wait(number)
         done.append(number)
-        turns.done(number)
+        order.done(number)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in (2, 0, 1)]
     for thread in threads:
@@ -82,8 +82,8 @@ def test_a_bug_ends_neither_write_behind_nor_the_wait_of_its_blocks(where: str, 
             written.extend(blocks)
             done.set()
 
-    monkeypatch.setattr(WriteBehind, "_sound_of", check)
-    target: Target = Disk()
+    monkeypatch.setattr(WriteBehind, "_verified", check)
+    target: WriteTarget = Disk()
     behind = WriteBehind(cast("BlockTable", table), target, counters)
     behind.start()
     table.put([bad])

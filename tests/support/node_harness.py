@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from kvstore.core.chain import ChainSlice
-from kvstore.core.clock import Clock, ManualClock, MonotonicClock
+from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, NodeId, Outcome, StoreOutcome, VolumeId
 from kvstore.node.base.admission_gate import Gate
@@ -79,7 +79,7 @@ class NodeHarness:
         publishes: bool = False,
     ) -> None:
         self.counters, self.faults = Counters(), FaultPlan()
-        self.clock: Clock = clock or ManualClock()
+        self.clock = clock or ManualClock()
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=arena_bytes)
         assert folder is not None or not volumes
         self.slabs = [
@@ -118,6 +118,7 @@ class NodeHarness:
             if specs
             else [self.registry.of_shape(NamespaceId(bytes([number]) * 16), shape) for number, shape in enumerate(shapes)]
         )
+        self._namespace_count = len(self.namespaces)
         self.target = LocalTarget(self.table, self.counters, self.clock)
         self._closers: list[Callable[[], None]] = []
 
@@ -144,21 +145,22 @@ class NodeHarness:
     def namespace(self) -> NodeNamespace:
         return self.namespaces[0]
 
-    def keys(self, chain: object, count: int, first: int = 0, namespace: int = 0) -> list[BlockKey]:
-        """Return keys of a chain. Chains of several namespaces differ."""
-        return [key_of(chain, namespace, depth) for depth in range(first, first + count)]
+    def keys(self, chain: int | str, count: int, namespace: int = 0) -> list[BlockKey]:
+        """Return the first keys of a chain. Chains of several namespaces differ."""
+        name = chain * self._namespace_count + namespace if isinstance(chain, int) else f"{chain}/{namespace}"
+        return [key_of(name, depth) for depth in range(count)]
 
-    def run(self, chain: object, count: int, first: int = 0, namespace: int = 0) -> BlockRun:
+    def run(self, chain: int | str, first: int, count: int, namespace: int = 0) -> BlockRun:
         """Return blocks of a chain as a run."""
-        keys = self.keys(chain, first + count, 0, namespace)
+        keys = self.keys(chain, first + count, namespace)
         found = self.namespaces[namespace]
         return BlockRun(found.namespace_id, keys[first - 1] if first else None, first, tuple(keys[first:]))
 
     # ---- stores
-    def prepare(self, chain: object, count: int, first: int = 0, namespace: int = 0, *, wait_s: float = 0.0) -> StoreGrant:
-        """Begin a store."""
-        run = self.run(chain, count, first, namespace)
-        return self.table.prepare(self.namespaces[namespace], run, self.clock.now_s() + wait_s)
+    def prepare(self, chain: int | str, first: int, count: int, namespace: int = 0) -> StoreGrant:
+        """Begin a store, without a wait for slots."""
+        run = self.run(chain, first, count, namespace)
+        return self.table.prepare(self.namespaces[namespace], run, self.clock.now_s())
 
     def write(self, grant: StoreGrant) -> None:
         """Write the payloads of granted blocks to their slots."""
@@ -171,18 +173,18 @@ class NodeHarness:
         keys = list(grant.slots)
         return self.table.complete(grant, keys, [checksums_of(key, grant.namespace.shape) for key in keys])
 
-    def store(self, chain: object, count: int, first: int = 0, namespace: int = 0) -> list[StoreOutcome]:
+    def store(self, chain: int | str, first: int, count: int, namespace: int = 0) -> list[StoreOutcome]:
         """Store blocks of a chain in DRAM."""
-        grant = self.prepare(chain, count, first, namespace)
+        grant = self.prepare(chain, first, count, namespace)
         self.write(grant)
         self.complete(grant)
         return list(grant.outcomes)
 
-    def store_durably(self, chain: object, count: int, first: int = 0, namespace: int = 0) -> list[BlockKey]:
-        """Store blocks of a chain, and write them to the volumes."""
-        assert self.store(chain, count, first, namespace) == [StoreOutcome.STORED] * count
+    def store_durably(self, chain: int | str, count: int, namespace: int = 0) -> list[BlockKey]:
+        """Store the head of a chain, and write all dirty blocks to the volumes."""
+        assert self.store(chain, 0, count, namespace) == [StoreOutcome.STORED] * count
         self.write_back()
-        return self.keys(chain, count, first, namespace)
+        return self.keys(chain, count, namespace)
 
     def write_back(self, batch_blocks: int = 16) -> int:
         """Write all dirty blocks that wait. Returns how many waited."""

@@ -32,7 +32,7 @@ REAL = DRIVER | KVIKIO | READ
         (REAL | {"backends": {"POSIX": 2 * PROBE_BYTES}}, 0, GdsPath.COMPAT, "not for this file"),
         (REAL | {"backends": {"POSIX": PROBE_BYTES, "GDS": PROBE_BYTES}}, 0, GdsPath.COMPAT, "through host memory"),
         (REAL | {"backends": {}}, 0, GdsPath.COMPAT, "through host memory"),
-        (REAL | {"backends": None}, 0, GdsPath.COMPAT, "26.10 is the first"),
+        (REAL | {"backends": None}, 0, GdsPath.COMPAT, "version 26.10 or later"),
         (REAL | {"backends": {"POSIX": 1}, "gds_available": False}, 0, GdsPath.COMPAT, "no GDS"),
         (REAL | {"compat_forced": True}, 0, GdsPath.COMPAT, "CUFILE_FORCE_COMPAT_MODE"),
         (REAL | {"same": False}, 0, GdsPath.NONE, "WRONG BYTES"),

@@ -161,7 +161,7 @@ def test_after_a_failed_sync_nothing_more_is_stored(folder: Path, monkeypatch: p
         patch.setattr(os, "fdatasync", lambda _fd: (_ for _ in ()).throw(OSError(errno.EIO, "lost")))
         with pytest.raises(OSError, match="lost"):
             slab.commit([(fresh[0][0], fresh[0][1])], [])
-    with pytest.raises(Unavailable, match="opened anew"):
+    with pytest.raises(Unavailable, match="opened again"):
         slab.commit([(fresh[0][0], fresh[0][1])], [])
     slab.commit([], [items[0][1].key])  # removals and reads go on
     assert_reads_back(slab, items)

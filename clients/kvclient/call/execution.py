@@ -15,6 +15,7 @@ from kvclient.call.scope import CallScope
 from kvclient.call.threads import LazyThreadPool
 from kvstore.core.errors import CapacityExceeded, Internal, KVStoreError, Unavailable
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import client as client_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class CallRunner:
         except KVStoreError as error:
             result = call.refused(error)
         except Exception as error:  # noqa: BLE001  # the edge to the engine: a bug of ours is a miss there, and loud here
-            self._incidents.counters.add("client_bugs_total")
+            self._incidents.counters.add(client_metrics.BUGS)
             _log.exception("call failed unexpectedly: answered as a miss")
             internal = Internal("unexpected failure in the client", error=repr(error))
             internal.__cause__ = error
@@ -85,7 +86,7 @@ class CallRunner:
         call.scope.cancellable = True
         if not self._pending.acquire(blocking=False):
             error: KVStoreError = CapacityExceeded("too many calls in the background")
-            self._incidents.report("client_calls_refused_total", "refused a call: too many in the background")
+            self._incidents.report(client_metrics.CALLS_REFUSED, "refused a call: too many in the background")
             return self._refused(call, error)
         try:
             future = self._threads.submit(self.run, call)

@@ -36,6 +36,7 @@ from kvclient.device.pool_copy import PoolCopy, PoolCopyRequest
 from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event
 from kvstore.core.errors import Internal, Unsupported
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.transport.layout import address_of
 
 _log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class DeviceCopier:
             rows = TritonScatter(self.cache)
             self.device.run(partial(_try_out, rows, self.cache))
         except Exception as error:  # noqa: BLE001  # no Triton, no compiler or an unknown device: errors of many types
-            self.counters.add("device_without_triton_total")
+            self.counters.add(device_metrics.DEVICE_WITHOUT_TRITON)
             _log.warning("Triton failed: using torch indexing, which needs more launches (error=%s)", error)
             return TorchScatter(self.cache)
         return rows
@@ -300,10 +301,10 @@ class DeviceCopier:
         _, pinned = host.chunk_of(starts + pages.shift, width)
         whole = bool(pinned.all()) or self.device.pinning is None
         moved = len(starts) * width
-        names = ("device_loaded_bytes_total", "device_stored_bytes_total")
+        names = (device_metrics.DEVICE_LOADED_BYTES, device_metrics.DEVICE_STORED_BYTES)
         self.counters.add(names[direction], moved)
         if not whole:
-            self.counters.add("device_unpinned_bytes_total", int(np.count_nonzero(~pinned)) * width)
+            self.counters.add(device_metrics.DEVICE_UNPINNED_BYTES, int(np.count_nonzero(~pinned)) * width)
         blocks = CopyRequest(host, starts, pitch, pages.page_ids, pages.first_layer, pages.layers, pages.shift, pages.after)
 
         def begin(way: CopyStrategy) -> list[Event]:
@@ -327,7 +328,7 @@ class DeviceCopier:
             for lane in self._lanes:
                 lane.way = lane.staged
         if first:
-            self.counters.add("device_batch_refused_total")
+            self.counters.add(device_metrics.DEVICE_BATCH_REFUSED)
             _log.warning("rejected batched copies: %s, using staged copies (error=%s)", self.cache.device, error)
 
     def pool_gap(self, device: str) -> str:
@@ -364,7 +365,7 @@ class DeviceCopier:
         if not len(starts):
             return []
         lane = self._lanes[direction]
-        names = ("device_pool_loaded_bytes_total", "device_pool_stored_bytes_total")
+        names = (device_metrics.DEVICE_POOL_LOADED_BYTES, device_metrics.DEVICE_POOL_STORED_BYTES)
         self.counters.add(names[direction], len(starts) * pages.layers * self.shape.layer_block_bytes)
         slots = PoolCopyRequest(memory, starts + pages.shift, pages.page_ids, pages.first_layer, pages.layers, pages.after)
         return self._begin(lane, lane.pooled, pages, lambda: lane.pooled.move(slots, to_pages=direction == 0))
@@ -383,7 +384,7 @@ class DeviceCopier:
                 pages.begun += way.record()  # begun copies are still waited for
                 if not isinstance(error, RuntimeError | Internal):
                     raise  # an interrupt of this thread
-                self.counters.add("device_errors_total")
+                self.counters.add(device_metrics.DEVICE_ERRORS)
                 if isinstance(error, Internal):
                     raise
                 raise Internal("the device failed", device=self.cache.device, error=error) from error
@@ -430,7 +431,7 @@ class DeviceCopier:
                 lane.lost = True
             self._stuck.extend(events)
         if first:
-            self.counters.add("device_lost_total")
+            self.counters.add(device_metrics.DEVICE_LOST)
             _log.error("lost device: %s, copies failed or hung; it is not used again", self.cache.device)
 
     # ---- arenas ----

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from kvclient.device.driver import HostPinning, PinRefused
 from kvstore.core.errors import Internal
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import device as device_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -243,7 +244,7 @@ class PinnedRange:
             except PinRefused as refused:
                 if not refused.passes or unless() or time.monotonic() > until_s:
                     raise
-                self._counters.add("device_pin_retries_total")
+                self._counters.add(device_metrics.DEVICE_PIN_RETRIES)
                 time.sleep(_CAPTURE_PAUSE_S)
             else:
                 return
@@ -268,7 +269,7 @@ class PinnedRange:
             self._refused = self._refused or str(refused)
             self._changed.notify_all()
         if first:
-            self._counters.add("device_pin_refused_total")
+            self._counters.add(device_metrics.DEVICE_PIN_REFUSED)
             _log.warning(
                 "failed to pin arena: pinned about %d of %d MiB (error=%s), the rest is copied unpinned, slower. Raise the limit "
                 "on locked memory, now %s (ulimit -l, LimitMEMLOCK=), or lower node.dram",
@@ -294,7 +295,7 @@ class PinnedRange:
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            self._counters.add("device_unpin_failed_total")
+            self._counters.add(device_metrics.DEVICE_UNPIN_FAILED)
             _log.error("failed to stop pinning: the arena stays mapped")
             return False
         sound = True
@@ -304,7 +305,7 @@ class PinnedRange:
                 self._pinned[chunk] = False
             except (PinRefused, Internal) as refused:
                 sound = False
-                self._counters.add("device_unpin_failed_total")
+                self._counters.add(device_metrics.DEVICE_UNPIN_FAILED)
                 _log.error("failed to unpin arena: it stays mapped (error=%s)", refused)
         return sound
 

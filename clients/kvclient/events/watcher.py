@@ -27,6 +27,7 @@ from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, NamespaceId, NodeId, Tier
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import connect
@@ -176,7 +177,7 @@ class BlockWatcher:
                 error, begun = Internal(f"the watcher of block events failed: {bug!r}"), False
             if self._stopped.is_set():
                 return
-            self.counters.add("client_events_failures_total")
+            self.counters.add(client_metrics.EVENTS_FAILURES)
             if not error.retryable and not begun:
                 _log.error("block event subscription refused: %s", error)
                 with self._lock:
@@ -203,7 +204,7 @@ class BlockWatcher:
         with self._lock:
             change = self._mirror.apply(message)
             if message.WhichOneof("what") == "resync":
-                self.counters.add("client_events_resyncs_total")
+                self.counters.add(client_metrics.EVENTS_RESYNCS)
             if self._on_change is not None:
                 self._on_change(self._mirror, change)
             if change.whole:

@@ -22,6 +22,7 @@ from kvstore.core.buffers import BlockBuffer
 from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import Outcome, Tier
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 
@@ -176,7 +177,7 @@ class PromptReceiver:
                 good = positions[sink.outcomes[positions] == Outcome.HIT]
                 if self._context.clock.now_s() > self._lease_end_s:
                     self._context.incidents.report(
-                        "client_lease_expired_blocks_total",
+                        client_metrics.LEASE_EXPIRED_BLOCKS,
                         "dropped blocks of a prompt that was taken after its lease",
                         amount=len(good),
                     )
@@ -187,8 +188,8 @@ class PromptReceiver:
             self._release()
         result = sink.result(self._context.shape.block_bytes)
         result.seconds = self._scope.elapsed_s()
-        self._context.incidents.counters.add("client_prompts_total")
-        self._context.incidents.counters.add("client_prompt_blocks_total", result.count(Outcome.HIT))
+        self._context.incidents.counters.add(client_metrics.PROMPTS)
+        self._context.incidents.counters.add(client_metrics.PROMPT_BLOCKS, result.count(Outcome.HIT))
         return result
 
     def _copy(self, session: Session, blocks: BlockBuffer, start: int, stop: int, skip: int, *, verify: bool) -> None:

@@ -25,6 +25,7 @@ from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.limits import MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockRun, BlockShape, StoreOutcome
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.transport.contract import LayerWrite, WriteRequest
 
 
@@ -142,7 +143,7 @@ class PromptSender:
                     self._record_missing(result, int(np.count_nonzero(found[coming] == StoreOutcome.SKIPPED)))
             result.seconds = self._scope.elapsed_s()
             count_store(self._context, result)
-            self._context.incidents.counters.add("client_handoff_bytes_total", result.bytes_stored)
+            self._context.incidents.counters.add(client_metrics.HANDOFF_BYTES, result.bytes_stored)
             return result
 
     def _probe(self, coming: npt.NDArray[np.bool_]) -> Outcomes:
@@ -159,7 +160,7 @@ class PromptSender:
         except KVStoreError as error:  # the blocks that were sent are there all the same
             self._result.error = error
             why = "handoff not verified: the decode node did not answer"
-            self._context.incidents.report("client_handoffs_failed_total", why, error)
+            self._context.incidents.report(client_metrics.HANDOFFS_FAILED, why, error)
             return found
         now: Outcomes = np.array(probe.outcomes, np.uint8)
         probe.abort()
@@ -177,7 +178,7 @@ class PromptSender:
                 why = "the decode host did not accept the whole prompt: it has no space, or drains"
                 result.error = CapacityExceeded(why, **facts)
             self._context.incidents.report(
-                "client_handoff_skipped_blocks_total", "handoff incomplete", result.error, amount=skipped
+                client_metrics.HANDOFF_SKIPPED_BLOCKS, "handoff incomplete", result.error, amount=skipped
             )
 
     def abort(self) -> None:
@@ -193,7 +194,7 @@ class PromptSender:
 
     def _give_up(self, error: KVStoreError) -> None:
         self._result.error = error
-        self._context.incidents.report("client_handoffs_failed_total", "handoff incomplete", error)
+        self._context.incidents.report(client_metrics.HANDOFFS_FAILED, "handoff incomplete", error)
         if self._write is not None:
             self._write.abort()
 
@@ -229,7 +230,7 @@ def abandon_prompt(context: ClientContext, transfer_id: str, decode_node: str, s
                 time.sleep(_LOOK_S)
                 continue
             said = "decode node not told to stop waiting for a prompt"
-            context.incidents.report("client_abandons_failed_total", said, error)
+            context.incidents.report(client_metrics.ABANDONS_FAILED, said, error)
             return False
         return True
 

@@ -19,6 +19,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.node.state.change_log import runs_of
 from kvstore.node.state.model import Block
+from kvstore.observe.metric_definitions import device as device_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Demoter:
     def skip_batch(self) -> None:
         """Drop the rest of the current batch and all queued blocks: memory is needed now."""
         self._skip.set()
-        self._parts.counters.add("hbm_not_demoted_blocks_total", self._parts.table.give_up_pending())
+        self._parts.counters.add(device_metrics.HBM_NOT_DEMOTED_BLOCKS, self._parts.table.give_up_pending())
 
     def _run(self) -> None:
         parts = self._parts
@@ -69,9 +70,9 @@ class Demoter:
                 for run in runs_of(_chains(blocks)):
                     late = self._stopping.is_set() or self._skip.is_set() or parts.clock.now_s() > until_s
                     if late or parts.lost or not self._demote([known[key] for key in run.keys]):
-                        parts.counters.add("hbm_not_demoted_blocks_total", len(run.keys))
+                        parts.counters.add(device_metrics.HBM_NOT_DEMOTED_BLOCKS, len(run.keys))
             except Exception:  # noqa: BLE001  # edge of this thread: a bug must neither end demotion nor leave blocks queued
-                parts.counters.add("hbm_demotion_bugs_total")
+                parts.counters.add(device_metrics.HBM_DEMOTION_BUGS)
                 _log.exception("failed demotion: %d blocks", len(blocks))
             for block in blocks:
                 # evictable now, demoted or not. The tiers below may evict them again, so they do not count as durable
@@ -82,7 +83,7 @@ class Demoter:
         parts, namespace = self._parts, blocks[0].namespace
         targets = tuple(self._targets.get(namespace.namespace_id, ()))
         if not targets:
-            parts.counters.add("hbm_demotion_without_client_blocks_total", len(blocks))
+            parts.counters.add(device_metrics.HBM_DEMOTION_WITHOUT_CLIENT_BLOCKS, len(blocks))
             return False
         views: list[memoryview] = []
         with parts.guarded("read from"):
@@ -102,7 +103,7 @@ class Demoter:
         except KVStoreError as error:
             _log.debug("demotion failed: %s", error)
             return False
-        parts.counters.add("hbm_demoted_blocks_total", len(blocks) if held else 0)
+        parts.counters.add(device_metrics.HBM_DEMOTED_BLOCKS, len(blocks) if held else 0)
         return held
 
 

@@ -29,6 +29,7 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.node.loads.mounts import Answers, Mount
 from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe import choose_gds, glance_at_gds
@@ -143,7 +144,7 @@ class GdsReader:
             try:
                 self._probe(volume)
             except Exception:  # noqa: BLE001  # edge of this thread: its node reads the volume
-                self._parts.counters.add("hbm_disk_bugs_total")
+                self._parts.counters.add(device_metrics.HBM_DISK_BUGS)
                 _log.exception("failed probe: pool %s does not read volume %s directly", self._parts.node_id, volume.volume_id)
                 self._disks[volume].status = "not read: the probe failed"
 
@@ -262,8 +263,8 @@ class GdsReader:
 
         groups = [(volumes[number], positions) for number, positions in by_volume.items()]
         try:
-            if len(groups) == 1:
-                read_one(*groups[0])
+            if len(groups) == 1 and threading.current_thread() is not threading.main_thread():
+                read_one(*groups[0])  # no KeyboardInterrupt here: a mount does not report the end of an interrupted read
             else:
                 self._in_parallel(groups, read_one, pending)
         except BaseException as error:  # an interrupt: the caller releases the slots, so no read may still write to them
@@ -271,7 +272,7 @@ class GdsReader:
                 raise ReadsPending("interrupted during reads from the node's volumes") from error
             raise
         if not pending.when_ended(give_back):
-            parts.counters.add("hbm_disk_late_blocks_total", len(wanted))
+            parts.counters.add(device_metrics.HBM_DISK_LATE_BLOCKS, len(wanted))
             raise ReadsPending("reads from the node's volumes did not end in time", blocks=len(wanted))
         return rows[: next((at for at, row in enumerate(rows) if not row), len(rows))]
 
@@ -316,7 +317,7 @@ class GdsReader:
         if self._kvikio.register(memory):
             self._registered = memory
         else:
-            self._parts.counters.add("hbm_not_registered_with_gds_total")
+            self._parts.counters.add(device_metrics.HBM_NOT_REGISTERED_WITH_GDS)
 
     @contextmanager
     def memory_changes(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from kvstore.core.types import BlockKey
 from kvstore.node.eviction.allocation import PIECE_BLOCKS
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.nvme.slot_header import slot_bytes
 
@@ -143,7 +144,7 @@ class NamespaceView:
         verify: bool,
     ) -> int:
         parts = self._parts
-        parts.counters.add("hbm_located_blocks_total", len(keys))
+        parts.counters.add(device_metrics.HBM_LOCATED_BLOCKS, len(keys))
         size = slot_bytes(self._namespace.shape)
         step = max(1, self.volume.usage().capacity_bytes // POOL_SHARE // self._namespace.shape.block_bytes)
         good = read = 0
@@ -170,7 +171,7 @@ class NamespaceView:
             good += copied
             if copied < len(some):
                 break
-        parts.counters.add_all(("hbm_disk_blocks_total", "hbm_disk_failed_blocks_total"), (read, len(keys) - good))
+        parts.counters.add_all((device_metrics.HBM_DISK_BLOCKS, device_metrics.HBM_DISK_FAILED_BLOCKS), (read, len(keys) - good))
         return good
 
     def copy_to_tensor(self, keys: Sequence[BlockKey], out: torch.Tensor) -> int:
@@ -216,7 +217,7 @@ class NamespaceView:
         return buffer
 
     def _counted(self, requested: int, good: int) -> int:
-        self._parts.counters.add_all(("hbm_asked_blocks_total", "hbm_hit_blocks_total"), (requested, good))
+        self._parts.counters.add_all((device_metrics.HBM_ASKED_BLOCKS, device_metrics.HBM_HIT_BLOCKS), (requested, good))
         return good
 
     def _sound(self, blocks: Sequence[Block], buffer: BlockBuffer, first: int) -> int:
@@ -327,7 +328,7 @@ class NamespaceView:
                     while done < len(wanted) and not (scope is not None and scope.ended):
                         slots = self._room(min(len(wanted) - done, piece or min(PIECE_BLOCKS, self._step)), deadline_s)
                         if not slots:
-                            parts.counters.add("hbm_no_room_blocks_total", len(wanted) - done)
+                            parts.counters.add(device_metrics.HBM_NO_ROOM_BLOCKS, len(wanted) - done)
                             break
                         inserted = self._piece(keys, parent, depth, wanted[done : done + len(slots)], slots, move)
                         held += inserted
@@ -339,7 +340,7 @@ class NamespaceView:
                 table.discard_after_use(held)
             table.unclaim([keys[at] for at in claim.claimed_absent[done:]], ())
             table.unpin(held)
-        parts.counters.add("hbm_kept_blocks_total", done)
+        parts.counters.add(device_metrics.HBM_KEPT_BLOCKS, done)
         return done
 
     def _add_checksums(self, keys: Sequence[BlockKey], buffer: BlockBuffer) -> None:
@@ -360,7 +361,7 @@ class NamespaceView:
                     return slots
                 count //= 2
         except InvalidArgument:  # the pool was resized: no block of this namespace fits
-            self._parts.counters.add("hbm_too_small_total")
+            self._parts.counters.add(device_metrics.HBM_TOO_SMALL)
         return []
 
     def _piece(

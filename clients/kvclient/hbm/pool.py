@@ -27,6 +27,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.process.node_id import check_node_id
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
@@ -99,7 +100,7 @@ class HbmPool:
         room_wait_s = check_seconds("room_wait_s", room_wait_s, zero=True)
         self._counters = Counters()
         self._clock = MonotonicClock()
-        self._namespaces = NamespaceRegistry()
+        self.namespaces = NamespaceRegistry()
         self._targets: dict[NamespaceId, list[Demote]] = {}
         self._lock = threading.Lock()
         self._sizing = threading.Lock()
@@ -120,7 +121,7 @@ class HbmPool:
         )
         self.state = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, room_wait_s, demote=demote)
         """Shared state; for benchmarks and tests."""
-        self._disks = GdsReader(self.state, gds, gds_in_flight)
+        self.gds_reader = GdsReader(self.state, gds, gds_in_flight)
         self._demoter = Demoter(self.state, self._targets)
         self._presence: PoolNode | None = None
         try:
@@ -137,7 +138,7 @@ class HbmPool:
                     parts=self.state,
                     io_engines=self.io_engines,
                     replica_log=self._log,
-                    namespaces=self._namespaces,
+                    namespaces=self.namespaces,
                     anti_entropy_interval_s=check_seconds("anti_entropy_interval_s", anti_entropy_interval_s),
                 )
                 self._presence.start()
@@ -159,7 +160,7 @@ class HbmPool:
             if self.state.closed:
                 raise InvalidArgument("the pool is closed", node_id=self.node_id)
             self._volume.check_fits(spec.shape)
-            namespace = self._namespaces.of_spec(spec)
+            namespace = self.namespaces.of_spec(spec)
             self._targets.setdefault(spec.namespace, []).append(demote)
 
         def detach(_: NamespaceView) -> None:
@@ -168,7 +169,7 @@ class HbmPool:
                 if demote in targets:
                     targets.remove(demote)
 
-        return NamespaceView(self.state, self._disks, namespace, detach)
+        return NamespaceView(self.state, self.gds_reader, namespace, detach)
 
     def blocks(self, spec: CacheSpec) -> NamespaceView:
         """Return a namespace for an engine's own copies on its device (``copy_to_tensor``, ``keep_tensor``, ``pinned``).
@@ -181,7 +182,7 @@ class HbmPool:
             if self.state.closed:
                 raise InvalidArgument("the pool is closed", node_id=self.node_id)
             self._volume.check_fits(spec.shape)
-            return NamespaceView(self.state, self._disks, self._namespaces.of_spec(spec), lambda _: None)
+            return NamespaceView(self.state, self.gds_reader, self.namespaces.of_spec(spec), lambda _: None)
 
     # ---- memory ----
     def usage(self) -> VolumeUsage:
@@ -203,7 +204,7 @@ class HbmPool:
             for block in self._table.snapshot():
                 waiting.setdefault(block.namespace_id, []).append(block.key)
             for namespace_id, keys in waiting.items():
-                self._table.requeue_writeback(self._namespaces.get(namespace_id), keys)
+                self._table.requeue_writeback(self.namespaces.get(namespace_id), keys)
             self._table.wait_written(self._clock.now_s() + timeout_s)
         self._demoter.skip_batch()
         self._table.mark_clean(self._table.snapshot())
@@ -239,7 +240,7 @@ class HbmPool:
             try:
                 self.evict(demote=demote, timeout_s=timeout_s / 2)
                 if not self._drain(until_s) or not self._take(capacity_bytes):
-                    self._counters.add("hbm_resize_refused_total")
+                    self._counters.add(device_metrics.HBM_RESIZE_REFUSED)
                     _log.warning("refused resize: pool %s has blocks in use", self.node_id)
                     return False
             finally:
@@ -251,7 +252,7 @@ class HbmPool:
         return True
 
     def _take(self, capacity_bytes: int) -> bool:
-        with self._disks.memory_changes():
+        with self.gds_reader.memory_changes():
             return self._volume.resize(capacity_bytes // memory.PAGE_BYTES * memory.PAGE_BYTES)
 
     def _drain(self, until_s: float) -> bool:
@@ -278,7 +279,7 @@ class HbmPool:
 
     def io_engines(self) -> list[str]:
         """Describe, for people, the device and the volumes that are read directly."""
-        return [f"{self._volume.volume_id}: {self._volume.device}", *self._disks.describe()]
+        return [f"{self._volume.volume_id}: {self._volume.device}", *self.gds_reader.describe()]
 
     def close(self) -> None:
         """Evict all blocks, so that lookups no longer return them, and release the memory. Blocks are not demoted.
@@ -295,11 +296,11 @@ class HbmPool:
             if self._presence is not None:
                 self._presence.stop()
             idle = self._drain(self._clock.now_s() + _STOP_S)
-            self._disks.close(idle=idle)
+            self.gds_reader.close(idle=idle)
             if idle:
                 self._volume.close()
             else:
-                self._counters.add("hbm_closed_in_use_total")
+                self._counters.add(device_metrics.HBM_CLOSED_IN_USE)
                 _log.warning("closed pool in use: %s, its memory is released after the last read", self.node_id)
             self._table.close()
 

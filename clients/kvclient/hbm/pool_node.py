@@ -23,6 +23,7 @@ from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import stays_on_host
 from kvstore.rpc.auth.interceptor import require_tenant
@@ -150,7 +151,7 @@ class PoolNode:
             if publisher.refused is not None:
                 self.stop()
                 raise publisher.refused
-            self._counters.add("hbm_not_registered_at_start_total")
+            self._counters.add(device_metrics.HBM_NOT_REGISTERED_AT_START)
             _log.warning("metadata server did not answer: %s, the pool is not published yet", self._metadata)
 
     def stop(self) -> None:
@@ -266,7 +267,7 @@ class _ControlServer:
         except KVStoreError as error:
             self._failed = error
         except Exception as error:  # noqa: BLE001  # edge of this thread: start() raises it, or it is logged
-            self._counters.add("hbm_control_door_failed_total")
+            self._counters.add(device_metrics.HBM_CONTROL_DOOR_FAILED)
             _log.exception("failed control server of the pool")
             self._failed = Unavailable("the control server of the pool did not start", listen=self._listen, error=error)
         finally:

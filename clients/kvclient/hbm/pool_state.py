@@ -18,6 +18,7 @@ from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import device as device_metrics
 
 _log = logging.getLogger(__name__)
 _limited = LimitedLog(_log)
@@ -61,14 +62,14 @@ class PoolState:
         try:
             yield
         except torch.OutOfMemoryError as error:  # temporary memory of a copy: the device is healthy
-            self.counters.add("hbm_out_of_memory_total")
+            self.counters.add(device_metrics.HBM_OUT_OF_MEMORY)
             _limited.warning(
                 "out of device memory: pool %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error
             )
         except RuntimeError as error:  # torch raises it if a device fails
             self.disable(what, error)
         except KVStoreError as error:  # the pool was closed concurrently
-            self.counters.add("hbm_failed_operations_total")
+            self.counters.add(device_metrics.HBM_FAILED_OPERATIONS)
             _limited.warning(
                 "failed pool operation: pool %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error
             )
@@ -85,13 +86,13 @@ class PoolState:
 
     def count_by_host(self, gap: str, blocks: int) -> None:
         """Count blocks that pass through host memory between the pool and pages, and log the reason, if there is one."""
-        self.counters.add("hbm_by_host_blocks_total", blocks)
+        self.counters.add(device_metrics.HBM_BY_HOST_BLOCKS, blocks)
         if gap:
             _limited.warning("copied through host memory: blocks between pool %s and pages (reason=%s)", self.node_id, gap)
 
     def disable(self, what: str, error: RuntimeError | DeviceHung) -> None:
         """Record a failure of the device: every later request is a miss, and all blocks are unpublished."""
-        self.counters.add("hbm_device_errors_total")
+        self.counters.add(device_metrics.HBM_DEVICE_ERRORS)
         with self._lock:
             first, self.lost = not self.lost, True
         if first:
@@ -103,5 +104,5 @@ class PoolState:
     def drop_corrupt(self, block: Block) -> None:
         """Drop a pinned block whose bytes no longer match its checksums; it is evicted with its last unpin, without demotion."""
         self.table.discard_after_use([block])
-        self.counters.add("hbm_corrupt_blocks_total")
+        self.counters.add(device_metrics.HBM_CORRUPT_BLOCKS)
         _limited.warning("dropped corrupt block: pool %s (device=%s)", self.node_id, self.volume.device)

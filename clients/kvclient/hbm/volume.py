@@ -22,6 +22,7 @@ from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.slot_pool import PooledVolume, SlotPool
 from kvstore.transport.copy import copy_from_arena, copy_to_arena
@@ -202,7 +203,7 @@ class HbmVolume(PooledVolume):
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:  # memlock limit; a failed device shows in the copy
-            self._counters.add("hbm_unpinned_staging_total")
+            self._counters.add(device_metrics.HBM_UNPINNED_STAGING)
             _log.warning("failed to allocate pinned memory: copies of %s are slower (error=%s)", self.device, error)
             return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -235,7 +236,7 @@ class HbmVolume(PooledVolume):
                 if (not verify or checksum.verify(destination, record.shape, record.checksums)) and self.slot_pool.holds(slot):
                     outcome = Outcome.HIT
             if outcome is Outcome.CORRUPT:
-                self._counters.add("hbm_corrupt_blocks_total")
+                self._counters.add(device_metrics.HBM_CORRUPT_BLOCKS)
             outcomes.append(outcome)
         return outcomes
 

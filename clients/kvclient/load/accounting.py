@@ -26,6 +26,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.metric_definitions.label_values import MISS_REASONS, NONE, PATHS
+from kvstore.observe.metrics import Event
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 _limited = LimitedLog(logging.getLogger("kvclient"), interval_s=1.0)
@@ -41,7 +42,7 @@ _HITS: Final = {
     for tier, name in _TIER_NAMES.items()
 }
 _MISSES: Final = {reason: (client_metrics.MISSED_BLOCKS[reason], client_metrics.MISSED_TOKENS[reason]) for reason in MISS_REASONS}
-_LOADS: Final = ("client_loads_total", "client_load_blocks_total", "client_load_hit_blocks_total")
+_LOADS: Final = (client_metrics.LOADS, client_metrics.LOAD_BLOCKS, client_metrics.LOAD_HIT_BLOCKS)
 _NOTHING: Final = (NONE, 0)
 _OUTCOME_REASONS: Final = {
     Outcome.CORRUPT: "corrupt",
@@ -60,7 +61,7 @@ def count_asked(counters: Counters, block_tokens: int, hits: Mapping[tuple[str, 
         hits: blocks by path and tier.
         missed: blocks by reason, see ``MISS_REASONS``.
     """
-    names: list[str] = []
+    names: list[Event] = []
     blocks: list[int] = []
     for source, count in hits.items():
         names += _HITS.get(source, _HITS[_NOTHING])[:2]
@@ -69,7 +70,7 @@ def count_asked(counters: Counters, block_tokens: int, hits: Mapping[tuple[str, 
         names += _MISSES[reason]
         blocks += (count, count * block_tokens)
     asked = sum(hits.values()) + sum(missed.values())
-    names += ("client_asked_blocks_total", "client_asked_tokens_total")
+    names += (client_metrics.ASKED_BLOCKS, client_metrics.ASKED_TOKENS)
     blocks += (asked, asked * block_tokens)
     counters.add_all(names, blocks)
 
@@ -165,7 +166,7 @@ class HitAccounting:
         counters.observe(_HITS.get(most, _HITS[_NOTHING])[2], result.seconds)
         counters.add_all(_LOADS, (1, blocks, hits))
         for path, size in result.bytes_by_path.items():
-            counters.add(f"client_{path}_bytes_total", size)
+            counters.add(client_metrics.LOADED_BYTES[path], size)
         load = _Ended(
             request_id.get(),
             result.seconds,
@@ -181,7 +182,7 @@ class HitAccounting:
         if tracing.on():
             tracing.note(blocks=blocks, hit_blocks=load.hit_blocks, reason=load.reason())
         if result.seconds > self._slow_s:
-            counters.add("client_slow_loads_total")
+            counters.add(client_metrics.SLOW_LOADS)
             record = load.record()
             _limited.warning(
                 "slow load %s: %.3f s, %d of %d blocks; %s; %s",

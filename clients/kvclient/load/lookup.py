@@ -8,6 +8,7 @@ from kvclient.results import Lookup
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import KVStoreError
+from kvstore.observe.metric_definitions import client as client_metrics
 
 
 class LookupCall:
@@ -33,15 +34,15 @@ class LookupCall:
 def look_up(context: ClientContext, chain: ChainSlice, scope: CancelScope) -> Lookup:
     """Ask the metadata server. Without an answer the result is a miss."""
     counters = context.incidents.counters
-    counters.add("client_lookups_total")
+    counters.add(client_metrics.LOOKUPS)
     if not len(chain) or context.metadata is None:
         return Lookup(chain.keys)
     try:
         found = context.metadata.lookup(chain, scope.left_s())
     except KVStoreError as error:
-        context.incidents.report("client_lookups_failed_total", "lookup failed", error)
+        context.incidents.report(client_metrics.LOOKUPS_FAILED, "lookup failed", error)
         return Lookup(chain.keys, seconds=scope.elapsed_s(), error=error)
-    counters.add("client_lookup_blocks_total", len(chain))
-    counters.add("client_lookup_hit_blocks_total", found.hit_blocks)
-    counters.observe("client_lookup_seconds", found.seconds)
+    counters.add(client_metrics.LOOKUP_BLOCKS, len(chain))
+    counters.add(client_metrics.LOOKUP_HIT_BLOCKS, found.hit_blocks)
+    counters.observe(client_metrics.LOOKUP_SECONDS, found.seconds)
     return found

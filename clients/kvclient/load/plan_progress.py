@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvproto.v1 import metadata_pb2
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import client as client_metrics
 
 MAX_PLANS = 4_096
 """Plans with unsent progress. More of them are not reported, and the planner forgets them in time."""
@@ -38,7 +39,7 @@ class PlanProgressReporter:
         """Report progress: plan -> (part, blocks done). ``finished``: these loads have ended."""
         with self._changed:
             if self._closed or len(self._moved) + len(moved) > MAX_PLANS:
-                self._incidents.counters.add("client_reports_dropped_total", len(moved))
+                self._incidents.counters.add(client_metrics.REPORTS_DROPPED, len(moved))
                 return
             for plan_id, parts in moved.items():
                 self._moved.setdefault(plan_id, {}).update(parts)
@@ -72,6 +73,6 @@ class PlanProgressReporter:
                 try:
                     self._send(request)
                 except KVStoreError:  # the planner forgets plans without reports
-                    self._incidents.counters.add("client_reports_failed_total")
+                    self._incidents.counters.add(client_metrics.REPORTS_FAILED)
             if closed:
                 return

@@ -27,6 +27,7 @@ from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.results import PATH_PREFILL, Run, outcome_table
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.types import Outcome, Tier
+from kvstore.observe.metric_definitions import client as client_metrics
 
 _WATCH_S = 0.05
 """Interval of the checks for stalls, and of progress reports."""
@@ -154,12 +155,12 @@ class _PlannedLoad:
                     relays=self._paths.relays,
                 )
         except KVStoreError as error:
-            self._context.incidents.report("client_plans_failed_total", "load not planned: this host reads all blocks", error)
+            self._context.incidents.report(client_metrics.PLANS_FAILED, "load not planned: this host reads all blocks", error)
             self._start_here(self._blocks)
             return
         self._trace.plans.append(plan)
         if not plan.parts:  # the oracle policy reads nothing
-            self._context.incidents.counters.add("client_oracle_loads_total")
+            self._context.incidents.counters.add(client_metrics.ORACLE_LOADS)
             return
         self._start_parts(plan)
 
@@ -206,7 +207,7 @@ class _PlannedLoad:
                 replaceable = part.planned is not None
                 if replaceable and source.still_for(clock.now_s()) > stall_s and not source.scope.ended:
                     message = f"part of a load stalled: node {source.node_id}"
-                    self._context.incidents.report("client_parts_stalled_total", message)
+                    self._context.incidents.report(client_metrics.PARTS_STALLED, message)
                     part.stalled = True
                     source.scope.cancel()
             self._report(finished=False)
@@ -237,7 +238,7 @@ class _PlannedLoad:
             return
         cause = f"no progress for {self._paths.stall_s:g} s" if part.stalled else source.failure
         why = f"{source.node_id} over {source.path}: {cause}"
-        self._context.incidents.report("client_parts_failed_total", f"part of a load failed, another path is tried: {why}")
+        self._context.incidents.report(client_metrics.PARTS_FAILED, f"part of a load failed, another path is tried: {why}")
         if part.planned is None or part.plan is None:
             self._no_path(left)
         else:
@@ -256,7 +257,7 @@ class _PlannedLoad:
                 again = self._metadata.replan_load(plan, planned, ranges, why, self._scope.left_s())
             except KVStoreError as error:
                 message = "part of a load not planned again: this host reads it"
-                self._context.incidents.report("client_plans_failed_total", message, error)
+                self._context.incidents.report(client_metrics.PLANS_FAILED, message, error)
             else:
                 self._trace.plans.append(again)
                 self._start_parts(again)

@@ -14,6 +14,7 @@ from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.spec import CacheSpec
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect
 from kvstore.rpc.health_probe import HealthProbe
@@ -62,7 +63,7 @@ def attempt(options: ClientOptions, incidents: LimitedLog, work: Callable[[], Re
     except KVStoreError as error:
         if options.require_store or isinstance(error, InvalidArgument):
             raise
-        incidents.report("client_connect_failed_total", "connected without a part of the store", error)
+        incidents.report(client_metrics.CONNECT_FAILED, "connected without a part of the store", error)
         return None
 
 

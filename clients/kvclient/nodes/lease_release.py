@@ -10,6 +10,7 @@ from kvclient.options import ClientOptions
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.rpc.client import call
 
 QUIET_S = 0.005
@@ -106,7 +107,7 @@ class LeaseReleaser:
     def _rejects(self, more: int) -> bool:
         """Whether nothing more is accepted. Leases then end by time, and slots with the session."""
         if not self._closed and len(self._leases) + len(self._aborts) + more > MAX_PENDING_RELEASES:
-            self._counters.add("client_returns_dropped_total", more)
+            self._counters.add(client_metrics.RETURNS_DROPPED, more)
             return True
         return self._closed
 
@@ -133,7 +134,7 @@ class LeaseReleaser:
             try:
                 self._send(leases, aborts)
             except KVStoreError:  # the next load or store finds a lost session, whose end gives everything back
-                self._counters.add("client_returns_failed_total")
+                self._counters.add(client_metrics.RETURNS_FAILED)
 
     def _send(self, leases: list[int], aborts: list[bytes]) -> None:
         for operation_id in aborts:

@@ -27,6 +27,7 @@ from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, LeaseL
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import NodeId, SessionId, VolumeId
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
@@ -206,7 +207,7 @@ class LocalNode:
                 return
             self._session = None
         self._incidents.report(
-            "client_session_lost_total", "session with the local node lost: loads miss until it is open again", error
+            client_metrics.SESSION_LOST, "session with the local node lost: loads miss until it is open again", error
         )
         session.retire()
 
@@ -282,9 +283,9 @@ class LocalNode:
         self._pause.failed()  # starts the pause before the next attempt, whether or not this one succeeds
         try:
             if self.open():
-                self._incidents.counters.add("client_session_opened_total")
+                self._incidents.counters.add(client_metrics.SESSION_OPENED)
         except KVStoreError as error:
-            self._incidents.report("client_session_refused_total", "session with the local node not opened", error)
+            self._incidents.report(client_metrics.SESSION_REFUSED, "session with the local node not opened", error)
 
     def wait_reopened(self, timeout_s: float) -> None:
         """Wait for an attempt under way in the background, if there is one."""

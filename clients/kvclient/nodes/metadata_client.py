@@ -23,6 +23,7 @@ from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFou
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import NodeId, Tier, VolumeId
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call, connect
 from kvstore.rpc.codec import spec_to_proto, tier_from_proto
@@ -167,7 +168,7 @@ class MetadataClient:
                 if node_id not in known:
                     raise
                 why = f"used the last known address of node {node_id}: the metadata server did not answer"
-                self._incidents.report("client_stale_addresses_total", why, error)
+                self._incidents.report(client_metrics.STALE_ADDRESSES, why, error)
                 return known[node_id]
             self._nodes = (known, now_s + _NODES_VALID_S)
         if node_id not in known:

@@ -20,6 +20,7 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
@@ -59,7 +60,7 @@ class PeerPool:
         if nixl is not None and tls is not None:
             nixl = None
             incidents.report(
-                "transport_nixl_unavailable_total", "NIXL not used: it has no TLS, which is set; blocks move over TCP"
+                transport_metrics.NIXL_UNAVAILABLE, "NIXL not used: it has no TLS, which is set; blocks move over TCP"
             )
         self._nixl = None if nixl is None else NixlAgent(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
 

@@ -26,6 +26,7 @@ from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.types import BlockShape, StoreOutcome
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.rpc.codec import pack_u64
 
 
@@ -188,7 +189,7 @@ class LayerwiseStore:
         """End the store after a failure; later layers are dropped."""
         if self._result.error is None:
             self._result.error = error
-        self._context.incidents.report("client_store_failed_total", "store ended early", error)
+        self._context.incidents.report(client_metrics.STORE_FAILED, "store ended early", error)
         if self._session is not None and means_lost(error) and self._context.local is not None:
             self._context.local.lost(self._session, error)
         self._clean_up()

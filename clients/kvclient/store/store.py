@@ -22,6 +22,7 @@ from kvstore.core.buffers import BlockBuffer
 from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import Internal, KVStoreError, Unavailable
 from kvstore.core.types import BlockRun, StoreOutcome
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.rpc.client import RetryPolicy
 from kvstore.rpc.codec import pack_u64, unpack_u64
 from kvstore.transport.contract import WriteRequest
@@ -103,7 +104,7 @@ class StoreGrant:
         self.draining = answer.draining
         if answer.draining and (skipped := int(np.count_nonzero(self.outcomes == StoreOutcome.SKIPPED))):
             message = "blocks not stored: the local node drains or shuts down"
-            self._context.incidents.report("client_store_skipped_draining_blocks_total", message, amount=skipped)
+            self._context.incidents.report(client_metrics.STORE_SKIPPED_DRAINING_BLOCKS, message, amount=skipped)
         self.positions = np.flatnonzero(self.outcomes == StoreOutcome.STORED)
         self.offsets = offsets[: len(self.positions)]  # slots granted after a gap are given back unwritten
         self._surplus = len(self.positions) < len(granted)
@@ -220,7 +221,7 @@ class Store:
     def _fail(self, error: KVStoreError) -> None:
         if self._result.error is None:
             self._result.error = error
-        self._context.incidents.report("client_store_failed_total", "store ended early", error)
+        self._context.incidents.report(client_metrics.STORE_FAILED, "store ended early", error)
 
     # ---- through the local node ----
     def _through_local(self) -> None:
@@ -229,7 +230,7 @@ class Store:
         session = local.session()
         if session is None:
             self._result.error = local.unavailable()
-            self._context.incidents.counters.add("client_stores_without_session_total")
+            self._context.incidents.counters.add(client_metrics.STORES_WITHOUT_SESSION)
             return
         size = min(self._context.options.store_chunk_bytes, session.arena.size // _ARENA_SHARE)
         try:
@@ -317,7 +318,7 @@ class Store:
             " the node, `kvstore status` and `kvstore tenants`)",
             not_durable_blocks=blocks,
         )
-        self._context.incidents.report("client_stores_not_durable_total", "store did not become durable", error)
+        self._context.incidents.report(client_metrics.STORES_NOT_DURABLE, "store did not become durable", error)
         if self._result.error is None:
             self._result.error = error
 
@@ -359,11 +360,11 @@ _LAST_CALL_S = 0.2
 def count_store(context: ClientContext, result: StoreResult) -> None:
     """Count what a store did."""
     counters = context.incidents.counters
-    counters.add("client_stores_total")
-    counters.observe("client_store_seconds", result.seconds)
-    counters.add("client_store_blocks_total", len(result.outcomes))
-    counters.add("client_stored_bytes_total", result.bytes_stored)
+    counters.add(client_metrics.STORES)
+    counters.observe(client_metrics.STORE_SECONDS, result.seconds)
+    counters.add(client_metrics.STORE_BLOCKS, len(result.outcomes))
+    counters.add(client_metrics.STORED_BYTES, result.bytes_stored)
     numbers = np.bincount(result.outcomes, minlength=max(StoreOutcome) + 1).tolist()
     for outcome in StoreOutcome:
         if numbers[outcome]:
-            counters.add(f"client_store_{outcome.name.lower()}_blocks_total", numbers[outcome])
+            counters.add(client_metrics.STORE_OUTCOME_BLOCKS[outcome.name.lower()], numbers[outcome])

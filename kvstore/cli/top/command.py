@@ -37,21 +37,26 @@ _INVERSE, _BOLD, _PLAIN = "\x1b[7m", "\x1b[1m", "\x1b[m"
 
 @click.command(cls=Command)
 @click.option(
-    "--interval", callback=param_types.some_seconds, default="2s", show_default=True, metavar="TIME", help="Between two looks."
+    "--interval",
+    callback=param_types.some_seconds,
+    default="2s",
+    show_default=True,
+    metavar="TIME",
+    help="Time between two samples.",
 )
-@click.option("--once", is_flag=True, help="Prints one interval's figures and ends, as it does without a terminal.")
+@click.option("--once", is_flag=True, help="Print one interval and exit; default without a terminal.")
 @click.option(
     "--sort", type=click.Choice(("name", "loads", "bytes", "time", "dram", "queue")), default="name", help="Order of nodes."
 )
 @json_option
 @store_options
 def top(config: Config, *, interval: float, once: bool, sort: str, as_json: bool) -> None:
-    """Shows what a running store does: loads, bytes by where they came from, hits, latency, and a line for each node.
+    """Show live statistics of a running store: loads, bytes by source, hits, latency, and a line per node.
 
-    Loads are those of engines at their nodes; hits are lookups at the metadata server (one of several workers, where there are
-    several). Bytes loaded are by where they lay (DRAM, this node's volumes, another node); the plane is what nodes and engines
-    moved over the network; links are whole NICs, in+out. Latencies are the upper bound of the bucket that p50 and p99 fall in. A
-    state with ! is of a node that did not answer. JSON: seconds, cluster, lookups_per_s, hit_ratio, loads by reach, nodes.
+    Loads are those of engines at their nodes. Hits are lookups at the metadata server (at one worker if there are several). Bytes
+    loaded are split by source (DRAM, NVMe volumes, other nodes). The data plane column counts bytes between nodes and engines;
+    links are whole NICs, in+out. p50 and p99 are upper bounds of histogram buckets. A state with ! means that the node did not
+    answer. JSON: seconds, cluster, lookups_per_s, hit_ratio, loads by reach, nodes.
 
     Keys: q quits; n, l, b, t, d and u sort by name, loads, bytes, time, DRAM and queue.
 

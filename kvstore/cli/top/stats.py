@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvstore.cli.support import output
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 if TYPE_CHECKING:
     from kvstore.control_api.schemas.store import Activity, Cluster, LoadTimes, Node, Unreached, Volume
@@ -123,12 +124,12 @@ def figures(before: Look, after: Look) -> Figures:
         for reach, found in by_reach.items():
             times[reach].add(found)
         lines.append(_line(node, now, was, seen, _sum(by_reach.values()), after.volumes, seconds))
-    asked = _grown(after.counters, before.counters, "metadata_lookup_keys_total")
+    asked = _grown(after.counters, before.counters, metadata_metrics.LOOKUP_KEYS)
     return Figures(
         seconds=seconds,
         cluster=after.cluster,
-        lookups_per_s=_grown(after.counters, before.counters, "metadata_lookups_total") / seconds,
-        hit_ratio=_grown(after.counters, before.counters, "metadata_lookup_hit_blocks_total") / asked if asked else None,
+        lookups_per_s=_grown(after.counters, before.counters, metadata_metrics.LOOKUPS) / seconds,
+        hit_ratio=_grown(after.counters, before.counters, metadata_metrics.LOOKUP_HIT_BLOCKS) / asked if asked else None,
         times=times,
         lines=lines,
         unreached=after.unreached,

@@ -1,4 +1,4 @@
-"""A stand-in for the CUDA driver, so that kvikio runs on machines without one. For tests, each in a process of its own."""
+"""A stub of the CUDA driver, so that kvikio runs on machines without one. For tests, each in a separate process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _COMPILE_TIMEOUT_S = 60.0
 
 
 def build_stub(folder: Path, *, with_device: bool = False) -> Path | None:
-    """Compiles the stand-in.
+    """Compile the stub.
 
     Args:
-        folder: where ``libcuda.so.1`` is put.
-        with_device: one that has a device whose memory is the process's own; else every call fails.
+        folder: target folder of ``libcuda.so.1``.
+        with_device: provide a device whose memory is the process's own; else every call fails.
 
     Returns:
-        The library; None: there is no C compiler here.
+        The library; None: no C compiler was found.
 
     Raises:
         subprocess.SubprocessError: the compiler fails.

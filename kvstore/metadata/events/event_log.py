@@ -1,7 +1,7 @@
 """Log of block events: a bounded, numbered ring in memory for subscribers.
 
-The index reports each change right after its commit, in the thread that makes changes (``IndexListener``). If nobody is
-subscribed, and nobody was lately, the log only counts. Otherwise it keeps the change as the message that is sent, once for all
+The index reports each change right after its commit, in the thread that makes changes (``IndexListener``). Without
+subscribers, present or recent, the log only counts. Otherwise it keeps the change as the message that is sent, once for all
 subscribers. A subscriber is only a position in the ring, so one that reads slowly or never costs no memory. If the ring no
 longer contains its position, it must resynchronise.
 
@@ -102,7 +102,7 @@ class BlockEventLog:
         self._append(events)
 
     def closed(self, volume_epoch: VolumeEpoch) -> None:
-        """A volume was closed: one event, whatever it held."""
+        """A volume was closed: one event for all its blocks."""
 
         def events() -> list[pb.BlockEvent]:
             self._volumes.pop(volume_epoch, None)
@@ -174,14 +174,14 @@ class BlockEventLog:
         self._idle_since_s = self._clock.now_s()
 
     def expire(self) -> None:
-        """Stop recording if nobody was subscribed for ``LINGER_S``."""
+        """Stop recording if there was no subscriber for ``LINGER_S``."""
         if self._recording and not self._subscribers and self._clock.now_s() - self._idle_since_s > LINGER_S:
             with self._lock:
                 self._recording = False
                 self._ring.clear()
                 self._volumes.clear()
                 self._bytes = 0
-                self._sequence += 1  # changes of liveness are no longer recorded: nobody may resume from an earlier position
+                self._sequence += 1  # liveness is no longer recorded: no resumption from earlier positions
                 self._floor = self._sequence
 
     def serve(self, visible: Container[VolumeEpoch]) -> None:

@@ -92,7 +92,7 @@ class BlockEventSubscription:
         """
         self._nodes.view()
         self._log.join(self._index.volume_epochs, self._nodes.visible)
-        self._counters.add("metadata_watches_total")
+        self._counters.add(metadata_metrics.WATCHES)
         try:
             reason = self._try_resume()
             if reason is None:
@@ -140,9 +140,9 @@ class BlockEventSubscription:
             blocks, key = await self._reads.run(self._index.blocks_from, key, PAGE_RECORDS)
             goal = self._log.sequence
             if held := _held(blocks, self._known_volumes, self._namespaces):
-                self._counters.add("metadata_watch_snapshot_blocks_total", sum(len(one.held.depths) for one in held))
+                self._counters.add(metadata_metrics.WATCH_SNAPSHOT_BLOCKS, sum(len(one.held.depths) for one in held))
                 yield pb.WatchBlocksResponse(events=pb.BlockEvents(events=held))
-            # the page may already include these changes, and later ones; what it lacks follows with later events
+            # the page may already include these changes, and later ones; missing parts follow with later events
             while self.sequence < goal:
                 events = self._next()
                 if events is None:
@@ -171,7 +171,7 @@ class BlockEventSubscription:
             return None
         events, self.sequence = found
         selected = [one for one in map(self._filter, events) if one is not None]
-        self._counters.add("metadata_watch_events_total", len(selected))
+        self._counters.add(metadata_metrics.WATCH_EVENTS, len(selected))
         return selected
 
     # ---- filter ----

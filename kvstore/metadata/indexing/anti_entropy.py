@@ -1,6 +1,6 @@
 """Compare a node's range digests with the index, to find the ranges of key space that must be repaired.
 
-Reading the ranges of a large index takes a while. It runs on a thread of its own, in slices, so that neither lookups nor writes
+Reading the ranges of a large index is slow. It runs on a separate thread, in slices, so that neither lookups nor writes
 wait for it, and a cancelled caller stops it.
 """
 

@@ -26,7 +26,7 @@ class _BlockFacts:
         namespace: namespace of its record.
         head: depth of its record, minus its position in the request.
         replicas: volume epoch and run_start of each replica.
-        after_hit: whether it lies after the hit, so that a run ends there.
+        after_hit: whether its position is after the hit, so that a run ends there.
     """
 
     state: pb.BlockState

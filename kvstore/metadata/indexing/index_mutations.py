@@ -1,7 +1,7 @@
 """All changes of the index, as plain functions that one thread runs in order.
 
-They decide on what the index itself contains, never on a cache, so that other workers and restarts cannot make them act on stale
-data. Each function may be repeated: after a crash between two writes, the caller's retry completes the change.
+They decide on the contents of the index itself, never on a cache, so that other workers and restarts cannot make them act on
+stale data. Each function may be repeated: after a crash between two writes, the caller's retry completes the change.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from kvstore.core.types import NamespaceId, NodeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id, count_keys
 
-_COUNTERS = ("metadata_lookups_total", "metadata_lookup_keys_total", "metadata_lookup_hit_blocks_total")
+_COUNTERS = (metadata_metrics.LOOKUPS, metadata_metrics.LOOKUP_KEYS, metadata_metrics.LOOKUP_HIT_BLOCKS)
 
 
 MOST_COUNTED: Final = 16_384
@@ -50,7 +51,7 @@ class Lookups:
         stats = self._stats.get(namespace)
         if stats is None:
             if len(self._stats) >= MOST_COUNTED:
-                self._counters.add("metadata_lookups_uncounted_total")
+                self._counters.add(metadata_metrics.LOOKUPS_UNCOUNTED)
                 return
             stats = self._stats[namespace] = LookupStats()
         stats.lookups += 1
@@ -60,7 +61,7 @@ class Lookups:
     def answer(self, request: LookupRequest) -> bytes:
         """Find the servable prefix of a chain and the nodes that serve it.
 
-        An unregistered namespace has no blocks. That is a miss, not an error, because the engine then simply computes the prompt.
+        An unregistered namespace is a miss, not an error, because the engine then simply computes the prompt.
 
         Returns:
             An encoded ``LookupResponse``.

@@ -23,6 +23,7 @@ from kvstore.metadata.indexing.index_mutations import PublishBatch, PublishOutco
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, runs_from_proto
 
 logger = logging.getLogger(__name__)
@@ -95,14 +96,14 @@ class PublishStream:
     async def _apply(self, group: list[PublishBatch]) -> PublishOutcome:
         assert self._identity is not None
         applied = await self._thread.run(apply_batches, self._index, *self._identity, group)
-        self._counters.add("metadata_publish_batches_total", len(group))
-        self._counters.add("metadata_publish_groups_total")
-        self._counters.add("metadata_blocks_published_total", applied.blocks_stored)
-        self._counters.add("metadata_blocks_unpublished_total", applied.blocks_removed)
+        self._counters.add(metadata_metrics.PUBLISH_BATCHES, len(group))
+        self._counters.add(metadata_metrics.PUBLISH_GROUPS)
+        self._counters.add(metadata_metrics.BLOCKS_PUBLISHED, applied.blocks_stored)
+        self._counters.add(metadata_metrics.BLOCKS_UNPUBLISHED, applied.blocks_removed)
         if applied.duplicates:
-            self._counters.add("metadata_publish_duplicates_total", applied.duplicates)
+            self._counters.add(metadata_metrics.PUBLISH_DUPLICATES, applied.duplicates)
         if applied.error is not None:
-            self._counters.add("metadata_publish_gaps_total")
+            self._counters.add(metadata_metrics.PUBLISH_GAPS)
         return applied
 
     async def _read(self, requests: AsyncIterator[PublishRequest]) -> None:

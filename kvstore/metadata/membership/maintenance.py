@@ -15,6 +15,7 @@ from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
@@ -74,7 +75,7 @@ class Maintenance:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with suppress(KVStoreError):  # the index takes no changes: nodes will send further heartbeats
+        with suppress(KVStoreError):  # the index cannot be changed: nodes will send further heartbeats
             await self._thread.run(self._share, self._nodes.take_unshared_notes())
 
     async def _watch_nodes(self) -> None:
@@ -90,14 +91,14 @@ class Maintenance:
                     await self._forget()
             except KVStoreError as error:
                 # the disk is full, or the index does not answer: lookups continue with the last view, the next tick tries again
-                self._counters.add("metadata_maintenance_failures_total")
+                self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
                 limited.warning("cannot exchange heartbeats with the index: %s", error)
             await asyncio.sleep(self._tick_s)
 
     async def _forget(self) -> None:
         for node_id, boot_id in self._nodes.forgettable(self._forget_s):
             logger.warning("node forgotten with all its blocks: %s (silent_for_s=%.0f)", node_id, self._forget_s)
-            self._counters.add("metadata_nodes_forgotten_total")
+            self._counters.add(metadata_metrics.NODES_FORGOTTEN)
             await self._thread.run(forget_node, self._index, node_id, boot_id)
 
     def _share(self, notes: list[tuple[str, bytes]]) -> None:
@@ -110,9 +111,9 @@ class Maintenance:
             try:
                 if self._index.stats().dead_volume_epochs:
                     done = await self._thread.run(self._index.sweep, _SWEEP_ENTRIES)
-                    self._counters.add("metadata_sweeps_total")
+                    self._counters.add(metadata_metrics.SWEEPS)
                     pause_s = self._tick_s if done else _SWEEP_PAUSE_S
             except KVStoreError as error:
-                self._counters.add("metadata_maintenance_failures_total")
+                self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
                 limited.warning("cannot sweep the index: %s", error)
             await asyncio.sleep(pause_s)

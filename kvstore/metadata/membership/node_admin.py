@@ -1,7 +1,7 @@
 """Calls about whole nodes: drain, undrain, remove, unregister, and locate blocks.
 
 Drain orders are notes in the index, beside the registrations: they survive restarts, and all workers see them. A node reports its
-progress with its heartbeats. Changes run on the index thread and decide on what the index contains, never on a cache.
+progress with its heartbeats. Changes run on the index thread and decide on the contents of the index, never on a cache.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvstore.metadata.membership.records import (
     removed_note,
 )
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class NodeAdmin:
         """
         operation, node_id = check_id(request.operation_id, "operation_id"), NodeId(check_name(request.node_id, "node_id"))
         if await self._writes.run(_put_order, self._index, node_id, DrainOrder(operation_id=operation, move=request.move)):
-            self._counters.add("metadata_drains_ordered_total")
+            self._counters.add(metadata_metrics.DRAINS_ORDERED)
             logger.warning("drain ordered: %s (move=%s)", node_id, request.move)
         return self._nodes.status(node_id)
 
@@ -83,7 +84,7 @@ class NodeAdmin:
         check_id(request.operation_id, "operation_id")
         node_id = NodeId(check_name(request.node_id, "node_id"))
         if await self._writes.run(_put_order, self._index, node_id, None):
-            self._counters.add("metadata_drains_lifted_total")
+            self._counters.add(metadata_metrics.DRAINS_LIFTED)
             logger.warning("drain order lifted: %s", node_id)
         return self._nodes.status(node_id)
 
@@ -109,7 +110,7 @@ class NodeAdmin:
         removed_s = self._clock.now_s() if alive else None
         await self._writes.run(_remove_node, self._index, node_id, boot_id, removed_s)
         self._nodes.view()
-        self._counters.add("metadata_nodes_removed_total")
+        self._counters.add(metadata_metrics.NODES_REMOVED)
         logger.warning("node removed with all its blocks: %s (alive=%s)", node_id, alive)
         return True
 
@@ -127,7 +128,7 @@ class NodeAdmin:
         known = await self._writes.run(_put_left, self._index, node_id, BootId(check_id(request.boot_id, "boot_id")))
         self._nodes.view()
         if known:
-            self._counters.add("metadata_nodes_left_total")
+            self._counters.add(metadata_metrics.NODES_LEFT)
         return known
 
     async def locate(self, request: pb.LocateBlocksRequest) -> pb.LocateBlocksResponse:

@@ -32,6 +32,7 @@ from kvstore.metadata.membership.records import (
 )
 from kvstore.metadata.membership.view import MembershipView, VolumeLocation, read_view
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.auth.interceptor import RefusedNode
 
 logger = logging.getLogger(__name__)
@@ -318,10 +319,10 @@ class NodeTable:
             if node_id in view.left:
                 logger.info("node left: %s (hidden from lookups)", node_id)
             elif node_id in view.nodes:
-                self._counters.add("metadata_nodes_expired_total")
+                self._counters.add(metadata_metrics.NODES_EXPIRED)
                 logger.warning("node silent: %s (hidden from lookups)", node_id)
         for node_id in alive - self._alive:
-            self._counters.add("metadata_nodes_appeared_total")
+            self._counters.add(metadata_metrics.NODES_APPEARED)
             logger.info("node alive: %s", node_id)
         self._alive = alive
         owned = frozenset(epoch for epoch, location in view.locations.items() if location.node_id in alive)

@@ -1,1 +1,1 @@
-"""Quotas, retention rules and tenants: what operators set and what each node is told."""
+"""Tenants, quotas and retention rules: operator settings, and their enforcement data for each node."""

@@ -22,6 +22,7 @@ from kvstore.metadata.retention.quota_shares import QuotaShares, rule_to_proto
 from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting, SettingsStore
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id
 
 logger: Final = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class RetentionPolicies:
     def _read(self) -> OperatorSettings | None:
         settings = self._store.read()
         if settings is None:
-            self._counters.add("metadata_orders_unreadable_total")
+            self._counters.add(metadata_metrics.ORDERS_UNREADABLE)
             _limited.warning(
                 "settings file %s cannot be read (%s): nodes keep their last settings; repair or remove the file",
                 self._store.path,
@@ -152,7 +153,7 @@ class RetentionPolicies:
         settings, changed = await self._writes.run(self._store.change, edit)
         before = settings.quotas.get(tenant, QuotaSetting())
         if settings != changed:
-            self._counters.add("metadata_orders_changed_total")
+            self._counters.add(metadata_metrics.ORDERS_CHANGED)
             logger.warning("quota changed: tenant %r (%s; before: %s)", tenant, format_quota(quota), format_quota(before))
         return pb.SetTenantQuotaResponse(quota=quota_to_proto(quota), before=quota_to_proto(before))
 
@@ -200,7 +201,7 @@ class RetentionPolicies:
         settings, changed = await self._writes.run(self._store.change, edit)
         before = settings.rules.get(namespace, RuleSetting())
         if settings != changed:
-            self._counters.add("metadata_orders_changed_total")
+            self._counters.add(metadata_metrics.ORDERS_CHANGED)
             logger.warning("rule changed: namespace %s (%s; before: %s)", namespace.hex(), format_rule(rule), format_rule(before))
         return pb.SetNamespaceRuleResponse(rule=rule_to_proto(namespace, rule), before=rule_to_proto(namespace, before))
 

@@ -10,9 +10,9 @@ keep what they have, and the others are cut to one level (max-min fairness, weig
 * a tenant whose engines all run on one host has at least seven eighths of its quota there, whatever the number of nodes;
 * a node that begins to hold blocks of the tenant gets its fair share within some heartbeats.
 
-A draining node has no share, and its blocks do not count: they are on their way to the other nodes, which share the whole quota
+A draining node gets no share, and its blocks do not count: they move to the other nodes, which share the whole quota
 and take those blocks only as far as they fit. Meanwhile no node gets headroom at the expense of others, or the moved blocks
-would be evicted again. A silent node has no share and does not count, because nobody serves its blocks.
+would be evicted again. A silent node is left out, because its blocks are not served.
 
 All shares are made at once, on the event loop, and reused for all nodes. It takes time per tenant and node, so other calls run
 in between, one run serves all heartbeats that wait for it, and the next run waits ``REST_TIMES`` as long as the run took. A
@@ -34,6 +34,7 @@ from kvstore.core.types import NamespaceId, NodeId, Tier
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.settings_store import OperatorSettings, RuleSetting
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 logger: Final = logging.getLogger(__name__)
 HEADROOM: Final = 8
@@ -172,7 +173,7 @@ class QuotaShares:
         try:
             self._shares = await self._make_shares(settings)
         except Exception:  # process edge: heartbeats must be answered, and the previous shares stay in force
-            self._counters.add("metadata_quota_share_failures_total")
+            self._counters.add(metadata_metrics.QUOTA_SHARE_FAILURES)
             logger.exception("making quota shares failed; the next heartbeat tries again")
 
     async def _make_shares(self, settings: OperatorSettings) -> _ShareTable:

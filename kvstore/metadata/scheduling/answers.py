@@ -1,4 +1,4 @@
-"""What the scheduler tells engine groups and routers about a request."""
+"""Events for engine groups and answers for routers about a request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RequestNotifier:
                 waiter.set_result(self.assignment(request))
 
     def announce(self, engine: Engine, request: RouterRequest, work: PendingWork = NO_WORK) -> None:
-        """Tell an engine's group the present state of a request.
+        """Send an engine's group the present state of a request.
 
         Args:
             engine: the engine.

@@ -23,7 +23,7 @@ class ReportingGroup:
 
     Attributes:
         name: name of the group.
-        kind: what all its engines do.
+        kind: role of all its engines.
         boot: boot id of the group.
         membership: id of this stay of the boot; a boot that was silent for long joins again under a new id.
         former: boots that this boot replaced; their reports are rejected.

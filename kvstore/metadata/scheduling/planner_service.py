@@ -27,6 +27,7 @@ from kvstore.metadata.scheduling.link_rates import LinkRates, link_rates
 from kvstore.observe.context import plan_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id, check_name
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class PlannerService:
         try:
             made = self.planner.plan(read, now_s, request.budget_ms / 1000)
         except CapacityExceeded:
-            self._counters.add("metadata_plans_refused_total")
+            self._counters.add(metadata_metrics.PLANS_REFUSED)
             raise
         try:
             answer = self._message(made)
@@ -142,7 +143,7 @@ class PlannerService:
             self.planner.abort(made.plan_id, now_s)
             raise
         plan_id.set(str(made.plan_id))
-        self._counters.add("metadata_plans_total")
+        self._counters.add(metadata_metrics.PLANS)
         logger.debug("planned %d blocks: %s", request.blocks, answer.reason)
         self._answers[operation] = content, answer
         if len(self._answers) > ANSWERS_KEPT:
@@ -174,7 +175,7 @@ class PlannerService:
                 known &= self.planner.finish(load.plan_id, now_s)
             if not known:
                 forgotten.append(load.plan_id)
-        self._counters.add("metadata_plan_reports_total", len(request.loads))
+        self._counters.add(metadata_metrics.PLAN_REPORTS, len(request.loads))
         if wrong is not None:
             raise wrong
         return pb.ReportLoadsResponse(forgotten=forgotten)
@@ -199,9 +200,9 @@ class PlannerService:
         try:
             plan = self.planner.fail(request.plan_id, request.index, arrived, now_s)
         except CapacityExceeded:
-            self._counters.add("metadata_plans_refused_total")
+            self._counters.add(metadata_metrics.PLANS_REFUSED)
             raise
-        self._counters.add("metadata_replans_total")
+        self._counters.add(metadata_metrics.REPLANS)
         try:
             return self._message(plan)
         except NotFound:  # for the client this ends the plan
@@ -214,9 +215,9 @@ class PlannerService:
         now_s = self._clock.now_s()
         stalled = self.planner.counters.stalled
         if over := self.planner.expire(now_s):
-            self._counters.add("metadata_plans_expired_total", len(over))
+            self._counters.add(metadata_metrics.PLANS_EXPIRED, len(over))
         if stalled := self.planner.counters.stalled - stalled:
-            self._counters.add("metadata_plans_stalled_total", stalled)
+            self._counters.add(metadata_metrics.PLANS_STALLED, stalled)
             limited.warning("stalled loads: their planned reads no longer count in queues (plans=%d)", stalled)
         self._update_nodes()
 
@@ -248,7 +249,7 @@ class PlannerService:
         return BANDWIDTH_SOURCE_MEASURED if measured else known.rates.storage_source, known.rates.compute_source
 
     def _relays(self, request: pb.PlanLoadRequest, now_s: float) -> tuple[str, ...]:
-        """Idle third nodes with engines. A storage node has no compute link to relay over."""
+        """Idle third nodes with engines. Storage nodes lack a compute link to relay over."""
         records = self._nodes.last_view.nodes
         without_engines = {node_id for node_id, record in records.items() if not {"prefill", "decode"}.intersection(record.roles)}
         return tuple(self.planner.queues.idlest(RELAYS, now_s, without_engines | {request.prefill_node, request.decode_node}))

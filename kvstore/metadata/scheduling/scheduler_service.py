@@ -25,6 +25,7 @@ from kvstore.metadata.scheduling.engine_reports import check_report, figures_of,
 from kvstore.metadata.scheduling.groups import GroupTable, ReportingGroup
 from kvstore.metadata.scheduling.requests import RequestTable, RouterRequest, ask_of, check_request, request_bytes
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id, check_name
 
 logger = logging.getLogger(__name__)
@@ -43,13 +44,13 @@ _CANCELLED: Final = NotFound("the request was cancelled")
 
 
 class SchedulerService:
-    """The scheduler behind the RPCs.
+    """Handlers of the calls of routers and engine groups.
 
     Args:
         rules: limits of the scheduler.
         queues: planned reads of all nodes.
         engine_ttl_s: silence after which a group is dead.
-        request_ttl_s: age at which a request is forgotten, whatever engines report.
+        request_ttl_s: age at which a request is forgotten even if engines never report it as finished.
         counters: counters of this process.
         clock: clock.
         shut_nodes: returns the draining nodes, whose engines get no new requests.
@@ -101,7 +102,7 @@ class SchedulerService:
         """
         engines = check_report(request)
         group = self._find_or_join(request, engines)
-        self._counters.add("metadata_engine_reports_total")
+        self._counters.add(metadata_metrics.ENGINE_REPORTS)
         if group is None:
             return pb.ReportEnginesResponse()
         if request.membership == group.membership:
@@ -136,7 +137,7 @@ class SchedulerService:
         membership, now_s = secrets.token_bytes(16), self._clock.now_s()
         group = ReportingGroup(request.group, kind, request.boot_id, membership, former, 0, now_s)
         self._groups.add(group)
-        self._counters.add("metadata_groups_joined_total")
+        self._counters.add(metadata_metrics.GROUPS_JOINED)
         logger.info("engine group joined: %s (role=%s, engines=%d)", group.name, kind, len(engines))
         return group
 
@@ -147,7 +148,7 @@ class SchedulerService:
             if before is not None and before.hbm_bytes != engine.hbm_bytes and before.node == engine.node:
                 self._scheduler.resize(name, engine.hbm_bytes)
                 group.engines[name] = engine
-                self._counters.add("metadata_engines_resized_total")
+                self._counters.add(metadata_metrics.ENGINES_RESIZED)
         removed = [name for name, engine in group.engines.items() if engines.get(name) != engine]
         if removed:
             requeued = self._remove_engines(group, removed, engines)
@@ -176,8 +177,8 @@ class SchedulerService:
                     self._notifier.revoke(self._requests[back.request_id], engine)
                 self._requeue(back)
             requests += len(given_back)
-        self._counters.add("metadata_engines_lost_total", len(names))
-        self._counters.add("metadata_requests_given_back_total", requests)
+        self._counters.add(metadata_metrics.ENGINES_LOST, len(names))
+        self._counters.add(metadata_metrics.REQUESTS_GIVEN_BACK, requests)
         return requests
 
     def _remove_group(self, group: ReportingGroup, why: str) -> None:
@@ -185,7 +186,7 @@ class SchedulerService:
         engines = list(group.engines)
         requeued = self._remove_engines(group, engines)
         self._scheduler.remove_group(group.name)
-        self._counters.add("metadata_groups_lost_total")
+        self._counters.add(metadata_metrics.GROUPS_LOST)
         logger.warning(
             "engine group removed: %s (reason=%s, engines=%d, requeued_requests=%d)", group.name, why, len(engines), requeued
         )
@@ -207,7 +208,7 @@ class SchedulerService:
             self._assign(group, self._scheduler.fetch(group.name, figures))
         else:
             self._scheduler.report(figures)
-            self._counters.add("metadata_fetches_skipped_total")
+            self._counters.add(metadata_metrics.FETCHES_SKIPPED)
 
     def _assign(self, group: ReportingGroup, fetched: Fetched) -> None:
         for one in fetched.assigned:
@@ -224,8 +225,8 @@ class SchedulerService:
         if fetched.pairs:
             self._paired_s = self._clock.now_s()
         if fetched.assigned:
-            self._counters.add("metadata_requests_assigned_total", len(fetched.assigned))
-            self._counters.add("metadata_requests_paired_total", len(fetched.pairs))
+            self._counters.add(metadata_metrics.REQUESTS_ASSIGNED, len(fetched.assigned))
+            self._counters.add(metadata_metrics.REQUESTS_PAIRED, len(fetched.pairs))
 
     def _end_reported(self, group: ReportingGroup, report: pb.ReportEnginesRequest) -> None:
         """Process the requests that a group reports as prefilled or finished. Reports on requests of other groups are void."""
@@ -242,7 +243,7 @@ class SchedulerService:
             if request is None:
                 void += 1
                 continue
-            self._counters.add("metadata_requests_finished_total")
+            self._counters.add(metadata_metrics.REQUESTS_FINISHED)
             if request.generation == generation and self._scheduler.finish(request.request_id, request.scheduler_generation):
                 if not request.prefilled and request.prefill is not None:  # its report is late or lost: it need not continue
                     self._notifier.revoke(request, request.prefill)
@@ -250,7 +251,7 @@ class SchedulerService:
             else:  # its prefill engine died after its part was done: the engine that would compute the prompt again need not
                 self._drop(request, _FINISHED)
         if void:
-            self._counters.add("metadata_scheduler_void_reports_total", void)
+            self._counters.add(metadata_metrics.SCHEDULER_VOID_REPORTS, void)
 
     def _request_of(self, group: ReportingGroup, generation: int) -> RouterRequest | None:
         """The request of a generation, if an engine of the group has it."""
@@ -281,7 +282,7 @@ class SchedulerService:
         if request is not None and request.paired and request.generation != after:
             return self._notifier.assignment(request)
         if self._waiting_calls >= MAX_WAITING_CALLS:
-            self._counters.add("metadata_requests_refused_total")
+            self._counters.add(metadata_metrics.REQUESTS_REFUSED)
             raise CapacityExceeded("too many calls wait for engines", limit=MAX_WAITING_CALLS)
         nbytes = request_bytes(call)
         self._check_memory(2 * nbytes if request is None else nbytes)
@@ -310,12 +311,12 @@ class SchedulerService:
             self._requests.remember_ended(operation, _CANCELLED)
             return False
         self._drop(request, _CANCELLED)
-        self._counters.add("metadata_requests_cancelled_total")
+        self._counters.add(metadata_metrics.REQUESTS_CANCELLED)
         return True
 
     def _check_memory(self, nbytes: int) -> None:
         if self._requests.bytes + nbytes > limits.MAX_SCHEDULED_BYTES:
-            self._counters.add("metadata_requests_refused_total")
+            self._counters.add(metadata_metrics.REQUESTS_REFUSED)
             raise CapacityExceeded("requests need too much memory", bytes=self._requests.bytes, limit=limits.MAX_SCHEDULED_BYTES)
 
     def _submit(self, call: pb.AssignRequestRequest, budget_s: float) -> RouterRequest:
@@ -323,9 +324,9 @@ class SchedulerService:
         try:
             self._scheduler.submit(ask)
         except CapacityExceeded:
-            self._counters.add("metadata_requests_refused_total")
+            self._counters.add(metadata_metrics.REQUESTS_REFUSED)
             raise
-        self._counters.add("metadata_requests_submitted_total")
+        self._counters.add(metadata_metrics.REQUESTS_SUBMITTED)
         return self._requests.add(call, ask, budget_s)
 
     async def _wait(self, request: RouterRequest, after: int, budget_s: float) -> pb.Assignment:
@@ -339,7 +340,7 @@ class SchedulerService:
             if request.paired and not request.ended and request.generation != after:  # paired at the same moment
                 return self._notifier.assignment(request)
             late = DeadlineExceeded("no engines for the request in time", request=request.request_id, seconds=budget_s)
-            # a call that waited for other engines may come again; the request has a deadline of its own
+            # a call that waited for other engines may come again; the request has a separate deadline
             if not after and not request.paired and not request.ended and request.waiters == [answer]:
                 self._drop_late(request, late)
             raise late from None
@@ -365,12 +366,13 @@ class SchedulerService:
             # engines get no event: one may still work on it, and its reports will be void
             self._scheduler.cancel(oldest.request_id)
             self._requests.end(oldest, NotFound("the request is older than the server keeps requests"))
-            self._counters.add("metadata_requests_forgotten_total")
+            self._counters.add(metadata_metrics.REQUESTS_FORGOTTEN)
 
     def _break_deadlock(self) -> None:
         """Requeue requests that hold decode memory, if requests that hold a prefill engine wait for that memory.
 
-        In order of arrival there is no deadlock. But requests of lost engines are requeued before requests that arrived earlier.
+        Requests in order of arrival cannot deadlock. But requests of lost engines are requeued before requests that arrived
+        earlier.
         """
         halves = [request for request in self._requests if (request.prefill is None) != (request.decode is None)]
         holding = [request for request in halves if request.decode is not None]
@@ -382,7 +384,7 @@ class SchedulerService:
             request.decode = None
             self._requests.begin_attempt(request, 0)
             self._scheduler.submit(request.ask)
-        self._counters.add("metadata_requests_requeued_total", len(holding))
+        self._counters.add(metadata_metrics.REQUESTS_REQUEUED, len(holding))
         logger.warning(
             "requeued requests: no request got both engines (for_s=%.1f, requests=%d)", self._engine_ttl_s, len(holding)
         )
@@ -402,10 +404,10 @@ class SchedulerService:
 
     def _drop_late(self, request: RouterRequest, error: DeadlineExceeded) -> None:
         self._drop(request, error)
-        self._counters.add("metadata_requests_expired_total")
+        self._counters.add(metadata_metrics.REQUESTS_EXPIRED)
 
     def _drop(self, request: RouterRequest, why: KVStoreError) -> None:
-        """Remove a request that is not finished; its engines are told to drop it."""
+        """Remove a request that is not finished; its engines get an event to drop it."""
         self._scheduler.cancel(request.request_id)
         self._notifier.revoke_all(request)
         self._requests.end(request, why)

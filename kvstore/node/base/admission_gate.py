@@ -13,6 +13,7 @@ from kvstore.node.state.grants import StoreGrant
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 
 
 class Gate:
@@ -34,7 +35,7 @@ class Gate:
         held = self._table.held(namespace, run.keys)
         first = held.index(False) if False in held else len(held)
         outcomes = [StoreOutcome.EXISTS] * first + [StoreOutcome.SKIPPED] * (len(held) - first)
-        self._counters.add("store_skipped_shut_blocks_total", len(held) - first)
+        self._counters.add(node_metrics.STORE_SKIPPED_SHUT_BLOCKS, len(held) - first)
         return StoreGrant(namespace, run, outcomes)
 
     def stores_under_way(self) -> int:

@@ -10,6 +10,7 @@ import threading
 
 from kvstore.core.cancel_scope import current
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 
 
 def wait(condition: threading.Condition, timeout_s: float, counters: Counters) -> bool:
@@ -23,5 +24,5 @@ def wait(condition: threading.Condition, timeout_s: float, counters: Counters) -
     scope = current()
     notified = scope.wait(condition, timeout_s)
     if scope.cancelled:
-        counters.add("node_waits_cancelled_total")
+        counters.add(node_metrics.WAITS_CANCELLED)
     return notified

@@ -17,6 +17,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.limits import TENANT_SHARE
 from kvstore.node.base.cancellation import wait
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 
 
 class StagingBudget:
@@ -64,7 +65,7 @@ class StagingBudget:
             False: not in time, larger than the limit, or cancelled.
         """
         if size > self.limit_bytes(tenant):
-            self._counters.add(f"{self._name}_refused_total")
+            self._counters.add(node_metrics.STAGING_REFUSED[self._name])
             return False
         ticket = object()
         with self._changed:
@@ -110,7 +111,7 @@ class StagingBudget:
         if left_s > 0 and wait(self._changed, left_s, self._counters):
             return True
         if not current().cancelled:
-            self._counters.add(f"{self._name}_timeouts_total")
+            self._counters.add(node_metrics.STAGING_TIMEOUTS[self._name])
         return False
 
     def _count(self, tenant: str | None, size: int) -> None:

@@ -31,6 +31,7 @@ from kvstore.node.durability.requeue import by_namespace
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class Drainer:
         if order is None:
             log.warning("drain cancelled: the node accepts blocks again")
         else:
-            self._counters.add("drains_begun_total")
+            self._counters.add(node_metrics.DRAINS_BEGUN)
             log.warning("drain started: the node accepts no new blocks (move=%s)", order.move)
 
     @property
@@ -178,7 +179,7 @@ class Drainer:
             try:
                 self._execute(order)
             except Exception:  # thread edge: the drain must go on after a bug
-                self._counters.add("drain_bugs_total")
+                self._counters.add(node_metrics.DRAIN_BUGS)
                 log.exception("drain failed: unexpected error, trying again")
                 self.pause(BLOCKED_S)
 

@@ -23,6 +23,7 @@ from kvstore.node.state.change_log import runs_of
 from kvstore.node.state.model import Block
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call, connect
@@ -188,7 +189,7 @@ class BlockMigrator:
             with connect(target.control_address, tls=self._tls, token=self._token) as channel:
                 answer = call(node_pb2_grpc.NodeStub(channel).PullBlocks, request, PULL_TIMEOUT_S, _RETRY)
         except KVStoreError as error:
-            self._counters.add("drain_moves_failed_total")
+            self._counters.add(node_metrics.DRAIN_MOVES_FAILED)
             _limited.warning("blocks not moved to node %s: %s", target.node_id, error)
             return f"{target.node_id}: {error}"
         moved = [
@@ -201,8 +202,8 @@ class BlockMigrator:
         self.remaining -= len(moved)
         self.moved_blocks += len(moved)
         self.moved_bytes += (nbytes := sum(block.nbytes for block in moved))
-        self._counters.add("drain_moved_blocks_total", len(moved))
-        self._counters.add("drain_moved_bytes_total", nbytes)
+        self._counters.add(node_metrics.DRAIN_MOVED_BLOCKS, len(moved))
+        self._counters.add(node_metrics.DRAIN_MOVED_BYTES, nbytes)
         return "" if len(moved) == len(batch.blocks) else f"{target.node_id}: {answer.why or 'did not pull all blocks'}"
 
 

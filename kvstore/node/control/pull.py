@@ -20,10 +20,11 @@ from kvstore.node.control.migration_plan import free_space, slot_space
 from kvstore.node.eviction.quotas import free_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.provider import NodeProvider
-from kvstore.node.state.namespaces import Account, NodeNamespace
+from kvstore.node.state.namespaces import NodeNamespace, TenantAccount
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.transport.contract import ReadRequest, WriteRequest
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class Puller:
         self._gate = gate
         self._counters = counters
         self._lock = threading.Lock()
-        self._pulling: Counter[Account | None] = Counter()
+        self._pulling: Counter[TenantAccount | None] = Counter()
         """Bytes of pulls in progress per tenant with a quota."""
 
     def pull(
@@ -63,8 +64,8 @@ class Puller:
             outcomes += pulled
             why = why or reason
         good = sum(outcome in (StoreOutcome.STORED, StoreOutcome.EXISTS) for outcome in outcomes)
-        self._counters.add("drain_pulled_blocks_total", good)
-        self._counters.add("drain_not_pulled_blocks_total", len(outcomes) - good)
+        self._counters.add(node_metrics.DRAIN_PULLED_BLOCKS, good)
+        self._counters.add(node_metrics.DRAIN_NOT_PULLED_BLOCKS, len(outcomes) - good)
         if why:
             _limited.warning("blocks not pulled: from draining node %s (reason=%s)", source.node_id, why)
         return outcomes, why

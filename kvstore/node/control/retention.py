@@ -40,6 +40,7 @@ from kvstore.node.state.namespaces import TIERS, NamespaceRegistry, NodeNamespac
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.codec import spec_from_proto
 from kvstore.tiers.eviction.policy import LruPolicy
 
@@ -109,7 +110,7 @@ class Retainer:
         try:
             kept = read_rules(self._rules_file)
         except (OSError, ValueError) as error:
-            self._counters.add("retention_rules_unreadable_total")
+            self._counters.add(node_metrics.RETENTION_RULES_UNREADABLE)
             log.warning("%s is ignored (%s): pins and times to live hold once the metadata server tells", self._rules_file, error)
             return
         self._rules = self._kept = _rules_of(kept)
@@ -129,7 +130,7 @@ class Retainer:
             write_rules(self._rules_file, told)
         except OSError as error:
             self._keep_at_s = now_s + KEEP_S
-            self._counters.add("retention_rules_unwritten_total")
+            self._counters.add(node_metrics.RETENTION_RULES_UNWRITTEN)
             _limited.warning("rules of namespaces cannot be kept for the next start, trying again: %s", error)
         else:
             self._kept = rules
@@ -196,10 +197,10 @@ class Retainer:
             try:
                 self.round()
             except (KVStoreError, OSError) as error:
-                self._counters.add("retention_failed_total")
+                self._counters.add(node_metrics.RETENTION_FAILED)
                 _limited.warning("keeping to quotas was cut short, trying again: %s", error)
             except Exception:  # process edge: without this thread quotas would hold for new stores alone
-                self._counters.add("retention_bugs_total")
+                self._counters.add(node_metrics.RETENTION_BUGS)
                 log.exception("keeping to quotas failed, trying again")
             self._wake.wait(TICK_S)
             self._wake.clear()
@@ -321,7 +322,7 @@ class Retainer:
                             if block.nvme is None and block.dram is not None and table.residency.is_idle(block):
                                 table.residency.evict_dram(block)
                         table.residency.changed.notify_all()
-                self._counters.add("evicted_unused_blocks_total", len(victims))
+                self._counters.add(node_metrics.EVICTED_UNUSED_BLOCKS, len(victims))
                 if self._stopping.is_set() or len(victims) < MOST_EXPIRED:
                     break
 

@@ -26,6 +26,7 @@ from kvstore.node.durability.scrub import batches_of, pin_held
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class ReadRate:
             samples = {name: _Sample() for name in samples}  # a disk hangs: the sum of the others says nothing
         rates = {name: one.nbytes / one.seconds for name, one in samples.items() if one.nbytes and one.seconds > 0}
         if len(rates) < len(samples):
-            self._counters.add("node_read_rate_failed_total")
+            self._counters.add(node_metrics.READ_RATE_FAILED)
             log.warning("read rate not measured: a volume did not answer (measured=%d, volumes=%d)", len(rates), len(samples))
             return True
         self._rates = rates
@@ -133,7 +134,7 @@ class ReadRate:
                     return
                 self._read_batch(node_volume, batch, memory, sample)
         except Exception:  # edge of the thread: the figure is missing, nothing else
-            self._counters.add("node_read_rate_bugs_total")
+            self._counters.add(node_metrics.READ_RATE_BUGS)
             log.exception("measuring volume %s failed", node_volume.volume_id)
 
     def _read_batch(self, node_volume: NodeVolume, batch: Sequence[Block], memory: memoryview, sample: _Sample) -> None:

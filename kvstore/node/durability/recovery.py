@@ -17,6 +17,7 @@ from kvstore.core.types import BlockKey, VolumeId
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 from kvstore.tiers.io_engines.probe import choose_gds
 from kvstore.tiers.nvme.slab import NvmeSlab
@@ -77,7 +78,7 @@ def _drop_duplicate(volume: DurableVolume, key: BlockKey, slot: Slot, counters: 
     try:
         volume.commit([], [key])
     except (KVStoreError, OSError) as error:
-        counters.add("recovery_doubles_kept_total")
+        counters.add(node_metrics.RECOVERY_DOUBLES_KEPT)
         log.info("duplicate block kept: %s (key=%s): %s", volume.volume_id, key.hex(), error)
     else:
         volume.free([slot])

@@ -17,6 +17,7 @@ from kvstore.node.durability.requeue import requeue_dram_only
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class VolumeWatch:
                 self._keep_open(node_volume)
                 self._write_back(number, node_volume)
             except Exception:  # process edge: the other volumes are to be looked after
-                self._counters.add("nvme_watch_bugs_total")
+                self._counters.add(node_metrics.NVME_WATCH_BUGS)
                 log.exception("looking after volume %s failed, trying again", node_volume.volume_id)
 
     def _run(self) -> None:

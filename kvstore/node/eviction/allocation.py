@@ -8,6 +8,7 @@ from kvstore.core.types import BlockShape
 from kvstore.node.eviction.cascade import with_parents
 from kvstore.node.eviction.quotas import count_pinned, evict_over_quota
 from kvstore.node.state.residency import Residency
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import Slot
 
 PIECE_BLOCKS: Final = 64
@@ -27,11 +28,11 @@ def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascad
             dirty = with_parents(residency.blocks, dirty, residency.is_idle, max(PIECE_BLOCKS, 2 * count))
         for block in dirty:
             residency.enqueue_writeback(block)
-        residency.counters.add("cascaded_blocks_total", len(dirty))
+        residency.counters.add(node_metrics.CASCADED_BLOCKS, len(dirty))
         if not victims:
             return None
         for block in victims:
             residency.evict_dram(block)
-        residency.counters.add("evicted_dram_blocks_total", len(victims))
+        residency.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(victims))
         count_pinned(residency, victims)
     return slots

@@ -41,6 +41,7 @@ from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.auth.interceptor import tenant
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import Checksums, ReadControl, ReadRequest
@@ -201,7 +202,7 @@ class LayeredLoader:
         """Load blocks layer group by layer group, as the request says."""
         layered, stretches = self._split(request)
         if len(layered) * request.namespace.shape.block_bytes > self._budget.limit_bytes(tenant()):
-            self._counters.add("staged_loads_too_large_total")
+            self._counters.add(node_metrics.STAGED_LOADS_TOO_LARGE)
             log.info("load in whole blocks: larger than the prefill buffer or the tenant's part of it (blocks=%d)", len(layered))
             layered, stretches = [], [(0, len(request.chain))]
         for start, stop in stretches:
@@ -344,7 +345,7 @@ class LayeredLoader:
         if kept:
             yield replace(step, indices=[step.indices[number] for number in kept]), _selected(read, kept)
         for source, indices in retries:
-            self._counters.add("staged_blocks_from_second_source_total", len(indices))
+            self._counters.add(node_metrics.STAGED_BLOCKS_FROM_SECOND_SOURCE, len(indices))
             retry = replace(step, indices=indices, source=source)
             yield from self._retried(load, retry, current().result(self._submit(load, retry)))
 
@@ -367,7 +368,7 @@ class LayeredLoader:
                 answer = self._peers.peer(step.source.peer, request.namespace).read(read, destination, control=control)
                 answered(answer.outcomes)
         except KVStoreError as error:
-            self._counters.add("staged_reads_failed_total")
+            self._counters.add(node_metrics.STAGED_READS_FAILED)
             log.warning("layered read failed: %d blocks from node %s: %s", len(blocks), step.source.peer.node_id, error)
             return run
         run.outcomes = answer.outcomes
@@ -378,7 +379,7 @@ class LayeredLoader:
             for number, fill in enumerate(fills):
                 if answer.checksums is not None and answer.outcomes[number] is Outcome.HIT:
                     fill.written(layers, answer.checksums[number])
-        self._counters.add("staged_bytes_total", answer.bytes_received)
+        self._counters.add(node_metrics.STAGED_BYTES, answer.bytes_received)
         return run
 
     def _runs_of(self, load: _LayeredLoad, step: _Step, read: LoadedRun) -> Iterator[LoadedRun]:

@@ -45,6 +45,8 @@ from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import ReadControl, ReadRequest
 
@@ -149,7 +151,7 @@ class Loader:
                     index = run.first + offset
                     if outcome is Outcome.MISS and any(source.covers(index) for source in request.sources):
                         run.outcomes[offset] = Outcome.UNAVAILABLE
-                        self._counters.add("load_deferred_to_peers_blocks_total")
+                        self._counters.add(node_metrics.LOAD_DEFERRED_TO_PEERS_BLOCKS)
                 yield run
 
     def load(self, request: BlockRequest) -> Runs:
@@ -271,7 +273,7 @@ class Loader:
         if (error := future.exception()) is None:
             self._table.unpin(future.result().pinned())
         else:
-            self._counters.add("load_window_bugs_total")
+            self._counters.add(node_metrics.LOAD_WINDOW_BUGS)
             log.error("load window failed: unexpected error", exc_info=error)
 
     def _fetch_window(
@@ -410,7 +412,7 @@ class Loader:
                     table.finish_promotion(block, slots[number], checksums)
                     run.blocks[offset] = block
                     continue
-                self._counters.add(f"nvme_read_{outcome.name.lower()}_blocks_total")
+                self._counters.add(node_metrics.NVME_READ_FAILED_BLOCKS[outcome.name.lower()])
                 log.warning(
                     "block not read: %s (volume=%s, outcome=%s)", block.key.hex(), node_volume.volume_id, outcome.name.lower()
                 )
@@ -420,7 +422,7 @@ class Loader:
 
     def _mark_unavailable(self, run: LoadedRun, offsets: Sequence[int]) -> None:
         """Answer UNAVAILABLE for blocks of a stalled volume: the client reads them from another node, or misses them."""
-        self._counters.add("volume_stall_refused_blocks_total", len(offsets))
+        self._counters.add(volumes_metrics.VOLUME_STALL_REFUSED_BLOCKS, len(offsets))
         for offset in offsets:
             run.outcomes[offset] = Outcome.UNAVAILABLE
 
@@ -484,7 +486,7 @@ class Loader:
                 answer = self._peers.peer(source.peer, request.namespace).read(read, destination, control=control)
                 answered(answer.outcomes)
         except KVStoreError as error:
-            self._counters.add("peer_fetch_failed_total")
+            self._counters.add(node_metrics.PEER_FETCH_FAILED)
             log.warning("fetch failed: %d blocks from node %s: %s", len(missing), source.peer.node_id, error)
             table.unreserve(slots)
             for offset in missing:
@@ -501,7 +503,7 @@ class Loader:
             block = request.new_block(run.first + offset, checksums[number].astype("<u8", copy=False).tobytes())
             run.blocks[offset] = table.insert_fetched(block, slots[number])
             run.tier, run.node = answer.tiers[number], source.peer.node_id
-        self._counters.add("peer_fetched_blocks_total", len(missing) - len(still_missing))
+        self._counters.add(node_metrics.PEER_FETCHED_BLOCKS, len(missing) - len(still_missing))
         return still_missing
 
 

@@ -10,6 +10,7 @@ from kvstore.node.loads.mounts import Mount
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 
 
 class MountReader:
@@ -53,6 +54,6 @@ class MountReader:
                 else:
                     table.unreserve((target,))
         hits = len(blocks) - loaded.count(None)
-        self._counters.add("mount_read_blocks_total", hits)
-        self._counters.add("mount_missed_blocks_total", (len(blocks) if refresh else len(known)) - hits)
+        self._counters.add(volumes_metrics.MOUNT_READ_BLOCKS, hits)
+        self._counters.add(volumes_metrics.MOUNT_MISSED_BLOCKS, (len(blocks) if refresh else len(known)) - hits)
         return loaded

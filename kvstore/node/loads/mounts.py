@@ -25,6 +25,7 @@ from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.node.base.volume_guard import STALL_S, VolumeGuard, VolumeStalled, ignore
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
@@ -178,7 +179,7 @@ class Mount:
             result = self._guard.read(lambda: self._do(work), lambda _: on_released(), until_s)
         except VolumeStalled:
             if not self._closed:
-                self._counters.add("mount_stalled_total")
+                self._counters.add(volumes_metrics.MOUNT_STALLED)
                 log.warning("mount stalled: %s (read=%s); not used until the read ends", self.volume_id, what)
             return None
         if result is None:
@@ -192,7 +193,7 @@ class Mount:
             with self._in_use() as opened:
                 return work(opened.volume)
         except Exception as error:  # noqa: BLE001  # the folder is another node's: no content of it may fail a load
-            self._counters.add("mount_errors_total")
+            self._counters.add(volumes_metrics.MOUNT_ERRORS)
             log.warning(
                 "mount failed: %s at %s (error=%s, backoff=%.0f s)",
                 self.volume_id,

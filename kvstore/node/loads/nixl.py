@@ -10,6 +10,7 @@ import logging
 from kvstore.config.node import NodeConfig
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.rpc.address import stays_on_host
 from kvstore.transport.nixl.agent import LOOPBACK, NEEDS_TRUST, NixlAgent, NixlOptions, Region, has_rdma
 
@@ -80,7 +81,7 @@ class NixlAgents:
             return
         if config.nixl == "required":
             raise problem
-        counters.add("transport_nixl_unavailable_total")
+        counters.add(transport_metrics.NIXL_UNAVAILABLE)
         self.description = f"not in use: {problem}"
         log.warning("NIXL not used, blocks are transferred over TCP: %s", problem)
 

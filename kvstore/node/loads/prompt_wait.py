@@ -22,6 +22,7 @@ from kvstore.node.state.model import Block, Recent
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.auth.interceptor import tenant
 
 
@@ -60,12 +61,12 @@ class PromptWaits:
             try:
                 blocks = context.run(self._gather, request)
                 if current().cancelled:
-                    result, missing = "left", Outcome.TIMEOUT
+                    result, missing = node_metrics.PROMPTS_LEFT, Outcome.TIMEOUT
                 elif scope.cancelled:
-                    result, missing = "abandoned", Outcome.UNAVAILABLE
+                    result, missing = node_metrics.PROMPTS_ABANDONED, Outcome.UNAVAILABLE
                 else:
-                    result, missing = "incomplete", Outcome.TIMEOUT
-                self._counters.add(f"prompts_{result if None in blocks else 'complete'}_total")
+                    result, missing = node_metrics.PROMPTS_INCOMPLETE, Outcome.TIMEOUT
+                self._counters.add(result if None in blocks else node_metrics.PROMPTS_COMPLETE)
                 outcomes = [Outcome.HIT if block is not None else missing for block in blocks]
                 yield LoadedRun(0, outcomes, blocks, Tier.DRAM, self._node_id)
             finally:
@@ -134,5 +135,5 @@ class PromptWaits:
             with closing(self._loader.load(request.part(start, stop))) as runs:
                 for run in runs:
                     if run.tier is not Tier.DRAM:
-                        self._counters.add("prompt_nvme_blocks_total", len(run.pinned()))
+                        self._counters.add(node_metrics.PROMPT_NVME_BLOCKS, len(run.pinned()))
                     self._table.unpin(run.pinned())

@@ -15,6 +15,7 @@ from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.observe.metrics import Event
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 limited = LimitedLog(logging.getLogger(__name__), interval_s=1.0)
@@ -26,7 +27,7 @@ _REACHES: Final = ("none", "dram", "nvme", "peer")
 """Nearest first."""
 _SECONDS: Final = {reach: node_metrics.LOAD_SECONDS[reach] for reach in _REACHES}
 _BYTES: Final = {reach: node_metrics.LOADED_BYTES[reach] for reach in _REACHES[1:]}
-_MISSED: Final[dict[Outcome, str]] = {
+_MISSED: Final[dict[Outcome, Event]] = {
     outcome: node_metrics.LOAD_MISSED_BLOCKS[outcome.name.lower()] for outcome in Outcome if outcome is not Outcome.HIT
 }
 _ABANDONED: Final = node_metrics.LOAD_MISSED_BLOCKS["abandoned"]
@@ -116,7 +117,7 @@ class LoadTimer:
         if tracing.on():
             tracing.note(blocks=self._blocks, hit_blocks=sum(self._hits.values()), reason=self._reason(seconds))
         if seconds > timings.slow_s:
-            timings.counters.add("node_slow_loads_total")
+            timings.counters.add(node_metrics.SLOW_LOADS)
             record = make_record()
             limited.warning(
                 "slow load: %.3f s, %d of %d blocks; %s; %s",
@@ -129,7 +130,7 @@ class LoadTimer:
 
     def _count(self) -> None:
         """Count blocks and bytes of the load. A block without an outcome is abandoned: the load ended before."""
-        names, amounts = ["node_load_blocks_total"], [self._blocks]
+        names, amounts = [node_metrics.LOAD_BLOCKS], [self._blocks]
         for reach, name in _BYTES.items():
             if self._hits[reach]:
                 names.append(name)

@@ -20,6 +20,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog, runs_of
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.client import call
 from kvstore.rpc.codec import run_to_proto
 
@@ -71,7 +72,7 @@ class AntiEntropy:
             self._repair(boot_id, volume, drifted[:REPAIRS_PER_ROUND])
             repaired += len(drifted[:REPAIRS_PER_ROUND])
             if drifted:
-                self._counters.add("index_ranges_drifted_total", len(drifted))
+                self._counters.add(node_metrics.INDEX_RANGES_DRIFTED, len(drifted))
                 log.warning("index drift found: %s (drifted=%d, ranges=%d)", volume, len(drifted), DIGEST_RANGES)
         return repaired
 
@@ -79,7 +80,7 @@ class AntiEntropy:
         changes = self._log.changes(volume)
         before = self._log.settled_digests(volume)
         if before is None:
-            self._counters.add("anti_entropy_ranges_busy_total", RANGES_PER_CALL)
+            self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, RANGES_PER_CALL)
             return []
         digests, counts = before
         request = metadata_pb2.CompareDigestsRequest(

@@ -36,6 +36,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call, connect
@@ -49,7 +50,7 @@ limited = LimitedLog(log)
 
 BATCH_EVENTS = 4096
 BATCHES_IN_FLIGHT = 8
-_OVER_QUOTA = ("store_skipped_quota_blocks_total", "write_behind_beyond_quota_blocks_total")
+_OVER_QUOTA = (node_metrics.STORE_SKIPPED_QUOTA_BLOCKS, node_metrics.WRITE_BEHIND_BEYOND_QUOTA_BLOCKS)
 RPC_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 30.0
 """A stream without an acknowledgement for this long is replaced by a new one."""
@@ -172,7 +173,7 @@ class IndexPublisher:
         try:
             answer: metadata_pb2.UnregisterNodeResponse = call(self._stub.UnregisterNode, request, timeout_s, RetryPolicy())
         except KVStoreError as error:
-            self._counters.add("unregister_failed_total")
+            self._counters.add(node_metrics.UNREGISTER_FAILED)
             log.warning("node not unregistered: %s", error)
             return False
         return answer.known
@@ -195,7 +196,7 @@ class IndexPublisher:
                     needed = self._register()
                 except Conflict as refused:  # another node has this id or volume: retry until an operator has fixed it
                     self.refused = refused
-                    self._counters.add("registrations_refused_total")
+                    self._counters.add(node_metrics.REGISTRATIONS_REFUSED)
                     limited.warning("registration refused, trying again: %s", refused)
                     self._stopping.wait(pause_s)
                     pause_s = min(RETRY_MOST_S, pause_s * 2)
@@ -209,7 +210,7 @@ class IndexPublisher:
                 self._stream(needed)
             except KVStoreError as failed:
                 error = self._diagnoser.explain(failed)
-                self._counters.add("publish_interrupted_total")
+                self._counters.add(node_metrics.PUBLISH_INTERRUPTED)
                 self._health.publish_failed(error)
                 limited.warning("publishing interrupted, trying again: %s", error)
                 # a refused token says nothing about published batches, and may be accepted later
@@ -219,7 +220,7 @@ class IndexPublisher:
                     self._node.boot_id = self._boot_id
                     self._epoch = b""
             except Exception:  # thread edge: publication must go on after a bug
-                self._counters.add("publish_bugs_total")
+                self._counters.add(node_metrics.PUBLISH_BUGS)
                 self._health.publish_failed("unexpected error; see the log of the node")
                 log.exception("publishing failed: unexpected error, trying again")
             self._stopping.wait(pause_s)
@@ -349,7 +350,7 @@ class IndexPublisher:
         held.sort(key=lambda block: block.depth)  # parents before children
         held = in_chains(held)
         log.info("inventory sent: volume %s (blocks=%d)", volume, len(held))
-        self._counters.add("inventories_sent_total")
+        self._counters.add(node_metrics.INVENTORIES_SENT)
         for at in range(0, len(held), BATCH_EVENTS):
             yield self._message(volume, runs_of(held[at : at + BATCH_EVENTS])), 0
         yield self._message(volume, [], sync_end=True), 0
@@ -382,13 +383,13 @@ class IndexPublisher:
                 self._set_connected(connected=True)
             except KVStoreError as error:
                 self._set_connected(connected=False)
-                self._counters.add("heartbeats_failed_total")
+                self._counters.add(node_metrics.HEARTBEATS_FAILED)
                 if isinstance(error, _ACCESS_ERRORS):
                     limited.warning("heartbeat refused: %s", self._diagnoser.explain(error))
                 else:
                     log.debug("heartbeat failed: %s", error)
             except Exception:  # thread edge: without heartbeats, lookups would hide the node
-                self._counters.add("heartbeat_bugs_total")
+                self._counters.add(node_metrics.HEARTBEAT_BUGS)
                 log.exception("heartbeat failed: unexpected error, trying again")
 
     # ---------------------------------------------------------------- anti-entropy
@@ -399,10 +400,10 @@ class IndexPublisher:
             try:
                 self._compare()
             except KVStoreError as error:
-                self._counters.add("anti_entropy_failed_total")
+                self._counters.add(node_metrics.ANTI_ENTROPY_FAILED)
                 log.warning("anti-entropy failed: %s", error)
             except Exception:  # thread edge: as above
-                self._counters.add("anti_entropy_bugs_total")
+                self._counters.add(node_metrics.ANTI_ENTROPY_BUGS)
                 log.exception("anti-entropy failed: unexpected error, trying again")
 
     def _log_quota_skips(self) -> None:
@@ -441,7 +442,7 @@ class IndexPublisher:
         response: metadata_pb2.HeartbeatResponse = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
         if response.register_again or (self._epoch and response.index_epoch != self._epoch):
             limited.warning("registering again: the metadata server has a new index, or no longer knows this node")
-            self._counters.add("registered_again_total")
+            self._counters.add(node_metrics.REGISTERED_AGAIN)
             self._again.set()
             self._log.wake()
             return

@@ -18,6 +18,8 @@ from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.table import BlockTable
 from kvstore.observe.exposition import Sample
+from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.transport.addresses import interface_of
 
 _RECEIVED, _SENT = 0, 8
@@ -82,39 +84,39 @@ class NodeGauges:
         self._links = links
 
     def __call__(self) -> Iterator[Sample]:
-        yield Sample("build_info", 1, {"version": kvstore.__version__})
+        yield Sample(common_metrics.BUILD_INFO, 1, {"version": kvstore.__version__})
         read_only = {node_volume.volume_id for node_volume in self._table.node_volumes if self._health.why_read_only(node_volume)}
         stalled = {node_volume.volume_id for node_volume in self._table.node_volumes if node_volume.guard.stalled}
         for volume in (self._table.dram, *(node_volume.volume for node_volume in self._table.node_volumes)):
             labels = {"volume": str(volume.volume_id), "tier": volume.tier.name.lower()}
             usage = volume.usage()
-            yield Sample("volume_capacity_bytes", usage.capacity_bytes, labels)
-            yield Sample("volume_used_bytes", usage.used_bytes, labels)
-            yield Sample("volume_blocks", usage.blocks, labels)
-            yield Sample("volume_read_only", int(volume.volume_id in read_only), labels)
-            yield Sample("node_volume_stalled", int(volume.volume_id in stalled), labels)
+            yield Sample(node_metrics.VOLUME_CAPACITY_BYTES, usage.capacity_bytes, labels)
+            yield Sample(node_metrics.VOLUME_USED_BYTES, usage.used_bytes, labels)
+            yield Sample(node_metrics.VOLUME_BLOCKS, usage.blocks, labels)
+            yield Sample(node_metrics.VOLUME_READ_ONLY, int(volume.volume_id in read_only), labels)
+            yield Sample(node_metrics.VOLUME_STALLED, int(volume.volume_id in stalled), labels)
         blocks, waiting = self._table.counts()
-        yield Sample("node_sessions", self._sessions.count())
-        yield Sample("node_blocks", blocks)
-        yield Sample("node_write_behind_waiting_blocks", waiting)
-        yield Sample("node_publish_waiting_events", self._log.waiting())
-        yield Sample("node_publish_failing_seconds", self._health.publish_failing_s())
-        yield Sample("node_registered", int(self._registered()))
-        yield Sample("node_process_stalled_seconds_total", self._process_stall.stalled_s)
+        yield Sample(node_metrics.SESSIONS, self._sessions.count())
+        yield Sample(node_metrics.BLOCKS, blocks)
+        yield Sample(node_metrics.WRITE_BEHIND_WAITING_BLOCKS, waiting)
+        yield Sample(node_metrics.PUBLISH_WAITING_EVENTS, self._log.waiting())
+        yield Sample(node_metrics.PUBLISH_FAILING_SECONDS, self._health.publish_failing_s())
+        yield Sample(node_metrics.REGISTERED, int(self._registered()))
+        yield Sample(node_metrics.PROCESS_STALLED_SECONDS, self._process_stall.stalled_s)
         drain = self._drainer.progress()
-        yield Sample("node_draining", int(drain is not None))
-        yield Sample("node_drain_blocked", int(drain is not None and drain.state == NODE_STATE_DRAIN_BLOCKED))
-        yield Sample("node_drain_left_blocks", drain.left_blocks if drain is not None else 0)
-        yield Sample("node_drain_not_durable_blocks", drain.not_durable_blocks if drain is not None else 0)
+        yield Sample(node_metrics.DRAINING, int(drain is not None))
+        yield Sample(node_metrics.DRAIN_BLOCKED, int(drain is not None and drain.state == NODE_STATE_DRAIN_BLOCKED))
+        yield Sample(node_metrics.DRAIN_LEFT_BLOCKS, drain.left_blocks if drain is not None else 0)
+        yield Sample(node_metrics.DRAIN_NOT_DURABLE_BLOCKS, drain.not_durable_blocks if drain is not None else 0)
         for name, buffer in self._buffers.items():
-            yield Sample("node_staging_used_bytes", buffer.used_bytes, {"buffer": name})
-            yield Sample("node_staging_waiting_loads", buffer.waiting, {"buffer": name})
+            yield Sample(node_metrics.STAGING_USED_BYTES, buffer.used_bytes, {"buffer": name})
+            yield Sample(node_metrics.STAGING_WAITING_LOADS, buffer.waiting, {"buffer": name})
         yield from self._networks()
 
     def _networks(self) -> Iterator[Sample]:
         for network, (received, sent) in self._links.traffic().items():
-            yield Sample("network_bytes_total", received, {"network": network, "direction": "received"})
-            yield Sample("network_bytes_total", sent, {"network": network, "direction": "sent"})
+            yield Sample(node_metrics.NETWORK_BYTES, received, {"network": network, "direction": "received"})
+            yield Sample(node_metrics.NETWORK_BYTES, sent, {"network": network, "direction": "sent"})
 
 
 def _interface_bytes() -> dict[str, tuple[int, int]]:

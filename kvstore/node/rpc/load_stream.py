@@ -27,10 +27,11 @@ from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import transport as transport_metrics
 
 PROGRESS_INTERVAL_S = 0.2
 """Interval of messages without runs."""
-_RECEIVED = "transport_peer_bytes_received_total"
+_RECEIVED = transport_metrics.PEER_BYTES_RECEIVED
 
 
 class LoadStreams:

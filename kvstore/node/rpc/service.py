@@ -36,6 +36,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.auth.interceptor import require_tenant, tenant
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, run_from_proto, runs_from_proto, spec_from_proto
 from kvstore.transport.tickets import TicketAuthority
@@ -224,7 +225,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             with suppress(CapacityExceeded):  # the blocks are stored; the caller does not wait
                 visible = await self._wait_in_thread(lambda: self._log.wait_published([self._table.dram.volume_id], deadline_s))
             if not visible:
-                self._counters.add("store_not_yet_visible_total")
+                self._counters.add(node_metrics.STORE_NOT_YET_VISIBLE)
         return node_pb2.CompleteResponse(outcomes=bytes(outcomes))
 
     async def Abort(self, request: node_pb2.AbortRequest, context: Context) -> node_pb2.AbortResponse:  # noqa: N802, ARG002
@@ -301,7 +302,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             raise InvalidArgument("only an engine of this host with a session over the unix socket may read its volumes")
         found = pin_stored(self._table, session.namespace, keys_from_packed(request.keys))
         lease_id = self._sessions.lease(session, [block for _, block, _, _ in found]) if found else 0
-        self._counters.add("located_blocks_total", len(found))
+        self._counters.add(node_metrics.LOCATED_BLOCKS, len(found))
         return node_pb2.LocateResponse(runs=located_runs(found), lease_id=lease_id)
 
     async def AwaitPrompt(  # noqa: N802
@@ -351,8 +352,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         in_time, missing = await self._wait_in_thread(flush)
         counters = self._counters.snapshot() if of_tenant is None else {}  # totals include other tenants
         return node_pb2.FlushResponse(
-            durable_blocks=counters.get("write_behind_blocks_total", 0),
-            dropped_blocks=counters.get("write_behind_dropped_blocks_total", 0),
+            durable_blocks=counters.get(node_metrics.WRITE_BEHIND_BLOCKS, 0),
+            dropped_blocks=counters.get(node_metrics.WRITE_BEHIND_DROPPED_BLOCKS, 0),
             complete=in_time and not missing,
             not_durable_blocks=missing,
             why="; ".join(

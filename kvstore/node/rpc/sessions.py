@@ -24,6 +24,7 @@ from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.auth.tenant_limits import TenantLimit
 
 MAX_STORES_PER_SESSION = 256
@@ -138,7 +139,7 @@ class Sessions:
             self._table.abandon(store.prepared)
         for lease in leases:
             self._table.unpin(lease.blocks)
-        self._counters.add("sessions_ended_total")
+        self._counters.add(node_metrics.SESSIONS_ENDED)
 
     def get(self, session_id: SessionId) -> Session:
         """Return a session.
@@ -168,7 +169,7 @@ class Sessions:
             PermissionDenied: the engine has not connected to the arena socket, or is on another host.
         """
         if not session.connected:
-            self._counters.add("store_without_arena_total")
+            self._counters.add(node_metrics.STORE_WITHOUT_ARENA)
             raise PermissionDenied("the session has no arena to write to; engines of other hosts store over the data plane")
         with self._lock:
             earlier = session.stores.get(operation)
@@ -203,7 +204,7 @@ class Sessions:
         with self._lock:
             store = session.stores.get(operation)
             if store is None or store.expired:
-                self._counters.add("store_lost_blocks_total", len(keys))
+                self._counters.add(node_metrics.STORE_LOST_BLOCKS, len(keys))
                 return [StoreOutcome.LOST] * len(keys)
             if not all(key in store.completed for key in keys):
                 fresh = [index for index, key in enumerate(keys) if key not in store.completed]
@@ -269,9 +270,9 @@ class Sessions:
                         del session.stores[operation]  # completed long ago: no retry will follow
                     elif not store.expired:
                         store.expired = True  # its slots stay reserved until the session ends
-                        self._counters.add("stores_expired_total")
+                        self._counters.add(node_metrics.STORES_EXPIRED)
         for lease in expired:
-            self._counters.add("leases_expired_total")
+            self._counters.add(node_metrics.LEASES_EXPIRED)
             self._table.unpin(lease.blocks)
         for session_id in stale:
             self.end(session_id)

@@ -21,6 +21,7 @@ from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, VolumeId
 from kvstore.node.base.cancellation import wait
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 
 LOG_BOUND = 1_000_000
 """Events kept a volume while nobody takes them."""
@@ -205,7 +206,7 @@ class ReplicaChangeLog:
                 log.acknowledged += log.appended - log.taken  # what was taken is acknowledged when the index shows it
                 log.taken = log.appended
                 log.inventory_needed = True
-                self._counters.add("publish_log_overflow_total")
+                self._counters.add(node_metrics.PUBLISH_LOG_OVERFLOW)
                 return
             self._events.append((volume, key, block))
             log.appended += 1

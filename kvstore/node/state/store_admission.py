@@ -14,6 +14,7 @@ from kvstore.node.state.grants import StoreGrant
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.residency import Residency
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
 
 _limited = LimitedLog(logging.getLogger(__name__))
 
@@ -74,6 +75,6 @@ def _conflict(residency: Residency, namespace: NodeNamespace, run: BlockRun) -> 
     error = Conflict(
         f"the key is held {reason}: derive keys from the chain, and give its parent and depth", key=key.hex(), depth=run.depth
     )
-    residency.counters.add("store_conflicts_total")
+    residency.counters.add(node_metrics.STORE_CONFLICTS)
     _limited.warning("store refused: %s", error)
     return error

@@ -17,6 +17,8 @@ from starlette.types import Receive, Scope, Send
 import kvstore
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
+from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.observe.metric_definitions import router as router_metrics
 from kvstore.router.context import RouterContext
 from kvstore.router.engines import Role
 from kvstore.router.placement.placement import Placement
@@ -71,18 +73,18 @@ class _RouterRoutes:
     async def completions(self, request: Request) -> Response:
         """Serve a completion or chat completion."""
         counters = self._context.counters
-        counters.add("router_requests_total")
+        counters.add(router_metrics.REQUESTS)
         if self._inflight >= self._context.config.max_inflight:
-            counters.add("router_refused_full_total")
+            counters.add(router_metrics.REFUSED_FULL)
             raise CapacityExceeded("too many requests in flight; retry later", max_inflight=self._inflight)
         try:
             with self._counted():
                 raw = await self._read_body(request)
         except ClientDisconnect:  # the client left before its request was complete: no response, and no error of the router
-            counters.add("router_clients_gone_total")
+            counters.add(router_metrics.CLIENTS_GONE)
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         if raw is None:
-            counters.add("router_refused_long_total")
+            counters.add(router_metrics.REFUSED_LONG)
             error = InvalidArgument("the request body is too long", max_bytes=self._context.config.max_body_bytes)
             return JSONResponse(error_fields(error), status_code=413)
         body = parse_body(request.url.path, raw)
@@ -112,7 +114,7 @@ class _RouterRoutes:
             try:
                 models = await self._context.upstreams[name].get("/v1/models", left_s, headers=headers)
             except KVStoreError:
-                self._context.counters.add("router_models_unknown_total")
+                self._context.counters.add(router_metrics.MODELS_UNKNOWN)
                 continue
             return Response(models, media_type="application/json")
         raise Unavailable("no engine returned its models; check the engines' health in /router/engines")
@@ -133,13 +135,13 @@ class _RouterRoutes:
         return PlainTextResponse(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     def _gauges(self) -> Iterator[Sample]:
-        yield Sample("build_info", 1, {"version": kvstore.__version__})
-        yield Sample("router_requests_inflight", self._inflight)
+        yield Sample(common_metrics.BUILD_INFO, 1, {"version": kvstore.__version__})
+        yield Sample(router_metrics.REQUESTS_INFLIGHT, self._inflight)
         for name, engine in self._context.health.engines.items():
             work, labels = self._context.work(name), {"engine": name, "role": str(engine.config.role)}
-            yield Sample("router_engine_up", int(engine.healthy), labels)
-            yield Sample("router_engine_sequences", work.sequences, labels)
-            yield Sample("router_engine_tokens", work.tokens, labels)
+            yield Sample(router_metrics.ENGINE_UP, int(engine.healthy), labels)
+            yield Sample(router_metrics.ENGINE_SEQUENCES, work.sequences, labels)
+            yield Sample(router_metrics.ENGINE_TOKENS, work.tokens, labels)
 
     def _describe(self, name: str) -> dict[str, Any]:
         engine, work = self._context.health.engines[name], self._context.work(name)

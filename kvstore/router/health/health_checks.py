@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from kvstore.core import limits
 from kvstore.core.errors import KVStoreError
+from kvstore.observe.metric_definitions import router as router_metrics
 from kvstore.router.context import RouterContext
 from kvstore.router.health.engine_metrics import parse_metrics
 
@@ -54,7 +55,7 @@ class HealthChecks:
         try:
             await context.upstreams[name].get("/health", timeout_s)
         except KVStoreError as error:
-            context.counters.add("router_checks_failed_total")
+            context.counters.add(router_metrics.CHECKS_FAILED)
             context.record_ejection(name, context.health.check_failed(name, context.now_s(), str(error)), str(error))
             return
         models = await self._models(name, timeout_s)
@@ -68,7 +69,7 @@ class HealthChecks:
             response = json.loads(await self._context.upstreams[name].get("/v1/models", timeout_s))
             models = [entry["id"] for entry in response["data"][:_MAX_MODELS]]
         except (KVStoreError, ValueError, KeyError, TypeError, RecursionError):
-            self._context.counters.add("router_models_unknown_total")
+            self._context.counters.add(router_metrics.MODELS_UNKNOWN)
             return []
         return [model for model in models if isinstance(model, str) and len(model) <= limits.MAX_NAME_BYTES]
 
@@ -83,7 +84,7 @@ class HealthChecks:
         try:
             text = await context.upstreams[name].get("/metrics", timeout_s)
         except KVStoreError:
-            context.counters.add("router_metrics_unknown_total")
+            context.counters.add(router_metrics.METRICS_UNKNOWN)
             context.foreign_work.pop(name, None)
             if before is not None:
                 context.metrics[name] = replace(before, running=0, waiting=0, used_tokens=0)

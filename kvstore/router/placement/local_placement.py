@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from kvstore.core.errors import Unavailable
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import router as router_metrics
 from kvstore.router.context import RouterContext
 from kvstore.router.engines import Role
 from kvstore.router.placement.balancer import RotationOrder, least_loaded
@@ -44,7 +45,7 @@ class LocalPlacement:
         decode = self._choose(Role.DECODE, request, {})
         prefills = [name for name in self._candidates(Role.PREFILL, request) if name not in request.avoid]
         if not prefills:
-            self._context.counters.add("router_without_prefill_total")
+            self._context.counters.add(router_metrics.WITHOUT_PREFILL)
             _log.warning("request placed without a prefill engine: %s computes the prompt", decode)
             return self.register(PlacedRequest(attempt_id, decode), request)
         prefill = self._pick(Role.PREFILL, prefills, request.cached_tokens)
@@ -77,7 +78,7 @@ class LocalPlacement:
         if not candidates:
             raise Unavailable("no engine is available", role=role, model=request.model or "any")
         if self._context.health.in_panic(role):
-            self._context.counters.add("router_panic_requests_total")
+            self._context.counters.add(router_metrics.PANIC_REQUESTS)
             _log.warning("request placed in panic mode: no healthy engine (role=%s)", role)
         untried = [name for name in candidates if name not in request.avoid]
         return self._pick(role, untried or candidates, cached)

@@ -10,6 +10,7 @@ import secrets
 from kvclient import Assignment, AsyncSchedulerClient, DeadlineExceeded, EngineRequest, KVStoreError
 from kvstore.core.errors import CapacityExceeded
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import router as router_metrics
 from kvstore.router.context import RouterContext
 from kvstore.router.engines import Role
 from kvstore.router.placement.local_placement import LocalPlacement
@@ -56,12 +57,12 @@ class ScheduledPlacement:
                 self.release(placed)
                 break
             if self._is_healthy(placed):
-                self._context.counters.add("router_scheduled_total")
+                self._context.counters.add(router_metrics.SCHEDULED)
                 return self._local.register(placed, request)
-            self._context.counters.add("router_assignments_ejected_total")
+            self._context.counters.add(router_metrics.ASSIGNMENTS_EJECTED)
             _log.warning("assignment returned: engine was ejected (engine=%s, prefill=%s)", placed.engine, placed.prefill)
             self.release(placed)
-        self._context.counters.add("router_unscheduled_total")
+        self._context.counters.add(router_metrics.UNSCHEDULED)
         _log.warning("request placed without the scheduler")
         return self._local.place_now(request)
 
@@ -128,7 +129,7 @@ class ScheduledPlacement:
             await asyncio.wait((assign, down, futile), return_when=asyncio.FIRST_COMPLETED)
             if not assign.done():
                 if not down.done():
-                    self._context.counters.add("router_waits_abandoned_total")
+                    self._context.counters.add(router_metrics.WAITS_ABANDONED)
                     _log.warning("wait for an assignment abandoned: the required engines were ejected")
                 return None
             taken = True
@@ -136,7 +137,7 @@ class ScheduledPlacement:
         except DeadlineExceeded:
             raise
         except KVStoreError as error:
-            self._context.counters.add("router_assignments_failed_total")
+            self._context.counters.add(router_metrics.ASSIGNMENTS_FAILED)
             _log.warning("assignment failed: %s", error)
             return None
         finally:

@@ -28,6 +28,7 @@ from kvclient import (
 )
 from kvstore.core.errors import Conflict, Unavailable
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import router as router_metrics
 from kvstore.router.context import RouterContext
 from kvstore.router.engines import Role
 from kvstore.router.placement.inflight import InflightEntry
@@ -174,7 +175,7 @@ class SchedulerReporter:
         try:
             await self._client.cancel(request)
         except KVStoreError as error:
-            self._context.counters.add("router_cancels_failed_total")
+            self._context.counters.add(router_metrics.CANCELS_FAILED)
             _log.warning("cancel failed: the scheduler keeps the request until its timeout (reason=%s)", error)
 
     # ---- loop
@@ -186,7 +187,7 @@ class SchedulerReporter:
                 self._scheduler_answered()
             except Conflict as error:
                 self._leaders = None
-                self._context.counters.add("router_reports_taken_over_total")
+                self._context.counters.add(router_metrics.REPORTS_TAKEN_OVER)
                 _logger.error("reporting stopped: another router reports for these engines (reason=%s)", error)  # noqa: TRY400
             except KVStoreError as error:
                 self._scheduler_failed(error)
@@ -213,7 +214,7 @@ class SchedulerReporter:
         self.scheduler_down.clear()
 
     def _scheduler_failed(self, error: KVStoreError) -> None:
-        self._context.counters.add("router_reports_failed_total")
+        self._context.counters.add(router_metrics.REPORTS_FAILED)
         _log.warning("report failed: %s", error)
         if self._context.now_s() - self._answered_s > DOWN_AFTER_S and not self.scheduler_down.is_set():
             _logger.warning("scheduler lost: this router places requests alone until the scheduler answers again")
@@ -255,7 +256,7 @@ class SchedulerReporter:
         for answer in answers:
             if isinstance(answer, GroupNews):
                 self._apply(answer)
-        self._context.counters.add("router_reports_total")
+        self._context.counters.add(router_metrics.REPORTS)
         if failures:
             raise failures[0]
 
@@ -361,4 +362,4 @@ class SchedulerReporter:
             if now_s - known.since_s < max_age_s:
                 return
             self._forget(request_id)
-            self._context.counters.add("router_known_requests_expired_total")
+            self._context.counters.add(router_metrics.KNOWN_REQUESTS_EXPIRED)

@@ -19,6 +19,7 @@ from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import router as router_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.router.context import RouterContext
 from kvstore.router.engines import Role
@@ -101,16 +102,16 @@ class StorePrefixLookup:
                 tokens = body.token_prompt or await self._tokenize(body, headers)
                 hits = await asyncio.gather(*(self._hits(client, tokens, body) for client in clients))
         except TimeoutError:
-            counters.add("router_lookups_late_total")
+            counters.add(router_metrics.LOOKUPS_LATE)
             return (len(tokens) if tokens else None), StoreHits()
         except (KVStoreError, ValueError, RecursionError) as error:
-            counters.add("router_lookups_failed_total")
+            counters.add(router_metrics.LOOKUPS_FAILED)
             _log.warning("lookup failed: %s", error)
             return (len(tokens) if tokens else None), StoreHits()
-        counters.add("router_lookups_total")
+        counters.add(router_metrics.LOOKUPS)
         best = max(hits, key=lambda found: found.hit_tokens)
-        counters.add("router_lookup_hit_tokens_total", best.hit_tokens)
-        counters.add("router_lookup_tokens_total", len(tokens))
+        counters.add(router_metrics.LOOKUP_HIT_TOKENS, best.hit_tokens)
+        counters.add(router_metrics.LOOKUP_TOKENS, len(tokens))
         return len(tokens), best
 
     async def _tokenize(self, body: RequestBody, headers: Mapping[str, str]) -> list[int]:
@@ -152,7 +153,7 @@ class StorePrefixLookup:
             try:
                 await self._refresh()
             except KVStoreError as error:
-                self._context.counters.add("router_namespaces_unknown_total")
+                self._context.counters.add(router_metrics.NAMESPACES_UNKNOWN)
                 _log.warning("namespaces not refreshed: %s", error)
             await asyncio.sleep(_REFRESH_INTERVAL_S)
 

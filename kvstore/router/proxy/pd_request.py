@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.observe.metric_definitions import router as router_metrics
 from kvstore.router.context import RouterContext
 from kvstore.router.placement.placement import PlacedRequest, Placement
 from kvstore.router.prompts.request_body import RequestBody
@@ -98,7 +99,7 @@ class PrefillDecodeRequest:
         finally:
             prefill.cancel()
         if isinstance(outcome, AttemptFailure):
-            self._context.counters.add("router_prefills_failed_total")
+            self._context.counters.add(router_metrics.PREFILLS_FAILED)
             self._context.record_failure(engine, outcome)
 
     async def _prefill(self, placed: PlacedRequest, engine: str) -> TransferParams | AttemptFailure:

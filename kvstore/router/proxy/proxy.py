@@ -30,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFound, Unavailable
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import router as router_metrics
 from kvstore.router.context import RouterContext
 from kvstore.router.engines import Role
 from kvstore.router.placement.placement import PlacedRequest, Placement, PlacementRequest
@@ -101,7 +102,7 @@ class ProxyRequest:
             if not work.done() and self._events.done:
                 await asyncio.wait((work,), timeout=_COMPLETION_S)
             if not work.done():
-                self._context.counters.add("router_clients_gone_total")
+                self._context.counters.add(router_metrics.CLIENTS_GONE)
             elif not work.cancelled() and isinstance(work.exception(), ClientStalledError):
                 await self._abort(scope, disconnect)
                 return
@@ -114,7 +115,7 @@ class ProxyRequest:
 
     async def _abort(self, scope: Scope, disconnect: asyncio.Future[None]) -> None:
         """Abort the client's connection. Closing it would wait until the client reads the rest."""
-        self._context.counters.add("router_clients_stuck_total")
+        self._context.counters.add(router_metrics.CLIENTS_STUCK)
         _log.warning("client disconnected: it stopped reading (timeout_s=%g)", self._context.config.client_timeout_ms / 1000)
         abort: Callable[[], None] | None = scope.get("state", {}).get(ABORT)
         if abort is not None:  # other ASGI servers do not provide it, and close the connection
@@ -135,11 +136,11 @@ class ProxyRequest:
             raise
         except Exception:  # edge of the process: an internal error must not hang or cut the client's connection
             logging.getLogger(__name__).exception("request failed: internal error")
-            self._context.counters.add("router_internal_errors_total")
+            self._context.counters.add(router_metrics.INTERNAL_ERRORS)
             await self._respond_error(client, Internal("internal error of the router; see its log"))
 
     async def _respond_error(self, client: ClientConnection, error: KVStoreError) -> None:
-        self._context.counters.add("router_errors_total")
+        self._context.counters.add(router_metrics.ERRORS)
         if not client.started:
             headers = [_JSON, *([(b"retry-after", b"1")] if error.retryable else [])]
             await client.respond(http_status(error), headers, error_body(error))
@@ -154,7 +155,7 @@ class ProxyRequest:
         prefill_failures = single_retries = 0
         for attempt in range(1 + retries):
             if attempt:
-                self._context.counters.add("router_retries_total")
+                self._context.counters.add(router_metrics.RETRIES)
             decode_only = prefill_failures >= _MAX_PREFILL_FAILURES or (prefill_failures > 0 and attempt == retries)
             request = self._placement_request(facts, tried | prefill_engines if decode_only else tried)
             failure, engine = await self._attempt(client, request, facts)
@@ -164,7 +165,7 @@ class ProxyRequest:
             self._context.record_failure(engine, failure)
             if engine in prefill_engines:
                 prefill_failures += 1
-                self._context.counters.add("router_prefills_failed_total")
+                self._context.counters.add(router_metrics.PREFILLS_FAILED)
                 may_retry = failure.kind not in {FailureKind.TIMEOUT, FailureKind.REJECTED}
             else:
                 may_retry = self._may_retry(failure.kind, engine, tried, single_retries)
@@ -232,7 +233,7 @@ class ProxyRequest:
         for engine in (placed.engine, placed.prefill):
             if engine is not None:
                 self._context.memory.insert(engine, facts.chain)
-        self._context.counters.add("router_attempts_total")
+        self._context.counters.add(router_metrics.ATTEMPTS)
         if placed.prefill is not None:
             return await PrefillDecodeRequest(self._context, self._placement, self._body, self._headers).run(placed)
         upstream = self._context.upstreams[placed.engine]
@@ -243,7 +244,7 @@ class ProxyRequest:
         """Forward a response; return a failure if it was incomplete or invalid."""
         counters = self._context.counters
         self._placement.prefilled(placed)
-        counters.add("router_answers_total")
+        counters.add(router_metrics.ANSWERS)
         try:
             if response.streams:
                 await self._forward_stream(client, placed, response)
@@ -256,7 +257,7 @@ class ProxyRequest:
             if self._events.done:  # only the end of the connection is missing
                 await client.write(b"", last=True)
                 return None
-            counters.add("router_answers_broken_total")
+            counters.add(router_metrics.ANSWERS_BROKEN)
             if client.started:
                 await client.write(error_event(error), last=True)
             timeout = isinstance(error, DeadlineExceeded)
@@ -286,7 +287,7 @@ class ProxyRequest:
             DeadlineExceeded: the engine sent nothing for too long.
         """
         first_byte_ms = int((self._context.now_s() - self._started_s) * 1000)
-        self._context.counters.add("router_first_byte_ms_total", first_byte_ms)
+        self._context.counters.add(router_metrics.FIRST_BYTE_SECONDS, first_byte_ms)
         await client.start(response.status, _response_headers(response, placed))
         await self._forward_piece(client, response, response.first)
         async for piece in response.rest():

@@ -25,6 +25,7 @@ from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.observe.metrics import Event
 from kvstore.rpc.auth.tokens import AccessRole, Principal, TokenTable, WatchedFile
 from kvstore.rpc.errors import abort_arguments
 from kvstore.rpc.tls_connections import TlsConnections
@@ -195,7 +196,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     def __init__(
         self,
         tokens: WatchedFile[TokenTable],
-        count: Callable[[str], None],
+        count: Callable[[Event], None],
         on_refused_node: Callable[[RefusedNode], None] | None = None,
         connections: TlsConnections | None = None,
     ) -> None:

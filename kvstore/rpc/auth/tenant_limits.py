@@ -15,6 +15,7 @@ from kvstore.core.errors import CapacityExceeded
 from kvstore.core.limits import TENANT_SHARE
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.observe.metrics import Event
 from kvstore.rpc.auth.interceptor import tenant
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class TenantLimit:
         count: counts a rejected call.
     """
 
-    def __init__(self, resource: str, capacity: int, count: Callable[[str], None]) -> None:
+    def __init__(self, resource: str, capacity: int, count: Callable[[Event], None]) -> None:
         self._resource = resource
         self._limit = max(1, capacity // TENANT_SHARE)
         self._count = count

@@ -72,7 +72,7 @@ class FluidNetwork:
             raise InvalidArgument("a link's capacity is greater than zero")
         self.capacities = list(capacities)
         self.moved = [0.0] * len(capacities)
-        """Bytes that each link has carried, up to the last ``settle`` (or the last change of what uses it)."""
+        """Bytes that each link has carried, up to the last ``settle`` or the last change of its flows."""
         self._load = [0.0] * len(capacities)
         self._users: list[dict[_Class, float]] = [{} for _ in capacities]
         self._classes: dict[Route, _Class] = {}

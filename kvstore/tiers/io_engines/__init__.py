@@ -1,1 +1,1 @@
-"""I/O engines of the slab: how a slab file's bytes get into memory. ``posix`` always; ``gds`` (kvikio) where it is real."""
+"""I/O engines of slab files: ``posix`` always, ``gds`` (kvikio) if GPUDirect Storage works."""

@@ -1,7 +1,7 @@
-"""What an I/O engine does: it moves pieces of one file, in a row, from and to memory.
+"""Contract of I/O engines: they transfer adjacent pieces of one file from and to memory.
 
-Two kinds of memory take part: *host memory*, which is a ``memoryview``, and *device memory*, which is whatever names its address
-by ``__cuda_array_interface__`` (torch tensors, cupy and numba arrays, our own pools) and can be copied from and to the host.
+Memory is *host memory*, a ``memoryview``, or *device memory*: any object with an address by ``__cuda_array_interface__`` (torch
+tensors, cupy and numba arrays, kvstore's pools) that can be copied from and to the host.
 
 The conformance suite is ``kvstore.testing.io_engine_suite``.
 """
@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class DeviceMemory(Protocol):
-    """One contiguous stretch of writable device memory, as bytes."""
+    """A contiguous range of writable device memory, as bytes."""
 
     @property
     def __cuda_array_interface__(self) -> Mapping[str, Any]:

@@ -1,19 +1,17 @@
-"""I/O engine ``gds``: reads through kvikio, straight into device memory where GPUDirect Storage is real.
+"""I/O engine ``gds``: reads through kvikio, directly into device memory if GPUDirect Storage works.
 
-For reads into host memory kvikio is ``preadv`` with more steps, so the engine leaves those to ``posix`` unless ``host_reads`` is
-asked for (tests and benchmarks, on machines without a GPU: the same calls, futures and fallbacks). Writes are ``posix``'s too:
-what is written lies in the arena.
+For reads into host memory kvikio is ``preadv`` with overhead, so ``posix`` does them, unless ``host_reads`` is set (for tests
+and benchmarks without a GPU: the same calls, futures and fallbacks). ``posix`` also does all writes, because their source is the
+arena.
 
-Each piece is one request of kvikio: where it cuts a request itself and one part fails, it answers while other parts are still
-being read, into memory that the caller would then use for something else. All requests of a call are started before the first
-is waited for, and each is waited for whatever became of the others.
+Each piece is one request. If kvikio split a request and one part failed, it would return while other parts still write to memory
+that the caller may use again. All requests of a call are started before the first is awaited, and every one is awaited.
 
-A request that fails or comes back short is counted, and the bytes are read by ``posix``. After ``GIVE_UP_AFTER`` of those in a
-row the engine leaves kvikio alone for ``PAUSE_S``; then one more failure is enough for the next pause.
+A failed or short request is counted, and ``posix`` reads the bytes. After ``GIVE_UP_AFTER`` consecutive failures the engine does
+not use kvikio for ``PAUSE_S``; after that, one failure begins the next pause.
 
-A driver may also never answer. Whoever waits then waits on, for the memory may be written to until the answer comes; but nobody
-else follows into the trap: while a call has been out for ``STALLED_S``, all others go to ``posix``. So that these find a free
-thread, no more than ``in_flight`` calls are in kvikio's hands at once.
+A driver may never answer. The caller then waits, because the driver may still write to its memory. While a call is stalled for
+``STALLED_S``, all other calls use ``posix``. At most ``in_flight`` calls are in kvikio, so that the others find a free thread.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ STALLED_S = 10.0
 
 
 class GdsFile(IoEngine):
-    """A slab file through kvikio, with ``posix`` behind it.
+    """A slab file read through kvikio, with ``posix`` as the fallback.
 
     Args:
-        posix: the same file; stays the caller's.
+        posix: the same file; not closed with this one.
         kvikio: the library, from ``load_kvikio``.
-        in_flight: calls under way in kvikio at once.
-        host_reads: read into host memory through kvikio as well.
-        counters: where fallbacks are counted.
+        in_flight: number of concurrent calls of kvikio.
+        host_reads: use kvikio for reads into host memory too.
+        counters: counts fallbacks.
         now_s: a monotonic clock.
 
     Raises:
@@ -73,7 +71,7 @@ class GdsFile(IoEngine):
         self._now_s = now_s
         self._lock = threading.Lock()
         self._room = threading.BoundedSemaphore(in_flight)
-        self._began_s: dict[object, float] = {}  # calls under way, the oldest first
+        self._began_s: dict[object, float] = {}  # running calls, oldest first
         self._failures = 0
         self._paused_until_s: float | None = None
         self._last_failure = ""
@@ -85,9 +83,9 @@ class GdsFile(IoEngine):
     @property
     def name(self) -> str:
         if self._stalled():
-            return f"{self._posix.name} (gds left alone: a read has not come back for {STALLED_S:.0f} s)"
+            return f"{self._posix.name} (gds not used: a read is stalled for {STALLED_S:.0f} s)"
         if self._paused_until_s is not None:
-            return f"{self._posix.name} (gds left alone after failures: {self._last_failure})"
+            return f"{self._posix.name} (gds not used after failures: {self._last_failure})"
         if self._host_reads:
             return f"gds (kvikio {self._version})"
         return f"{self._posix.name}, gds into device memory (kvikio {self._version})"
@@ -105,7 +103,7 @@ class GdsFile(IoEngine):
                     self._went_well()
                     return total
         done = self._posix.read(pieces, position)
-        if failure is not None and done == total:  # else the file or the disk is at fault, not kvikio
+        if failure is not None and done == total:  # else the cause is the file or the disk, not kvikio
             self._note(failure)
         return done
 
@@ -125,10 +123,10 @@ class GdsFile(IoEngine):
         try:
             self._file.close()
         except KVIKIO_ERRORS as error:
-            _log.warning("kvikio cannot close %s: %s", self._posix.path, first_line(error))
+            _log.warning("kvikio failed to close: %s (error=%s)", self._posix.path, first_line(error))
 
     def _transfer(self, parts: Sequence[memoryview | DeviceMemory], position: int) -> str | None:
-        """Reads parts that follow each other. Nothing touches them any more when it returns; what went wrong, or None."""
+        """Read adjacent parts. When it returns, nothing writes to their memory any more. Returns the error, or None."""
         failures: list[str] = []
 
         def wait_for(future: Any, size: int) -> None:  # noqa: ANN401
@@ -138,9 +136,9 @@ class GdsFile(IoEngine):
                 failures.append(first_line(error))
             else:
                 if done != size:
-                    failures.append(f"a read came back short: {done} of {size} bytes")
+                    failures.append(f"short read: {done} of {size} bytes")
 
-        with ExitStack() as under_way:  # waits for all, whatever is raised in between
+        with ExitStack() as under_way:  # waits for all, also after an exception
             for part in parts:
                 size = part.nbytes
                 try:
@@ -153,18 +151,18 @@ class GdsFile(IoEngine):
         failure = failures[0] if failures else None
         if failure is not None:
             self._counters.add(volumes_metrics.GDS_READ_FAILURES)
-            _limited.warning("slab %s: kvikio failed: %s; read by posix", self._posix.path, failure)
+            _limited.warning("kvikio read failed: %s (error=%s); read by posix", self._posix.path, failure)
         return failure
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
-        """Within it, if it says True, the caller may use kvikio."""
+        """Admission to kvikio; False: use ``posix``."""
         if not self._may_try():
             yield False
             return
         if self._stalled() or not self._room.acquire(timeout=STALLED_S):
             self._counters.add(volumes_metrics.GDS_STALLED)
-            _limited.warning("slab %s: kvikio has not answered for %.0f s: read by posix", self._posix.path, STALLED_S)
+            _limited.warning("kvikio read stalled: %s (seconds=%.0f); read by posix", self._posix.path, STALLED_S)
             yield False
             return
         call = object()
@@ -192,7 +190,7 @@ class GdsFile(IoEngine):
             return True
 
     def _went_well(self) -> None:
-        if self._failures:  # an unlocked look: at worst a failure of this moment counts for one more read
+        if self._failures:  # unlocked: at worst one more read counts a concurrent failure
             with self._lock:
                 self._failures = 0
 
@@ -206,7 +204,7 @@ class GdsFile(IoEngine):
             self._paused_until_s = self._now_s() + PAUSE_S
         self._counters.add(volumes_metrics.GDS_GIVEN_UP)
         _log.warning(
-            "slab %s: kvikio failed %d times in a row (%s): reads by posix for %.0f s",
+            "kvikio not used: %s (consecutive_failures=%d, error=%s, seconds=%.0f); reads by posix",
             self._posix.path, GIVE_UP_AFTER, failure, PAUSE_S,
         )  # fmt: skip
 

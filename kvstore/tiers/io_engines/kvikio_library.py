@@ -1,9 +1,9 @@
-"""kvikio, imported only when it is to be used, and set up for slabs.
+"""Import and setup of kvikio.
 
-Without ``libcuda.so.1`` every I/O of kvikio fails, and parts of it wait for ever: then it is not even imported. What it needs is
-set once a process: direct reads (off by default, where they cost half the throughput and several times the CPU), and a thread
-for each request in flight. Its compatibility mode stays ``AUTO``: forced off, some versions spin without end where there is no
-driver behind it. libcufile below it has such a mode too, which is forbidden: there, what cannot be done is to fail.
+Without ``libcuda.so.1`` all I/O of kvikio fails and parts of it hang, so it is not imported. Set once per process: direct reads
+(off by default, at half the throughput and several times the CPU), and one thread per request in flight. kvikio's compatibility
+mode stays ``AUTO``: if it is ``OFF`` and there is no driver, some versions spin in a loop. libcufile's compatibility mode is
+forbidden, so that a read that cannot be direct fails.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ CUDA_DRIVER = "libcuda.so.1"
 INSTALL_KVIKIO = "pip install 'kvstore-dualpath[gds-cu12]'   # or gds-cu13, as nvidia-smi names the driver's CUDA version"
 
 KVIKIO_ERRORS = (MemoryError, TypeError, ValueError, OSError, IndexError, ArithmeticError, RuntimeError)
-"""What calls into kvikio raise: C++ exceptions, as Cython turns them into Python's."""
+"""Exceptions of kvikio: C++ exceptions, converted by Cython."""
 
 ALLOW_COMPAT = "CUFILE_ALLOW_COMPAT_MODE"
 FORCE_COMPAT = "CUFILE_FORCE_COMPAT_MODE"
-"""How libcufile is told to read through host memory; it looks once, when it is loaded."""
+"""Environment variable that makes libcufile read through host memory. libcufile reads it once, when it is loaded."""
 
 _lock = threading.Lock()
 _loaded: Kvikio | None = None
 
 
 class Kvikio:
-    """The imported package. One object a process, from ``load_kvikio``."""
+    """The imported package. One object per process, from ``load_kvikio``."""
 
     def __init__(self, package: Any, defaults: Any, threads: int) -> None:  # noqa: ANN401  # modules without types
         self._package = package
@@ -47,27 +47,27 @@ class Kvikio:
         self._threads = 0
         off = package.CompatMode.OFF
         if defaults.get("compat_mode") == off:
-            _log.warning("KVIKIO_COMPAT_MODE=OFF is not heeded: without a driver behind it kvikio may hang")
+            _log.warning("KVIKIO_COMPAT_MODE=OFF ignored: kvikio may hang without a driver")
             defaults.set({"compat_mode": package.CompatMode.AUTO})
         defaults.set({"auto_direct_io_read": True})
         self.want_threads(threads)
 
     def want_threads(self, threads: int) -> None:
-        """At least so many of kvikio's threads from now on; they serve all files. Nothing may be under way if it is more."""
+        """Use at least this many threads for all files. Raise it only while no request is running."""
         if threads > self._threads:
             self._defaults.set({"num_threads": threads})
             self._threads = threads
 
     def open(self, path: Path) -> Any:  # noqa: ANN401
-        """A ``CuFile`` for reading.
+        """Open a ``CuFile`` for reading.
 
         Raises:
-            KVIKIO_ERRORS: it cannot be opened.
+            KVIKIO_ERRORS: the file cannot be opened.
         """
         return self._package.CuFile(path, "r")
 
     def driver_facts(self) -> dict[str, object]:
-        """What kvikio says of the driver below it."""
+        """Properties of the driver according to kvikio."""
         driver = importlib.import_module("kvikio.cufile_driver")
         return {
             "gds_available": bool(driver.get("is_gds_available")),
@@ -77,7 +77,7 @@ class Kvikio:
 
     @contextmanager
     def carried(self) -> Iterator[Callable[[], dict[str, int] | None]]:
-        """Within it: a function that says how many bytes each of kvikio's backends has carried; None: this version cannot say."""
+        """Context with a function that returns the bytes transferred by each of kvikio's backends; None: unknown."""
         try:
             statistics = importlib.import_module("kvikio.statistics")
         except ImportError:
@@ -91,36 +91,36 @@ class Kvikio:
             }
 
     def register(self, memory: DeviceMemory) -> bool:
-        """Registers the allocation that device memory belongs to, so that reads into it need no bounce buffer.
+        """Register the allocation of device memory, so that reads into it need no bounce buffer.
 
         Returns:
-            False: refused (too large for the GPU's window, or not device memory); reads work all the same, more slowly.
+            False: refused (too large for the GPU's window, or not device memory). Reads work nevertheless, but slower.
         """
         try:
             self._package.memory_register(memory)
         except KVIKIO_ERRORS as error:
-            _log.warning("%d bytes of device memory cannot be registered with cuFile: %s", memory.nbytes, first_line(error))
+            _log.warning("cuFile registration failed: %d bytes of device memory (error=%s)", memory.nbytes, first_line(error))
             return False
         return True
 
     def deregister(self, memory: DeviceMemory) -> None:
-        """Undoes ``register``; before the memory is freed."""
+        """Undo ``register``. Call it before the memory is freed."""
         try:
             self._package.memory_deregister(memory)
         except KVIKIO_ERRORS as error:
-            _log.warning("device memory stays registered with cuFile: %s", first_line(error))
+            _log.warning("cuFile deregistration failed: %s", first_line(error))
 
 
 def load_kvikio(*, threads: int) -> Kvikio:
-    """Imports kvikio and sets it up. Later calls answer the same object.
+    """Import kvikio and set it up. Later calls return the same object.
 
     Args:
-        threads: requests that it has in flight at most, over all files.
+        threads: maximum number of requests in flight, over all files.
 
     Raises:
-        Unsupported: there is no CUDA driver, or kvikio is not installed or broken; the message says which.
+        Unsupported: no CUDA driver, or kvikio is not installed or broken; the message has the cause.
     """
-    global _loaded  # the library's own settings are global to the process
+    global _loaded  # the library's settings are global to the process
     with _lock:
         if _loaded is None:
             try:
@@ -133,7 +133,7 @@ def load_kvikio(*, threads: int) -> Kvikio:
                 defaults = importlib.import_module("kvikio.defaults")
                 _loaded = Kvikio(package, defaults, threads)
             except ImportError as error:
-                raise Unsupported(f"kvikio is not installed, or not whole: {INSTALL_KVIKIO}", reason=error) from error
+                raise Unsupported(f"kvikio is not installed, or incomplete: {INSTALL_KVIKIO}", reason=error) from error
             except (*KVIKIO_ERRORS, AttributeError, KeyError) as error:
                 raise Unsupported("kvikio cannot be used", reason=first_line(error)) from error
         _loaded.want_threads(threads)
@@ -141,16 +141,16 @@ def load_kvikio(*, threads: int) -> Kvikio:
 
 
 def forbid_pretence() -> None:
-    """From now on libcufile fails rather than read through host memory silently. What the environment forces is left alone."""
+    """Make libcufile fail instead of reading through host memory silently, unless the environment forces that."""
     os.environ[ALLOW_COMPAT] = "false"
-    os.environ.setdefault(FORCE_COMPAT, "false")  # else a cufile.json could say otherwise
+    os.environ.setdefault(FORCE_COMPAT, "false")  # overrides cufile.json
 
 
 def compat_is_forced() -> bool:
-    """Whether the environment wants libcufile to read through host memory."""
+    """Whether the environment makes libcufile read through host memory."""
     return os.environ.get(FORCE_COMPAT, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the pages that may follow it."""
+    """First line of an error's message."""
     return str(error).strip().split("\n", 1)[0][:300] or type(error).__name__

@@ -1,6 +1,6 @@
-"""I/O engine ``posix``: ``preadv`` and ``pwritev``, with O_DIRECT where the file system takes it. Always there.
+"""I/O engine ``posix``: ``preadv`` and ``pwritev``, with O_DIRECT if the file system supports it. Always available.
 
-A slab keeps it open whatever engine reads: it writes, syncs, and takes over where another one fails.
+Every slab has one: it writes and syncs, and it is the fallback of other engines.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
 _log = logging.getLogger(__name__)
 
 STEP_BYTES = 1 << 20
-"""A thread moves a long run in calls of so many bytes. Measured: with four threads 5-10 % faster than one call of 4 MiB; half as
-long, with eight threads, a seventh slower, for what is in flight is the threads times this."""
+"""Size of the calls into which a thread splits a long run. Measured: with four threads 5-10 % faster than one call of 4 MiB. With
+half the size and eight threads a seventh slower, because fewer bytes are in flight.
+"""
 
 
 class PosixFile(IoEngine):
@@ -29,9 +30,9 @@ class PosixFile(IoEngine):
 
     Args:
         path: the file, which exists.
-        direct: ask for O_DIRECT.
-        writable: False: opened read-only.
-        counters: where fallbacks are counted.
+        direct: use O_DIRECT.
+        writable: False: open read-only.
+        counters: counts fallbacks.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -51,16 +52,16 @@ class PosixFile(IoEngine):
         fd = -1
         try:
             fd = os.open(self.path, flags | os.O_DIRECT)
-            with mmap.mmap(-1, ALIGNMENT) as probe:  # some file systems accept the flag and refuse the I/O
+            with mmap.mmap(-1, ALIGNMENT) as probe:  # some file systems accept the flag and reject the I/O
                 os.preadv(fd, [probe], 0)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            # twice the CPU and half the throughput of direct I/O; data is durable all the same, by fdatasync
+            # twice the CPU and half the throughput of direct I/O; fdatasync makes data durable
             self._counters.add(volumes_metrics.NVME_DIRECT_IO_REFUSED)
-            _log.warning("slab %s: O_DIRECT refused (%s): buffered I/O, which is slower", self.path, error.strerror)
+            _log.warning("O_DIRECT refused: %s (error=%s); buffered I/O is slower", self.path, error.strerror)
             return os.open(self.path, flags), False, f"posix buffered (O_DIRECT refused: {error.strerror})"
         return fd, True, "posix O_DIRECT"
 
@@ -69,15 +70,15 @@ class PosixFile(IoEngine):
         return self._name
 
     def make_writable(self) -> None:
-        """From now on writes are possible, where the file was opened read-only. Reads under way go on undisturbed.
+        """Allow writes to a file that was opened read-only. Running reads continue.
 
         Raises:
-            OSError: it still cannot be opened for writing.
+            OSError: the file still cannot be opened for writing.
         """
         if self._writable:
             return
         fd = os.open(self.path, os.O_CLOEXEC | os.O_RDWR | (os.O_DIRECT if self.direct else 0))
-        self._replaced_fd, self.fd = self.fd, fd  # reads under way use the old one until they end
+        self._replaced_fd, self.fd = self.fd, fd  # running reads use the old descriptor until they end
         self._writable = True
 
     def read(self, pieces: Sequence[memoryview], position: int) -> int:
@@ -88,18 +89,18 @@ class PosixFile(IoEngine):
         return False
 
     def write(self, pieces: Sequence[memoryview], position: int) -> int:
-        """Writes pieces one after the other from ``position`` on.
+        """Write pieces in sequence from ``position`` on.
 
         Returns:
-            Bytes written; -1 where a call before the last came back short.
+            Bytes written; -1 if a call before the last was short.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: an I/O error.
         """
         return _in_steps(os.pwritev, self.fd, pieces, position)
 
     def sync(self) -> None:
-        """Data, and what is needed to find it, to stable storage."""
+        """Write data, and the metadata to find it, to stable storage."""
         os.fdatasync(self.fd)
 
     def close(self) -> None:
@@ -109,10 +110,10 @@ class PosixFile(IoEngine):
 
 
 def _in_steps(call: Callable[[int, list[memoryview], int], int], fd: int, pieces: Sequence[memoryview], position: int) -> int:
-    """Reads or writes pieces one after the other from a byte position on, in equal calls of ``STEP_BYTES`` or a little more.
+    """Read or write pieces in sequence from a byte position on, in equal calls of about ``STEP_BYTES``.
 
     Returns:
-        Bytes transferred; -1 where a call before the last came back short.
+        Bytes transferred; -1 if a call before the last was short.
     """
     total = sum(piece.nbytes for piece in pieces)
     size = round_up(-(-total // max(1, total // STEP_BYTES)))

@@ -1,9 +1,8 @@
-"""Which path from this disk to device memory is real: measured, before the node builds on it.
+"""Probe of GPUDirect Storage: which path from this disk to device memory works, by measurement.
 
-GPUDirect Storage is pretended in two places: kvikio reads through host memory where it finds no GDS (*compatibility mode*), and
-libcufile does the same below it, file by file. Both work, neither says so, and neither is faster than ``posix``. So the probe
-reads a file of the volume into device memory and counts whose bytes they were; and since drivers hang and crash, it does so in a
-process of its own, with a deadline.
+Two layers silently fall back to host memory: kvikio without GDS (*compatibility mode*), and libcufile below it, per file.
+Neither is faster than ``posix``. So the probe reads a file of the volume into device memory and counts the bytes of each
+backend. Drivers hang and crash, so it runs in a separate process with a deadline.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _log = logging.getLogger(__name__)
 GdsMode = Literal["auto", "required", "off"]
 PROBE_TIMEOUT_S = 30.0
 SLAB_FILE = "slab.kv"
-"""As ``kvstore.tiers.nvme.volume_open`` names it, which imports us."""
+"""As in ``kvstore.tiers.nvme.volume_open``, which imports this module."""
 _GDS_BACKEND = "GDS"
 _ENABLE_GDS = (
     "sudo modprobe nvidia-fs   # or enable PCI P2PDMA; the volume on ext4 or XFS on a local NVMe disk;"
@@ -49,47 +48,47 @@ _DISPLAY_CLASSES = ("0x0300", "0x0302")
 
 
 class GdsPath(StrEnum):
-    """How bytes of a volume get into device memory."""
+    """Path of a volume's bytes into device memory."""
 
     GDS = "gds"
     COMPAT = "compat"
     """kvikio works, but through host memory."""
     NONE = "none"
-    """Not through kvikio at all."""
+    """kvikio does not work."""
 
 
 @dataclass(frozen=True, slots=True)
 class GdsProbe:
-    """What the probe found. ``mend``: a line for a shell, or a setting."""
+    """Result of a probe."""
 
     path: GdsPath
     why: str
-    """One line for a person."""
+    """The reason, in one line."""
     mend: str | None = None
-    """What would make it ``GDS``; None: it is, or nobody asked."""
+    """A shell command or a setting that would make it ``GDS``; None: it is, or the mode is off."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the steps brought to light, for reports."""
+    """Facts from the steps of the probe, for reports."""
     measured: bool = True
-    """Whether a file was read; False: ``path`` is what the driver and kvikio allow at best."""
+    """Whether a file was read; False: ``path`` is the best that driver and kvikio allow."""
 
     def describe(self) -> str:
-        """One line: the path that is real, and why."""
+        """One line with the path and the reason."""
         return f"{'real' if self.path is GdsPath.GDS else self.path.value} ({self.why})"
 
 
 def probe_gds(folder: Path, *, timeout_s: float = PROBE_TIMEOUT_S) -> GdsProbe:
-    """Measures which path is real for files of a folder.
+    """Measure which path works for files of a folder.
 
     Args:
-        folder: of the volume; it exists. Where it has no slab large enough, a file is made in it and deleted.
-        timeout_s: after it, the answer is that it does not work.
+        folder: an existing folder of a volume. If it has no slab that is large enough, a temporary file is created in it.
+        timeout_s: time limit; after it, the path counts as not working.
     """
     if (without := _no_driver()) is not None:
         return without
     with ExitStack() as made:
         try:
             path = slab_to_read(folder)
-            if path is None:  # ours to delete: the process that fills it may be killed
+            if path is None:  # deleted here: the process that fills it may be killed
                 path = Path(made.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".gds-probe-")).name)
         except OSError as error:
             return GdsProbe(GdsPath.NONE, f"no file to measure with in {folder}: {error.strerror}", _look_at(folder))
@@ -97,7 +96,7 @@ def probe_gds(folder: Path, *, timeout_s: float = PROBE_TIMEOUT_S) -> GdsProbe:
 
 
 def glance_at_gds(folder: Path, *, timeout_s: float = PROBE_TIMEOUT_S) -> GdsProbe:
-    """As ``probe_gds``, without writing anything: where the folder has no slab to read, nothing is ``measured``."""
+    """As ``probe_gds``, without writing: if the folder has no slab to read, nothing is ``measured``."""
     if (without := _no_driver()) is not None:
         return without
     try:
@@ -108,7 +107,7 @@ def glance_at_gds(folder: Path, *, timeout_s: float = PROBE_TIMEOUT_S) -> GdsPro
 
 
 def slab_to_read(folder: Path) -> Path | None:
-    """The slab of a volume's folder, where it has one that is large enough to measure with."""
+    """The slab in a folder, if it is large enough for a measurement."""
     slab = folder / SLAB_FILE
     try:
         return slab if slab.stat().st_size >= PROBE_BYTES else None
@@ -117,7 +116,7 @@ def slab_to_read(folder: Path) -> Path | None:
 
 
 def nvidia_cards(devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    """NVIDIA's cards on the bus of this host."""
+    """NVIDIA devices on the PCI bus of this host."""
 
     def says(file: Path) -> str:
         try:
@@ -152,13 +151,13 @@ def _run_probe(arguments: list[str], timeout_s: float) -> GdsProbe:
 
 
 def judge(ran: CommandResult, timeout_s: float, *, measured: bool = True) -> GdsProbe:
-    """What the probe's process said, understood. Nothing but proof is taken for GDS, if it was to be ``measured``."""
+    """Interpret the output of the probe's process. If it was to be ``measured``, only a measurement proves GDS."""
     facts: dict[str, Any] = {}
     for line in ran.output.splitlines():
         try:
             said = json.loads(line)
         except ValueError:
-            continue  # libraries print too
+            continue  # libraries print to stdout as well
         if isinstance(said, dict):
             facts.update(said)
     if not measured and ran.code == 0 and facts.get("begun") == "read" and "read_error" not in facts:
@@ -172,7 +171,7 @@ def _allowed(facts: Mapping[str, Any]) -> tuple[GdsPath, str, str | None]:
     if facts.get("gds_available") is True and facts.get("compat_preferred") is False and not facts.get("compat_forced"):
         return (
             GdsPath.GDS,
-            f"kvikio {facts.get('kvikio')} and its driver are there; not measured, for there is no volume yet",
+            f"kvikio {facts.get('kvikio')} and its driver are available; not measured, because there is no volume yet",
             None,
         )
     return GdsPath.COMPAT, f"kvikio {facts.get('kvikio')} would read through host memory", _ENABLE_GDS
@@ -191,19 +190,19 @@ def _judge(facts: Mapping[str, Any], ran: CommandResult, timeout_s: float) -> tu
         return none, f"kvikio {facts.get('kvikio')} cannot read into device memory: {facts['read_error']}", _ENABLE_GDS
     if "same" not in facts:
         said = ran.errors.strip().rsplit("\n", 1)[-1][:200]
-        return none, f"the probe ended at '{at}' with code {ran.code}: {said or 'it said nothing'}", broken
+        return none, f"the probe ended at '{at}' with code {ran.code}: {said or 'no output'}", broken
     if facts["same"] is not True:
-        return none, f"kvikio {facts.get('kvikio')} brought WRONG BYTES into device memory: it is not used", _ENABLE_GDS
+        return none, f"kvikio {facts.get('kvikio')} read WRONG BYTES into device memory; it is not used", _ENABLE_GDS
     carried = facts.get("backends")
     rate = f"{facts.get('gigabytes_per_s')} GB/s"
     if facts.get("compat_forced"):
         return GdsPath.COMPAT, f"{FORCE_COMPAT} makes libcufile read through host memory", f"unset {FORCE_COMPAT}"
     if not isinstance(carried, dict):
-        why = f"kvikio {facts.get('kvikio')} cannot say how it reads: 26.10 is the first that can"
+        why = f"kvikio {facts.get('kvikio')} does not report how it reads; version 26.10 or later does"
         return GdsPath.COMPAT, why, INSTALL_KVIKIO.replace("install", "install --upgrade")
     if carried.get(_GDS_BACKEND, 0) >= 2 * PROBE_BYTES:  # both passes of the probe, all of it
         return GdsPath.GDS, f"kvikio {facts.get('kvikio')}, libcufile {facts.get('libcufile')}, {rate} measured", None
-    available = "GDS is there, but not for this file" if facts.get("gds_available") else "no GDS"
+    available = "GDS works, but not for this file" if facts.get("gds_available") else "no GDS"
     return GdsPath.COMPAT, f"{available}: kvikio reads through host memory, {rate} measured", _ENABLE_GDS
 
 
@@ -216,23 +215,23 @@ def choose_gds(
     setting: str = "node.gds",
     look: Callable[[Path], GdsProbe] | None = None,
 ) -> tuple[Kvikio | None, GdsProbe]:
-    """What a volume is to be opened with. Logs what was found.
+    """Choose the I/O engine of a volume, and log the result of the probe.
 
     Args:
-        mode: ``off``: kvikio is not touched; ``auto``: used where it is real; ``required``: or nothing.
-        folder: of the volume, which exists.
-        threads: requests in flight, over all volumes.
-        counters: where a pretended path is counted.
-        setting: what ``mode`` is called where it was set, for people.
-        look: how to find out; ``glance_at_gds`` for who may not write there, and only what was measured counts. None:
+        mode: ``off``: do not use kvikio; ``auto``: use it if GDS works; ``required``: fail if it does not.
+        folder: an existing folder of the volume.
+        threads: number of requests in flight, over all volumes.
+        counters: counts a volume on which GDS falls back to host memory.
+        setting: name of the setting with ``mode``, for messages.
+        look: the probe: ``glance_at_gds`` for a folder that must not be written to; then only a measurement counts. None:
             ``probe_gds``.
 
     Raises:
-        Unsupported: GDS is required, and not real here; the message says what to do.
-        InvalidArgument: there is no such mode.
+        Unsupported: GDS is required and does not work; the message has the remedy.
+        InvalidArgument: unknown mode.
     """
     if mode not in ("auto", "required", "off"):
-        raise InvalidArgument(f"{setting} takes auto, required or off", gds=mode)
+        raise InvalidArgument(f"{setting} must be auto, required or off", gds=mode)
     if mode == "off":
         return None, GdsProbe(GdsPath.NONE, "switched off")
     found = (look or probe_gds)(folder)
@@ -241,23 +240,23 @@ def choose_gds(
     if found.path is GdsPath.GDS:
         try:
             kvikio = load_kvikio(threads=threads)
-        except Unsupported as error:  # it did work, a moment ago in another process
+        except Unsupported as error:  # it worked in the probe's process
             found = GdsProbe(GdsPath.NONE, str(error), INSTALL_KVIKIO, found.facts)
         else:
-            _log.info("volume at %s: GPUDirect Storage is %s", folder, found.describe())
+            _log.info("GPUDirect Storage probed: volume at %s (%s)", folder, found.describe())
             return kvikio, found
     if mode == "required":
         raise Unsupported(
-            f"{setting} = required, but GPUDirect Storage is not real here: {found.why}. To mend it: {found.mend}."
-            f" Or set {setting} = auto to go on without",
+            f"{setting} = required, but GPUDirect Storage does not work here: {found.why}. To repair it: {found.mend}."
+            f" Or set {setting} = auto to run without it",
             volume=folder, path=found.path.value,
         )  # fmt: skip
     if found.path is GdsPath.COMPAT:
         counters.add(volumes_metrics.GDS_PRETENDED)
-        _log.warning("volume at %s: GPUDirect Storage is only pretended (%s): posix is used", folder, found.why)
-    elif found.facts:  # there is a driver, so somebody may expect it
+        _log.warning("GPUDirect Storage falls back to host memory: volume at %s (%s); posix is used", folder, found.why)
+    elif found.facts:  # with a driver, GDS may be expected
         counters.add(volumes_metrics.GDS_NOT_USABLE)
-        _log.warning("volume at %s: no GPUDirect Storage (%s): posix is used", folder, found.why)
+        _log.warning("GPUDirect Storage not usable: volume at %s (%s); posix is used", folder, found.why)
     else:
-        _log.info("volume at %s: no GPUDirect Storage: %s", folder, found.why)
+        _log.info("GPUDirect Storage not used: volume at %s (%s)", folder, found.why)
     return None, found

@@ -1,7 +1,7 @@
-"""The part of the GDS probe that may hang or crash: a process of its own, ``python -m …probe_process [FILE]``.
+"""The part of the GDS probe that may hang or crash, as a separate process: ``python -m …probe_process [FILE]``.
 
-Prints one JSON object a line, each with what the next step brought to light, so that whoever reads it knows how far it came.
-It reads a file into device memory through kvikio, as the node would, and says which of kvikio's backends carried the bytes.
+It prints one JSON object per step, so that the parent knows how far it got. It reads a file into device memory through kvikio,
+as the node would, and reports which of kvikio's backends transferred the bytes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _THREADS = 8
 
 
 def main(path: Path | None) -> None:
-    """Prints what there is, until something is missing.
+    """Run and print the steps, until something is missing.
 
     Args:
-        path: a file of at least ``PROBE_BYTES``, or an empty one, which is filled; None: nothing is read.
+        path: a file of at least ``PROBE_BYTES``, or an empty one, which is filled; None: read nothing.
     """
     _tell(begun="driver")
     cuda = ctypes.CDLL(CUDA_DRIVER)

@@ -1,7 +1,8 @@
-"""Device memory that belongs to a torch tensor: a pool's, or an engine's paged cache. Imports torch, so import it where that is.
+"""Device memory of a torch tensor: a pool, or an engine's paged cache. Imports torch.
 
-Reads are done when ``read_device`` returns, and are ordered with no stream: kernels that used the memory before must have ended.
-Copies are on a stream of the calling thread's own: on the default one they and an engine's kernels would wait for each other.
+Reads are complete when ``read_device`` returns, and are not ordered with a stream: kernels that used the memory before must have
+ended. Copies use a separate stream of the calling thread: on the default stream, they and an engine's kernels would wait for
+each other.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ _own = threading.local()
 
 
 class TensorMemory:
-    """A contiguous tensor's bytes as ``DeviceMemory``.
+    """The bytes of a contiguous tensor as ``DeviceMemory``.
 
     Args:
-        tensor: on a CUDA device, or on the CPU, whose memory then plays the device's. It is kept alive.
+        tensor: on a CUDA device, or on the CPU as a fake. It is kept alive.
 
     Raises:
-        InvalidArgument: its elements do not follow each other, or it lies elsewhere.
+        InvalidArgument: the tensor is not contiguous, or on another kind of device.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous() or tensor.device.type not in ("cuda", "cpu"):
-            raise InvalidArgument("device memory is a contiguous tensor on cuda or cpu", device=tensor.device)
+            raise InvalidArgument("device memory must be a contiguous tensor on cuda or cpu", device=tensor.device)
         self._bytes = tensor.detach().view(-1).view(torch.uint8)
         self.nbytes = self._bytes.numel()
 
@@ -51,7 +52,7 @@ class TensorMemory:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Copies within it are done when it ends, and wait for nobody's kernels."""
+        """Copies in this context are complete when it ends, and do not wait for other kernels."""
         if not self._bytes.is_cuda:
             yield
             return
@@ -59,7 +60,7 @@ class TensorMemory:
         device = self._bytes.device
         if device not in streams:
             streams[device] = torch.cuda.Stream(device)
-        # both, or what goes back to the device that was current before makes a context there: in a new thread that is GPU 0
+        # both: else leaving the context switches to the previous device, in a new thread GPU 0, and creates a CUDA context there
         with torch.cuda.device(device), torch.cuda.stream(streams[device]):
             yield
         streams[device].synchronize()

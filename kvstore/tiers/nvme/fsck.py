@@ -1,17 +1,19 @@
-"""Offline check and repair of a volume: what ``kvstore volume check`` does.
+"""Offline check and repair of a volume, for ``kvstore volume check``.
 
-Checking changes nothing: it reads every catalogued slot whole, compares headers and checksums, and looks for entries that
-overlap, lie outside or are misplaced, and for blocks whose parent is gone (*orphans*: unreachable, harmless, they age out).
+A check changes nothing. It reads every slot in the catalog, compares headers and checksums, and reports entries that overlap,
+are outside of the slab or misplaced, and blocks without their parent (*orphans*: unreachable, harmless, evicted in time).
 
-Repair drops what is bad from the catalog (its slot counts as free from then on) and mends what a volume cannot open without:
+A repair removes bad blocks from the catalog, which frees their slots, and repairs what a volume needs to open:
 
-* a slab that was cut off gets its length back (the lost blocks are bad, and are dropped);
-* damaged superblocks come back from the catalog's copy;
-* a lost, damaged or foreign catalog is moved aside and rebuilt from the slab: each slot header carries everything a catalog entry
-  holds, so the slab is scanned at every 4 KiB for the magic (slot sizes vary, and no table that could be lost with the catalog
-  is needed). A header counts only with the volume's secret uid, at the place it names, with a payload that matches all its
-  checksums: bytes that someone stored as a payload cannot pose as a block. Where two overlap, the younger generation wins. A
-  rebuilt catalog may bring back blocks that had been evicted but not yet overwritten: valid, verified content.
+* a truncated slab is extended to its length; the lost blocks are bad;
+* damaged superblocks are restored from the catalog's copy;
+* a lost, damaged or foreign catalog is moved aside and rebuilt from the slab. Every slot header has all of its catalog entry, so
+  the
+  slab is searched at every 4 KiB for headers. A header counts only with the volume's secret uid, at the position that it names,
+  with
+  a payload that matches all its checksums: a stored payload cannot imitate a block. If two overlap, the newer generation wins.
+  The
+  rebuilt catalog may have blocks that were evicted and not yet overwritten; they are valid.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from kvstore.tiers.nvme.volume_open import CATALOG_FOLDER, SLAB_FILE, VolumeLock
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""``progress(done, total)``: how much was looked at; blocks of the catalog, or bytes of a scan."""
+"""``progress(done, total)``: blocks of the catalog, or bytes of a scan."""
 
 _BATCH_BYTES = 32 << 20
 _SCAN_BYTES = 8 << 20
@@ -56,52 +58,52 @@ _LARGEST_HEADER_BYTES = header_bytes(limits.MAX_LAYERS)
 
 @dataclass(slots=True)
 class CheckReport:
-    """What a check found, and what a repair did about it."""
+    """Results of a check, and of a repair."""
 
     path: Path
     volume_id: VolumeId
     capacity_bytes: int
     blocks: int = 0
-    """Blocks looked at: catalog entries, or headers found by a scan."""
+    """Number of checked catalog entries, or of headers found by a scan."""
     good: int = 0
     bytes_read: int = 0
     bad: dict[str, int] = field(default_factory=dict)
-    """Blocks that cannot be served, by what is wrong with them."""
+    """Number of invalid blocks, by reason."""
     orphans: int = 0
-    """Good blocks whose parent is not in the volume."""
+    """Number of valid blocks whose parent is not in the volume."""
     dropped: int = 0
-    """Bad blocks taken out of the catalog."""
+    """Number of bad blocks removed from the catalog."""
     damage: list[str] = field(default_factory=list)
-    """What keeps the volume from opening, in words."""
+    """Damage that prevents the volume from opening."""
     mended: list[str] = field(default_factory=list)
-    """What of that was repaired."""
+    """Repaired damage."""
 
     @property
     def ok(self) -> bool:
-        """Nothing bad is left."""
+        """Whether nothing bad is left."""
         return sum(self.bad.values()) == self.dropped and len(self.damage) == len(self.mended)
 
 
 def check_volume(
     path: Path, *, repair: bool = False, progress: Progress | None = None, io_threads: int = 4, direct: bool = True
 ) -> CheckReport:
-    """Checks a volume that nobody has open.
+    """Check a volume that no process has open.
 
     Args:
         path: folder of the volume.
-        repair: drop what is bad, and mend what can be mended.
-        progress: told now and then.
-        io_threads: I/O requests under way at once.
-        direct: use O_DIRECT where it works.
+        repair: remove bad blocks and repair damage.
+        progress: called from time to time.
+        io_threads: number of concurrent I/O requests.
+        direct: use O_DIRECT if the file system supports it.
 
     Raises:
-        NotFound: there is no volume here.
-        Conflict: a process has it open.
-        CorruptBlock: nothing is left to tell what volume this was.
-        OSError: the file system does not answer.
+        NotFound: the folder has no volume.
+        Conflict: a process has the volume open.
+        CorruptBlock: neither slab nor catalog identifies the volume.
+        OSError: an error of the file system.
     """
     if not (path / SLAB_FILE).exists():
-        raise NotFound("no slab of a volume here", path=path)
+        raise NotFound("the folder has no slab of a volume", path=path)
     lock = VolumeLock(path)
     try:
         file = SlabFile(path / SLAB_FILE, io_threads=io_threads, direct=direct, writable=repair, counters=Counters())
@@ -118,7 +120,7 @@ def _silent(_done: int, _total: int) -> None:
 
 
 class _Check:
-    """One check under way."""
+    """One running check."""
 
     def __init__(self, path: Path, file: SlabFile, repair: bool, progress: Progress) -> None:
         self._path = path
@@ -136,7 +138,7 @@ class _Check:
             self._superblock_in_force = superblock
             self._allocator = SlotAllocator(superblock.capacity_bytes, chunk_bytes=superblock.chunk_bytes)
             if superblock_damage:
-                self._mend(superblock_damage, "superblock written anew from the catalog's copy", self._rewrite_superblock)
+                self._mend(superblock_damage, "superblock restored from the catalog's copy", self._rewrite_superblock)
             self._check_length()
             if catalog is not None:
                 noted = catalog.superblock()
@@ -146,7 +148,7 @@ class _Check:
             if catalog is not None:
                 try:
                     self._check_catalog(catalog)
-                except CorruptBlock as error:  # a page deep within: the slab knows better than what is left
+                except CorruptBlock as error:  # a damaged inner page: rebuild from the slab
                     catalog.close()
                     catalog, catalog_damage = None, str(error)
                     self._begin_again()
@@ -159,7 +161,7 @@ class _Check:
         return report
 
     def _begin_again(self) -> None:
-        """Forgets what was learnt of blocks."""
+        """Reset the results about blocks."""
         self._bad.clear()
         self._report.blocks = self._report.good = self._report.orphans = self._report.dropped = 0
         superblock = self._superblock_in_force
@@ -172,7 +174,7 @@ class _Check:
             self._report.mended.append(remedy)
             _log.warning("volume %s: %s: %s", self._path, damage, remedy)
 
-    # ---- what a volume cannot open without ----
+    # ---- superblock and catalog ----
     def _open_catalog(self) -> tuple[Catalog | None, str]:
         folder = self._path / CATALOG_FOLDER
         if not (folder / CATALOG_FILE).exists():
@@ -195,9 +197,7 @@ class _Check:
             current, _ = newest_superblock(self._file.pread(0, 2 * SUPERBLOCK_BYTES))
         except CorruptBlock as error:
             if noted is None:
-                raise CorruptBlock(
-                    f"neither the slab nor the catalog says what volume this is: {error.message}", path=self._path
-                ) from error
+                raise CorruptBlock(f"neither slab nor catalog identifies the volume: {error.message}", path=self._path) from error
             return noted, f"no good superblock: {error.message}"
         if noted is not None and noted.uid == current.uid and noted.epoch > current.epoch:
             return noted, ""
@@ -214,7 +214,7 @@ class _Check:
         size = os.fstat(self._file.fd).st_size
         if size < expected:
             self._mend(
-                f"the slab was cut off: {size} of {expected} bytes", "length restored", lambda: reserve(self._file.fd, expected)
+                f"the slab is truncated: {size} of {expected} bytes", "length restored", lambda: reserve(self._file.fd, expected)
             )
 
     # ---- blocks ----
@@ -231,13 +231,13 @@ class _Check:
             self._progress(self._report.blocks, total)
         self._count(good)
         if self._repair:
-            catalog.put_superblock(self._superblock_in_force)  # damage to the list of free pages shows only when one writes
+            catalog.put_superblock(self._superblock_in_force)  # a damaged list of free pages is detected only by a write
             if bad:
                 catalog.commit((), bad)
                 self._report.dropped = len(bad)
 
     def _placed(self, catalog: Catalog, bad: list[BlockKey]) -> Iterator[SlotHeader]:
-        """Entries that can be; the others are counted and named in ``bad``."""
+        """Valid entries. Invalid ones are counted in ``bad``."""
         for key, value in catalog.entries():
             self._report.blocks += 1
             header = self._fitting(key, value)
@@ -261,7 +261,7 @@ class _Check:
         return header
 
     def _read(self, headers: list[SlotHeader]) -> list[tuple[SlotHeader, bool]]:
-        """Reads slots whole; whether each is what its header says. What is wrong is counted."""
+        """Read slots and verify them. Bad ones are counted."""
         memory = memoryview(mmap.mmap(-1, sum(header.slot.size for header in headers)))
         slots: list[SlotIO] = []
         at = 0
@@ -300,15 +300,15 @@ class _Check:
                 if self._allocator.take(header.slot, header.first_chunk, header.chunks):
                     good[record.key] = record.parent
                     entries.append((record.key, _repack(header)))
-        self._bad.clear()  # leftovers of earlier generations are no damage
+        self._bad.clear()  # slots of earlier generations are not damage
         self._count(good)
-        # both copies of the superblock may be older than the newest slot: generations must not come back
+        # both copies of the superblock may be older than the newest slot; a generation must not be used again
         epoch = max([self._superblock_in_force.epoch, *(header.slot.generation >> GENERATION_BITS for header in found)]) + 1
         self._superblock_in_force = replace(self._superblock_in_force, epoch=epoch)
         self._mend(damage, f"catalog rebuilt from {len(entries)} slot headers", lambda: self._write_catalog(entries))
 
     def _scan(self) -> Iterator[SlotHeader]:
-        """Every header in the slab that names this volume and its own place."""
+        """All headers in the slab with this volume's uid and their own position."""
         uid = self._superblock_in_force.uid
         capacity = self._superblock_in_force.capacity_bytes
         wanted = int.from_bytes(MAGIC, "little")
@@ -320,7 +320,7 @@ class _Check:
             for page in np.flatnonzero(words == wanted).tolist():
                 at = page * ALIGNMENT
                 piece = data[at : at + _LARGEST_HEADER_BYTES]
-                if len(piece) < _LARGEST_HEADER_BYTES:  # it may go on in the next piece
+                if len(piece) < _LARGEST_HEADER_BYTES:  # it may continue in the next piece
                     piece = self._file.pread(DATA_START + start + at, _LARGEST_HEADER_BYTES)
                 try:
                     header = parse_header(piece)
@@ -351,7 +351,7 @@ class _Check:
 
 
 def _batches(headers: Iterator[SlotHeader]) -> Iterator[list[SlotHeader]]:
-    """Headers in groups that take a bounded amount of memory to read."""
+    """Headers in groups whose slots fit in a bounded amount of memory."""
     batch: list[SlotHeader] = []
     size = 0
     for header in headers:

@@ -1,13 +1,12 @@
-"""A volume that another node owns, read through a folder that this host mounts too: of 3FS, CephFS, Lustre, or a plain one.
+"""A volume of another node, read through a mount of its folder (3FS, CephFS, Lustre, or a plain directory).
 
-The owner is not asked and need not live. Which slot holds a block is known from the volume's *roster*; whatever lies in that
-slot by now is read whole, and counts only if its header names the volume, namespace, key, place and generation that were looked
-for, and the payload matches the header's checksum of every Layer Block. The owner may evict and rewrite slots at any moment: a
-read that met it sees another block's header, or a mixture whose checksums fail. Both are a miss, here called *stale*.
+The owner is not involved and may be down. The volume's *slot manifest* has the slot of each block. The slot is read completely,
+and is a hit only if its header has the expected volume, namespace, key, position and generation, and if the payload matches the
+checksum of every Layer Block in the header. The owner may evict and rewrite a slot at any time; then the read finds another
+block's header, or wrong checksums. Both are a miss, counted as *stale*.
 
-Nothing is written or locked. Where the file system grants O_DIRECT, reads go past this host's page cache. An engine mounts its
-own node's volume: that is how blocks get from the disk into device memory without a way through the node's arena. It is told by
-the node where they lie, and so reads no more of the roster than whose volume it is.
+Nothing is written or locked. With O_DIRECT, reads bypass this host's page cache. Engines mount volumes of their own node in this
+way, to read blocks into device memory without the arena. The node sends them the slots, so they read only the manifest's head.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class _WantedSlot(SlotIO):
-    """A slot of which only the place and the block are known: its header is to prove the rest."""
+    """A slot with a known position and block. Its header must prove the rest."""
 
     __slots__ = ("generation", "volume_uid")
 
@@ -62,23 +61,23 @@ class _WantedSlot(SlotIO):
 
 
 class MountedSlab:
-    """The reader's end of a shared volume. Thread-safe. Every method but ``find`` may block for as long as the file system does.
+    """Reader of a shared volume. Thread-safe. Every method except ``find`` may block as long as the file system does.
 
     Args:
         path: folder of the volume, as mounted here.
-        volume_id: the volume that is expected there.
-        io_threads: I/O requests under way at once.
-        direct: use O_DIRECT where it works.
-        counters: where failures are counted.
-        gds: kvikio, for reads into device memory; None: they go through host memory.
-        gds_required: where it cannot open the volume, neither can we.
-        places: False: ``find`` knows nothing, as the caller knows better.
+        volume_id: expected volume.
+        io_threads: number of concurrent I/O requests.
+        direct: use O_DIRECT if the file system supports it.
+        counters: counts failures.
+        gds: kvikio, for reads into device memory; None: these go through host memory.
+        gds_required: fail if kvikio cannot open the volume.
+        places: False: do not read the manifest's entries; ``find`` returns nothing.
 
     Raises:
-        Conflict: another volume lies there.
-        CorruptBlock: the roster is damaged.
-        OSError: there is nothing, or it cannot be read.
-        Unsupported: ``gds`` is required and cannot open it.
+        Conflict: the folder has another volume.
+        CorruptBlock: the slot manifest is damaged.
+        OSError: the volume does not exist, or cannot be read.
+        Unsupported: ``gds_required``, and kvikio cannot open the volume.
     """
 
     def __init__(
@@ -103,30 +102,30 @@ class MountedSlab:
         choice = IoChoice(io_threads, direct, gds, gds_required)
         self._file = choice.open(path / SLAB_FILE, writable=False, counters=self._counters)
         known = f"{len(self._manifest.slots)} blocks, " if places else ""
-        _log.info("volume %s mounted at %s: %s%s", volume_id, path, known, self._file.engine)
+        _log.info("volume mounted: %s (path=%s, %s%s)", volume_id, path, known, self._file.engine)
 
     @property
     def io_engine(self) -> str:
-        """What is really in use."""
+        """The I/O engine in use."""
         return self._file.engine
 
     @property
     def answered_s(self) -> float:
-        """When its file system answered an I/O request last, by ``CLOCK_MONOTONIC``."""
+        """Time of the last completed I/O request by ``CLOCK_MONOTONIC``."""
         return self._file.answered_s
 
     @property
     def blocks(self) -> int:
-        """Blocks that the owner is known to have."""
+        """Number of blocks in the slot manifest."""
         return len(self._manifest.slots)
 
     def catch_up(self) -> None:
-        """Takes in what came and went since.
+        """Read the manifest's new entries.
 
         Raises:
-            Conflict: the volume was replaced by another one: open this one anew.
-            CorruptBlock: the roster is damaged.
-            OSError: it cannot be read.
+            Conflict: the folder now has another volume; open it again.
+            CorruptBlock: the slot manifest is damaged.
+            OSError: the manifest cannot be read.
         """
         with self._turn:
             self._catch_up()
@@ -134,13 +133,15 @@ class MountedSlab:
     def _catch_up(self) -> None:
         self._manifest.catch_up()
         superblock = self._manifest.superblock
-        assert superblock is not None  # it has caught up
+        assert superblock is not None  # set by catch_up
         if superblock.volume_id != self.volume_id or superblock.uid != (self._uid or superblock.uid):
-            raise Conflict("another volume lies here now", path=self._path, expected=self.volume_id, found=superblock.volume_id)
+            raise Conflict(
+                "the folder now has another volume", path=self._path, expected=self.volume_id, found=superblock.volume_id
+            )
         self._uid = superblock.uid
 
     def find(self, keys: Sequence[BlockKey], shape: BlockShape) -> list[Slot | None]:
-        """Where blocks are said to lie. Memory only."""
+        """Slots of blocks according to the manifest. No I/O."""
         size = slot_bytes(shape)
         found = map(self._manifest.slots.get, keys)
         return [slot if slot is not None and slot.size == size else None for slot in found]
@@ -148,14 +149,14 @@ class MountedSlab:
     def read(
         self, namespace: NamespaceId, shape: BlockShape, items: Sequence[tuple[BlockKey, Slot, memoryview]]
     ) -> list[tuple[Outcome, bytes]]:
-        """Reads Full Blocks into writable views.
+        """Read Full Blocks into writable views.
 
         Returns:
-            One entry an item. HIT, and the checksums by which the payload was verified; MISS: the slot does not hold the
-            block (any more), and is forgotten; UNAVAILABLE: it cannot be read.
+            One entry per item: HIT and the verified checksums; MISS if the slot does not have the block (the block is forgotten);
+            UNAVAILABLE if the slot cannot be read.
 
         Raises:
-            InvalidArgument: a view is no Full Block.
+            InvalidArgument: a view does not have the size of a Full Block.
         """
         slots: list[_WantedSlot] = []
         for key, slot, payload in items:
@@ -168,9 +169,9 @@ class MountedSlab:
     def read_device(
         self, namespace: NamespaceId, shape: BlockShape, items: Sequence[tuple[BlockKey, Slot, DeviceMemory]]
     ) -> list[tuple[Outcome, bytes]]:
-        """As ``read``, into device memory; what is not a HIT leaves it undefined.
+        """As ``read``, into device memory. Memory of a block that is not a HIT is undefined.
 
-        What went there straight is fetched back to be verified: the owner may have rewritten the slot meanwhile.
+        Data read directly is copied back to be verified, because the owner may have rewritten the slot.
         """
         pairs: list[tuple[_WantedSlot, DeviceMemory]] = []
         for key, slot, memory in items:
@@ -183,7 +184,7 @@ class MountedSlab:
     def _wanted(namespace: NamespaceId, shape: BlockShape, key: BlockKey, slot: Slot, nbytes: int) -> BlockRecord:
         check_shape(shape)
         if nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
-            raise InvalidArgument("a payload is one Full Block and fits its slot", bytes=nbytes)
+            raise InvalidArgument("a payload must be one Full Block and fit its slot", bytes=nbytes)
         return BlockRecord(namespace, key, None, 0, shape, b"")
 
     def _answers(self, places: Sequence[tuple[BlockKey, Slot]], slots: Sequence[_WantedSlot]) -> list[tuple[Outcome, bytes]]:
@@ -195,7 +196,7 @@ class MountedSlab:
         return answers
 
     def _forget(self, key: BlockKey, slot: Slot) -> None:
-        """Until the roster speaks of the block again, it is not looked for."""
+        """Ignore the block until the manifest has a new entry for it."""
         self._counters.add(volumes_metrics.MOUNT_STALE_BLOCKS)
         known = self._manifest.slots
         with self._turn:
@@ -203,5 +204,5 @@ class MountedSlab:
                 del known[key]
 
     def close(self) -> None:
-        """Waits for I/O under way, then closes."""
+        """Wait for running I/O, then close the file."""
         self._file.close()

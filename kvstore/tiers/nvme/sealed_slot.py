@@ -1,8 +1,8 @@
-"""A slot of an own volume whose block's checksums are not in memory: the slot's header holds them, and a seal proves them.
+"""Slots of the node's own volumes whose checksums are not in memory: they are in the slot's header, and a seal verifies them.
 
-A node holds millions of blocks that lie on NVMe alone, and eight bytes of checksum a layer for each would be most of its memory.
-It keeps eight bytes of *seal* per block: the hash of all checksums. A read finds the checksums in the header that it reads with
-the payload anyway; every field of that header must be as expected, and its checksums must match the seal.
+A node has millions of blocks on NVMe only. Eight bytes of checksum per layer for each would be most of its memory, so it keeps
+an eight-byte *seal* per block: the hash of all checksums. A read gets the checksums from the header, which it reads with the
+payload. Every field of the header must be as expected, and its checksums must match the seal.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvstore.tiers.nvme.slot_header import FIXED_BYTES, parse_header, seal_of
 
 
 class SealedSlotIO(SlotIO):
-    """One slot to read. A HIT leaves the checksums in ``record``.
+    """Read of one slot. After a HIT, ``record`` has the checksums.
 
     Args:
-        volume_uid: of the volume.
+        volume_uid: uid of the volume.
         slot: the slot.
-        span: first chunk, and number of chunks, of its span.
-        header_room: bytes that the header takes in the slot.
-        record: of the block, with a seal.
-        payload: where the payload goes.
+        span: first chunk and number of chunks of its span.
+        header_room: bytes of the header in the slot.
+        record: record of the block, with a seal.
+        payload: destination of the payload.
     """
 
     __slots__ = ("generation", "span", "volume_uid")

@@ -1,28 +1,25 @@
-"""NVMe slab: a volume in one preallocated file, with a catalog beside it.
+"""NVMe slab: a volume in one preallocated file, with a catalog.
 
 A volume is a folder::
 
     slab.kv    superblock (1 MiB), then slots: [header pages][payload, padded to 4 KiB]
     catalog/   LMDB: block key -> slot header
-    lock       held (flock) by the one process that has the volume open
-    rules      what may stay of namespaces, as the node heard it last (``kvstore.node.control.rules_file``): not the volume's
-    roster     block key -> slot, for nodes that mount the folder: derived, a hint (``kvstore.tiers.nvme.slot_manifest``)
-    rules      what may stay of namespaces, as the node heard it last (``kvstore.node.control.rules_file``): not the volume's
-    roster     block key -> slot, for nodes that mount the folder: derived, a hint (``kvstore.tiers.nvme.slot_manifest``)
+    lock       flock of the process that has the volume open
+    rules      last retention rules of the node (``kvstore.node.control.rules_file``); not used by the volume
+    roster     slot manifest for nodes that mount the folder (``kvstore.tiers.nvme.slot_manifest``); derived, a hint
 
-Order of things, which is all of crash safety: slots are written; ``commit`` syncs the slab, then changes the catalog in one
-synced transaction; slots of removed blocks are given out again only after that. A crash at any point leaves every block whose
-commit had returned, and nothing else visible. Nothing is trusted on the way back: a read compares the header with the one that
-was asked for, byte for byte, and the payload with its checksums.
+Crash safety follows from the order of writes. First slots are written; then ``commit`` syncs the slab; then one synced
+transaction changes the catalog; only then may slots of removed blocks be allocated again. After a crash at any point, exactly
+the committed blocks are in the volume. A read verifies the slot's header byte for byte and the payload by its checksums.
 
-If syncing the slab ever fails, the kernel may have thrown written pages away and will not say so again; so from then on this
-opening stores nothing more (reads and removals go on). Opening the volume anew begins anew.
+If a sync of the slab fails, the kernel may have dropped written pages and does not report it again. So the volume stores nothing
+more until it is opened again; reads and removals continue.
 
-Nor is a file that nobody finds again worth anything: before each commit, and when asked, the volume looks whether slab and
-catalog still lie under its path. If they were removed, moved or mounted over, it is read-only until they are back.
+Before each commit, and in ``check_files``, the volume checks that slab and catalog are still at its path. If they were removed,
+moved or mounted over, it is read-only until they are back.
 
-Where the file system takes no writes at all when the volume is opened, it is *read-only*: it gives no room, removes nothing and
-serves what it holds, until ``resume`` succeeds.
+If the file system accepts no writes when the volume is opened, it is *read-only*: it allocates and removes nothing, but can be
+read, until ``resume`` succeeds.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ _RECOVERY_BATCH = 1024
 
 
 class NvmeSlab(PooledVolume, DurableVolume):
-    """A durable volume on a local file system. Made by ``open``. Thread-safe."""
+    """A durable volume on a local file system, created by ``open``. Thread-safe."""
 
     def __init__(self, path: Path, lock: VolumeLock, parts: OpenParts, *, verify_headers: bool, counters: Counters) -> None:
         superblock = parts.superblock
@@ -108,36 +105,36 @@ class NvmeSlab(PooledVolume, DurableVolume):
         gds_required: bool = False,
         gds_host_reads: bool = False,
     ) -> NvmeSlab:
-        """Opens a volume, and makes it where the folder is missing or empty.
+        """Open a volume. Create it if the folder is missing or empty.
 
-        One that exists on a file system that takes no writes (full, read-only, failing) is opened read-only (``read_only``), with
-        the capacity that it has.
+        On a file system that accepts no writes (full, read-only, failing), an existing volume is opened read-only, with its
+        current capacity.
 
         Args:
             path: folder of the volume.
-            volume_id: its name; must be the one that it was made with.
-            capacity_bytes: room for slots. More than before: the volume grows.
-            io_threads: I/O requests under way at once.
-            direct: use O_DIRECT where it works (``io_engine`` says what is in use).
-            verify_headers: ``recover`` reads every slot's header and drops those that differ (an I/O a block).
-            counters: where fallbacks and failures are counted.
-            gds: kvikio, for reads into device memory; None: they go through host memory.
-            gds_required: refuse to open where kvikio cannot open the slab, rather than do without it.
-            gds_host_reads: reads into host memory go through kvikio as well, for tests and benchmarks.
+            volume_id: name of the volume; must be the one that it was created with.
+            capacity_bytes: space for slots. The volume grows if it had less.
+            io_threads: number of concurrent I/O requests.
+            direct: use O_DIRECT if the file system supports it (see ``io_engine``).
+            verify_headers: ``recover`` reads every slot's header (one I/O per block) and drops blocks whose header differs.
+            counters: counts fallbacks and failures.
+            gds: kvikio, for reads into device memory; None: these go through host memory.
+            gds_required: fail if kvikio cannot open the slab.
+            gds_host_reads: use kvikio for reads into host memory too, for tests and benchmarks.
 
         Raises:
-            Conflict: another process has it open, or it is another volume.
-            InvalidArgument: it was larger before, or the arguments are out of bounds.
-            CorruptBlock: superblock, slab or catalog is damaged or lost; the message names the command that mends it.
-            CapacityExceeded: the file system has no room to make or to enlarge it.
-            Unavailable: its catalog cannot be opened.
+            Conflict: another process has the volume open, or the folder has another volume.
+            InvalidArgument: the capacity is less than before, or an argument is invalid.
+            CorruptBlock: superblock, slab or catalog is damaged or lost; the message has the command that repairs it.
+            CapacityExceeded: not enough space to create or enlarge the volume.
+            Unavailable: the catalog cannot be opened.
             Unsupported: ``gds_required``, and kvikio cannot open the slab.
-            OSError: anything else that the file system says.
+            OSError: another error of the file system.
         """
         counters = counters or Counters()
         capacity_bytes = capacity_bytes // ALIGNMENT * ALIGNMENT
         if capacity_bytes < ALIGNMENT or not 0 < len(volume_id.encode()) <= limits.MAX_NAME_BYTES:
-            raise InvalidArgument("a volume takes a name and at least one page of 4096 bytes", capacity_bytes=capacity_bytes)
+            raise InvalidArgument("a volume must have a name and at least one page of 4096 bytes", capacity_bytes=capacity_bytes)
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = VolumeLock(path)
         try:
@@ -150,7 +147,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
             raise
         superblock = parts.superblock
         size, epoch = superblock.capacity_bytes >> 20, superblock.epoch
-        _log.info("volume %s at %s: %d MiB, %s, epoch %d", volume_id, path, size, parts.file.engine, epoch)
+        _log.info("volume opened: %s (path=%s, mib=%d, engine=%s, epoch=%d)", volume_id, path, size, parts.file.engine, epoch)
         return cls(path, lock, parts, verify_headers=verify_headers, counters=counters)
 
     @property
@@ -183,15 +180,15 @@ class NvmeSlab(PooledVolume, DurableVolume):
         return False
 
     def _lose(self) -> None:
-        """The files are not where they were. The caller has the commit lock."""
+        """Become read-only because the files are not at their path. The caller holds the commit lock."""
         if self._gone or self._closed:
             return
         self._gone = True
         self._read_only = self._read_only or f"its files are no longer in {self._path}: removed, moved or mounted over"
         self._counters.add(volumes_metrics.NVME_FILES_GONE)
         _log.error(
-            "volume %s: its files are no longer in %s: they were removed, moved or mounted over. Nothing it holds outlives this "
-            "process, and it stores nothing more; put them back, or restart the node to begin with an empty volume",
+            "volume files missing: %s (path=%s); they were removed, moved or mounted over. Its blocks are lost when this process "
+            "ends, and it stores no more; put the files back, or restart the node to begin with an empty volume",
             self.volume_id, self._path,
         )  # fmt: skip
 
@@ -251,7 +248,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         places: list[int] = []
         for place, (slot, record, payload) in enumerate(items):
             if not self.slot_pool.holds(slot):
-                continue  # given to another block since: whatever lies there is not what was asked for
+                continue  # allocated to another block since: a miss
             slots.append(self._slot_io(slot, record, payload))
             places.append(place)
         self._file.read(slots, verify=verify)
@@ -260,16 +257,16 @@ class NvmeSlab(PooledVolume, DurableVolume):
         return answers
 
     def read_device(self, items: Sequence[tuple[Slot, BlockRecord, DeviceMemory]], *, verify: bool = True) -> list[Outcome]:
-        """As ``read``, into device memory: straight from the disk where the I/O engine can, else through host memory.
+        """As ``read``, into device memory: directly if the I/O engine can, else through host memory.
 
-        What is not a HIT leaves the memory undefined.
+        Memory of a block that is not a HIT is undefined.
 
         Args:
-            items: each with memory of one Full Block, which nothing else uses meanwhile.
-            verify: compare checksums; what went straight to the device is fetched back for that. Headers always are.
+            items: each with memory for one Full Block, which nothing else uses during the read.
+            verify: compare checksums. Data read directly is copied back for that. Headers are always verified.
 
         Raises:
-            InvalidArgument: memory is no Full Block.
+            InvalidArgument: the memory does not have the size of a Full Block.
         """
         outcomes = [Outcome.CORRUPT] * len(items)
         pairs: list[tuple[SlotIO, DeviceMemory]] = []
@@ -277,7 +274,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         for place, (slot, record, memory) in enumerate(items):
             shape = record.shape
             if memory.nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
-                raise InvalidArgument("device memory is one Full Block and fits its slot", bytes=memory.nbytes)
+                raise InvalidArgument("device memory must be one Full Block and fit its slot", bytes=memory.nbytes)
             if not self.slot_pool.holds(slot):
                 continue  # as for read
             pairs.append((self._place_io(slot, record, NOTHING), memory))
@@ -290,16 +287,16 @@ class NvmeSlab(PooledVolume, DurableVolume):
     @staticmethod
     def _check_checksums(record: BlockRecord) -> None:
         if record.seal is not None:
-            raise Internal("a block is written without its checksums", key=record.key.hex())
+            raise Internal("a block to write has no checksums", key=record.key.hex())
 
     def _slot_io(self, slot: Slot, record: BlockRecord, payload: memoryview) -> SlotIO:
         shape = record.shape
         if payload.nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
             raise InvalidArgument(
-                "a payload is one Full Block and fits its slot", bytes=payload.nbytes, expected=shape.block_bytes
+                "a payload must be one Full Block and fit its slot", bytes=payload.nbytes, expected=shape.block_bytes
             )
         if not self.slot_pool.holds(slot):
-            raise Internal("a slot is used that is not held", slot=slot)
+            raise Internal("the slot is not allocated", slot=slot)
         if payload.format != "B" or payload.ndim != 1:
             payload = payload.cast("B")
         return self._place_io(slot, record, payload)
@@ -319,7 +316,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         entries: list[tuple[BlockKey, bytes]] = []
         for slot, record in stored:
             if not self.slot_pool.holds(slot):
-                raise Internal("a block is committed in a slot that is not held", slot=slot)
+                raise Internal("the slot of a committed block is not allocated", slot=slot)
             entries.append((record.key, self._header(slot, record)))
         with self._commit_lock:
             if self._catalog is None or self._read_only is not None:
@@ -333,7 +330,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
             self._manifest.append([(record.key, slot) for slot, record in stored], removed)
 
     def _listed(self) -> Iterator[tuple[BlockKey, Slot]]:
-        """What the catalog holds, for the roster. The caller has the catalog to itself."""
+        """Entries of the catalog for the slot manifest. The caller holds the commit lock."""
         if self._catalog is not None:
             for key, header in self._catalog.entries():
                 yield BlockKey(key), place_in(header)
@@ -344,7 +341,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
     def _sync(self) -> None:
         if self._sync_failed:
             raise Unavailable(
-                "syncing this volume failed before: it stores nothing until it is opened anew", volume_id=self.volume_id
+                "a sync of this volume failed; it stores nothing until it is opened again", volume_id=self.volume_id
             )
         try:
             self._file.sync()
@@ -352,14 +349,14 @@ class NvmeSlab(PooledVolume, DurableVolume):
             self._sync_failed = True
             self._counters.add(volumes_metrics.NVME_SYNC_ERRORS)
             _log.exception(
-                "volume %s: sync failed (%s): nothing more is stored until it is opened anew", self.volume_id, error.strerror
+                "volume sync failed: %s (error=%s); it stores nothing until it is opened again", self.volume_id, error.strerror
             )
             raise
 
     def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
         if self._recovered:
-            raise Internal("a volume is recovered once, right after opening")
-        assert self._catalog is not None  # until it is recovered
+            raise Internal("recover must be called once, right after open")
+        assert self._catalog is not None  # open until recover ends
         bad = self._to_drop
         batch: list[tuple[Slot, BlockRecord]] = []
         for key, value in self._catalog.entries():
@@ -374,7 +371,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         yield from self._with_good_headers(batch, bad)
         if bad:
             self._counters.add(volumes_metrics.NVME_RECOVERY_DROPPED, len(bad))
-            _log.warning("volume %s: %d catalog entries cannot be: dropped", self.volume_id, len(bad))
+            _log.warning("invalid catalog entries dropped: %s (entries=%d)", self.volume_id, len(bad))
         with self._commit_lock:
             if self._read_only is None:
                 self._drop_bad(self._catalog)
@@ -386,7 +383,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         self._recovered = True
 
     def _drop_bad(self, catalog: Catalog) -> None:
-        """Takes entries that cannot be out of the catalog. Until it has forgotten them, their places must not be given out."""
+        """Remove invalid entries from the catalog. Their slots must not be allocated before that."""
         try:
             with writing():
                 if self._to_drop:
@@ -395,7 +392,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         except CannotWriteError as error:
             self._read_only = str(error)
             self._counters.add(volumes_metrics.NVME_OPENED_READ_ONLY)
-            _log.warning("volume %s cannot be written to (%s): it is read-only and serves what it holds", self.volume_id, error)
+            _log.warning("volume became read-only: %s (reason=%s)", self.volume_id, error)
 
     def resume(self) -> bool:
         with self._commit_lock:
@@ -408,16 +405,16 @@ class NvmeSlab(PooledVolume, DurableVolume):
                     return False
                 self._gone = False
             try:
-                if self._catalog is None:  # else it was writable, and is as it was
+                if self._catalog is None:  # an open catalog is up to date
                     self._begin_writing()
                 self._read_only = None
             except (CannotWriteError, KVStoreError, OSError) as error:
                 if str(error) != self._read_only:
                     self._read_only = str(error)
-                    _log.warning("volume %s stays read-only: %s", self.volume_id, error)
+                    _log.warning("volume stays read-only: %s (reason=%s)", self.volume_id, error)
                 return False
         self._counters.add(volumes_metrics.NVME_RESUMED)
-        _log.warning("volume %s can be written to again: it stores blocks", self.volume_id)
+        _log.warning("volume became writable: %s", self.volume_id)
         return True
 
     def _begin_writing(self) -> None:
@@ -428,7 +425,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
                 catalog = open_catalog(self._path, self._superblock.capacity_bytes)
             noted = catalog.superblock()
             if noted is not None and noted.epoch > self._superblock.epoch:
-                self._superblock = noted  # an attempt that came only half way
+                self._superblock = noted  # an earlier attempt failed after this step
             self._superblock = begin_epoch(self._file, catalog, self._superblock)
             if self._to_drop:
                 catalog.commit((), self._to_drop)
@@ -441,7 +438,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         self._manifest.begin(self._superblock)
 
     def _take(self, key: bytes, value: bytes) -> tuple[Slot, BlockRecord] | None:
-        """Takes the slot of one catalog entry, or None where the entry cannot be."""
+        """Allocate the slot of one catalog entry; None: the entry is invalid."""
         try:
             header = parse_header(value)
         except CorruptBlock:
@@ -456,7 +453,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
     def _with_good_headers(
         self, batch: list[tuple[Slot, BlockRecord]], bad: list[BlockKey]
     ) -> Iterator[tuple[Slot, BlockRecord]]:
-        """Those of a batch whose slot begins with their header; all of it where that is not asked for."""
+        """Blocks of a batch whose slot has the expected header; all blocks without ``verify_headers``."""
         if not self._verify_headers:
             yield from batch
             return
@@ -482,7 +479,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
 
 
 def _is_at(path: Path, file: os.stat_result) -> bool:
-    """Whether a path leads to a file."""
+    """Whether the file is at the path."""
     try:
         found = path.stat()
     except OSError:

@@ -90,71 +90,70 @@ class MetadataAdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def DescribeServer(self, request, context):
-        """The server: version, index, how many of everything, configuration in force.
+        """Describes the server: version, index, counts, effective configuration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeNamespaces(self, request, context):
-        """Namespaces with their specs and how often they hit, a page at a time.
+        """Lists namespaces with their specs and lookup statistics, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeBlocks(self, request, context):
-        """What the index says of blocks: who holds them, and of a chain why it hits no further.
+        """Describes the records of blocks: their replicas and, for a chain, why its prefix match ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribePlanning(self, request, context):
-        """Load plans under way, the last decisions with the figures they were taken on, and the read queues.
+        """Describes load plans in progress, the last decisions with their figures, and the read queues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPathPolicy(self, request, context):
-        """Changes the path policy that decides where a request names none, until the server is started again.
+        """Changes the default path policy until the server restarts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeTenants(self, request, context):
-        """Tenants with what they may hold and what they hold, as nodes said with their last heartbeats; those that have neither are left
-        out.
+        """Lists tenants with quota and usage, from the last heartbeats of the nodes. Tenants with neither are omitted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetTenantQuota(self, request, context):
-        """Sets a tenant's quota, cluster wide, or takes it away; kept over restarts. Nodes hear of it with their next heartbeat.
+        """Sets or removes a tenant's cluster-wide quota. It survives restarts. Nodes get it with their next heartbeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListNamespaceRules(self, request, context):
-        """What may stay of the namespaces that something was ordered of, whether the index knows them or not.
+        """Lists the retention rules of all namespaces that have one, even if the index does not know the namespace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetNamespaceRule(self, request, context):
-        """Sets what may stay of a namespace; kept over restarts. Nodes hear of it with their next heartbeat.
+        """Sets the retention rule of a namespace. It survives restarts. Nodes get it with their next heartbeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RebuildIndex(self, request, context):
-        """Drops the index and makes it anew: nodes notice, register again and send their inventories. Until then, less hits.
+        """Drops and recreates the index. Nodes register again and publish their inventories; until then lookups find fewer blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -560,72 +559,71 @@ class NodeAdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def DescribeNode(self, request, context):
-        """The node: version, volumes, queues, cap, configuration in force.
+        """Describes the node: version, volumes, queues, traffic cap, effective configuration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeUsage(self, request, context):
-        """How much each namespace has on each volume of the node. Looks at every block: not for every second.
+        """Returns the usage of each namespace on each volume of the node. It visits every block: do not call it every second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSlowLoads(self, request, context):
-        """The slowest loads of the last minute, and why they were.
+        """Lists the slowest loads of the last minute, with the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EvictBlocks(self, request, context):
-        """Evicts the coldest blocks of a volume down to a fill, or a namespace's blocks. What is in use stays, and so does what is
-        in DRAM and not durable yet.
+        """Evicts the coldest blocks of a volume down to a fill, or the blocks of a namespace. Blocks in use, and dirty blocks in DRAM, stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def InvalidateNamespace(self, request, context):
-        """Drops every block of a namespace that the node holds when the call comes, durable or not; waits for those in use.
+        """Drops all blocks of a namespace that the node holds at the time of the call, durable or not; waits for blocks in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckVolume(self, request, context):
-        """Begins to read every block of a durable volume and to compare it with its checksums, in the background. What is bad is taken
-        out as a load would. One check of a volume at a time; nothing of it outlives the node's process.
+        """Starts a background check that reads every block of a durable volume and verifies its checksums. Bad blocks are quarantined, as a
+        load would do. One check per volume at a time. A check does not survive a restart of the node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeCheck(self, request, context):
-        """How far the check of a volume is, or what the last one found.
+        """Returns the progress of a volume's check, or the result of the last one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelCheck(self, request, context):
-        """Ends the check of a volume; what it found bad stays out.
+        """Cancels the check of a volume. Blocks that it found bad stay quarantined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetTrafficCap(self, request, context):
-        """Changes the cap on KV over the compute network, until the node is started again.
+        """Changes the cap on KV traffic over the compute network until the node restarts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompareIndex(self, request, context):
-        """Anti-entropy now: compares all volumes with the index, and mends what differs.
+        """Runs anti-entropy now: compares all volumes with the index, and repairs differences.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

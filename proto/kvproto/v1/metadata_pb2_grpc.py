@@ -293,7 +293,7 @@ class MetadataServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """Cancels a request in any state; its engines are told to drop it. Idempotent.
+        """Cancels a request in any state; its engines get an event to drop it. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,8 +301,8 @@ class MetadataServicer:
 
     def WatchBlocks(self, request, context):
         """Streams changes of the index until the caller cancels: stored and removed blocks, and volumes that are opened, closed, silent or
-        back. A stream resumes where the caller stopped, or begins with a snapshot: Resync, then BlocksHeld between events, then
-        SnapshotEnd. A caller that falls behind the server's event log gets another Resync and snapshot in the same stream. UNSUPPORTED with
+        back. A stream resumes after the last change of the caller, or begins with a snapshot: Resync, then BlocksHeld between events, then
+        SnapshotEnd. A caller that is too slow for the server's event log gets another Resync and snapshot in the same stream. UNSUPPORTED with
         several workers, because each would know a part of the changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

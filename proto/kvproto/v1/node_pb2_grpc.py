@@ -116,30 +116,30 @@ class NodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetNode(self, request, context):
-        """Who this node is.
+        """Returns the registration of the node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def IssueTicket(self, request, context):
-        """A short-lived signed pass for the data plane, good for one namespace. Peers ask for it like everybody else.
+        """Issues a short-lived signed ticket for the data plane, valid for one namespace. Other nodes use it, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """Opens a session of an engine on this host. The caller then connects to `arena_socket`, sends the 16 bytes of
-        session_id and receives the arena's file descriptor (SCM_RIGHTS). It keeps that connection until it has stopped
-        touching the arena: its end is what tells the node that slots prepared for this session may be used again.
+        """Opens a session of an engine on this host. The caller then connects to `arena_socket`, sends the 16 bytes of session_id and receives
+        the arena's file descriptor (SCM_RIGHTS). It must keep that connection as long as it accesses the arena: when the connection ends,
+        the node reuses the slots that were prepared for the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prepare(self, request, context):
-        """Store, step 1: asks for slots. Blocks already held, or being written by another writer, are answered as such.
+        """Store, step 1: requests slots. Blocks that are held, or that another writer is writing, get no slot.
         Keys must be derived from the chain: the first writer of a key decides its parent and depth, another claim is a Conflict.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -147,82 +147,82 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """Store, step 3 (step 2 is the engine's copy into the slots): makes blocks visible.
+        """Store, step 3 (in step 2 the engine copies into the slots): makes blocks visible.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Gives prepared slots back unwritten.
+        """Releases prepared slots without storing them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Brings blocks into the arena and leases them to the session, from this node's own volumes or, for the rest, from the
-        sources named. Streams progress, in the order in which blocks become ready; every block is answered exactly once.
+        """Loads blocks into the arena and leases them to the session, from this node's volumes or, for the others, from the given sources.
+        Streams progress in the order in which blocks become ready. Each block is reported exactly once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Tells where those of some blocks that lie on this node's NVMe volumes and not in its arena are, so that an engine of this
-        host reads them itself, straight into its device's memory. They stay there under a lease. Sessions over the unix socket only.
+        """Returns the location of blocks that are on this node's NVMe volumes and not in its arena, so that an engine of this host can read
+        them directly into GPU memory. A lease protects them from eviction. Only for sessions over the unix socket.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AwaitPrompt(self, request, context):
-        """Decode side: takes room in the decode buffer for a whole prompt, all or none, then answers its blocks as they become
-        resident, whoever brings them (a prefill engine, a load over this node, this node's own volumes).
+        """Decode side: reserves space in the decode buffer for a whole prompt, then reports its blocks as they become resident, from any source
+        (a prefill engine, a load over this node, this node's volumes).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbandonPrompt(self, request, context):
-        """Prefill side: what is missing of a prompt will not come. Who awaits it is answered at once, with what is there; who comes
-        soon after, too. Harmless where nobody does, and when it is said again.
+        """Prefill side: the missing blocks of a prompt will not be sent. AwaitPrompt calls for it, present and soon following, return at once
+        with the resident blocks. No effect without such a call; idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Ends leases early.
+        """Releases leases before they expire.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Waits until everything completed before the call was written behind, and says whether it is durable now.
+        """Waits until all blocks that were completed before the call are written back, and returns whether they are durable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Drops blocks from one tier. With DRAM, blocks that are not durable yet are kept.
+        """Drops blocks from one tier. Dirty blocks in DRAM are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PullBlocks(self, request, context):
-        """Copies blocks of another node, which drains, to this node's volumes: reads them over the data plane, verifies them, and answers
-        once they are durable. Takes free room only: nothing is evicted for it. Called again, what is there already is told so.
+        """Copies blocks of a draining node to this node's volumes: reads them over the data plane, verifies them, and returns when they are
+        durable. It uses free space only and evicts nothing. A repeated call reports blocks that are held already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetNodeStats(self, request, context):
-        """Counters and sizes, for people and tests.
+        """Returns counters and sizes, for operators and tests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,7 +1,7 @@
 """The storage backend that SGLang's HiCache loads: a thin face over the pools. Nothing here raises into SGLang's threads.
 
 SGLang calls from several background threads at once: one asks what is there, one brings pages into host memory, one takes them
-from there. What fails is a miss or a page not stored, counted and logged; SGLang computes it.
+from there. A failure is a miss, or a page that is not stored; it is counted and logged, and SGLang computes the page.
 
     --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "kvstore", "module_path": "kvclient.engines.sglang.backend",
@@ -34,6 +34,7 @@ from kvclient.engines.sglang.pool_hits import LeadingPages, TrailingPages, resto
 from kvclient.engines.sglang.pools import Pools
 from kvclient.engines.sglang.prefix_patch import tell_whole_prefixes
 from kvclient.engines.sglang.stats import BackendStats
+from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
@@ -56,13 +57,13 @@ class KVStoreHiCache(HiCacheStorage):
         self._activity = BackendStats()
         self._pools = Pools(options, storage_config, _cache_dtype(), self._activity)
         if self._chained and options.mend_prefixes and not tell_whole_prefixes():
-            self._activity.incidents.counters.add("sglang_prefixes_as_told_total")
+            self._activity.incidents.counters.add(hooks_metrics.SGLANG_PREFIXES_AS_TOLD)
         self._trailing: set[str] = set()
         self._has_kv = False
 
     # ---- pools ----
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # noqa: ANN401
-        """The host pool of the KV; connects to the store, or fails where it must be there.
+        """Register the host pool of the KV and connect to the store; fail if ``require_store`` is set and it does not answer.
 
         Raises:
             KVStoreError: pages that fit no namespace, or the store does not answer and ``require_store`` is set.
@@ -261,13 +262,15 @@ class KVStoreHiCache(HiCacheStorage):
         return PoolTransferResult(found.pages, by_pool, found.lengths)
 
     def _guarded(self, kind: str, work: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
-        """What SGLang asks for, or what it gets when that fails: it must never see an error of ours."""
+        """Call a function and return the given value if it fails: SGLang must never see an exception."""
         try:
             return work()
         except KVStoreError as error:
-            self._activity.incidents.report(f"sglang_{kind}_failed_total", f"{kind} of pages failed", error)
+            self._activity.incidents.report(hooks_metrics.SGLANG_FAILED[kind], f"{kind} of pages failed", error)
         except Exception as error:  # noqa: BLE001  # the edge to SGLang's threads, whose pools and tensors may raise anything
-            self._activity.incidents.report(f"sglang_{kind}_broke_total", f"{kind} of pages broke: {type(error).__name__}", error)
+            self._activity.incidents.report(
+                hooks_metrics.SGLANG_BROKE[kind], f"{kind} of pages broke: {type(error).__name__}", error
+            )
             _log.debug("%s of pages broke", kind, exc_info=True)
         return otherwise
 
@@ -277,5 +280,5 @@ def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> Prefix:
 
 
 def _cache_dtype() -> str:
-    """What SGLang was told to keep in its cache, where it tells; empty: it does not."""
+    """The configured type of SGLang's cache; empty: unknown."""
     return str(getattr(server_arguments(), "kv_cache_dtype", ""))

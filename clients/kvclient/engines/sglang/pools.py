@@ -1,4 +1,4 @@
-"""The pools of one backend, each with a client of its own namespace, made when first needed."""
+"""The pools of one backend, each with a client for its namespace, made when first needed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import Prefix
 from kvclient.engines.sglang.page_store import ChainedPages, PageStore, SinglePages
 from kvclient.engines.sglang.stats import BackendStats
+from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenPool:
-    """One pool's pages and where they are kept."""
+    """A pool's pages, their client and their store."""
 
     pages: HostPages
     client: KVClient
@@ -52,7 +53,7 @@ class OpenPool:
             return [False] * len(hashes)
         if isinstance(self.store, ChainedPages) and not prefix.told:
             self.activity.incidents.report(
-                "sglang_set_without_prefix_pages_total",
+                hooks_metrics.SGLANG_SET_WITHOUT_PREFIX_PAGES,
                 "pages are not stored, since SGLang does not tell what comes before them: set hicache_storage_pass_prefix_keys "
                 "and interface_v1, or chained to false",
                 amount=len(hashes),
@@ -116,13 +117,13 @@ class Pools:
         options, hook = self._options, self._options.hook
         pages = HostPages(pool, zero_copy=options.zero_copy)
         if options.zero_copy and not pages.in_place:
-            self._activity.incidents.counters.add("sglang_copied_pools_total")
+            self._activity.incidents.counters.add(hooks_metrics.SGLANG_COPIED_POOLS)
             _log.info("pages of host pool %s are copied: in this layout it does not tell where they lie", name)
         sample = not hook.weights_epoch
         model = model_text(server_arguments(), draft=name != KV, sample=sample, nobody_elses=self._generation)
         if sample and not model:
             self._activity.incidents.report(
-                "sglang_weights_unknown_total",
+                hooks_metrics.SGLANG_WEIGHTS_UNKNOWN,
                 "SGLang does not tell which weights it has: whoever uses the same model name shares; give weights_epoch",
             )
         spec = page_spec(

@@ -1,4 +1,4 @@
-"""What the backend did: counters of its own beside the clients', and the samples that SGLang's metrics take."""
+"""The backend's counters, beside those of its clients, and samples for SGLang's metrics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _MOST_SAMPLES = 4_096
 """Of each kind, kept until they are fetched; then the oldest go."""
@@ -40,7 +41,7 @@ class BackendStats:
         self._samples = {"get": Samples(), "set": Samples()}
 
     def taken(self, kind: str) -> Samples:
-        """The samples of ``get`` or ``set``, and begins anew."""
+        """Return and reset the samples of ``get`` or ``set``."""
         with self._lock:
             samples, self._samples[kind] = self._samples[kind], Samples()
         return samples
@@ -53,9 +54,9 @@ class BackendStats:
         yield moved
         seconds, good = max(time.monotonic() - began_s, 1e-9), sum(moved)
         counters = self.incidents.counters
-        counters.add(f"sglang_{kind}_calls_total")
-        counters.add(f"sglang_{kind}_pages_total", asked)
-        counters.add(f"sglang_{kind}_good_pages_total", good)
+        counters.add(hooks_metrics.SGLANG_CALLS[kind])
+        counters.add(hooks_metrics.SGLANG_PAGES[kind], asked)
+        counters.add(hooks_metrics.SGLANG_GOOD_PAGES[kind], good)
         with self._lock:
             self._samples[kind].pages.append(good)
             self._samples[kind].gigabytes_per_second.append(good * page_bytes / _GB / seconds)

@@ -26,6 +26,7 @@ from kvclient.engines.transformers.prompts import Ids, Prompts
 from kvclient.engines.transformers.sliding_window import SlidingWindowHistory
 from kvclient.engines.transformers.writer import Offer, StoredChain, Writer
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _COPY_BELOW = 4
 """What is offered is copied where it is less than a quarter of the cache: a view would keep all of the old cache in memory."""
@@ -227,13 +228,14 @@ class StoredCache(DynamicCache):
         self._fed = InputTracker(self._prompts)
         self.loaded_tokens, self.hit_tokens = 0, [0] * self._prompts.rows
         self._store.incidents.report(
-            "hook_prefix_unused_total", "the model was fed its whole prompt (assisted decoding?): what was loaded is not used"
+            hooks_metrics.HOOK_PREFIX_UNUSED,
+            "the model was fed its whole prompt (assisted decoding?): what was loaded is not used",
         )
 
     def _stop(self, reason: str) -> None:
         """Stores nothing more of this cache."""
         self.leave(reason)
-        self._store.incidents.report("hook_store_stopped_total", f"a cache is not stored any further: {reason}")
+        self._store.incidents.report(hooks_metrics.HOOK_STORE_STOPPED, f"a cache is not stored any further: {reason}")
 
     def _other_pass_found(self, why: str) -> None:
         """The model computes what its weights alone do not tell; seen here, where it does, whoever switched autocast on.

@@ -24,6 +24,7 @@ from kvclient.engines.transformers.weights import fingerprint, weights_digest
 from kvclient.engines.transformers.writer import StoredChain, Writer, extras_of
 from kvstore.core.clock import MonotonicClock
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _OWN_OPTIONS = ("block_tokens", "background", "max_pending_bytes")
 _LOADS_AT_ONCE = 16
@@ -57,7 +58,7 @@ class PrefixStore:
         self._client = options.connect(spec)
         self._clock = MonotonicClock()
         self.incidents = LimitedLog(logging.getLogger("kvclient"), options.client_options().log_interval_s, self._clock.now_s)
-        self.incidents.counters.add("hook_loaded_tokens_total", 0)  # who asks at once finds it, and not a KeyError
+        self.incidents.counters.add(hooks_metrics.HOOK_LOADED_TOKENS, 0)  # who asks at once finds it, and not a KeyError
         self.writer = Writer(self._client, facts.layout, self.incidents, options.store_deadline_s, max_pending_bytes)
         self.hooks = ForwardHooks(model)
         self._watch = model.register_forward_pre_hook(ForwardObserverHook(self.before_forward), with_kwargs=True)
@@ -116,7 +117,7 @@ class PrefixStore:
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if why := _no_place_for_a_cache(self.model, kwargs):
-            self.incidents.report("hook_bypassed_total", f"the store is left alone: {why}")
+            self.incidents.report(hooks_metrics.HOOK_BYPASSED, f"the store is left alone: {why}")
             return self.model.generate(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         with self.cache(input_ids, attention_mask) as cache:
             if chunk := _chunk_size(self.model, kwargs):
@@ -155,7 +156,7 @@ class PrefixStore:
         extras = extras_of(extra)
         cache = StoredCache(self, prompts, extras)
         if why := self.unfit():
-            self.incidents.report("hook_bypassed_total", f"the store is left alone: {why}")
+            self.incidents.report(hooks_metrics.HOOK_BYPASSED, f"the store is left alone: {why}")
             cache.leave(why)
         elif self.options.load:
             self._load(cache, prompts, extras)
@@ -182,8 +183,8 @@ class PrefixStore:
         count = self.incidents.counters.add
         tokens = self.facts.layout.block_tokens
         wanted = [usable_blocks(prompts, row, tokens) for row in range(prompts.rows)]
-        count("hook_prompts_total", prompts.rows)
-        count("hook_prompt_tokens_total", prompts.ids.size - int(prompts.pads.sum()))
+        count(hooks_metrics.HOOK_PROMPTS, prompts.rows)
+        count(hooks_metrics.HOOK_PROMPT_TOKENS, prompts.ids.size - int(prompts.pads.sum()))
         chains = [
             StoredChain(self._client.keys(prompts.tokens(row)[: blocks * tokens].astype(np.uint32), extras))
             for row, blocks in enumerate(wanted)
@@ -198,7 +199,7 @@ class PrefixStore:
         if not columns:
             return
         cache.fill(self._join(rooms, prompts, columns), columns, chains)
-        count("hook_loaded_tokens_total", sum(cache.hit_tokens))
+        count(hooks_metrics.HOOK_LOADED_TOKENS, sum(cache.hit_tokens))
 
     def _look_up(self, chain: StoredChain) -> Lookup:
         """The hit of one row. Without an index, whatever this host's node has may be one."""
@@ -246,7 +247,9 @@ class PrefixStore:
         if not isinstance(cache, StoredCache) or cache.store is not self:
             return None
         if kwargs.get("use_cache") is False and cache.is_fed_anew(kwargs.get("position_ids")):
-            self.incidents.report("hook_bypassed_total", "use_cache=False: all is computed anew, and the cache is left as it is")
+            self.incidents.report(
+                hooks_metrics.HOOK_BYPASSED, "use_cache=False: all is computed anew, and the cache is left as it is"
+            )
             return args, {**kwargs, "past_key_values": None}
         ids = kwargs.get("input_ids", args[0] if args else None)
         unnamed = {f"argument {number}": value for number, value in enumerate(args) if number}

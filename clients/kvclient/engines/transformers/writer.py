@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvclient import BlockKey, InvalidArgument, KVClient
 from kvclient.engines.torch_blocks import KV, KVLayout, export_blocks
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _STAGING_BYTES = 64 << 20
 """Blocks are packed and stored about so many bytes at a time."""
@@ -76,10 +77,10 @@ class Writer:
         size = sum(len(offer.tokens) for offer in offers) // self._layout.block_tokens * self._layout.block_bytes
         with self._lock:
             if self._closed:
-                self._incidents.counters.add("hook_store_refused_total")
+                self._incidents.counters.add(hooks_metrics.HOOK_STORE_REFUSED)
                 return None
             if self._bytes and self._bytes + size > self._limit:
-                self._incidents.report("hook_store_refused_total", "too many blocks wait to be stored: not offered yet")
+                self._incidents.report(hooks_metrics.HOOK_STORE_REFUSED, "too many blocks wait to be stored: not offered yet")
                 return None
             self._bytes += size
             future = self._threads.submit(self._store_all, offers)
@@ -111,13 +112,13 @@ class Writer:
                 self._store(offer, held)
             except Exception as error:  # noqa: BLE001  # the thread's edge: torch may run out of memory; the engine goes on
                 offer.chain.broken = True
-                self._incidents.report("hook_store_failed_total", "blocks could not be stored", error)
+                self._incidents.report(hooks_metrics.HOOK_STORE_FAILED, "blocks could not be stored", error)
 
     def _store(self, offer: Offer, held: set[BlockKey]) -> None:
         chain, layout = offer.chain, self._layout
         blocks = len(offer.tokens) // layout.block_tokens
         if chain.broken or chain.stored < offer.first:
-            self._incidents.counters.add("hook_store_skipped_blocks_total", blocks)
+            self._incidents.counters.add(hooks_metrics.HOOK_STORE_SKIPPED_BLOCKS, blocks)
             return
         parent = chain.keys[offer.first - 1] if offer.first else None
         keys = self._client.keys(offer.tokens, offer.extras, parent, offer.first)
@@ -141,9 +142,9 @@ class Writer:
         result = self._client.store(
             keys[start:stop], packed, parent=parent, depth=offer.first + start, deadline_s=self._deadline_s
         )
-        self._incidents.counters.add("hook_stored_blocks_total", result.held_blocks)
+        self._incidents.counters.add(hooks_metrics.HOOK_STORED_BLOCKS, result.held_blocks)
         if result.held_blocks < stop - start:
-            self._incidents.report("hook_store_failed_total", "blocks could not be stored", result.error)
+            self._incidents.report(hooks_metrics.HOOK_STORE_FAILED, "blocks could not be stored", result.error)
         return result.held_blocks
 
 

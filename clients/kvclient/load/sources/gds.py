@@ -22,6 +22,7 @@ from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import Internal, KVStoreError
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.core.types import Outcome, Tier
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.rpc.client import call
 from kvstore.rpc.codec import unpack_u64
 
@@ -117,7 +118,7 @@ class _DiskLoad:
         except (KVStoreError, ValueError) as error:  # ValueError: the channel was closed
             self._failures = MAX_FAILURES
             failure = error if isinstance(error, KVStoreError) else None
-            context.incidents.report("client_locate_failed_total", "local node did not locate blocks", failure)
+            context.incidents.report(client_metrics.LOCATE_FAILED, "local node did not locate blocks", failure)
             if failure is not None and means_lost(failure):
                 self._local.lost(session, failure)
         try:

@@ -19,6 +19,7 @@ from kvclient.nodes.local_session import LocalNode, Session, means_lost
 from kvclient.results import PATH_LOCAL, PATH_PREFILL, Outcomes, outcome_table
 from kvstore.core.errors import DeadlineExceeded, KVStoreError
 from kvstore.core.types import Outcome, Tier
+from kvstore.observe.metric_definitions import client as client_metrics
 
 _LAYERWISE_ARENA_SHARE = 4
 """A layer-wise load holds all its blocks until it ends. Beyond 1/4 of the arena it is done block by block instead, and so is the
@@ -48,7 +49,7 @@ class LocalNodeSource:
             if session is None:
                 sink.record_error(self._local.unavailable())
                 self.hung_node = self._local.hung_node
-                context.incidents.counters.add("client_loads_without_session_total")
+                context.incidents.counters.add(client_metrics.LOADS_WITHOUT_SESSION)
                 return
             self.asked_node = session.node_id
             others = [run.node for run in request.runs if run.node_id != session.node_id]
@@ -86,7 +87,7 @@ class _SessionLoad:
         size = blocks * self._context.shape.block_bytes
         if size <= min(self._session.arena.size // _LAYERWISE_ARENA_SHARE, self._context.options.load_chunk_bytes):
             return True
-        self._context.incidents.counters.add("client_layerwise_too_large_total")
+        self._context.incidents.counters.add(client_metrics.LAYERWISE_TOO_LARGE)
         return False
 
     def run(self, missing: Positions) -> None:
@@ -151,7 +152,7 @@ class _SessionLoad:
         if means_lost(error) and not self._session.server.hung:
             self._local.lost(self._session, error)
         else:
-            self._context.incidents.report("client_local_load_failed_total", "local node refused a load", error)
+            self._context.incidents.report(client_metrics.LOCAL_LOAD_FAILED, "local node refused a load", error)
 
     # ---- its messages ----
     def _take(self, message: NodeMessage, answered: Mask, base: int) -> bool:
@@ -177,7 +178,7 @@ class _SessionLoad:
 
     def _stop_layerwise(self) -> None:
         """Continue block by block because the node has to wait: copy and release what is held."""
-        self._context.incidents.counters.add("client_layerwise_held_up_total")
+        self._context.incidents.counters.add(client_metrics.LAYERWISE_HELD_UP)
         self._layerwise = False
         held, self._held, self._good = self._held, [], []
         for run in held:
@@ -228,7 +229,7 @@ class _SessionLoad:
         self._mark(start, stop, Outcome.UNAVAILABLE)
         self._expired.append((start, stop))
         self._context.incidents.report(
-            "client_lease_expired_blocks_total", "dropped blocks that were copied after their lease", amount=stop - start
+            client_metrics.LEASE_EXPIRED_BLOCKS, "dropped blocks that were copied after their lease", amount=stop - start
         )
 
     # ---- layer by layer ----

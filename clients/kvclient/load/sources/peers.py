@@ -14,6 +14,7 @@ from kvclient.memory.buffers import pick_blocks
 from kvclient.results import PATH_PREFILL, NodeRef, outcome_table
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.types import Outcome
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.transport.contract import LayerProgress, ReadControl, ReadRequest
 
 _FIRST_TRY_SHARE = 0.6
@@ -76,7 +77,7 @@ class _PeerLoad:
             may_retry = has_other if attempt == 0 else np.zeros_like(has_other)
             sink.give_up(missing[~chosen[missing] & (sink.outcomes[missing] != Outcome.HIT)])
             if attempt or self._after_local:
-                self._context.incidents.counters.add("client_fallback_blocks_total", int(np.count_nonzero(chosen)))
+                self._context.incidents.counters.add(client_metrics.FALLBACK_BLOCKS, int(np.count_nonzero(chosen)))
             self._read_round(choice, may_retry)
             last_asked = np.where(chosen, choice, last_asked)
             pending = chosen & _RETRIED[sink.outcomes]
@@ -165,4 +166,4 @@ class _PeerLoad:
         if self._scope.cancelled:
             return  # the client ended the read, not the node
         self._sink.record_error(error)
-        self._context.incidents.report("client_peer_failed_total", f"read from a node failed: {node.node_id}", error)
+        self._context.incidents.report(client_metrics.PEER_FAILED, f"read from a node failed: {node.node_id}", error)

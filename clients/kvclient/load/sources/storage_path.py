@@ -25,6 +25,7 @@ from kvclient.results import NodeRef, Outcomes, outcome_table
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import KVStoreError, LeaseLost
 from kvstore.core.types import Outcome
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.transport.contract import ReadControl, ReadRequest
 
 SLOWEST_BYTES_PER_S = 10e6
@@ -206,7 +207,7 @@ class PrefillPath(StoragePathSource):
         sink.outcomes[positions[~good]] = Outcome.CORRUPT
         if request.context.clock.now_s() > run.lease_end_s:
             message = "dropped blocks that were copied after their lease"
-            request.context.incidents.report("client_lease_expired_blocks_total", message, amount=len(positions))
+            request.context.incidents.report(client_metrics.LEASE_EXPIRED_BLOCKS, message, amount=len(positions))
             sink.outcomes[positions] = Outcome.UNAVAILABLE
             self._failure = self._failure or "blocks were copied after their lease"
             return np.zeros(len(positions), bool)

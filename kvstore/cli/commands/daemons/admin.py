@@ -1,4 +1,4 @@
-"""``kvstore admin``: the admin REST."""
+"""``kvstore admin``: the admin server."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvstore.config.sources import Provenance
 @click.command(cls=Command)
 @setting_option("--listen", key="admin.listen", metavar="HOST:PORT", help="Address of the HTTP service.")
 @setting_option("--metadata", key="admin.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
-@setting_option("--tokens", key="admin.tokens_file", metavar="FILE", help="Who may do what: lines of ROLE NAME TOKEN.")
-@setting_option("--ready-file", key="admin.ready_file", metavar="FILE", help="Written as JSON once it answers.")
+@setting_option("--tokens", key="admin.tokens_file", metavar="FILE", help="File with lines of ROLE NAME TOKEN.")
+@setting_option("--ready-file", key="admin.ready_file", metavar="FILE", help="File written as JSON once the server answers.")
 @with_provenance
 def admin(config: Config, provenance: Provenance) -> None:
-    """Runs an admin server until SIGTERM or Ctrl-C: what the store does and how to change it, over HTTP.
+    """Run an admin server (REST API and web page) until SIGTERM or Ctrl-C.
 
-    It keeps nothing: it asks the metadata server and the nodes that this names, so any number may run. On loopback whoever is on
-    this host may do everything; beyond it the server takes tokens, with the role read or operator, and TLS.
+    It is stateless: it queries the metadata server and its nodes, so any number of admin servers may run. On loopback every
+    caller on this host may do everything. A remote address requires tokens (role read or operator) and TLS.
 
-    Start it, and look:
+    Start it and query the store:
       kvstore admin
       curl 127.0.0.1:7470/v1/cluster
       curl 127.0.0.1:7470/v1/loads/slow
 
-    Make room on a volume:
+    Evict from a volume:
       curl -X POST 127.0.0.1:7470/v1/volumes/host-1/nvme0/evict -H 'content-type: application/json' -d '{"to_percent": 50}'
 
-    For other hosts (a line of tokens: operator alice 6f1c…):
+    Serve other hosts (a line of the file tokens: operator alice 6f1c…):
       kvstore admin --listen 0.0.0.0:7470 --tokens tokens --set admin.tls.cert=a.pem --set admin.tls.key=a.key
     """
     set_up_logs(config.log)

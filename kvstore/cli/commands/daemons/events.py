@@ -1,4 +1,4 @@
-"""``kvstore events``: what the index learns, as it learns it, for people or for routers."""
+"""``kvstore events``: block events, for people or for routers."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ _WATCH_S: Final = 0.2
 
 @click.command(cls=Command)
 @setting_option("--metadata", key="events.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
-@setting_option("--zmq", key="events.zmq", metavar="ENDPOINT", help="Publishes in vLLM's format: tcp://HOST:PORT or ipc://PATH.")
-@setting_option("--replay", key="events.replay", metavar="ENDPOINT", help="Answers who missed something.")
+@setting_option("--zmq", key="events.zmq", metavar="ENDPOINT", help="Publish in vLLM's format at tcp://HOST:PORT or ipc://PATH.")
+@setting_option("--replay", key="events.replay", metavar="ENDPOINT", help="Endpoint for replaying missed batches.")
 @setting_option("--topic", key="events.topic", metavar="TEXT", help="First frame of each message.")
-@setting_option("--namespace", key="events.namespaces", metavar="HEX,…", help="Blocks of these namespaces alone.")
-@setting_option("--node", key="events.nodes", metavar="ID,…", help="Volumes of these nodes alone.")
-@setting_option("--tier", key="events.tiers", metavar="NAME,…", help="Volumes of these tiers alone: hbm, dram, nvme.")
+@setting_option("--namespace", key="events.namespaces", metavar="HEX,…", help="Only blocks of these namespaces.")
+@setting_option("--node", key="events.nodes", metavar="ID,…", help="Only volumes of these nodes.")
+@setting_option("--tier", key="events.tiers", metavar="NAME,…", help="Only volumes of these tiers: hbm, dram, nvme.")
 @with_config
 def events(config: Config) -> None:
-    """Tells which blocks are stored and removed: all that are there first, then each change, until SIGTERM or Ctrl-C.
+    """Report stored and removed blocks: first all present blocks, then each change, until SIGTERM or Ctrl-C.
 
-    Without --zmq each change is a line of JSON for people and scripts: key, place, and who holds it now. With it, the command is
-    a publisher in the format of vLLM's KV events: a router that follows an engine's events follows the store's in the same way. A
-    block's hash is the last 8 bytes of its key (events.hashes = "bytes": the whole key); token ids are empty, as the store does
-    not know them.
+    Without --zmq, each change is a line of JSON with the key, its chain position and its replicas. With --zmq, the command
+    publishes vLLM's KV events, so a router follows the store like an engine. The hash of a block is the last 8 bytes of its key
+    (events.hashes = "bytes": the whole key). Token ids are empty, because the store does not know them.
 
     Examples:
       kvstore events --tier dram
       kvstore events --zmq tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558 --topic kv@store@my-model
 
-    To a router that binds its SUB socket itself, for the volumes of one node:
+    Connect to a router that binds its SUB socket, for the volumes of one node:
       kvstore events --zmq tcp://router:5557 --set events.connect=true --node host-1
     """
     if config.events.zmq is None:
@@ -58,7 +57,7 @@ def events(config: Config) -> None:
 
 
 def _print_events(config: Config) -> None:
-    """A line of JSON a block whose holders have changed."""
+    """Print a line of JSON for each block whose replicas changed."""
     from kvclient.events import BlockWatcher
 
     stop = threading.Event()
@@ -72,7 +71,7 @@ def _print_events(config: Config) -> None:
     def show(mirror: BlockMirror, change: Change) -> None:
         try:
             _show(mirror, change)
-        except BrokenPipeError:  # whoever read has seen enough
+        except BrokenPipeError:  # the reader closed the pipe
             stop.set()
 
     with BlockWatcher(
@@ -86,7 +85,7 @@ def _print_events(config: Config) -> None:
     ) as watcher:
         while not stop.wait(_WATCH_S):
             watcher.check()
-        if not watcher.close():  # nobody reads what it writes, and an end in order would wait for that
+        if not watcher.close():  # an orderly exit would wait for the reader of its output
             exit_now(0)
 
 

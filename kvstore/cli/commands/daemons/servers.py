@@ -1,4 +1,4 @@
-"""``kvstore metadata`` and ``kvstore node``: the daemons, in the foreground."""
+"""``kvstore metadata`` and ``kvstore node``: the daemons of the store."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvstore.config.sources import Provenance
 @setting_option("--listen", key="metadata.listen", metavar="HOST:PORT", help="Address of the gRPC service.")
 @setting_option("--index", key="metadata.index_path", metavar="DIR", help="Folder of the index.")
 @setting_option("--workers", key="metadata.workers", metavar="N", help="Server processes that share port and index.")
-@setting_option("--ready-file", key="metadata.ready_file", metavar="FILE", help="Written as JSON once it answers.")
+@setting_option("--ready-file", key="metadata.ready_file", metavar="FILE", help="File written as JSON once the server answers.")
 @with_provenance
 def metadata(config: Config, provenance: Provenance) -> None:
-    """Runs a metadata server until SIGTERM or Ctrl-C.
+    """Run a metadata server until SIGTERM or Ctrl-C.
 
-    It knows which nodes live and which blocks they hold; it never touches the blocks. Its index may be deleted while it is
+    It knows which nodes are alive and which blocks they hold, and never reads blocks. Its index may be deleted while it is
     down: nodes tell it again what they hold.
 
     Examples:
@@ -41,17 +41,17 @@ def metadata(config: Config, provenance: Provenance) -> None:
 @setting_option("--id", key="node.node_id", metavar="NAME", help="Stable name of this node.")
 @setting_option("--roles", key="node.roles", metavar="ROLE,…", help="prefill, decode, storage.")
 @setting_option("--metadata", key="node.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
-@setting_option("--dram", key="node.dram", metavar="SIZE", help="DRAM arena.")
-@setting_option("--nvme", key="node.nvme", metavar="PATH:SIZE,…", help="NVMe volumes; made where missing.")
+@setting_option("--dram", key="node.dram", metavar="SIZE", help="Size of the DRAM arena.")
+@setting_option("--nvme", key="node.nvme", metavar="PATH:SIZE,…", help="NVMe volumes; created if missing.")
 @setting_option("--policy", key="node.policy", metavar="NAME", help="Eviction policy.")
 @setting_option("--listen", key="node.listen", metavar="HOST:PORT", help="Address of the gRPC service.")
 @setting_option("--data-listen", key="node.data_listen", metavar="HOST:PORT", help="Address of the data plane.")
-@setting_option("--ready-file", key="node.ready_file", metavar="FILE", help="Written as JSON once it answers.")
+@setting_option("--ready-file", key="node.ready_file", metavar="FILE", help="File written as JSON once the server answers.")
 @with_provenance
 def node(config: Config, provenance: Provenance) -> None:
-    """Runs the node daemon of this host until SIGTERM or Ctrl-C.
+    """Run the node daemon of this host until SIGTERM or Ctrl-C.
 
-    It owns the host's DRAM arena, which engines on the host map, and its NVMe volumes, and serves other hosts.
+    It owns the DRAM arena, which engines on the host map, and the NVMe volumes, and serves other hosts.
 
     Examples:
       kvstore node --dram 8GiB

@@ -1,4 +1,4 @@
-"""``kvstore up``: the whole store on this machine."""
+"""``kvstore up``: a whole store on this machine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from kvstore.embedded.cluster import LocalCluster
 
 _WATCH_S = 0.5
-_OWN = "this is decided by kvstore up; run kvstore metadata and kvstore node to choose it"
+_OWN = "kvstore up sets this itself; run kvstore metadata and kvstore node to choose it"
 _DECIDED = {
-    "node.nvme": "give --nvme SIZE and --data-dir FOLDER",
+    "node.nvme": "use --nvme SIZE and --data-dir FOLDER",
     **dict.fromkeys(("node.roles", "node.run_dir", "node.metadata", "node.ready_file"), _OWN),
     **dict.fromkeys(("metadata.index_path", "metadata.ready_file"), _OWN),
     **dict.fromkeys(("admin.metadata", "admin.ready_file"), _OWN),
@@ -53,18 +53,24 @@ REST:        {admin}   (changes are logged in {data}/admin.log)
 
 
 @click.command(cls=Command)
+@click.option("--dram", callback=param_types.some_size, metavar="SIZE", help="Size of the DRAM arena (default: node.dram).")
 @click.option(
-    "--dram", callback=param_types.some_size, metavar="SIZE", help="DRAM arena (default: node.dram of the configuration)."
+    "--nvme",
+    callback=param_types.volume_size,
+    default="4GiB",
+    metavar="SIZE",
+    help="Size of the volume on disk (default: 4GiB; 0: no volume).",
 )
 @click.option(
-    "--nvme", callback=param_types.volume_size, default="4GiB", metavar="SIZE", help="Volume on disk (default: 4GiB; 0: none)."
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of index and volume (default: ~/.local/share/kvstore).",
 )
-@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Default: ~/.local/share/kvstore.")
 @with_quiet_config
 def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) -> None:
-    """Runs a metadata server and a node with DRAM and a volume on disk, until Ctrl-C, and an admin server beside them.
+    """Run a metadata server, a node with DRAM and a volume on disk, and an admin server, until Ctrl-C.
 
-    What was stored outlives a restart: the volume is found again in the same folder. Settings hold for both daemons.
+    Stored blocks survive a restart with the same folder. Settings apply to all daemons.
 
     Examples:
       kvstore up
@@ -120,9 +126,10 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
 
 
 def _start_admin(cluster: LocalCluster, config: Config) -> tuple[str, str]:
-    """Starts the admin server where it can be; its page and its REST, or why there is none.
+    """Start the admin server if possible.
 
-    A store without one is a store all the same.
+    Returns:
+        Addresses of its page and its OpenAPI document, or the reason why it does not run.
     """
     if config.admin.listen == "none":
         return _without("admin.listen is none")

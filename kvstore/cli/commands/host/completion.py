@@ -1,4 +1,4 @@
-"""``kvstore completion``: what a shell needs to complete this command."""
+"""``kvstore completion``: shell completion scripts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvstore.cli.support.help import Command
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Prints what makes SHELL complete commands, options, and names of nodes, volumes and namespaces.
+    """Print the script with which SHELL completes commands, options, and names of nodes, volumes and namespaces.
 
-    Names are asked of the metadata server of the configuration; where it does not answer at once, none are offered.
+    Names come from the configured metadata server. If it does not answer at once, no names are offered.
 
     Examples:
       kvstore completion bash > ~/.local/share/bash-completion/completions/kvstore

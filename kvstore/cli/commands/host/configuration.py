@@ -1,4 +1,4 @@
-"""``kvstore config``: what is in force, and why."""
+"""``kvstore config``: the effective configuration."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvstore.config.sources import Provenance, leaves
 
 @click.group()
 def config() -> None:
-    """Shows the configuration in force."""
+    """Show the effective configuration."""
 
 
 @config.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Prints JSON: {key: {value, source, detail}}.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: {key: {value, source, detail}}.")
 @with_provenance
 def show(config: Config, provenance: Provenance, *, as_json: bool) -> None:
-    """Prints every setting, the value in force, and where that came from; `derived` ones follow from this host, with the reason.
+    """Print every setting with its effective value and source. `derived` values follow from this host, with the reason.
 
     Examples:
       kvstore config show

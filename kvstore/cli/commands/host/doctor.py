@@ -1,4 +1,4 @@
-"""``kvstore doctor``: what this host has, what of it is in use, what is missing, and the command that mends it."""
+"""``kvstore doctor``: checks of this host, with the command that fixes each problem."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ _STYLES = {Level.OK: "green", Level.INFO: "dim", Level.WARNING: "yellow", Level.
 
 
 @click.command(cls=Command)
-@setting_option("--nvme", key="node.nvme", metavar="PATH:SIZE,…", help="NVMe volumes to look at.")
-@setting_option("--dram", key="node.dram", metavar="SIZE", help="DRAM arena to look for room for.")
-@setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Metadata server that is to answer.")
-@setting_option("--node", key="client.node", metavar="ADDR", help="A running node: address, or unix:PATH.")
+@setting_option("--nvme", key="node.nvme", metavar="PATH:SIZE,…", help="NVMe volumes to check.")
+@setting_option("--dram", key="node.dram", metavar="SIZE", help="Size of the DRAM arena to check for.")
+@setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Metadata server to check.")
+@setting_option("--node", key="client.node", metavar="ADDR", help="Running node to check: address, or unix:PATH.")
 @click.option(
     "--block-size",
     callback=param_types.some_size,
     metavar="SIZE",
-    help="Of one block, for the memory of the index (default: 1MiB).",
+    help="Block size for the estimate of index memory (default: 1MiB).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Prints JSON: facts and findings.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with facts and findings.")
 @with_quiet_config
 def doctor(config: Config, *, block_size: int | None, as_json: bool) -> None:
-    """Tells what this host has, what of it is in use, what is missing and what mends it. Changes nothing.
+    """Check this host: hardware, drivers, configuration and running daemons. Nothing is changed.
 
     It looks at the GPU and its driver, GPUDirect Storage, the volumes of the configuration, memory, limits, networks, RDMA,
     certificates, at the metadata server that the configuration names, and at the nodes that run on this host. Nodes are found by
@@ -95,11 +95,11 @@ def doctor(config: Config, *, block_size: int | None, as_json: bool) -> None:
         show(found)
         click.echo(f"{warnings} warning{'' if warnings == 1 else 's'}, {missing} missing")
     if not healthy(found):
-        raise click.ClickException("something is missing that the configuration requires")
+        raise click.ClickException("a requirement of the configuration is missing")
 
 
 def wanted_of(config: Config, provenance: Provenance, block_bytes: int | None = None) -> Wanted:
-    """What the configuration asks of this host."""
+    """Requirements of the configuration."""
     settled, origins = settle(config, provenance)
     node = settled.node
     return Wanted(
@@ -234,7 +234,7 @@ def _ask_node(config: Config, address: str) -> RunningNode:
 
 
 def _is_ours(address: str) -> bool:
-    """Whether an address is one of this host's: such can be bound to."""
+    """Whether an address belongs to this host, which is if it can be bound."""
     if address.startswith("unix:"):
         return True
     host = address.rpartition(":")[0].strip("[]")

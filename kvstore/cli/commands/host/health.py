@@ -1,4 +1,4 @@
-"""``kvstore health``: whether a daemon of this host serves, for what looks after processes: containers, probes, scripts."""
+"""``kvstore health``: health checks of the daemons on this host, for containers, probes and scripts."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # 
 @click.argument("daemon", type=click.Choice(("metadata", "node", "router", "admin")))
 @with_quiet_config
 def health(config: Config, *, daemon: str) -> None:
-    """Asks a daemon of this host whether it serves.
+    """Check whether a daemon of this host serves.
 
-    It is given the daemon's own configuration, and finds it by that: a node by its unix socket, the others by the address that
-    they listen on, over TLS where they serve it. A daemon that is starting (a node reads the catalogs of its volumes first) or
-    stopping does not serve, nor does a router without engines or an admin server without the metadata server.
+    The daemon's own configuration tells where it is: a node by its unix socket, the others by their listen address, with TLS if
+    configured. A daemon does not serve while it starts (a node reads its catalogs first) or stops. A router without engines and
+    an admin server without metadata server do not serve either.
 
     Examples:
       kvstore health node
       kvstore health metadata --config /etc/kvstore/kvstore.toml
 
-    A node that serves, but whose reports the metadata server does not take, "serves this host only"; the line says why.
+    A node whose reports the metadata server rejects "serves this host only"; the output has the reason.
 
-    Exits with 1 where it does not serve, or does not answer within two seconds.
+    Exit code 1: the daemon does not serve, or does not answer within two seconds.
     """
     unheard = None
     try:
@@ -61,7 +61,7 @@ def health(config: Config, *, daemon: str) -> None:
     except (KVStoreError, OSError, http.client.HTTPException) as error:
         raise click.ClickException(f"{daemon}: {error}") from error
     if not serves:
-        raise click.ClickException(f"{daemon}: it is up and does not serve")
+        raise click.ClickException(f"{daemon}: running, but not serving")
     click.echo(f"{daemon}: serves" if unheard is None else f"{daemon}: serves this host only: {unheard}")
 
 
@@ -80,10 +80,10 @@ def _found(config: Config, settings: NodeConfig) -> NodeConfig:
 
 
 def _from_here(listen: str) -> str:
-    """An address listened on, as it is reached from this host."""
+    """Address at which this host reaches a listener."""
     host, _, port = listen.rpartition(":")
     if port == "0":
-        raise click.ClickException(f"it listens on any free port ({listen}): give it one, or it cannot be found")
+        raise click.ClickException(f"it listens on any free port ({listen}); configure a fixed port")
     return f"{_EVERYWHERE.get(host, host)}:{port}"
 
 

@@ -26,25 +26,25 @@ _LOG_LINES = 10
 
 @click.group()
 def volume() -> None:
-    """Looks after NVMe volumes offline."""
+    """Check and repair NVMe volumes offline."""
 
 
 @volume.command(cls=Command)
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--repair", is_flag=True, help="Drops what is bad and mends what keeps the volume from opening.")
-@click.option("--buffered", is_flag=True, help="Reads without O_DIRECT.")
-@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+@click.option("--repair", is_flag=True, help="Remove corrupt blocks and repair damage that prevents opening.")
+@click.option("--buffered", is_flag=True, help="Read without O_DIRECT.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @with_quiet_config
 def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json: bool) -> None:
-    """Reads every block of the volume at PATH and compares headers and checksums.
+    """Read every block of the volume at PATH and verify headers and checksums.
 
-    Without --repair nothing is changed. The node that owns the volume must be stopped.
+    Nothing is changed without --repair. The node that owns the volume must be stopped.
 
     Examples:
       kvstore volume check /mnt/nvme0/kvstore
       kvstore volume check /mnt/nvme0/kvstore --repair --json
 
-    Exits with 1 if anything bad is left.
+    Exit code 1: damage remains.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""``kvstore blocks``: which blocks of a prompt hit, where they lie, and why the rest misses."""
+"""``kvstore blocks``: hits and misses of a prompt, block by block."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def chain_of(text: str) -> tuple[list[str] | None, list[int] | None]:
 
 @click.group(cls=Group)
 def blocks() -> None:
-    """Looks blocks up: which hit, where they lie, and why the rest misses.
+    """Look blocks up, and explain hits and misses.
 
     Examples:
       kvstore blocks lookup 8c2f0d 1 2 3 4
@@ -61,13 +61,13 @@ def blocks() -> None:
 @blocks.command(cls=Command)
 @click.argument("namespace", shell_complete=complete_namespaces)
 @click.argument("ids", nargs=-1)
-@click.option("--file", "-f", type=click.Path(allow_dash=True, path_type=Path), help="Reads them from a file; -: standard input.")
+@click.option("--file", "-f", type=click.Path(allow_dash=True, path_type=Path), help="File with the ids; -: standard input.")
 @json_option
 @store_options
 def lookup(config: Config, *, namespace: str, ids: tuple[str, ...], file: Path | None, as_json: bool) -> None:
-    """Tells how far a chain hits in NAMESPACE now, and why no further: by its token ids, or by its keys, from the first on.
+    """Show the hit length of a chain in NAMESPACE and the reason of the first miss. IDS are its token ids or block keys.
 
-    It counts as no lookup. Without IDS and --file it reads standard input.
+    It is not counted as a lookup. Without IDS and --file, standard input is read.
 
     Examples:
       kvstore blocks lookup 8c2f0d 1 2 3 4
@@ -110,14 +110,14 @@ def lookup(config: Config, *, namespace: str, ids: tuple[str, ...], file: Path |
 @json_option
 @store_options
 def show_block(config: Config, *, key: str, as_json: bool) -> None:
-    """Shows what the index says of one block, by its KEY of 32 hexadecimal digits.
+    """Show the index record of a block, by its KEY of 32 hexadecimal digits.
 
     Examples:
       kvstore blocks show 03b1f2c4d5968778695a4b3c2d1e0f10
     """
     wanted = key.lower()
     if not _KEY.fullmatch(wanted):
-        raise click.BadParameter("a key takes 32 hexadecimal digits", param_hint="KEY")
+        raise click.BadParameter("a key must have 32 hexadecimal digits", param_hint="KEY")
     found = ask(config, lambda store: store.queries.block(wanted))
     if as_json:
         output.as_json(found)

@@ -1,4 +1,4 @@
-"""``kvstore drain``, ``undrain`` and ``remove``: takes a node out of a running store, and lets it back in."""
+"""``kvstore drain``, ``undrain`` and ``remove``: nodes leave and rejoin a running store."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ _argument = click.argument("node", shell_complete=complete_nodes)
 
 @click.command(cls=Command)
 @_argument
-@click.option("--move", is_flag=True, help="Copies blocks that lie on no other active node's volume to some.")
-@click.option("--wait", is_flag=True, help="Returns once the node is drained, or can do no more.")
-@click.option("--timeout", callback=param_types.some_seconds, metavar="TIME", help="The most to wait, e.g. 90s.")
+@click.option("--move", is_flag=True, help="Move blocks that no other active node has on a volume to other nodes.")
+@click.option("--wait", is_flag=True, help="Wait until the node is drained or blocked.")
+@click.option("--timeout", callback=param_types.some_seconds, metavar="TIME", help="Longest wait, e.g. 90s.")
 @metadata_option
 @with_quiet_config
 def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float | None) -> None:
-    """Drains a node: it takes nothing new, serves what it holds, and makes everything durable.
+    """Drain a node: it rejects stores, serves loads and makes all blocks durable.
 
-    Engines of its host find what they ask for as before, and store nothing. Once it is drained it may be stopped. Without --move
-    its blocks stay on its volumes and are found again when it is back; with --move they are found meanwhile. The order holds over
-    restarts, until kvstore undrain.
+    Engines on its host keep loading and stop storing. A drained node may be stopped. Without --move, its blocks stay on its
+    volumes and are misses until it is back. With --move, other nodes serve them meanwhile. A drain survives restarts; kvstore
+    undrain cancels it.
 
     Examples:
       kvstore drain host-3 --wait              before a restart of the host
       kvstore drain host-3 --move --wait       before it leaves for good; then stop it, and kvstore remove host-3
 
-    Exits with 0 once that is done (without --wait: ordered), 1 where it failed, 3 where it is refused, there is no such node, or
-    the node can do no more and stopping it would lose blocks, 4 where --timeout came first.
+    Exit codes: 0 drained (without --wait: drain begun), 1 failed, 3 rejected, unknown node, or drain blocked and stopping the
+    node would lose blocks, 4 timeout.
     """
 
     async def order(store: Store) -> int:
@@ -66,30 +66,30 @@ def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float |
 @metadata_option
 @with_quiet_config
 def undrain(config: Config, *, node: str) -> None:
-    """Lets a node take part again. What was copied to others stays there.
+    """Cancel the drain of a node. Blocks that were moved to other nodes stay there.
 
     Examples:
       kvstore undrain host-3
 
-    Exits with 0 done, 1 failed or no answer, 2 used wrongly, 3 refused or not there.
+    Exit codes: 0 done, 1 failed or no answer, 2 usage error, 3 rejected or unknown node.
     """
     click.echo(describe(ask(config, lambda store: store.rpc.undrain_node(node))))
 
 
 @click.command(cls=Command)
 @_argument
-@click.option("--force", is_flag=True, help="Also where it lives and is not drained.")
+@click.option("--force", is_flag=True, help="Also if it is alive and not drained.")
 @metadata_option
 @with_quiet_config
 def remove(config: Config, *, node: str, force: bool) -> None:
-    """Forgets a node that is dead or drained, and what it held, at once.
+    """Forget a dead or drained node and its replicas at once.
 
-    Its volumes stay as they are: started anew, the node is back with them.
+    Its volumes are not touched: if the node is started again, its blocks are back.
 
     Examples:
       kvstore remove host-3
 
-    Exits with 0 done, 1 failed or no answer, 2 used wrongly, 3 refused or not there.
+    Exit codes: 0 done, 1 failed or no answer, 2 usage error, 3 rejected or unknown node.
     """
     if not ask(config, lambda store: store.rpc.remove_node(node, force=force)):
         raise Refusal(f"no such node: {node}")
@@ -97,7 +97,7 @@ def remove(config: Config, *, node: str, force: bool) -> None:
 
 
 def describe(status: metadata_pb2.NodeStatus) -> str:
-    """A node's part in the store, in one line."""
+    """State of a node in one line."""
     from kvproto.v1 import common_pb2
 
     name = common_pb2.NodeState.Name(status.state).removeprefix("NODE_STATE_").lower().replace("_", " ")
@@ -119,7 +119,11 @@ def describe(status: metadata_pb2.NodeStatus) -> str:
 
 
 async def _await_drained(store: Store, node: str, timeout_s: float | None) -> int:
-    """Shows how far a node is until there is nothing more to wait for; the exit code that tells it."""
+    """Show the progress of a drain until it ends.
+
+    Returns:
+        The exit code.
+    """
     from kvproto.v1 import common_pb2
 
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -127,10 +131,10 @@ async def _await_drained(store: Store, node: str, timeout_s: float | None) -> in
         while True:
             status = (await store.rpc.nodes()).get(node)
             if status is None or not status.HasField("order"):
-                raise click.ClickException(f"{node}: somebody removed it or lifted the order meanwhile")
+                raise click.ClickException(f"{node}: it was removed, or its drain was cancelled, meanwhile")
             final = status.state in (common_pb2.NODE_STATE_DRAINED, common_pb2.NODE_STATE_DRAIN_BLOCKED)
             if not final and not status.alive:
-                raise click.ClickException(f"{describe(status)}: the order holds, and it drains once it is back")
+                raise click.ClickException(f"{describe(status)}: it drains once it is back")
             late = deadline_s is not None and time.monotonic() > deadline_s
             show(describe(status), last=final or late)
             if status.state == common_pb2.NODE_STATE_DRAINED:
@@ -141,7 +145,7 @@ async def _await_drained(store: Store, node: str, timeout_s: float | None) -> in
 
 
 class _Line:
-    """A line that is rewritten on a terminal; elsewhere one where something changed, not too often. A context manager."""
+    """Context manager for a status line: rewritten in place on a terminal, printed on change elsewhere."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()

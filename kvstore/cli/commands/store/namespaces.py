@@ -1,4 +1,4 @@
-"""``kvstore namespaces``: cache domains, where their blocks lie, and letting go of them."""
+"""``kvstore namespaces``: list, inspect, evict and invalidate namespaces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _argument = click.argument("namespace", shell_complete=complete_namespaces)
 
 
 async def find(store: Store, text: str) -> Namespace:
-    """The namespace that an id, or the beginning of one, names.
+    """The namespace with an id or id prefix.
 
     Raises:
         click.BadParameter: it is no beginning of an id.
@@ -47,7 +47,7 @@ async def find(store: Store, text: str) -> Namespace:
 
 
 async def _find_ruled(store: Store, text: str) -> bytes:
-    """As ``find``, the id; also of a namespace that has a rule and is not registered any more.
+    """Like ``find``, but return the id, and also find namespaces that have a rule and are not registered.
 
     Raises:
         click.BadParameter: it is no beginning of an id.
@@ -61,7 +61,7 @@ async def _find_ruled(store: Store, text: str) -> bytes:
 
 
 def _digits(text: str) -> str:
-    """The beginning of an id.
+    """Parse an id prefix.
 
     Raises:
         click.BadParameter: it is none.
@@ -69,7 +69,7 @@ def _digits(text: str) -> str:
     wanted = text.lower()
     if not re.fullmatch(f"[0-9a-f]{{{LEAST_DIGITS},{_ID_DIGITS}}}", wanted):
         raise click.BadParameter(
-            f"a namespace is its id, or {LEAST_DIGITS} or more digits that it begins with: not {output.clean(text[:64])}",
+            f"a namespace is an id, or its first {LEAST_DIGITS} or more digits; got {output.clean(text[:64])}",
             param_hint="NAMESPACE",
         )
     return wanted
@@ -78,7 +78,7 @@ def _digits(text: str) -> str:
 def _only(found: Sequence[Found], wanted: str) -> Found:
     if len(found) != 1:
         many = f"{len(found)} namespaces begin" if found else "no namespace begins"
-        raise Refusal(f"{many} with {wanted}: kvstore namespaces lists them")
+        raise Refusal(f"{many} with {wanted}; kvstore namespaces lists them")
     return found[0]
 
 
@@ -86,9 +86,9 @@ def _only(found: Sequence[Found], wanted: str) -> Found:
 @json_option
 @store_options
 def namespaces(config: Config, *, as_json: bool) -> None:
-    """Lists the namespaces (cache domains), in order of registration, and how lookups in them fared.
+    """List the namespaces in order of registration, with their lookup counts.
 
-    Wherever one is named, the digits that its id begins with will do. Long names are cut in the table; `show` and --json have all
+    Commands accept a prefix of a namespace id. Long names are cut in the table; `show` and --json have all
     of them.
 
     Examples:
@@ -133,7 +133,7 @@ def namespaces(config: Config, *, as_json: bool) -> None:
 @json_option
 @store_options
 def show_namespace(config: Config, *, namespace: str, as_json: bool) -> None:
-    """Shows one namespace: its spec, and how lookups in it fared.
+    """Show a namespace: spec and lookup counts.
 
     Examples:
       kvstore namespaces show 8c2f0d
@@ -161,7 +161,7 @@ def show_namespace(config: Config, *, namespace: str, as_json: bool) -> None:
 @json_option
 @store_options
 def usage(config: Config, *, namespace: str, as_json: bool) -> None:
-    """Shows where a namespace's blocks lie, counted by every node now.
+    """Show the usage of a namespace by volume. Every node counts its blocks.
 
     Examples:
       kvstore namespaces usage 8c2f0d
@@ -184,16 +184,14 @@ def usage(config: Config, *, namespace: str, as_json: bool) -> None:
 
 @namespaces.command(cls=Command)
 @_argument
-@click.option("--tier", "tiers", type=click.Choice(("dram", "nvme")), multiple=True, help="From this tier alone.")
+@click.option("--tier", "tiers", type=click.Choice(("dram", "nvme")), multiple=True, help="Evict from this tier only.")
 @yes_option
 @json_option
 @store_options
 def evict(config: Config, *, namespace: str, tiers: tuple[str, ...], yes: bool, as_json: bool) -> None:
-    """Evicts a namespace's blocks, at every node, to make room. What is in use, or in DRAM and not durable yet, stays.
+    """Evict the blocks of a namespace on every node. Blocks in use and dirty DRAM blocks stay.
 
-    Copies are counted: a block in DRAM and on a volume is two.
-
-    Refused while it is pinned.
+    The counts are replicas: a block in DRAM and on a volume counts twice. A pinned namespace is not evicted.
 
     Examples:
       kvstore namespaces evict 8c2f0d
@@ -212,9 +210,9 @@ def evict(config: Config, *, namespace: str, tiers: tuple[str, ...], yes: bool, 
 @json_option
 @store_options
 def invalidate(config: Config, *, namespace: str, yes: bool, as_json: bool) -> None:
-    """Drops every block of a namespace, durable or not, at every node: for blocks that are wrong.
+    """Drop every block of a namespace on every node, durable or not. For blocks with wrong content.
 
-    Stop the engines that made them first, or they store them again. Nodes that do not answer keep what they have, and serve it.
+    Stop the engines that store them first. Nodes that do not answer keep and serve their blocks.
 
     Examples:
       kvstore namespaces invalidate 8c2f0d
@@ -240,9 +238,9 @@ def _time(ctx: click.Context, param: click.Parameter, value: str) -> float | Non
 @json_option
 @store_options
 def ttl(config: Config, *, namespace: str, time: float | None, as_json: bool) -> None:
-    """Sets a namespace's time to live: blocks that were neither stored nor loaded for so long leave, at every node.
+    """Set the time to live of a namespace: every node evicts blocks that were not stored or loaded for this time.
 
-    It counts from the last use that a node knows of: from its start, or from now, at the earliest.
+    It counts from the last use known to the node, at the earliest from the start of the node or from now.
 
     Examples:
       kvstore namespaces ttl 8c2f0d 7d
@@ -256,7 +254,7 @@ def ttl(config: Config, *, namespace: str, time: float | None, as_json: bool) ->
 @json_option
 @store_options
 def pin(config: Config, *, namespace: str, as_json: bool) -> None:
-    """Keeps a namespace's blocks from eviction, up to half of each tier of a node; invalidate drops them all the same.
+    """Pin a namespace: protect its blocks from eviction, up to half of each tier of a node. Invalidate still drops them.
 
     Examples:
       kvstore namespaces pin 8c2f0d
@@ -269,7 +267,7 @@ def pin(config: Config, *, namespace: str, as_json: bool) -> None:
 @json_option
 @store_options
 def unpin(config: Config, *, namespace: str, as_json: bool) -> None:
-    """Lets a namespace's blocks be evicted again.
+    """Unpin a namespace.
 
     Examples:
       kvstore namespaces unpin 8c2f0d
@@ -278,7 +276,7 @@ def unpin(config: Config, *, namespace: str, as_json: bool) -> None:
 
 
 def _rule(config: Config, namespace: str, wanted: Callable[[Rule], tuple[float | None, bool]], *, as_json: bool) -> None:
-    """Changes what may stay of a namespace, if nobody else has changed it since it was looked at."""
+    """Change the retention rule of a namespace unless it was changed meanwhile."""
 
     async def change(store: Store) -> Rule:
         found = await _find_ruled(store, namespace)
@@ -299,7 +297,7 @@ def _rule(config: Config, namespace: str, wanted: Callable[[Rule], tuple[float |
 @json_option
 @store_options
 def rules(config: Config, *, as_json: bool) -> None:
-    """Lists the namespaces that have a time to live or are pinned, also those that are not registered any more.
+    """List retention rules, also of namespaces that are not registered any more.
 
     Examples:
       kvstore namespaces rules
@@ -321,14 +319,14 @@ def rules(config: Config, *, as_json: bool) -> None:
 @namespaces.command("bump-weights", cls=Command)
 @_argument
 @click.argument("weights_epoch")
-@click.option("--keep", is_flag=True, help="Leaves the old weights' blocks where they are.")
+@click.option("--keep", is_flag=True, help="Keep the blocks of the old weights.")
 @yes_option
 @json_option
 @store_options
 def bump_weights(config: Config, *, namespace: str, weights_epoch: str, keep: bool, yes: bool, as_json: bool) -> None:
-    """Registers the namespace of the same spec with the weights WEIGHTS_EPOCH, and drops what was stored with the old ones.
+    """Register the namespace with the same spec and weights WEIGHTS_EPOCH, and drop the blocks of the old weights.
 
-    Engines change over when they are started with the new epoch.
+    Engines use it once they are started with the new epoch.
 
     Examples:
       kvstore namespaces bump-weights 8c2f0d 2026-06-01
@@ -336,7 +334,7 @@ def bump_weights(config: Config, *, namespace: str, weights_epoch: str, keep: bo
     """
     known = ask(config, lambda store: find(store, namespace))
     if not keep:
-        confirm(f"Drop every block of {_named(known)}, at every node, and go on with weights {weights_epoch}", yes=yes)
+        confirm(f"Drop every block of {_named(known)}, at every node, and register weights {weights_epoch}", yes=yes)
     wanted = bytes.fromhex(known.namespace_id)
     done = ask(config, lambda store: store.commands.bump_weights(wanted, weights_epoch, invalidate=not keep))
     if as_json:

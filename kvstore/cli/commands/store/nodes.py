@@ -1,4 +1,4 @@
-"""``kvstore nodes`` and ``kvstore volumes``: what the hosts have, and making room on it."""
+"""``kvstore nodes`` and ``kvstore volumes``: list, inspect, evict and check."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _POLL_S = 0.3
 @json_option
 @store_options
 def nodes(config: Config, *, as_json: bool) -> None:
-    """Lists the nodes: state, roles, fill of their tiers, links, queues.
+    """List the nodes with state, roles, usage by tier, links and queues.
 
     Links are storage and compute, with what the planner reckons that they carry. The figure is configured, measured, or the speed
     of the link as the kernel reports it; `(assumed)` marks one that nobody knows. The queue is what the planner has planned to be
@@ -70,7 +70,7 @@ def nodes(config: Config, *, as_json: bool) -> None:
 @json_option
 @store_options
 def show_node(config: Config, *, node: str, as_json: bool) -> None:
-    """Shows one node: what the metadata server knows of it, and what it says itself.
+    """Show a node: what the metadata server knows of it, and what it reports.
 
     Examples:
       kvstore nodes show host-1
@@ -84,13 +84,13 @@ def show_node(config: Config, *, node: str, as_json: bool) -> None:
 
 
 @click.group(cls=Group, invoke_without_command=True)
-@click.option("--node", metavar="NODE", shell_complete=complete_nodes, help="This node's alone.")
+@click.option("--node", metavar="NODE", shell_complete=complete_nodes, help="Only volumes of this node.")
 @json_option
 @store_options
 def volumes(config: Config, *, node: str | None, as_json: bool) -> None:
-    """Lists the volumes of running nodes: tier, fill, blocks, and whether they take any.
+    """List the volumes of running nodes with tier, usage, blocks and whether they are writable.
 
-    Those that no node has open are for kvstore volume.
+    Use kvstore volume for volumes that no node has open.
 
     Examples:
       kvstore volumes
@@ -129,14 +129,14 @@ def volumes(config: Config, *, node: str | None, as_json: bool) -> None:
 
 @volumes.command(cls=Command)
 @click.argument("volume", shell_complete=complete_volumes)
-@click.option("--to", "percent", type=click.IntRange(0, 100), required=True, help="Fill to come down to, in percent.")
+@click.option("--to", "percent", type=click.IntRange(0, 100), required=True, help="Target usage in percent.")
 @yes_option
 @json_option
 @store_options
 def evict(config: Config, *, volume: str, percent: int, yes: bool, as_json: bool) -> None:
-    """Evicts the coldest blocks of VOLUME (NODE/NAME) until no more than that fill is used.
+    """Evict the coldest blocks of VOLUME (NODE/NAME) down to a usage.
 
-    What is in use stays, and in DRAM what is not durable yet. Asks first.
+    Blocks in use and dirty DRAM blocks stay. Asks for confirmation.
 
     Examples:
       kvstore volumes evict host-1/nvme0 --to 50
@@ -154,19 +154,19 @@ def evict(config: Config, *, volume: str, percent: int, yes: bool, as_json: bool
 
 @volumes.command(cls=Command)
 @click.argument("volume", shell_complete=complete_volumes)
-@click.option("--wait", is_flag=True, help="Returns once it has ended. Ctrl-C ends the waiting, not the check.")
-@click.option("--status", "look", is_flag=True, help="Begins none: shows how far it is, or what the last one found.")
-@click.option("--cancel", is_flag=True, help="Ends the one that is under way.")
+@click.option("--wait", is_flag=True, help="Wait for the end of the check. Ctrl-C does not cancel it.")
+@click.option("--status", "look", is_flag=True, help="Show progress or result; begin no check.")
+@click.option("--cancel", is_flag=True, help="Cancel the check in progress.")
 @click.option(
     "--rate",
     callback=param_types.some_size,
     metavar="SIZE",
-    help="The most to read a second (default: a tenth of the volume's measured rate, else 200MB).",
+    help="Read rate limit per second (default: a tenth of the measured rate, else 200MB).",
 )
 @json_option
 @store_options
 def check(config: Config, *, volume: str, wait: bool, look: bool, cancel: bool, rate: int | None, as_json: bool) -> None:
-    """Reads every block of the running VOLUME (NODE/NAME) and compares it with its checksums, in the background.
+    """Verify the checksums of every block of the running VOLUME (NODE/NAME) in the background.
 
     What is bad is taken out as a load would take it out, and is a miss from then on. A node that is started again knows of no
     check. Volumes that no node has open are for kvstore volume check, which also mends.
@@ -179,7 +179,7 @@ def check(config: Config, *, volume: str, wait: bool, look: bool, cancel: bool, 
     With --wait or --status, 1 says that it found bad or unreadable blocks, or failed; 4 that it was cancelled.
     """
     if look + cancel + (wait or rate is not None) > 1:
-        raise click.UsageError("--status, --cancel, and --wait with --rate are for one call each")
+        raise click.UsageError("--status, --cancel and --wait or --rate exclude each other")
     node_id, name = _parts(volume)
 
     async def found(store: Store) -> VolumeCheck:
@@ -204,7 +204,7 @@ def check(config: Config, *, volume: str, wait: bool, look: bool, cancel: bool, 
 
 
 async def _checked(store: Store, node_id: str, name: str) -> VolumeCheck:
-    """Shows how far a check is until it has ended."""
+    """Show the progress of a check until it ends."""
     from rich.console import Console
 
     from kvstore.replay.progress import progress
@@ -213,7 +213,7 @@ async def _checked(store: Store, node_id: str, name: str) -> VolumeCheck:
         while True:
             done = await store.checks.look(node_id, name)
             if done.state == "none":
-                raise click.ClickException(f"{done.volume_id}: the node was started again, and with its process the check ended")
+                raise click.ClickException(f"{done.volume_id}: the node was restarted, which ended the check")
             report(done.checked_blocks, "", done.blocks)
             if done.ended:
                 return done
@@ -221,33 +221,33 @@ async def _checked(store: Store, node_id: str, name: str) -> VolumeCheck:
 
 
 def _said(done: VolumeCheck) -> str:
-    """A check in one line."""
+    """State of a check in one line."""
     if done.state == "none":
-        return f"{done.volume_id}: no check was begun since the node was started"
-    told = [f"{done.volume_id}: {done.state}", f"{done.checked_blocks:,} of {done.blocks:,} blocks looked at"]
+        return f"{done.volume_id}: no check since the node started"
+    told = [f"{done.volume_id}: {done.state}", f"{done.checked_blocks:,} of {done.blocks:,} blocks checked"]
     if done.bad_blocks:
-        told.append(f"{done.bad_blocks:,} bad and taken out")
+        told.append(f"{done.bad_blocks:,} corrupt and removed")
     if done.rewritten_blocks:
-        told.append(f"{done.rewritten_blocks:,} of them written anew from DRAM")
+        told.append(f"{done.rewritten_blocks:,} of them written again from DRAM")
     if done.unreadable_blocks:
         told.append(f"{done.unreadable_blocks:,} unreadable")
     if done.gone_blocks:
-        told.append(f"{done.gone_blocks:,} had left")
+        told.append(f"{done.gone_blocks:,} evicted meanwhile")
     if done.checked_bytes:
         told.append(f"{output.size(done.checked_bytes)} read in {output.duration(done.took_s)}")
     return ", ".join([*told, *([done.why] if done.why else [])])
 
 
 def _parts(volume: str) -> tuple[str, str]:
-    """Node and name of a volume as it is given."""
+    """Parse NODE/NAME."""
     node_id, _, name = volume.partition("/")
     if not name:
-        raise click.BadParameter("a volume is NODE/NAME, as kvstore volumes shows it", param_hint="VOLUME")
+        raise click.BadParameter("a volume is NODE/NAME, as listed by kvstore volumes", param_hint="VOLUME")
     return node_id, name
 
 
 def state_of(node: Node) -> str:
-    """Whether it is there, in a word."""
+    """State of a node in one word."""
     if node.refused is not None:
         return "refused"
     if node.stopped:
@@ -256,7 +256,7 @@ def state_of(node: Node) -> str:
 
 
 def fill_of(volumes: list[Volume], tier: str) -> str:
-    """Used and capacity of a node's volumes of a tier; nothing where it has none."""
+    """Usage of a node's volumes in a tier; empty if there is none."""
     found = [volume for volume in volumes if volume.tier == tier]
     if not found:
         return ""
@@ -265,7 +265,7 @@ def fill_of(volumes: list[Volume], tier: str) -> str:
 
 
 def drain_of(node: Node) -> str:
-    """How far it is."""
+    """Progress of a drain."""
     if node.drain is None:
         return ""
     said = [f"{node.drain.not_durable_blocks} not durable"]
@@ -296,7 +296,7 @@ _SOURCES: Final = {
     "configured": "{} (configured)",
     "measured": "{} (measured)",
     "link": "{} (speed of the link)",
-    "assumed": "{} (assumed: nobody configured it, and nothing was measured)",
+    "assumed": "{} (assumed: neither configured nor measured)",
 }
 
 
@@ -305,7 +305,7 @@ def _reckoned(bytes_per_s: float, source: str | None) -> str:
 
 
 def _planned(nic: Nic) -> str:
-    """What a link is planned with, and that nobody knows it where that is so."""
+    """Bandwidth that the planner assumes for a link."""
     mark = "(assumed)" if nic.planned_source == "assumed" else ""
     return f"{output.rate(nic.planned_bytes_per_s or 0)}{mark}"
 

@@ -1,4 +1,4 @@
-"""``kvstore plans``, ``loads`` and ``path-policy``: which links loads are read over, what was decided and why, what was slow."""
+"""``kvstore plans``, ``loads`` and ``path-policy``: planned loads, slow loads and the path policy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ POLICIES: Final = ("prefill_only", "round_robin", "shorter_queue", "split")
 
 
 @click.command(cls=Command)
-@click.option("--decisions", type=click.IntRange(0, MOST_DECISIONS), default=10, show_default=True, help="So many of the last.")
+@click.option(
+    "--decisions", type=click.IntRange(0, MOST_DECISIONS), default=10, show_default=True, help="Number of recent decisions."
+)
 @json_option
 @store_options
 def plans(config: Config, *, decisions: int, as_json: bool) -> None:
-    """Shows planned loads under way, and the last decisions with the figures that they were taken on.
+    """Show planned loads in progress, and recent load decisions with their inputs.
 
     JSON: live (at most 500, by plan id) and decisions (newest first), with the fields of the REST's /plans and /decisions. Of
     several metadata workers, one answers: each plans for itself.
@@ -73,11 +75,11 @@ def plans(config: Config, *, decisions: int, as_json: bool) -> None:
 
 
 @click.command(cls=Command)
-@click.option("--limit", type=click.IntRange(1, MOST_LOADS), default=20, show_default=True, help="So many of the slowest.")
+@click.option("--limit", type=click.IntRange(1, MOST_LOADS), default=20, show_default=True, help="Number of loads.")
 @json_option
 @store_options
 def loads(config: Config, *, limit: int, as_json: bool) -> None:
-    """Shows the slowest loads of the last minute on any node, slowest first, and what each waited for.
+    """Show the slowest loads of the last minute on any node, slowest first, with the cause of their duration.
 
     Examples:
       kvstore loads
@@ -143,7 +145,7 @@ def _parts(parts: Iterable[LivePart | DecidedPart]) -> str:
 
 
 def _why(decision: Decision) -> str:
-    """The figures that a decision was taken on."""
+    """Inputs of a decision."""
     seen = [
         f"{one.node_id} {output.size(one.pending_bytes)} waiting at {output.rate(one.storage_bytes_per_s)}"
         for one in decision.considered

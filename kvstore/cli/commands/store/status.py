@@ -1,4 +1,4 @@
-"""``kvstore status``: a running store at a glance."""
+"""``kvstore status``: summary of a running store."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvstore.config.model import Config
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @store_options
 def status(config: Config, *, as_json: bool) -> None:
-    """Shows nodes, volumes and fill, as the metadata server knows them.
+    """Show nodes, volumes and usage as the metadata server knows them.
 
-    JSON: metadata (its address), problems (what is wrong, in words), blocks and index_bytes of the index, counters of the
+    JSON: metadata (its address), problems (as text), blocks and index_bytes of the index, counters of the
     metadata server by name; namespaces, each with id, model, block_tokens, block_bytes; nodes, each with id, alive, state
     (active, draining, drained, drain_blocked), stopped, refused (null, or why its calls are refused), heartbeat_age_ms, roles,
     control_address, data_address, mounts, drain (null: it is not to drain) and volumes, each with id, tier, capacity_bytes,
-    used_bytes, blocks and read_only (null, or why it takes no blocks).
+    used_bytes, blocks and read_only (null, or the reason).
 
     Examples:
       kvstore status
@@ -37,7 +37,7 @@ def status(config: Config, *, as_json: bool) -> None:
 
 
 async def fetch_status(config: Config, store: Store) -> dict[str, Any]:
-    """Asks the metadata server; plain data.
+    """Query the metadata server.
 
     Raises:
         KVStoreError: it does not answer.
@@ -93,7 +93,7 @@ async def fetch_status(config: Config, store: Store) -> dict[str, Any]:
 
 
 def _drain(known: Any) -> dict[str, Any] | None:  # noqa: ANN401  # a NodeStatus
-    """How far a node is that is to drain; None: it is not."""
+    """Progress of a drain; None if the node does not drain."""
     if not known.HasField("order"):
         return None
     numbers = ("waiting_blocks", "not_durable_blocks", "left_blocks", "moved_blocks", "moved_bytes")
@@ -108,7 +108,7 @@ def _usage(usages: Any, volume_id: str) -> dict[str, Any]:  # noqa: ANN401  # a 
 
 
 def _print(found: dict[str, Any]) -> None:
-    """Lines that wrap rather than a table that cuts: addresses are there to be copied, on narrow terminals too."""
+    """Print lines instead of a table, so that addresses can be copied from narrow terminals."""
     from kvstore.replay.report import show_bytes
 
     output.line(f"metadata server {found['metadata']}: {found['blocks']:,} blocks, index {show_bytes(found['index_bytes'])}")

@@ -1,4 +1,4 @@
-"""``kvstore tenants``: what tenants hold, and how much they may."""
+"""``kvstore tenants``: usage and quotas of tenants."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _bound(ctx: click.Context, param: click.Parameter, value: str | None) -> int
 @json_option
 @store_options
 def tenants(config: Config, *, as_json: bool) -> None:
-    """Lists the tenants that hold something or have a quota: bytes of payload by tier, all nodes together.
+    """List tenants with usage or quota, in payload bytes by tier over all nodes.
 
-    A tenant is the one that the specs of its namespaces name; the default tenant's name is empty ('').
+    The tenant of a namespace is part of its spec. The name of the default tenant is empty ('').
 
     Examples:
       kvstore tenants
@@ -51,15 +51,15 @@ def tenants(config: Config, *, as_json: bool) -> None:
 
 @tenants.command("set", cls=Command)
 @_argument
-@click.option("--dram", metavar="SIZE|any", callback=_bound, help="The most in DRAM, all nodes together; any: no bound.")
-@click.option("--nvme", metavar="SIZE|any", callback=_bound, help="The most on volumes, all nodes together; any: no bound.")
+@click.option("--dram", metavar="SIZE|any", callback=_bound, help="Quota in DRAM over all nodes; any: no quota.")
+@click.option("--nvme", metavar="SIZE|any", callback=_bound, help="Quota on NVMe volumes over all nodes; any: no quota.")
 @yes_option
 @json_option
 @store_options
 def set_quota(config: Config, *, tenant: str, dram: int | str | None, nvme: int | str | None, yes: bool, as_json: bool) -> None:
-    """Sets TENANT's quota in the tiers named; in the other one it stays.
+    """Set the quota of TENANT in the given tiers; other tiers keep theirs.
 
-    What is beyond it leaves: the tenant's own coldest blocks. Asks first where that will be so.
+    The tenant's coldest blocks above the quota are evicted. Asks for confirmation in this case.
 
     Examples:
       kvstore tenants set team-a --dram 64GiB

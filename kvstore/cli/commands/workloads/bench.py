@@ -16,12 +16,12 @@ _LIST_S = 60.0
 
 @click.command(cls=Command, context_settings={"ignore_unknown_options": True})
 @click.argument("names", nargs=-1)
-@click.option("--list", "only_list", is_flag=True, help="Names them and runs nothing.")
-@click.option("--quick", is_flag=True, help="A short look: fewer and smaller measurements.")
+@click.option("--list", "only_list", is_flag=True, help="List the benchmarks and run none.")
+@click.option("--quick", is_flag=True, help="Fewer and smaller measurements.")
 def bench(*, names: tuple[str, ...], only_list: bool, quick: bool) -> None:
-    """Runs benchmarks by name, or all of them, and makes the table of their records.
+    """Run benchmarks by name, or all of them, and build the table of their records.
 
-    They live in benchmarks/ of a source checkout, not in the installed package.
+    They are in benchmarks/ of a source checkout, not in the installed package.
 
     Examples:
       kvstore bench --list

@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.option("--sessions", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Agent sessions.")
 @click.option("--turns", type=click.IntRange(1, 10_000), default=60, show_default=True, help="Longest session, in turns.")
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of everything drawn.")
-@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where volumes go (default: temporary).")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Random seed.")
+@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder of the volumes (default: temporary).")
 @click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=param_types.result_file,
-    help="Writes the result; - is stdout.",
+    help="File for the result; -: standard output.",
 )
 @click.option(
     "--dual-path",
     is_flag=True,
-    help="Shows one prompt loaded over one host's storage link, and over two. Emulates hosts: needs Linux, root and iproute2.",
+    help="Load one prompt over one storage link and over two, on emulated hosts; requires Linux, root and iproute2.",
 )
 @with_quiet_config
 def demo(
     _config: Config, *, sessions: int, turns: int, seed: int, data_dir: Path | None, json_file: Path | None, dual_path: bool
 ) -> None:
-    """Starts a small store, runs an agentic workload on it, and checks every loaded byte.
+    """Start a small store, run an agentic workload on it and check every loaded byte.
 
     The store is real: a metadata server, a prefill host, a decode host and a storage host, each a process of its own, over
     sockets, shared memory and files of this machine. The workload is generated from published statistics of production
@@ -56,7 +56,7 @@ def demo(
       kvstore demo --sessions 50 --json -
       sudo .venv/bin/kvstore demo --dual-path
 
-    Exits with 1 if any byte was wrong, or if hits are impossible.
+    Exit code 1: a byte was wrong, or the hits are impossible.
     """
     refuse_unused("a demo starts a store of its own", "log.")
     if dual_path:

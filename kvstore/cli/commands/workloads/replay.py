@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option(
-    "--block-bytes", callback=param_types.size, default="4KiB", show_default=True, metavar="SIZE", help="Bytes of a block."
-)
-@click.option("--layers", type=click.IntRange(1, 1024), default=1, show_default=True, help="Layer Blocks in a block.")
+@click.option("--block-bytes", callback=param_types.size, default="4KiB", show_default=True, metavar="SIZE", help="Block size.")
+@click.option("--layers", type=click.IntRange(1, 1024), default=1, show_default=True, help="Layers per block.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
 @click.option(
-    "--capacity", callback=param_types.capacity, metavar="dram=SIZE[,nvme=SIZE]", help="Room (default: enough for every block)."
+    "--capacity",
+    callback=param_types.capacity,
+    metavar="dram=SIZE[,nvme=SIZE]",
+    help="Capacity (default: enough for every block).",
 )
 @click.option("--policy", type=click.Choice(POLICY_NAMES), help="Eviction policy (default: node.policy of the configuration).")
-@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where volumes go (default: temporary).")
+@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder of the volumes (default: temporary).")
 @click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=param_types.result_file,
-    help="Writes the result; - is stdout.",
+    help="File for the result; -: standard output.",
 )
 @with_quiet_config
 def replay(
@@ -52,10 +53,10 @@ def replay(
     data_dir: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Replays a request TRACE against a store of its own: one lookup, load and store a request.
+    """Replay a request TRACE against a temporary store: one lookup, load and store per request.
 
-    Payloads follow from block keys, so every loaded byte is checked. With room for every block the hits are exactly those
-    of an unlimited cache; with less, the policy's hits are shown beside those and the best possible ones (Belady).
+    Payloads are derived from block keys, so every loaded byte is checked. If every block fits, the hits equal those of an
+    unlimited cache. Otherwise the policy's hits are shown beside the unlimited and the optimal (Belady) hits.
 
     Reads Mooncake's JSON lines and run-length JSON lines, plain or compressed with zstd.
 
@@ -64,7 +65,7 @@ def replay(
       kvstore replay trace.jsonl --limit 500 --block-bytes 1MiB --capacity dram=2GiB,nvme=20GiB
       kvstore replay trace.jsonl --capacity dram=256MiB --policy lru --json result.json
 
-    Exits with 1 if any byte was wrong, or if hits are missing although there was room for everything.
+    Exit code 1: a byte was wrong, or hits are missing although every block fits.
     """
     refuse_unused("a replay starts a store of its own; its room is --capacity", "node.policy", "log.")
     from rich.console import Console
