@@ -12,7 +12,7 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.rpc.address import stays_on_host
-from kvstore.transport.nixl.agent import LOOPBACK, NEEDS_TRUST, NixlAgent, NixlOptions, Region, has_rdma
+from kvstore.transport.nixl.agent import LOOPBACK, NEEDS_TRUST, SERVING, NixlAgent, NixlOptions, Region, has_rdma
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class NixlAgents:
         elif config.compute_cap:
             problem = InvalidArgument("NIXL transfers bypass compute_cap: node.nixl requires a node without a cap")
         else:
-            names = [f"{config.node_id}-{name}" for name in ("serving", "reading")]
+            names = [f"{config.node_id}-{name}" for name in (SERVING, "reads")]
             made = [NixlAgent(options, name=name, regions=[arena], counters=counters) for name in names]
             try:
                 for agent in made:

@@ -40,6 +40,9 @@ from kvstore.transport.tcp.one_sided import OneSidedFailed
 
 log = logging.getLogger(__name__)
 
+SERVING = "serves"
+"""Part of the name of each agent that serves an arena. Another node refuses to write into an agent with such a name."""
+
 WAIT_S = 50e-6
 """Polling interval of a transfer. The bytes that arrive in between fit the socket buffers."""
 SLABS = 4

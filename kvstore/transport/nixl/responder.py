@@ -26,7 +26,7 @@ from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.contract import ReadPart
 from kvstore.transport.layout import address_of
 from kvstore.transport.nixl.address_table import AddressTable, consecutive_blocks, copy_rows, paired_rows
-from kvstore.transport.nixl.agent import WAIT_S, NixlAgent, Slab, Transfer, has_rdma, host_id
+from kvstore.transport.nixl.agent import SERVING, WAIT_S, NixlAgent, Slab, Transfer, has_rdma, host_id
 from kvstore.transport.nixl.frames import (
     AttachFrame,
     FetchFrame,
@@ -51,7 +51,7 @@ AHEAD = 2
 """Maximum chunks that are being written or are in bounce memory."""
 _PROGRESS_INTERVAL_S = 1e-3
 """Polling interval while a reader pulls. The reader needs progress on this side only to connect."""
-SERVING_AGENT = re.compile(r".*-serves-[0-9a-f]{32}")
+SERVING_AGENT = re.compile(rf".*-{SERVING}-[0-9a-f]{{32}}")
 """Names of agents that serve an arena."""
 _NONE = np.empty(0, np.uint64)
 
