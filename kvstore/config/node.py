@@ -239,6 +239,12 @@ class NodeConfig(NodeSection):
                 "node.write_behind_to names this node itself; name a storage node, or unset it and set node.nvme",
                 node_id=self.node_id,
             )
+        if self.nixl != "off" and not self.nixl_trusted_network:
+            raise InvalidArgument(
+                "node.nixl opens ports without authentication; set node.nixl_trusted_network if the network is trusted, or leave"
+                " node.nixl off",
+                nixl=self.nixl,
+            )
         for name, size in (("prefill_buffer", self.prefill_buffer_bytes), ("decode_buffer", self.decode_buffer_bytes)):
             if size > self.dram_bytes:
                 raise InvalidArgument(

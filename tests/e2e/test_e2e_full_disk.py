@@ -102,7 +102,7 @@ def test_disk_full_is_reported_until_there_is_space(store: Store, small_disk: Pa
     assert gauge(metadata.metrics_address, "kvstore_index_changes_failing_seconds") > 0
     assert gauge(node.metrics_address, "kvstore_node_publish_failing_seconds") > 0
     assert gauge(node.metrics_address, "kvstore_volume_read_only") == 1
-    assert "takes no changes" in metadata.log_tail(200)
+    assert "index change failed" in metadata.log_tail(200)
     status = shown(store)
     (nvme,) = (volume for volume in status["nodes"][0]["volumes"] if volume["tier"] == "nvme")
     assert nvme["blocks"] >= 500

@@ -210,7 +210,7 @@ def test_another_tenant_gets_nothing_over_any_door(store: Store) -> None:
     with store.client("acme", ACME) as engine:
         keys, _ = filled(engine, 3)
         packed = b"".join(keys)
-        session = engine._core.local.session() if engine._core.local is not None else None
+        session = engine._context.local.session() if engine._context.local is not None else None
         assert session is not None
         metadata = metadata_pb2_grpc.MetadataStub(store.channel("metadata", OTHER))
         node = node_pb2_grpc.NodeStub(store.channel("a", OTHER))
@@ -349,7 +349,7 @@ def test_a_node_shows_its_token_to_nodes_alone(store: Store) -> None:
     server.start()
     try:
         with store.client("acme", ACME) as engine:
-            session = engine._core.local.session() if engine._core.local is not None else None
+            session = engine._context.local.session() if engine._context.local is not None else None
             assert session is not None
             stub = node_pb2_grpc.NodeStub(connect(store.cluster.node("a").local_socket, token=TokenSource(ACME)))
             source = node_pb2.LoadSource(

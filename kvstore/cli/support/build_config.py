@@ -74,7 +74,11 @@ def node_config(config: Config, provenance: Provenance | None = None) -> NodeCon
 
 def router_config(config: Config) -> RouterConfig:
     """Configuration of the router."""
-    return RouterConfig(**dict(config.router), client=config.client).check()
+    from kvstore.router.engines import engines_of  # the extra `router` may be missing for other commands
+
+    checked = RouterConfig(**dict(config.router), client=config.client).check()
+    engines_of(checked)
+    return checked
 
 
 def admin_config(config: Config, provenance: Provenance | None = None) -> AdminConfig:
