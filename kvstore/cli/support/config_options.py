@@ -128,9 +128,7 @@ def _settings_of(ctx: click.Context) -> list[Setting]:
 
 
 def _note_file(ctx: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
-    if (
-        value is not None or _FILE_KEY not in ctx.meta
-    ):  # the file of a group applies to its commands, unless they name another file
+    if value is not None or _FILE_KEY not in ctx.meta:  # a command's file overrides that of its group
         ctx.meta[_FILE_KEY] = value
 
 

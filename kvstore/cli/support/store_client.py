@@ -74,7 +74,7 @@ yes_option = click.option("--yes", "-y", is_flag=True, help="Does not ask first.
 
 
 def store_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Add ``--metadata``, ``--config`` and ``--set``, pass the effective configuration first, and list the exit codes in the help."""
+    """Add ``--metadata``, ``--config`` and ``--set``, pass the effective configuration first, and document the exit codes."""
     made = metadata_option(with_quiet_config(command))
     made.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\nExits with {CODES}."
     return made

@@ -48,7 +48,7 @@ def bench(*, names: tuple[str, ...], only_list: bool, quick: bool) -> None:
 
 
 def _ahead(count: int, *, whole: bool, quick: bool, folder: Path) -> str:
-    """Announce the run, because the suite runs for a while and writes files to the checkout."""
+    """Message before the run: the suite runs for minutes and writes files to the checkout."""
     if quick:
         takes = "--quick keeps each short"
     elif whole:
