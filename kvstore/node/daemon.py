@@ -1,4 +1,4 @@
-"""One node daemon: builds the parts, recovers the volumes, serves, and stops in order."""
+"""The node daemon: builds the parts, recovers the volumes, serves, and stops in order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.state.namespaces import Accounts, NamespaceRegistry, NodeNamespace
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace, TenantLedger
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -88,17 +88,17 @@ log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.5
 BUFFER_SHARE = 4
-"""Prefill and decode buffer are each this fraction (1/n) of the arena, unless configured."""
+"""Default size of the prefill buffer and of the decode buffer: this fraction (1/n) of the arena."""
 REGISTER_WAIT_S = 10.0
 STOP_PARTS = 4
-"""Each wait of an end in order takes this fraction (1/n) of the time that is left; write-behind all but one."""
+"""Each wait of an orderly stop may use this fraction (1/n) of the remaining time; write-back may use all but one."""
 STOP_CALLS_S = 1.0
-"""How long calls and reads under way may take once everything is durable."""
+"""Bound for calls and reads in progress, after all blocks are durable."""
 STOP_POLL_S = 0.01
 LEAVE_S = 2.0
-"""How long the metadata server may take to be told that the node ends."""
+"""Timeout of the unregistration."""
 MOVE_SHARE = 8
-"""What others pull at once is at most this fraction (1/n) of the arena."""
+"""Other nodes pull at most this fraction (1/n) of the arena at once."""
 RPC_TIMEOUT_S = 5.0
 
 
@@ -110,7 +110,7 @@ class NodeDaemon:
         self.counters = Counters()
         self._clock = MonotonicClock()
         self._boot_id = BootId(secrets.token_bytes(16))
-        self._accounts = Accounts(partial(make_policy, config.policy))
+        self._accounts = TenantLedger(partial(make_policy, config.policy))
         self._namespaces = NamespaceRegistry(self._accounts)
         for address in (config.listen, config.data_listen, config.storage_listen or config.data_listen):
             if config.tls.resolve() is None and not config.allow_insecure_remote and not stays_on_host(address):
@@ -284,7 +284,7 @@ class NodeDaemon:
         )
 
     def _list_specs(self) -> list[common_pb2.CacheSpec]:
-        """Of all namespaces that the metadata server knows."""
+        """Return the specs of all namespaces that the metadata server knows."""
         if self.config.metadata is None:
             return []
         with connect(self.config.metadata, tls=self.config.tls.resolve(), token=self._token) as channel:
@@ -311,9 +311,9 @@ class NodeDaemon:
     def _engine_left(self, session_id: SessionId) -> None:
         self.sessions.end(session_id)
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- start and stop
     async def start(self) -> common_pb2.NodeInfo:
-        """Serves; returns this node's addresses."""
+        """Start serving. Returns this node's addresses."""
         config = self.config
         self._data.start()
         self._door.start()
@@ -415,17 +415,17 @@ class NodeDaemon:
                 read_rate=lambda: self._read_rate.bytes_per_s,
                 on_connected=partial(self._show_connected, asyncio.get_running_loop(), self._server),
             )
-            await self._server.show_serving(METADATA_SERVICE, serving=False)  # until it has registered
+            await self._server.show_serving(METADATA_SERVICE, serving=False)  # until the node has registered
             self._publisher.start()
             self._retainer.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
-                log.warning("the metadata server at %s does not answer yet; serving without it", config.metadata)
+                log.warning("metadata server not reached: %s; serving without it", config.metadata)
         if config.metrics_listen is not None:
             collector = StoreCollector([self.counters], [self._gauges()], process="node")
             self._metrics = serve(config.metrics_listen, collector, {"/loads": self._recent.page}, self.counters)
         if config.ready_file is not None:
             await self._write_ready(config.ready_file)
-        log.info("node %s serves: control %s, data %s", config.node_id, self.info.control_address, self.info.data_address)
+        log.info("node started: %s (control=%s, data=%s)", config.node_id, self.info.control_address, self.info.data_address)
         return self.info
 
     def _make_links(self) -> Links:
@@ -457,7 +457,7 @@ class NodeDaemon:
 
     @staticmethod
     def _show_connected(loop: asyncio.AbstractEventLoop, server: BoundServer, connected: bool) -> None:  # a callback
-        """Tells the health service, from any thread, whether the metadata server takes this node's reports."""
+        """Set in the health service whether the metadata server accepts heartbeats. To be called from any thread."""
         asyncio.run_coroutine_threadsafe(server.show_serving(METADATA_SERVICE, serving=connected), loop)
 
     async def _write_ready(self, path: Path) -> None:
@@ -476,10 +476,10 @@ class NodeDaemon:
         await aiofiles.os.replace(partial_file, path)
 
     async def stop(self) -> None:
-        """Ends in order, within ``stop_grace_s``: takes nothing new, is named by no lookup any more, finishes what it can.
+        """Stop in order, within ``stop_grace_s``: accept no new blocks, unregister, and finish earlier work.
 
-        Engines and peers are answered until what they began is durable, or its part of the time is over; then doors close. What
-        is not durable by the deadline is lost with the process, and said.
+        Engines and peers are answered until their stores are durable, or their part of the time has passed. Then the servers
+        stop. Blocks that are not durable by the deadline are lost and logged.
         """
         until_s = self._clock.now_s() + self.config.stop_grace_ms / 1000
         self._gate.stopping = True
@@ -490,41 +490,41 @@ class NodeDaemon:
         await asyncio.to_thread(self._stop_parts, until_s)
 
     def _finish(self, until_s: float) -> None:
-        """What is to be done before the doors close, each with a part of the time that is left."""
+        """Finish earlier work before the servers stop. Each step may use a part of the remaining time."""
         self._drainer.stop(STOP_CALLS_S)
         if self._publisher is not None:
             self._publisher.leave(min(LEAVE_S, self.config.stop_grace_ms / 1000 / STOP_PARTS))
         stores_s = self._part_of(until_s)
         while self._gate.stores_under_way() and self._clock.now_s() < stores_s:
-            time.sleep(STOP_POLL_S)  # their engines copy, and will say so
+            time.sleep(STOP_POLL_S)  # engines still copy, and will complete or abort
         flushed = self._flush(self._part_of(until_s, STOP_PARTS - 1))
         if lost := self.table.not_durable():
             self.counters.add(node_metrics.STOPPED_NOT_DURABLE_BLOCKS, lost)
-            log.warning("%d blocks are not durable, and lost with this process%s", lost, "" if flushed else ": time is over")
+            log.warning("blocks lost on stop: not durable (blocks=%d, in_time=%s)", lost, flushed)
         servers = [self._data] if self._storage_data is None else [self._data, self._storage_data]
         reads_s = min(self._part_of(until_s), self._clock.now_s() + STOP_CALLS_S)
         while any(server.busy for server in servers) and self._clock.now_s() < reads_s:
             time.sleep(STOP_POLL_S)
-        if self._publisher is not None and self.config.nvme:  # nodes that mount the volumes are to find what they hold
+        if self._publisher is not None and self.config.nvme:  # so that nodes that mount the volumes find their blocks
             self._log.wait_published([slab.volume_id for slab in self._slabs], self._part_of(until_s))
 
     def _flush(self, deadline_s: float) -> bool:
-        """Waits until what was stored is durable, or cannot be made so in time. Whether nothing waits any more."""
+        """Wait until stored blocks are durable, or the deadline. Returns whether no block waits."""
         if not self._writes_behind:
             return self.table.wait_written(deadline_s)
         flushed, saved = flush_on_shutdown(self.table, self._clock, deadline_s)
         if saved:
             self.counters.add(node_metrics.STOPPED_SAVED_BLOCKS, saved)
-            log.info("%d blocks that lay in DRAM alone are durable now", saved)
+            log.info("DRAM-only blocks written back on stop (blocks=%d)", saved)
         return flushed
 
     def _part_of(self, until_s: float, parts: int = 1) -> float:
-        """The end of some quarters of the time that is left."""
+        """Return the time at which some quarters of the remaining time have passed."""
         now_s = self._clock.now_s()
         return now_s + max(0.0, until_s - now_s) * parts / STOP_PARTS
 
     def _busy(self) -> bool:
-        """Whether something that began before the gate was shut goes on here."""
+        """Return whether work that began before the gate was closed goes on."""
         return bool(self._gate.stores_under_way()) or any(buffer.used_bytes for buffer in self._buffers.values())
 
     def _gauges(self) -> NodeGauges:
@@ -576,7 +576,7 @@ class NodeDaemon:
 
     @property
     def hung(self) -> bool:
-        """Whether a volume still has I/O outstanding. After ``stop``, the process cannot end in order then."""
+        """Whether a volume has outstanding I/O after ``stop``. Then the process cannot exit in order."""
         return any(node_volume.guard.outstanding for node_volume in self._node_volumes)
 
     def _advertised(self, bound: str) -> str:
@@ -592,9 +592,9 @@ class NodeDaemon:
         while not self._stopping.wait(SWEEP_INTERVAL_S):
             try:
                 self.sessions.expire()
-            except Exception:  # process edge: without the janitor nothing would be given back any more
+            except Exception:  # thread edge: without the janitor, no lease would expire
                 self.counters.add(node_metrics.JANITOR_BUGS)
-                log.exception("the janitor failed, trying again")
+                log.exception("janitor failed: unexpected error, trying again")
 
 
 def _source(configured: int, link: int) -> common_pb2.BandwidthSource:
@@ -604,9 +604,9 @@ def _source(configured: int, link: int) -> common_pb2.BandwidthSource:
 
 
 def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:
-    """For all sockets but those that have the address listened on for the storage network: these are only marked."""
+    """Return the traffic settings of all sockets except those of the storage network, which are only marked."""
     uncapped: set[str] = set()
     if config.storage_listen is not None:
-        with contextlib.suppress(OSError):  # a name that nobody knows: listening there fails, and says so
+        with contextlib.suppress(OSError):  # an unknown name: listening fails with an error
             uncapped = {str(found[4][0]) for found in socket.getaddrinfo(parse_address(config.storage_listen)[0], None)}
     return KvTraffic(TrafficClass(config.kv_dscp, config.compute_cap), counters, uncapped)

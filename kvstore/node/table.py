@@ -39,7 +39,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import KeyWaiter, LoadClaim, StoreGrant
 from kvstore.node.state.invariants import validate
 from kvstore.node.state.model import EVICTING, Block, NodeVolume
-from kvstore.node.state.namespaces import Accounts, NodeNamespace
+from kvstore.node.state.namespaces import NodeNamespace, TenantLedger
 from kvstore.node.state.residency import Residency
 from kvstore.node.state.store_admission import admit
 from kvstore.observe.counters import Counters
@@ -85,10 +85,10 @@ class BlockTable:
         keep_loaded: bool = True,
         cascades_chains: bool = False,
         make_durable_policy: Callable[[Rows], EvictionPolicy] = LruPolicy,
-        accounts: Accounts | None = None,
+        accounts: TenantLedger | None = None,
     ) -> None:
         self.residency = residency = Residency(
-            dram, dram_policy, node_volumes, log, counters, clock, make_durable_policy, accounts or Accounts()
+            dram, dram_policy, node_volumes, log, counters, clock, make_durable_policy, accounts or TenantLedger()
         )
         self.dram = dram
         self.node_volumes = residency.node_volumes

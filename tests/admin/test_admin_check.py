@@ -71,7 +71,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 def test_what_cannot_be_checked_is_refused(store: Store) -> None:
     assert store.http.get(CHECK)["state"] == "none"
-    assert "no check was begun" in store.command("--status")
+    assert "no check since the node started" in store.command("--status")
     assert store.http.ask("DELETE", CHECK).json["state"] == "none"
     store.http.post("/v1/volumes/a/dram/check", {}, 400)
     store.http.post("/v1/volumes/a/nvme7/check", {}, 404)
@@ -110,7 +110,7 @@ def test_damage_is_found_taken_out_and_written_anew_where_dram_has_it(store: Sto
     lines = [line for line in log.splitlines() if '"action": "volume.check"' in line and '"outcome": "done"' in line]
     assert "request_id=check-1" in lines[0]
     assert '"target": "a/nvme0"' in lines[0]
-    assert "2 bad and taken out" in store.cluster.node("a").log_path.read_text()
+    assert "bad=2, rewritten=" in store.cluster.node("a").log_path.read_text()
 
 
 def test_the_command_waits_and_says_by_its_exit_code_what_it_found(store: Store) -> None:
@@ -119,7 +119,7 @@ def test_the_command_waits_and_says_by_its_exit_code_what_it_found(store: Store)
     store.damage(data[5])
     found = json.loads(store.command("--wait", "--json", code=1))
     assert (found["state"], found["bad_blocks"]) == ("done", 1)
-    assert "1 bad and taken out" in store.command("--status", code=1)
+    assert "1 corrupt and removed" in store.command("--status", code=1)
 
 
 def test_a_check_is_slow_if_asked_and_can_be_called_off(store: Store) -> None:
@@ -141,4 +141,4 @@ def test_nothing_of_a_check_outlives_its_node(store: Store) -> None:
     wait_until(
         lambda: store.http.ask("GET", CHECK).status == 200 and store.http.get(CHECK)["state"] == "none", "the node is back"
     )
-    assert "no check was begun" in store.command("--status")
+    assert "no check since the node started" in store.command("--status")

@@ -310,8 +310,8 @@ def test_stop_sends_blocks_that_storage_node_missed(make_store: MakeStore, back:
         store.cluster.start_node("disk")
     assert process.wait(50) == 0
     log = store.cluster.node("memory").log_tail()
-    assert "100 blocks that lay in DRAM alone are durable now" in log
-    assert "lost with this process" not in log
+    assert "DRAM-only blocks written back on stop (blocks=100)" in log
+    assert "blocks lost on stop" not in log
     other = store.engine(None)
     wait_until(lambda: all_there(other, [keys]), "they are found where they are durable")
 
@@ -321,7 +321,7 @@ def test_stop_storage_node_away_ends_in_time(make_store: MakeStore) -> None:
     store = make_store(*nodes("disk"), memory)
     given_up(store, "disk", "memory", 20)
     assert stop_in_order(store.cluster.node("memory")) == 0
-    assert "20 blocks are not durable, and lost with this process" in store.cluster.node("memory").log_tail()
+    assert "blocks lost on stop: not durable (blocks=20" in store.cluster.node("memory").log_tail()
 
 
 def test_stop_full_volume_keeps_what_it_holds(make_store: MakeStore) -> None:

@@ -130,7 +130,7 @@ def told(keys: Sequence[BlockKey], *media: str) -> set[tuple[object, str | None]
     return {(int.from_bytes(key[8:], "big"), medium) for key in keys for medium in media}
 
 
-def test_routers_believe_what_is_so(tmp_path: Path) -> None:
+def test_subscriber_state_equals_store(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path / "store") as cluster, engine_of(cluster) as engine:
         first = engine.store(1)
         with publishing(tmp_path, cluster.metadata_address) as publisher:
@@ -175,7 +175,7 @@ def follow(cluster: LocalCluster, engine: Engine, publisher: Publisher, router: 
     assert "kvstore_client_events_resyncs_total 2.0" in shown
 
 
-def test_people_see_a_line_a_change(tmp_path: Path) -> None:
+def test_events_command_prints_a_line_per_change(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
         keys = engine.store(1)
         command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address, "--tier", "dram"]
@@ -191,7 +191,7 @@ def test_people_see_a_line_a_change(tmp_path: Path) -> None:
             assert process.wait(20) == 0
 
 
-def test_it_ends_when_told_though_nobody_reads(tmp_path: Path) -> None:
+def test_events_stops_on_signal_without_readers(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
         command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

@@ -77,7 +77,7 @@ def blocks(*positions: int) -> set[tuple[object, str | None]]:
     return {(int.from_bytes(CHAIN.keys[at][8:], "big"), "CPU") for at in positions}
 
 
-def test_what_was_missed_is_replayed() -> None:
+def test_replay_returns_missed_batches() -> None:
     with source(topic="kv@store") as made:
         for at in range(5):
             made.store(at, at + 1)
@@ -103,7 +103,7 @@ def test_publisher_restart_leaves_gap_that_is_replayed() -> None:
         assert one.replays == 1
 
 
-def test_live_and_replay_make_one_truth() -> None:
+def test_replay_and_live_events_give_true_state() -> None:
     with source() as made, subscriber(made) as one:
         for at in range(100):
             made.store(at, at + 1)
@@ -115,7 +115,7 @@ def test_live_and_replay_make_one_truth() -> None:
         assert one.believed == blocks(*[at for at in range(100) if at % 3], *range(150, 160))
 
 
-def test_who_asks_for_what_is_gone_gets_everything() -> None:
+def test_replay_of_dropped_batches_sends_full_state() -> None:
     with source(replay_batches=4) as made:
         for at in range(50):
             made.store(at, at + 1)
@@ -133,7 +133,7 @@ def test_who_asks_for_what_is_gone_gets_everything() -> None:
         assert made.counters.snapshot()["events_replay_snapshots_total"] == 2
 
 
-def test_a_large_snapshot_fits_between_the_numbers() -> None:
+def test_replay_large_state_fits_published_numbers() -> None:
     """Few numbers are free, so that the batches are larger."""
     with source(replay_memory_bytes=200) as made:
         made.store(0, 200)
@@ -144,7 +144,7 @@ def test_a_large_snapshot_fits_between_the_numbers() -> None:
             assert late.last == 2
 
 
-def test_what_is_no_request_is_refused_and_the_next_is_served() -> None:
+def test_replay_malformed_request_is_refused() -> None:
     with source() as made, subscriber(made) as one:
         made.store(0, 3)
         one.dealer.send_multipart((b"", b"short"))
@@ -158,7 +158,7 @@ def test_what_is_no_request_is_refused_and_the_next_is_served() -> None:
         assert made.counters.snapshot()["events_replays_refused_total"] == 4
 
 
-def test_whoever_asks_wrongly_does_not_set_the_pace_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_replay_malformed_requests_are_logged_rarely(caplog: pytest.LogCaptureFixture) -> None:
     with source() as made, subscriber(made) as one:
         made.store(0, 3)
         for _ in range(100):
@@ -168,7 +168,7 @@ def test_whoever_asks_wrongly_does_not_set_the_pace_of_the_log(caplog: pytest.Lo
     assert len([record for record in caplog.records if "not an empty frame" in record.getMessage()]) <= 1
 
 
-def test_who_asks_and_leaves_harms_nobody() -> None:
+def test_replay_disconnected_peer_is_ignored() -> None:
     with source() as made, subscriber(made) as one:
         made.store(0, 100)
         for _ in range(5):
@@ -178,7 +178,7 @@ def test_who_asks_and_leaves_harms_nobody() -> None:
         assert one.believed == blocks(*range(100))
 
 
-def test_it_connects_to_a_router_that_binds() -> None:
+def test_publisher_connects_to_bound_socket() -> None:
     context = zmq.Context()
     sub = context.socket(zmq.SUB)
     sub.subscribe("")
@@ -213,12 +213,12 @@ def test_it_connects_to_a_router_that_binds() -> None:
     ],
     ids=str,
 )
-def test_doors_that_nobody_asked_for_stay_closed(wrong: dict[str, object]) -> None:
+def test_config_remote_endpoint_requires_permission(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         EventsConfig(metadata="127.0.0.1:7400", **wrong).check()  # type: ignore[arg-type]
 
 
-def test_a_taken_endpoint_is_said() -> None:
+def test_publisher_endpoint_in_use_is_unavailable() -> None:
     with source() as made:
         config = EventsConfig(metadata="127.0.0.1:7400", zmq=made.publisher.endpoint)
         with pytest.raises(Unavailable):

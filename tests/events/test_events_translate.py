@@ -87,7 +87,7 @@ def in_media(mirror: BlockMirror) -> dict[str, set[object]]:
 @settings(max_examples=150, deadline=None)
 @example([("stored", 1, 0, [0, 1]), ("served", 1, False, None), ("opened", 1, None, None)])
 @given(st.lists(steps, max_size=25))
-def test_what_is_told_is_what_is_so(happened: list[tuple[str, int, object, object]]) -> None:
+def test_translation_state_equals_mirror(happened: list[tuple[str, int, object, object]]) -> None:
     mirror, translator, believer = BlockMirror(), Translator(whole_key, TOKENS.__getitem__), Believer()
 
     def take(one: pb.WatchBlocksResponse) -> None:
@@ -131,7 +131,7 @@ def begun() -> tuple[BlockMirror, Translator]:
     return mirror, translator
 
 
-def test_chains_keep_their_parents() -> None:
+def test_translation_keeps_parents() -> None:
     mirror, translator = begun()
     chain = CHAINS[0]
     hashes = [int.from_bytes(key[8:], "big") for key in chain.keys]

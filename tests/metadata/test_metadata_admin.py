@@ -33,7 +33,7 @@ async def states(running: Running, keys: list[bytes], namespace: bytes = NAMESPA
     return found.hit_blocks, [(run.start, run.count, run.state) for run in found.runs]
 
 
-async def test_blocks_say_who_holds_them_and_why_not(running: Running) -> None:
+async def test_describe_blocks_shows_holders_and_states(running: Running) -> None:
     first, second = running.peer("a"), running.peer("b")
     for peer in (first, second):
         await peer.register()
@@ -68,7 +68,7 @@ async def test_blocks_say_who_holds_them_and_why_not(running: Running) -> None:
         await ask(running, "DescribeBlocks", pb.DescribeBlocksRequest(keys=b"x" * 17))
 
 
-async def test_what_a_boot_that_is_over_held_is_gone(running: Running) -> None:
+async def test_describe_blocks_of_ended_boot_are_gone(running: Running) -> None:
     peer = running.peer("a")
     await peer.register()
     await peer.publish(peer.dram, run_of(KEYS, 0, 2))
@@ -79,7 +79,7 @@ async def test_what_a_boot_that_is_over_held_is_gone(running: Running) -> None:
     assert found in ([(0, 2, pb.BLOCK_STATE_GONE)], [(0, 2, pb.BLOCK_STATE_UNKNOWN)])  # swept, if the sweep came first
 
 
-async def test_namespaces_a_page_at_a_time_with_how_they_fared(running: Running) -> None:
+async def test_describe_namespaces_pages_and_statistics(running: Running) -> None:
     peer = running.peer("a")
     await peer.register()
     ids = []
@@ -105,7 +105,7 @@ async def test_namespaces_a_page_at_a_time_with_how_they_fared(running: Running)
         await ask(running, "DescribeNamespaces", pb.DescribeNamespacesRequest(after=bytes(16)))
 
 
-async def test_strange_namespaces_take_no_memory(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lookup_statistics_namespaces_are_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "MOST_COUNTED", 1)
     peer = running.peer("a")
     for namespace in (b"a" * 16, b"b" * 16, b"a" * 16):
@@ -113,7 +113,7 @@ async def test_strange_namespaces_take_no_memory(running: Running, monkeypatch: 
     assert (await peer.counters())["metadata_lookups_uncounted_total"] == 1
 
 
-async def test_plans_decisions_and_the_policy(running: Running) -> None:
+async def test_describe_planning_and_set_path_policy(running: Running) -> None:
     peer = running.peer("p")
     await peer.register()
     request = metadata_pb2.PlanLoadRequest(
@@ -144,7 +144,7 @@ async def test_plans_decisions_and_the_policy(running: Running) -> None:
     assert [one.policy for one in seen.decisions] == ["prefill_only"], "the newest"
 
 
-async def test_an_index_is_made_anew_once_and_keeps_its_namespaces(tmp_path: Path) -> None:
+async def test_rebuild_index_once_keeps_namespaces(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel:
             stub = MetadataAdminStub(channel)

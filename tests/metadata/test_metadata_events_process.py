@@ -32,7 +32,7 @@ async def mirrors(watcher: BlockWatcher, expected: Sequence[bytes]) -> None:
     await wait_until_async(so)
 
 
-async def test_a_watcher_outlives_the_server_and_its_index(tmp_path: Path) -> None:
+async def test_watcher_survives_server_and_index_loss(tmp_path: Path) -> None:
     with server_process(tmp_path) as server, BlockWatcher(server.address) as watcher:
         watcher.wait_complete(WAIT_S)
         async with connect_aio(server.address) as channel:
@@ -67,7 +67,7 @@ async def test_a_watcher_outlives_the_server_and_its_index(tmp_path: Path) -> No
         assert counted["client_events_failures_total"] >= 2
 
 
-async def test_each_change_is_told(tmp_path: Path) -> None:
+async def test_watcher_reports_each_change(tmp_path: Path) -> None:
     seen: list[tuple[bool, int, int]] = []
     told = threading.Event()
 
@@ -92,12 +92,12 @@ async def test_each_change_is_told(tmp_path: Path) -> None:
         assert sum(entry[2] for entry in seen if not entry[0]) >= 70
 
 
-def test_without_a_server_a_watcher_waits_no_longer_than_told() -> None:
+def test_watcher_without_server_times_out() -> None:
     with BlockWatcher("127.0.0.1:1") as watcher, pytest.raises(DeadlineExceeded):
         watcher.wait_complete(0.05)
 
 
-async def test_what_cannot_go_well_is_told_to_who_waits(tmp_path: Path) -> None:
+async def test_watcher_permanent_error_is_raised(tmp_path: Path) -> None:
     def on_change(mirror: BlockMirror, change: Change) -> None:
         raise LookupError("the caller's own")
 

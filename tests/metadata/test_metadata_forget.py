@@ -49,7 +49,7 @@ async def forgetful(tmp_path: Path) -> AsyncIterator[Running]:
     await server.stop(0.0)
 
 
-async def test_a_node_silent_for_long_is_forgotten_with_its_blocks(forgetful: Running) -> None:
+async def test_forget_long_silent_node_drops_its_blocks(forgetful: Running) -> None:
     gone, stays, keys = forgetful.peer("gone"), forgetful.peer("stays"), chain("a", 40)
     for peer, stop in ((gone, 40), (stays, 20)):
         await peer.register()
@@ -74,7 +74,7 @@ async def test_a_node_silent_for_long_is_forgotten_with_its_blocks(forgetful: Ru
     assert await gone.hit(keys) == 40
 
 
-async def test_a_node_is_not_forgotten_before_its_time(forgetful: Running) -> None:
+async def test_forget_node_waits_for_full_silence(forgetful: Running) -> None:
     peer, keys = forgetful.peer(), chain("a", 10)
     await peer.register()
     await peer.publish(peer.nvme, run_of(keys), sync_end=True)
@@ -89,15 +89,15 @@ async def test_a_node_is_not_forgotten_before_its_time(forgetful: Running) -> No
     assert await peer.hit(keys) == 10
 
 
-def test_a_node_is_hidden_before_it_is_forgotten(tmp_path: Path) -> None:
+def test_config_forget_below_ttl_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument):
-        MetadataConfig(index_path=tmp_path, node_ttl_ms=1_000, node_forget_ms=999)
+        MetadataConfig(index_path=tmp_path, node_ttl_ms=1_000, node_forget_ms=999).check()
 
 
 @pytest.mark.parametrize("step_s", [-1e9, 1e9])
-def test_steps_of_the_wall_clock_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+def test_forget_wall_clock_steps_have_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
     """Liveness uses the monotonic clock, so a jump of the time of day by thirty years has no effect."""
-    index = LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20)
+    index = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20)
     info = NodeInfo(node_id="n", boot_id=b"b" * 16, volumes=[VolumeInfo(volume_id="v", tier="TIER_NVME")])
     register_node(index, info)
     nodes_known = NodeTable(index, MonotonicClock(), 60.0, Counters())

@@ -74,30 +74,30 @@ async def test_server_start_disk_full_answers_and_recovers(small_disk: Path) -> 
         assert server.stop() == 0
 
 
-def test_what_was_only_read_stays_closed_cleanly(small_disk: Path) -> None:
+def test_disk_full_index_only_read_stays_clean(small_disk: Path) -> None:
     place, counters = small_disk / "index", Counters()
-    index = LmdbIndex.open(place, index_size_bytes=64 << 20, count=counters.add)
+    index = LmdbIndex.open(place, map_bytes=64 << 20, count=counters.add)
     epoch = index.epoch
     index.close()
     state = (place / "state.json").read_bytes()
     filler = fill(place)
-    index = LmdbIndex.open(place, index_size_bytes=64 << 20, count=counters.add)
+    index = LmdbIndex.open(place, map_bytes=64 << 20, count=counters.add)
     with pytest.raises(CapacityExceeded):
         index.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(bytes(16)))
     index.close()
     assert (place / "state.json").read_bytes() == state
     filler.unlink()
-    index = LmdbIndex.open(place, index_size_bytes=64 << 20, count=counters.add)
+    index = LmdbIndex.open(place, map_bytes=64 << 20, count=counters.add)
     assert index.epoch == epoch
     index.close()
     assert "index_dropped_total" not in counters.snapshot()
 
 
-def test_without_its_lock_file_it_does_not_start_on_a_full_disk(small_disk: Path) -> None:
+def test_server_start_disk_full_without_lock_file_fails(small_disk: Path) -> None:
     """LMDB maps that file: a page without room would be a SIGBUS, so this is refused instead."""
     place = small_disk / "index"
-    LmdbIndex.open(place, index_size_bytes=64 << 20).close()
+    LmdbIndex.open(place, map_bytes=64 << 20).close()
     (place / "lock.mdb").unlink()
     fill(place)
     with pytest.raises(CapacityExceeded):
-        LmdbIndex.open(place, index_size_bytes=64 << 20)
+        LmdbIndex.open(place, map_bytes=64 << 20)

@@ -88,7 +88,7 @@ publishes = st.builds(
 
 @SETTINGS
 @given(messages=st.lists(publishes, min_size=1, max_size=4))
-def test_anything_may_be_published(stub: MetadataStub, messages: list[pb.PublishRequest]) -> None:
+def test_hostile_publish_gets_typed_errors(stub: MetadataStub, messages: list[pb.PublishRequest]) -> None:
     last = 0
     try:
         for answer in stub.Publish(iter(messages), timeout=TIMEOUT_S):
@@ -111,7 +111,7 @@ def test_anything_may_be_published(stub: MetadataStub, messages: list[pb.Publish
         blocks=st.lists(block_runs, max_size=3),
     )
 )
-def test_any_range_may_be_repaired(stub: MetadataStub, request: pb.RepairRangeRequest) -> None:
+def test_hostile_repair_gets_typed_errors(stub: MetadataStub, request: pb.RepairRangeRequest) -> None:
     try:
         stub.RepairRange(request, timeout=TIMEOUT_S)
     except grpc.RpcError as error:
@@ -135,7 +135,7 @@ def test_any_range_may_be_repaired(stub: MetadataStub, request: pb.RepairRangeRe
         ),
     ),
 )
-def test_anything_may_be_registered(stub: MetadataStub, operation_id: bytes, node: NodeInfo) -> None:
+def test_hostile_register_gets_typed_errors(stub: MetadataStub, operation_id: bytes, node: NodeInfo) -> None:
     try:
         stub.RegisterNode(pb.RegisterNodeRequest(operation_id=operation_id, node=node), timeout=TIMEOUT_S)
     except grpc.RpcError as error:

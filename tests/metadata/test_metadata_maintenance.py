@@ -27,7 +27,7 @@ async def test_maintenance_disk_full_logs_rarely_without_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upkeep, "limited", LimitedLog(logging.getLogger(upkeep.__name__)), raising=False)
-    counters, index, thread = Counters(), LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20), IndexThread("test")
+    counters, index, thread = Counters(), LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test")
     nodes = NodeTable(index, MonotonicClock(), 0.08, counters)
     tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=False, on_tick=[no_room])
     tasks.start()

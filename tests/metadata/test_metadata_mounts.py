@@ -54,7 +54,7 @@ async def silence(running: Running, owner: Peer, *living: Peer) -> None:
     await wait_until_async(gone)
 
 
-async def test_a_mounted_volume_outlives_its_owner(running: Running) -> None:
+async def test_mounted_volume_survives_its_owner(running: Running) -> None:
     owner, keys = running.peer("owner"), chain("a", 10)
     first = mounting(running, "m1", "else/nvme0", owner.nvme)
     second = mounting(running, "m2", owner.nvme)
@@ -76,7 +76,7 @@ async def test_a_mounted_volume_outlives_its_owner(running: Running) -> None:
     assert servers(await owner.lookup(keys)) == {("owner", owner.dram), ("owner", owner.nvme)}
 
 
-async def test_the_last_mounting_nodes_end_hides_the_volume(running: Running) -> None:
+async def test_mounted_volume_hidden_after_last_mount_ends(running: Running) -> None:
     owner, keys = running.peer("owner"), chain("a", 10)
     mount, witness = mounting(running, "m1", owner.nvme), running.peer("w")
     for peer in (owner, mount, witness):
@@ -90,7 +90,7 @@ async def test_the_last_mounting_nodes_end_hides_the_volume(running: Running) ->
     assert await witness.hit(keys) == 10
 
 
-async def test_memory_cannot_be_mounted(running: Running) -> None:
+async def test_mount_of_dram_volume_is_refused(running: Running) -> None:
     owner, keys = running.peer("owner"), chain("a", 10)
     mount = mounting(running, "m1", owner.dram)
     await owner.register()
@@ -101,7 +101,7 @@ async def test_memory_cannot_be_mounted(running: Running) -> None:
 
 
 @pytest.mark.parametrize("mounts", [["v"] * (limits.MAX_VOLUMES_PER_NODE + 1), [""], ["v" * 1000], ["a\nb"]])
-async def test_hostile_mounts_are_refused(running: Running, mounts: list[str]) -> None:
+async def test_mounts_malformed_are_refused(running: Running, mounts: list[str]) -> None:
     peer = mounting(running, "m1", *mounts)
     request = pb.RegisterNodeRequest(operation_id=b"o" * 16, node=peer.info())
     with pytest.raises(InvalidArgument):

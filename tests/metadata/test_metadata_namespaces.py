@@ -32,7 +32,7 @@ async def register(peer: Peer, tenant: str, salt: int) -> bytes:
     return (await call_aio(peer.stub.RegisterNamespace, request, TIMEOUT_S)).namespace_id
 
 
-async def test_a_tenant_that_varies_its_salt_leaves_room_for_others(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_namespaces_per_tenant_are_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_NAMESPACES_OF_TENANT", MOST)
     peer = Peer(running.channel)
     asked = [register(peer, "greedy", salt) for salt in range(5 * MOST)]
@@ -46,7 +46,7 @@ async def test_a_tenant_that_varies_its_salt_leaves_room_for_others(running: Run
     assert len({await register(peer, "", salt) for salt in range(2 * MOST)}) == 2 * MOST, "those of no tenant are everybody's"
 
 
-async def test_a_batch_outlives_namespaces_that_there_is_no_room_for(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_publish_beyond_namespace_limit_keeps_other_runs(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = Peer(running.channel)
     await peer.register()
     known = await register(peer, "", 1)

@@ -43,7 +43,7 @@ async def test_register_id_of_live_node_is_refused(running: Running) -> None:
         await first.register()
 
 
-async def test_a_node_that_was_started_anew_has_its_id_at_once(running: Running) -> None:
+async def test_register_restarted_node_keeps_its_id(running: Running) -> None:
     node = Addressed(running.channel, "n", "10.0.0.1:7411", "n/a")
     await node.register()
     await node.beat()

@@ -59,7 +59,7 @@ async def tell(peer: Peer, order: DrainOrder, state: common_pb2.NodeState, **mor
     return await call_aio(peer.stub.Heartbeat, request, TIMEOUT_S)
 
 
-async def test_an_order_reaches_the_node_and_its_progress_is_shown(running: Running) -> None:
+async def test_drain_order_reaches_node_and_shows_progress(running: Running) -> None:
     peer = running.peer()
     await peer.register()
     assert (await status(peer)).state == ACTIVE
@@ -82,7 +82,7 @@ async def test_an_order_reaches_the_node_and_its_progress_is_shown(running: Runn
     assert (await undrain(peer)).state == ACTIVE
 
 
-async def test_orders_and_progress_outlive_server_and_boot(tmp_path: Path) -> None:
+async def test_drain_order_survives_server_and_boot(tmp_path: Path) -> None:
     clock = ManualClock()
     config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=64 << 20)
     server = MetadataServer(config, clock=clock)
@@ -109,7 +109,7 @@ async def test_orders_and_progress_outlive_server_and_boot(tmp_path: Path) -> No
     await server.stop(0.0)
 
 
-async def test_reads_go_on_and_plans_leave_the_node_out(running: Running) -> None:
+async def test_draining_node_serves_reads_and_gets_no_plans(running: Running) -> None:
     peers = {}
     for name in ("p", "d"):
         peer = peers[name] = running.peer(name)
@@ -157,7 +157,7 @@ async def test_unregistered_node_is_hidden_and_returns_with_volumes(running: Run
     assert not (await status(peer)).stopped
 
 
-async def test_only_dead_or_drained_nodes_are_removed_without_force(running: Running) -> None:
+async def test_remove_live_node_requires_force(running: Running) -> None:
     peer, other, keys = running.peer("a"), running.peer("b"), chain("a", 8)
     for one in (peer, other):
         await one.register()
@@ -185,7 +185,7 @@ async def test_only_dead_or_drained_nodes_are_removed_without_force(running: Run
     assert await remove(peer), "one that has ended is as good as dead"
 
 
-async def test_a_silent_node_may_be_removed_and_come_back(running: Running) -> None:
+async def test_remove_silent_node_can_register_again(running: Running) -> None:
     peer, other = running.peer("a"), running.peer("b")
     await peer.register()
     running.clock.advance(0.2)
@@ -199,7 +199,7 @@ async def test_a_silent_node_may_be_removed_and_come_back(running: Running) -> N
     await peer.register()
 
 
-async def test_blocks_are_located_key_by_key(running: Running) -> None:
+async def test_locate_blocks_returns_holders_per_key(running: Running) -> None:
     peer, other, keys = running.peer("a"), running.peer("b"), chain("a", 5)
     for one in (peer, other):
         await one.register()

@@ -91,7 +91,7 @@ async def pending(peer: Peer) -> int:
     return round(sum(float(found) for found in re.findall(r"([0-9.]+) MB queued", told)) * 1e6 / (1 << 20))
 
 
-async def test_a_plan_names_each_block_once_over_hosts_with_engines(running: Running) -> None:
+async def test_plan_covers_each_block_once(running: Running) -> None:
     p = (await hosts(running))["p"]
     for policy in ("prefill_only", "round_robin", "shorter_queue", "split", ""):
         answer = await plan(p, asked(policy=policy))
@@ -103,7 +103,7 @@ async def test_a_plan_names_each_block_once_over_hosts_with_engines(running: Run
     assert (await plan(p, asked(policy="oracle"))).parts == []
 
 
-async def test_a_client_hears_that_nobody_is_left_to_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_plan_without_live_nodes_is_unavailable(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "_PLAN_TIMEOUT_S", TIMEOUT_S)  # tolerate a busy machine
     await hosts(running)
     spec, clock = CacheSpec("m", 16, 1, 1 << 20), MonotonicClock()
@@ -120,7 +120,7 @@ async def test_a_client_hears_that_nobody_is_left_to_read(running: Running, monk
         liveness.close()
 
 
-async def test_a_retry_gets_the_same_plan_and_charges_once(running: Running) -> None:
+async def test_plan_retry_gets_same_plan(running: Running) -> None:
     p = (await hosts(running))["p"]
     request = asked()
     assert await plan(p, request) == await plan(p, request)
@@ -129,7 +129,7 @@ async def test_a_retry_gets_the_same_plan_and_charges_once(running: Running) -> 
     assert (await p.counters())["metadata_plans_total"] == 1
 
 
-async def test_an_operation_id_is_good_for_one_load(running: Running) -> None:
+async def test_plan_reused_operation_id_is_conflict(running: Running) -> None:
     p = (await hosts(running))["p"]
     request = asked()
     await plan(p, request)
@@ -158,7 +158,7 @@ async def test_malformed_requests_are_refused(running: Running, wrong: dict[str,
     assert covered(await plan(p, asked())) == list(range(100))
 
 
-async def test_a_failed_part_goes_to_others_without_what_arrived(running: Running) -> None:
+async def test_replan_covers_missing_blocks_only(running: Running) -> None:
     p = (await hosts(running))["p"]
     first = await plan(p, asked())
     part = next(part for part in first.parts if part.node_id == "d")
@@ -174,7 +174,7 @@ async def test_a_failed_part_goes_to_others_without_what_arrived(running: Runnin
         await replan(p, first.plan_id + 1, 0)
 
 
-async def test_a_new_plan_is_made_by_the_policy_of_the_old_one(running: Running) -> None:
+async def test_replan_keeps_path_policy(running: Running) -> None:
     p = (await hosts(running))["p"]
     first = await plan(p, asked(policy="split"))
     await plan(p, asked(policy="oracle"))  # another client's plan reads nothing
@@ -184,7 +184,7 @@ async def test_a_new_plan_is_made_by_the_policy_of_the_old_one(running: Running)
     assert again.policy == "split"
 
 
-async def test_progress_and_the_end_are_credited(running: Running) -> None:
+async def test_report_progress_shortens_queues(running: Running) -> None:
     p = (await hosts(running))["p"]
     answer = await plan(p, asked())
     assert await pending(p) == 100
@@ -197,7 +197,7 @@ async def test_progress_and_the_end_are_credited(running: Running) -> None:
     assert await report(p, moved) == [answer.plan_id]
 
 
-async def test_one_wrong_report_does_not_swallow_the_others(running: Running) -> None:
+async def test_report_invalid_part_keeps_other_reports(running: Running) -> None:
     p = (await hosts(running))["p"]
     one, two = await plan(p, asked()), await plan(p, asked())
     wrong = pb.LoadReport(plan_id=one.plan_id, parts=[pb.PartReport(index=77, blocks_done=5)])
@@ -208,7 +208,7 @@ async def test_one_wrong_report_does_not_swallow_the_others(running: Running) ->
         await report(p, *[pb.LoadReport(plan_id=1)] * 5_000)
 
 
-async def test_dead_nodes_get_no_work_and_come_back(running: Running) -> None:
+async def test_plan_skips_dead_nodes_until_they_return(running: Running) -> None:
     made = await hosts(running)
     p = made["p"]
 
@@ -238,7 +238,7 @@ async def test_dead_nodes_get_no_work_and_come_back(running: Running) -> None:
         await wait_until_async(condition)
 
 
-async def test_a_silent_client_is_forgotten_and_its_bytes_given_back(running: Running) -> None:
+async def test_plan_of_silent_client_expires(running: Running) -> None:
     made = await hosts(running)
     p = made["p"]
     answer = await plan(p, asked())
@@ -253,7 +253,7 @@ async def test_a_silent_client_is_forgotten_and_its_bytes_given_back(running: Ru
     assert await report(p, pb.LoadReport(plan_id=answer.plan_id, finished=True)) == [answer.plan_id]
 
 
-async def test_a_plan_is_forgotten_at_its_deadline(running: Running) -> None:
+async def test_plan_expires_at_its_deadline(running: Running) -> None:
     made = await hosts(running)
     p = made["p"]
     short, long = await plan(p, asked(budget_ms=50)), await plan(p, asked(budget_ms=600_000))
@@ -270,7 +270,7 @@ async def test_a_plan_is_forgotten_at_its_deadline(running: Running) -> None:
     assert await report(p, *moved) == [short.plan_id]
 
 
-async def test_a_plan_that_cannot_be_told_charges_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_plan_node_left_during_planning_charges_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     p = (await hosts(running))["p"]
     first = await plan(p, asked())
 
@@ -287,7 +287,7 @@ async def test_a_plan_that_cannot_be_told_charges_nothing(running: Running, monk
     assert await report(p, pb.LoadReport(plan_id=first.plan_id, finished=True)) == [first.plan_id]
 
 
-async def test_another_server_knows_none_of_these_plans(running: Running, tmp_path: Path) -> None:
+async def test_report_to_another_server_is_forgotten(running: Running, tmp_path: Path) -> None:
     p = (await hosts(running))["p"]
     old = [await plan(p, asked()) for _ in range(3)]
     config = MetadataConfig(index_path=tmp_path / "other", listen="127.0.0.1:0", index_size_bytes=64 << 20)
@@ -307,7 +307,7 @@ async def test_another_server_knows_none_of_these_plans(running: Running, tmp_pa
     await server.stop(0.0)
 
 
-async def test_nobody_can_guess_the_plan_of_another(running: Running) -> None:
+async def test_plan_ids_are_random(running: Running) -> None:
     p = (await hosts(running))["p"]
     made = [(await plan(p, asked())).plan_id for _ in range(20)]
     near = {plan_id + step for plan_id in made for step in (-2, -1, 1, 2)}
@@ -318,7 +318,7 @@ async def test_nobody_can_guess_the_plan_of_another(running: Running) -> None:
     assert await report(p, *(pb.LoadReport(plan_id=one, finished=True) for one in made)) == []
 
 
-async def test_a_new_plan_is_bounded_in_its_gaps(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replan_too_many_ranges_is_refused(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     p = (await hosts(running))["p"]
     one = await plan(p, asked(65_536, policy="prefill_only", block_bytes=100))
     with pytest.raises(InvalidArgument, match="leave out the smallest"):
@@ -337,7 +337,7 @@ async def test_a_new_plan_is_bounded_in_its_gaps(running: Running, monkeypatch: 
     assert await pending(p) == 0
 
 
-async def test_a_plan_that_nobody_reads_is_soon_in_nobodys_way(running: Running) -> None:
+async def test_plan_stalled_leaves_queues(running: Running) -> None:
     made = await hosts(running)
     p = made["p"]
     dead = await plan(p, asked(60_000, budget_ms=600_000, policy="prefill_only"))
@@ -356,7 +356,7 @@ async def test_a_plan_that_nobody_reads_is_soon_in_nobodys_way(running: Running)
     assert await pending(p) == 1_000
 
 
-async def test_random_calls_never_break_the_planner(running: Running) -> None:
+async def test_plan_random_calls_keep_invariants(running: Running) -> None:
     dice = random.Random(11)
     p = (await hosts(running))["p"]
     plans = [await plan(p, asked(blocks=dice.randrange(50))) for _ in range(5)]

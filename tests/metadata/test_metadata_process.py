@@ -23,7 +23,7 @@ from support.wait import wait_until_async
 KEYS = chain("a", 50)
 
 
-async def test_killed_and_started_again_it_goes_on_at_once(tmp_path: Path) -> None:
+async def test_server_killed_and_restarted_continues(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)
@@ -45,7 +45,7 @@ async def test_killed_and_started_again_it_goes_on_at_once(tmp_path: Path) -> No
         assert server.stop() == 0
 
 
-async def test_a_deleted_index_is_rebuilt_by_what_nodes_tell(tmp_path: Path) -> None:
+async def test_server_index_deleted_is_rebuilt_by_nodes(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)
@@ -71,7 +71,7 @@ async def test_a_deleted_index_is_rebuilt_by_what_nodes_tell(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("workers", "damage"), [(1, "metas"), (1, "pages"), (1, "noise"), (2, "metas")])
-async def test_an_index_damaged_under_a_running_server_is_made_anew(tmp_path: Path, workers: int, damage: str) -> None:
+async def test_server_index_damaged_while_running_is_recreated(tmp_path: Path, workers: int, damage: str) -> None:
     with server_process(tmp_path, workers=workers) as server:
         assert server.process is not None
         async with connect_aio(server.address) as channel:
@@ -136,7 +136,7 @@ async def test_server_start_damaged_index_is_recreated(tmp_path: Path) -> None:
         assert "CRITICAL" in server.log()
 
 
-async def test_a_node_that_stays_away_is_hidden_after_the_grace(tmp_path: Path) -> None:
+async def test_server_restart_silent_node_is_hidden_after_grace(tmp_path: Path) -> None:
     with server_process(tmp_path, ttl_ms=300) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)
@@ -188,7 +188,7 @@ async def test_workers_share_port_index_and_heartbeats(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-async def test_a_worker_that_dies_is_replaced_and_the_rest_serves_on(tmp_path: Path) -> None:
+async def test_workers_dead_worker_is_replaced(tmp_path: Path) -> None:
     with server_process(tmp_path, workers=2) as server:
         before = set(server.children())
         os.kill(min(before), signal.SIGKILL)
@@ -203,7 +203,7 @@ async def test_a_worker_that_dies_is_replaced_and_the_rest_serves_on(tmp_path: P
         assert "starting it again" in server.log()
 
 
-async def test_workers_leave_with_their_supervisor(tmp_path: Path) -> None:
+async def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
     with server_process(tmp_path, workers=2) as server:
         workers = server.children()
         server.stop(signal.SIGKILL)
@@ -223,7 +223,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_port_in_use_is_said_and_nothing_is_left_running(tmp_path: Path, workers: int) -> None:
+def test_server_port_in_use_fails_cleanly(tmp_path: Path, workers: int) -> None:
     (tmp_path / "first").mkdir()
     with server_process(tmp_path / "first") as server:
         config = MetadataConfig(index_path=tmp_path / "index", listen=server.address, workers=workers)
@@ -231,7 +231,7 @@ def test_a_port_in_use_is_said_and_nothing_is_left_running(tmp_path: Path, worke
             run(config)
 
 
-def test_an_index_path_that_is_a_file_is_said(tmp_path: Path) -> None:
+def test_server_index_path_is_file_fails(tmp_path: Path) -> None:
     (tmp_path / "index").write_text("not an index")
     server = ServerProcess(tmp_path)
     with pytest.raises(AssertionError, match="InvalidArgument"):
@@ -262,7 +262,7 @@ def test_metadata_config_value_out_of_range_rejected(tmp_path: Path, change: dic
         MetadataConfig(index_path=tmp_path, **change)  # type: ignore[arg-type]
 
 
-def test_an_open_door_takes_tls_or_an_explicit_word(tmp_path: Path) -> None:
+def test_config_remote_listen_requires_tls_or_permission(tmp_path: Path) -> None:
     MetadataConfig(index_path=tmp_path, listen="0.0.0.0:1", allow_insecure_remote=True).check()
     MetadataConfig(index_path=tmp_path, listen="0.0.0.0:1", tls=TlsSection(cert=tmp_path, key=tmp_path)).check()
     MetadataConfig(index_path=tmp_path, listen="[::1]:1").check()

@@ -21,7 +21,7 @@ from kvstore.observe.counters import Counters
 
 @pytest.fixture
 async def stream(tmp_path: Path) -> AsyncIterator[PublishStream]:
-    index, thread, counters = LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20), IndexThread("test"), Counters()
+    index, thread, counters = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test"), Counters()
     yield PublishStream(index, thread, NodeTable(index, MonotonicClock(), 60.0, counters), counters)
     await thread.close()
     index.close()
@@ -32,14 +32,14 @@ async def broken(error: Exception) -> AsyncIterator[PublishRequest]:
     yield PublishRequest()
 
 
-async def test_that_the_server_has_stopped_is_no_error(stream: PublishStream, caplog: pytest.LogCaptureFixture) -> None:
+async def test_publish_stream_server_stopped_ends_quietly(stream: PublishStream, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     stopped = grpc.aio.UsageError("Server already stopped.")
     assert [sequence async for sequence in stream.run(broken(stopped))] == []
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
-async def test_what_nobody_meant_is_told_and_ends_the_stream(stream: PublishStream, caplog: pytest.LogCaptureFixture) -> None:
+async def test_publish_stream_unexpected_error_is_internal(stream: PublishStream, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Internal, match="cannot be read"):
         [sequence async for sequence in stream.run(broken(OSError("what is this")))]
     assert [record.levelname for record in caplog.records] == ["ERROR"]

@@ -64,7 +64,7 @@ def test_shares_without_growth_keep_what_nodes_hold(held: list[int], spare: int,
     assert sum(held) + spare - len(held) <= sum(given_) <= sum(held) + spare
 
 
-def test_no_room_no_share() -> None:
+def test_shares_without_capacity_are_zero() -> None:
     assert divide_quota(100, [], []) == []
     assert divide_quota(100, [5, 5], [0, 0]) == [0, 0]
 
@@ -78,7 +78,7 @@ rules_ = st.dictionaries(st.binary(min_size=16, max_size=16), st.builds(RuleSett
 
 
 @given(st.dictionaries(names_, st.builds(QuotaSetting, bounds_, bounds_)), rules_)
-def test_orders_are_read_as_they_were_written(quotas: dict[str, QuotaSetting], rules: dict[NamespaceId, RuleSetting]) -> None:
+def test_settings_round_trip(quotas: dict[str, QuotaSetting], rules: dict[NamespaceId, RuleSetting]) -> None:
     orders = OperatorSettings()
     for namespace, rule in rules.items():
         orders = orders.with_rule(namespace, rule)
@@ -114,7 +114,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("raw", WRONG, ids=lambda raw: raw[:48].decode(errors="replace"))
-def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, raw: bytes) -> None:
+def test_settings_unreadable_file_is_kept(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "orders.json"
     path.write_bytes(raw)
     file = SettingsStore(path)
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, raw: bytes) ->
     assert file.read() == OperatorSettings()
 
 
-def test_what_another_process_changed_is_seen(tmp_path: Path) -> None:
+def test_settings_change_of_other_process_is_seen(tmp_path: Path) -> None:
     mine, theirs = SettingsStore(tmp_path / "o"), SettingsStore(tmp_path / "o")
     assert mine.read() == OperatorSettings()
     theirs.change(lambda orders: orders.with_quota("a", QuotaSetting(1, None)))
@@ -174,7 +174,7 @@ async def beat(peer: Peer, **held: int) -> dict[str, tuple[int | None, int | Non
     }
 
 
-async def test_quotas_are_shared_out_by_what_nodes_hold(running: Running) -> None:
+async def test_quota_shares_follow_usage(running: Running) -> None:
     first, second = running.peer("a"), running.peer("b")
     for peer in (first, second):
         await peer.register()
@@ -201,7 +201,7 @@ async def test_quotas_are_shared_out_by_what_nodes_hold(running: Running) -> Non
     assert await beat(first, acme=4000) == {}
 
 
-async def test_shares_say_which_report_of_which_boot_they_were_made_of(running: Running) -> None:
+async def test_quota_shares_name_report_and_boot(running: Running) -> None:
     peer = running.peer("a")
     await peer.register()
     assert (await reported(peer, 7)).retention.report == 7, "without any order, too"
@@ -237,7 +237,7 @@ async def test_shares_draining_node_gets_none(running: Running) -> None:
     assert told < 8000
 
 
-async def test_what_moves_is_not_cut_for_others_to_grow(running: Running) -> None:
+async def test_quota_shares_moving_blocks_keep_their_share(running: Running) -> None:
     """A full, unevenly used quota while a node drains: no share is smaller than the node's usage."""
     peers = [running.peer(name) for name in "abc"]
     for peer in peers:
@@ -286,7 +286,7 @@ async def test_shares_slow_run_is_followed_by_a_pause(running: Running, monkeypa
     assert len(made) == 4
 
 
-async def test_quotas_are_compared_before_they_are_set_and_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_set_quota_checks_expected_and_limit(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     done = await set_quota(running, "acme", dram_bytes=5, nvme_bytes=6)
     assert not done.HasField("before")
     with pytest.raises(Conflict) as changed:
@@ -305,7 +305,7 @@ async def test_quotas_are_compared_before_they_are_set_and_bounded(running: Runn
     await set_quota(running, "acme", dram_bytes=8)
 
 
-async def test_rules_of_namespaces_are_kept_and_told(running: Running) -> None:
+async def test_set_rule_reaches_nodes(running: Running) -> None:
     peer = running.peer("a")
     await peer.register()
     spec = CacheSpec(model="m", dtype="bf16", block_tokens=16, layers=2, layer_block_bytes=64, layout="opaque", shard_count=1,
@@ -339,7 +339,7 @@ async def test_rules_of_namespaces_are_kept_and_told(running: Running) -> None:
     assert not (await peer.beat()).retention.rules
 
 
-async def test_a_node_of_before_and_hostile_usages(running: Running) -> None:
+async def test_heartbeat_without_or_with_invalid_usages(running: Running) -> None:
     peer = running.peer("a")
     await peer.register()
     assert (await peer.beat()).HasField("retention"), "it says nothing of tenants, and ignores what it is told"
@@ -349,7 +349,7 @@ async def test_a_node_of_before_and_hostile_usages(running: Running) -> None:
             await call_aio(peer.stub.Heartbeat, request, TIMEOUT_S)
 
 
-async def test_quotas_outlive_the_index(tmp_path: Path) -> None:
+async def test_quotas_survive_index_rebuild(tmp_path: Path) -> None:
     config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=64 << 20)
     for lived in (False, True):
         server = MetadataServer(config)
@@ -368,7 +368,7 @@ async def test_quotas_outlive_the_index(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "index.orders.json").read_bytes())["quotas"] == {"acme": {"dram": None, "nvme": GIB}}
 
 
-async def test_a_damaged_file_is_told_to_nobody_and_refuses_changes(running: Running, tmp_path: Path) -> None:
+async def test_settings_damaged_file_sends_none_and_refuses_changes(running: Running, tmp_path: Path) -> None:
     peer = running.peer("a")
     await peer.register()
     for raw in (b"{", *WRONG):

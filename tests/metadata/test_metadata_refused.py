@@ -29,7 +29,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[LmdbIndex]:
-    made = LmdbIndex.open(tmp_path / "index", index_size_bytes=64 << 20)
+    made = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20)
     volume = VolumeInfo(volume_id="n/v", tier="TIER_NVME")
     register_node(made, NodeInfo(node_id="n", boot_id=b"b" * 16, control_address=f"{HOST}:1", volumes=[volume]))
     yield made
@@ -86,7 +86,7 @@ def test_refused_is_shared_with_other_workers(table: NodeTable, index: LmdbIndex
     assert [status.refused for status in another.statuses()] == [WHY]
 
 
-def test_notes_of_beats_and_refusals_come_back() -> None:
+def test_heartbeat_and_refusal_notes_round_trip() -> None:
     beat = Heartbeat(b"b" * 16, 1.5, pb.HeartbeatRequest(node_id="n"), "::1")  # type: ignore[arg-type]
     assert Heartbeat.decode(beat.encode()) == beat
     refusal = CallRefusal(2.5, WHY)

@@ -118,7 +118,7 @@ def pair_of_groups(shell: Shell) -> tuple[Leader, Leader]:
     return prefill, decode
 
 
-async def test_a_request_is_told_to_both_groups_and_to_its_router() -> None:
+async def test_assign_informs_both_groups_and_router() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r", hit_tokens=7, expected_output_tokens=5))
@@ -168,7 +168,7 @@ async def test_report_lost_answer_is_repeated_and_counted() -> None:
     assert [(one.request_id, one.engine) for one in leader.report()] == [("f", "q"), ("g", "q")]
 
 
-async def test_planned_reads_and_reported_ones_make_a_long_queue() -> None:
+async def test_fetch_uses_planned_and_reported_reads() -> None:
     shell = Shell()
     for node in ("node-p", "node-q"):
         shell.queues.join(node, 1e9, 1e9)
@@ -187,7 +187,7 @@ async def test_planned_reads_and_reported_ones_make_a_long_queue() -> None:
     assert [one.engine for one in leader.report()] == ["q"]  # all are long: the fewest tokens
 
 
-async def test_figures_that_are_left_out_later_starve_no_engine() -> None:
+async def test_report_without_figures_keeps_engine_working() -> None:
     shell = Shell()
     prefill = Leader(shell, "P", PREFILL, engine("p", sequences=9, tokens=BETA + 1, read_tokens=ALPHA + 1))
     decode = Leader(shell, "D", DECODE, engine("d", hbm_tokens=100, sequences=9, tokens=90, free_hbm_tokens=0))
@@ -199,7 +199,7 @@ async def test_figures_that_are_left_out_later_starve_no_engine() -> None:
     assert (await router).decode.engine == "d"
 
 
-async def test_an_engine_with_another_room_keeps_its_requests() -> None:
+async def test_report_resized_engine_keeps_requests() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r"))
@@ -220,7 +220,7 @@ async def test_an_engine_with_another_room_keeps_its_requests() -> None:
 
 
 @pytest.mark.parametrize("moves", ["prefill", "decode"])
-async def test_an_engine_that_moved_is_told_to_leave_what_it_had(moves: str) -> None:
+async def test_report_moved_engine_drops_its_requests(moves: str) -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     router = await shell.asked(shell.ask("r"))
@@ -235,7 +235,7 @@ async def test_an_engine_that_moved_is_told_to_leave_what_it_had(moves: str) -> 
     assert moved.work["r"].generation == other.work["r"].generation == again.generation
 
 
-async def test_what_decode_finishes_first_is_called_off_at_prefill() -> None:
+async def test_finished_before_prefilled_revokes_prefill() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     routers = [await shell.asked(shell.ask(name)) for name in ("early", "usual")]
@@ -317,7 +317,7 @@ async def test_restarted_leader_replaces_its_former_boot() -> None:
     assert told.generation == (await router).generation == fresh.work["r"].generation
 
 
-async def test_called_off_it_is_dropped_wherever_it_is() -> None:
+async def test_cancel_drops_request_in_any_state() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     waiting, running = shell.ask("waiting", 500), shell.ask("running")
@@ -343,7 +343,7 @@ async def test_called_off_it_is_dropped_wherever_it_is() -> None:
     assert (await again).decode.engine == "d"
 
 
-async def test_without_engines_in_time_it_is_dropped_and_says_so_again() -> None:
+async def test_assign_timeout_drops_request() -> None:
     shell = Shell()
     prefill, _ = pair_of_groups(shell)
     wanted = shell.ask("r", budget_ms=1)
@@ -365,7 +365,7 @@ async def test_without_engines_in_time_it_is_dropped_and_says_so_again() -> None
     assert shell.door.gauges()["metadata_scheduler_requests"] == 0
 
 
-async def test_what_engines_never_end_is_forgotten() -> None:
+async def test_request_without_end_is_forgotten() -> None:
     shell = Shell()
     prefill, decode = pair_of_groups(shell)
     wanted = shell.ask("r")
@@ -384,7 +384,7 @@ async def test_what_engines_never_end_is_forgotten() -> None:
     assert decode.revoked == []
 
 
-async def test_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_calls_and_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell(most=3)
     monkeypatch.setattr(module, "MAX_WAITING_CALLS", 4)
     calls = [await shell.asked(shell.ask(f"r{number}")) for number in range(3)]
@@ -402,7 +402,7 @@ async def test_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         Leader(shell, "Q", PREFILL, engine("q")).report()
 
 
-async def test_requests_are_bounded_by_what_they_occupy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell()
     near = [pb.NearPrefix(engine=f"{number:04}" + "x" * 60, tokens=1) for number in range(1_024)]
     monkeypatch.setattr(module.limits, "MAX_SCHEDULED_BYTES", 4 << 20)
@@ -445,7 +445,7 @@ async def test_group_without_acknowledgements_is_removed(monkeypatch: pytest.Mon
     assert shell.door.gauges()["metadata_scheduler_waiting_decode"] == 7
 
 
-async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+async def test_malformed_reports_and_requests_are_refused() -> None:
     shell = Shell()
     prefill, _ = pair_of_groups(shell)
     stolen = Leader(shell, "Q", PREFILL, engine("p"))
@@ -490,7 +490,7 @@ async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     assert shell.door.gauges()["metadata_scheduler_engines"] == 2
 
 
-async def test_a_standstill_after_deaths_ends() -> None:
+async def test_deadlock_after_lost_engines_is_broken() -> None:
     shell = Shell()
     prefill, decode = (
         Leader(shell, "P", PREFILL, engine("p"), engine("q")),

@@ -165,7 +165,7 @@ cancels = st.builds(pb.CancelRequestRequest, operation_id=ids, request_id=names)
 
 @settings(max_examples=200, deadline=None)
 @given(calls=st.lists(st.one_of(reports, asks, cancels), max_size=12))
-def test_whatever_comes_is_refused_or_done(calls: list[object]) -> None:
+def test_hostile_calls_are_refused_or_done(calls: list[object]) -> None:
     asyncio.run(_bear(calls))
 
 
@@ -194,7 +194,7 @@ async def _bear(calls: list[object]) -> None:
     assert set(door.gauges().values()) == {0}
 
 
-def test_a_book_takes_no_generations_that_are_none() -> None:
+def test_engine_group_state_rejects_invalid_generations() -> None:
     with pytest.raises(KVStoreError):
         GroupBook("g", "decode").request([], [-1], [])
 
@@ -213,5 +213,5 @@ def told(request: str, generation: int) -> Assigned:
         ([Revoked("r", 1), told("r", 2), told("s", 3)], [2, 3]),
     ],
 )
-def test_what_an_answer_leaves_to_do_is_the_last_of_each_request(events: list[Assigned | Revoked], work: list[int]) -> None:
+def test_answer_work_is_last_event_per_request(events: list[Assigned | Revoked], work: list[int]) -> None:
     assert [one.generation for one in GroupNews(tuple(events), anew=False).assigned] == work

@@ -241,7 +241,7 @@ async def test_many_requests_are_served_once_each(tmp_path: Path) -> None:
                 await engines.die()
 
 
-async def test_a_router_that_gives_up_calls_its_request_off(tmp_path: Path) -> None:
+async def test_router_cancelled_call_cancels_request(tmp_path: Path) -> None:
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel, client_of(server.address) as client:
             peer = Peer(channel)
@@ -253,7 +253,7 @@ async def test_a_router_that_gives_up_calls_its_request_off(tmp_path: Path) -> N
             await wait_until_async(lambda: _waiting(peer, 0))
 
 
-async def test_engines_that_were_found_too_late_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_assign_late_answer_frees_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel, client_of(server.address) as client:
             groups = [Engines(client, "P", "prefill", ends=False), Engines(client, "D", "decode", ends=False)]
@@ -286,7 +286,7 @@ async def test_engines_that_were_found_too_late_are_given_back(tmp_path: Path, m
                 await engines.die()
 
 
-async def test_a_server_that_hangs_hears_later_what_was_called_off(tmp_path: Path) -> None:
+async def test_cancel_reaches_hung_server_later(tmp_path: Path) -> None:
     """The request has its engines by then: neither a deadline nor the end of a call would ever free them again."""
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel, client_of(server.address) as client:
@@ -296,7 +296,7 @@ async def test_a_server_that_hangs_hears_later_what_was_called_off(tmp_path: Pat
             assert server.process is not None
             server.process.send_signal(signal.SIGSTOP)
             try:
-                calling_off = asyncio.create_task(client._call_off(request))
+                calling_off = asyncio.create_task(client._cancel_until_heard(request))
                 await asyncio.sleep(1.5)  # longer than one attempt waits
             finally:
                 server.process.send_signal(signal.SIGCONT)
@@ -306,7 +306,7 @@ async def test_a_server_that_hangs_hears_later_what_was_called_off(tmp_path: Pat
                 await engines.die()
 
 
-def test_calls_have_deadlines_and_errors_are_typed(tmp_path: Path) -> None:
+def test_scheduler_calls_have_deadlines_and_typed_errors(tmp_path: Path) -> None:
     with server_process(tmp_path) as server, SchedulerClient(server.address) as client:
         leader, twin = client.leader("P", "prefill"), client.leader("P", "prefill")
         leader.report([EngineFigures("p", "n")])
@@ -333,7 +333,7 @@ def test_calls_have_deadlines_and_errors_are_typed(tmp_path: Path) -> None:
         assert "calls fail for a moment" in str(caught.value)
 
 
-async def test_several_workers_schedule_nothing_and_say_so(tmp_path: Path) -> None:
+async def test_scheduling_with_several_workers_is_unsupported(tmp_path: Path) -> None:
     with server_process(tmp_path, workers=2) as server:
         async with client_of(server.address) as client:
             with pytest.raises(Unsupported):

@@ -36,7 +36,7 @@ def test_sequence_batch_after_gap_is_refused(events: list[str | int]) -> None:
         state = following
 
 
-def test_another_boot_begins_at_one() -> None:
+def test_sequence_new_boot_starts_at_one() -> None:
     state = SequenceState(BOOT, 7, SequenceMode.RUNNING)
     assert SequenceState.decode(state.encode(), OTHER) == SequenceState(OTHER)
     assert state.registered(OTHER) == SequenceState(OTHER)
@@ -45,7 +45,7 @@ def test_another_boot_begins_at_one() -> None:
     assert SequenceState(OTHER).judge(1)[0] is BatchVerdict.APPLY
 
 
-def test_registering_again_may_restart_or_continue_the_count() -> None:
+def test_sequence_after_registration_restarts_or_continues() -> None:
     reopened = SequenceState(BOOT, 7, SequenceMode.RUNNING).registered(BOOT)
     assert reopened.judge(1) == (BatchVerdict.APPLY, SequenceState(BOOT, 1, SequenceMode.RUNNING))
     assert reopened.judge(8) == (BatchVerdict.APPLY, SequenceState(BOOT, 8, SequenceMode.RUNNING))

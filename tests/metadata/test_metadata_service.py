@@ -36,7 +36,7 @@ async def test_register_publish_lookup(running: Running) -> None:
     assert await peer.hit([]) == 0
 
 
-async def test_runs_of_several_nodes_name_each_node_once(running: Running) -> None:
+async def test_lookup_names_each_node_once(running: Running) -> None:
     one, two, keys = running.peer("host-1"), running.peer("host-2"), chain("a", 50)
     for peer, stop in ((one, 30), (two, 50)):
         await peer.register()
@@ -48,7 +48,7 @@ async def test_runs_of_several_nodes_name_each_node_once(running: Running) -> No
     assert covered == set(range(50))
 
 
-async def test_registering_twice_answers_the_same_and_keeps_everything(running: Running) -> None:
+async def test_register_twice_changes_nothing(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 10)
     first = await peer.register()
     assert await peer.register() == first
@@ -73,7 +73,7 @@ async def test_register_new_boot_drops_dram_then_nvme(running: Running) -> None:
     assert await peer.register() == {peer.dram: True, peer.nvme: False}
 
 
-async def test_a_volume_that_is_gone_is_closed(running: Running) -> None:
+async def test_register_without_volume_closes_it(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 10)
     await peer.register()
     await peer.publish(peer.nvme, run_of(keys))
@@ -102,7 +102,7 @@ async def is_alive(peer: Peer, *, alive: bool = True) -> bool:
 
 
 # ---- registration and expiry ----
-async def test_silent_nodes_are_hidden_counted_and_come_back(running: Running) -> None:
+async def test_silent_node_is_hidden_until_it_returns(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 10)
     await peer.register()
     await peer.publish(peer.dram, run_of(keys))
@@ -132,7 +132,7 @@ async def test_list_nodes_shows_usage_and_age(running: Running) -> None:
     assert {usage.volume_id: usage.used_bytes for usage in first.usages} == {one.dram: 4096, one.nvme: 4096}
 
 
-async def test_an_unknown_boot_is_told_to_register(running: Running) -> None:
+async def test_heartbeat_unknown_boot_must_register(running: Running) -> None:
     peer = running.peer()
     assert (await peer.beat()).register_again
     with pytest.raises(NotFound, match="register again"):
@@ -150,7 +150,7 @@ async def test_an_unknown_boot_is_told_to_register(running: Running) -> None:
 
 
 # ---- order of publishing ----
-async def test_batches_sent_again_change_nothing(running: Running) -> None:
+async def test_publish_repeated_batches_change_nothing(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 20)
     await peer.register()
     first = peer.batch(peer.dram, [run_of(keys)])
@@ -162,7 +162,7 @@ async def test_batches_sent_again_change_nothing(running: Running) -> None:
     assert (await peer.counters())["metadata_publish_duplicates_total"] == 1
 
 
-async def test_order_within_a_burst_is_kept(running: Running) -> None:
+async def test_publish_burst_keeps_order(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 30)
     await peer.register()
     messages = [peer.batch(peer.dram, [run_of(keys, 0, 10)]), peer.batch(peer.dram, [run_of(keys, 10, 20)])]
@@ -204,7 +204,7 @@ async def test_publish_batches_before_malformed_one_are_applied(running: Running
     assert await peer.hit(keys) == 20
 
 
-async def test_a_stream_belongs_to_one_boot(running: Running) -> None:
+async def test_publish_stream_belongs_to_one_boot(running: Running) -> None:
     one, two = running.peer("host-1"), running.peer("host-2")
     await one.register()
     await two.register()
@@ -212,7 +212,7 @@ async def test_a_stream_belongs_to_one_boot(running: Running) -> None:
         await one.send(one.batch(one.dram), two.batch(two.dram))
 
 
-async def test_a_stream_that_is_cut_goes_on_where_it_was(running: Running) -> None:
+async def test_publish_stream_resumes_after_disconnect(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 200)
     await peer.register()
     pending = [peer.batch(peer.dram, [run_of(keys, at, at + 10)]) for at in range(0, 200, 10)]
@@ -227,7 +227,7 @@ async def test_a_stream_that_is_cut_goes_on_where_it_was(running: Running) -> No
 
 
 # ---- anti-entropy ----
-async def test_drift_is_found_and_repaired_range_by_range(running: Running) -> None:
+async def test_anti_entropy_finds_and_repairs_drift(running: Running) -> None:
     peer, keys = running.peer(), [BlockKey(key) for key in chain("a", 300)]
     await peer.register()
     await peer.publish(peer.nvme, run_of(keys), sync_end=True)
@@ -255,7 +255,7 @@ async def test_drift_is_found_and_repaired_range_by_range(running: Running) -> N
     assert (await peer.counters())["metadata_replicas_repaired_total"] == 11
 
 
-async def test_repair_of_a_key_of_another_range_is_refused(running: Running) -> None:
+async def test_repair_key_outside_range_is_refused(running: Running) -> None:
     peer, keys = running.peer(), [BlockKey(key) for key in chain("a", 1)]
     await peer.register()
     with pytest.raises(InvalidArgument, match="outside of the range"):
@@ -275,7 +275,7 @@ SPEC = CacheSpec(
 )
 
 
-async def test_namespaces_are_listed_in_order_and_registered_once(running: Running) -> None:
+async def test_list_namespaces_in_order_of_registration(running: Running) -> None:
     stub, ids = running.peer().stub, []
     for tenant in ("a", "b", "a"):
         spec = CacheSpec()
@@ -288,7 +288,7 @@ async def test_namespaces_are_listed_in_order_and_registered_once(running: Runni
     assert [(entry.namespace_id, entry.spec.tenant) for entry in listed] == [(ids[0], "a"), (ids[1], "b")]
 
 
-async def test_another_tenants_namespace_sees_nothing(running: Running) -> None:
+async def test_lookup_other_namespace_misses(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 10)
     await peer.register()
     await peer.publish(peer.dram, run_of(keys))
@@ -421,7 +421,7 @@ async def test_hostile_publish_messages_are_refused(running: Running, change: di
         await peer.send(message)
 
 
-async def test_a_foreign_volume_cannot_be_spoken_of(running: Running) -> None:
+async def test_publish_for_foreign_volume_is_refused(running: Running) -> None:
     one, two = running.peer("host-1"), running.peer("host-2")
     await one.register()
     await two.register()

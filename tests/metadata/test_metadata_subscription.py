@@ -63,7 +63,7 @@ class Watch:
         return pb.WatchBlocksRequest(feed_id=self.mirror.feed_id, sequence=self.mirror.sequence, **more)
 
 
-async def test_a_snapshot_then_what_happens(running: Running) -> None:
+async def test_watch_sends_snapshot_then_events(running: Running) -> None:
     peer = running.peer()
     await peer.register()
     await peer.publish(peer.dram, run_of(KEYS, 0, 30))
@@ -89,7 +89,7 @@ async def test_a_snapshot_then_what_happens(running: Running) -> None:
     assert [volume.volume_id for volume in watch.mirror.holders(KEYS[0])] == [peer.dram, peer.nvme]
 
 
-async def test_death_is_one_event_a_volume(running: Running) -> None:
+async def test_watch_node_death_is_one_event_per_volume(running: Running) -> None:
     peer = running.peer()
     await peer.register()
     long = chain("long", 5_000)
@@ -121,7 +121,7 @@ async def test_death_is_one_event_a_volume(running: Running) -> None:
     assert {volume.boot_id for volume in watch.mirror.volumes} == {peer.boot_id}
 
 
-async def test_a_lost_stream_goes_on_where_it_was(running: Running) -> None:
+async def test_watch_resumes_after_disconnect(running: Running) -> None:
     peer = running.peer()
     await peer.register()
     await peer.publish(peer.dram, run_of(KEYS, 0, 10))
@@ -139,7 +139,7 @@ async def test_a_lost_stream_goes_on_where_it_was(running: Running) -> None:
     assert not any(event.HasField("held") for event in again.events)
 
 
-async def test_what_is_gone_and_what_is_of_another_count_begins_anew(running: Running) -> None:
+async def test_watch_unknown_position_gets_snapshot(running: Running) -> None:
     peer = running.peer()
     await peer.register()
     await peer.publish(peer.dram, run_of(KEYS))
@@ -185,7 +185,7 @@ async def test_watch_key_stored_at_right_depth_replaces_wrong(running: Running) 
     await theirs.held([])  # though the change was another node's
 
 
-async def test_filters(running: Running) -> None:
+async def test_watch_filters_namespaces_nodes_and_tiers(running: Running) -> None:
     peer, other = running.peer(), running.peer("host-2")
     for each in (peer, other):
         await each.register()
@@ -251,7 +251,7 @@ async def test_watch_stalled_subscriber_gets_new_snapshot(tmp_path: Path) -> Non
         await server.stop(0.0)
 
 
-async def test_without_subscribers_nothing_is_kept(running: Running) -> None:
+async def test_watch_without_subscribers_keeps_no_changes(running: Running) -> None:
     peer = running.peer()
     await peer.register()
     feed = running.server.event_log
@@ -302,7 +302,7 @@ async def test_malformed_requests_are_refused(running: Running, request_: pb.Wat
     assert running.server.event_log.subscribers == 0
 
 
-async def test_subscribers_have_a_bound(tmp_path: Path) -> None:
+async def test_watch_subscribers_are_bounded(tmp_path: Path) -> None:
     server = MetadataServer(MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", max_subscribers=2))
     address = await server.start()
     try:
@@ -326,7 +326,7 @@ async def test_subscribers_have_a_bound(tmp_path: Path) -> None:
         await server.stop(0.0)
 
 
-async def test_several_workers_would_each_know_a_part(tmp_path: Path) -> None:
+async def test_watch_with_several_workers_is_unsupported(tmp_path: Path) -> None:
     server = MetadataServer(MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", workers=2))
     address = await server.start()
     try:

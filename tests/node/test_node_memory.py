@@ -13,7 +13,7 @@ from kvstore.lab.filled_table import BytelessVolume, FilledTable
 from kvstore.node.state.block_states import VOLUME_SHIFT, DramState, VolumeReplica
 from kvstore.node.state.model import STATE_MASK, Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
-from kvstore.node.state.slot_map import PlaceMap
+from kvstore.node.state.slot_map import SlotMap
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.eviction.ghost_list import GhostList
 from kvstore.tiers.nvme.slot_header import seal_of, slot_bytes
@@ -102,7 +102,7 @@ def test_block_in_dram_alone_keeps_its_checksums() -> None:
 
 def test_place_map_finds_blocks_of_several_sizes() -> None:
     namespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), SHAPE)
-    places = PlaceMap()
+    places = SlotMap()
     blocks = {
         Slot(start + number * size, size, 1): Block(namespace, BlockKey(b"%016d" % (start + number * size)), None, 0, b"")
         for start, size, count in ((0, 4096, 700), (3_000_000, 12_288, 300), (9_000_001 // 4096 * 4096, 8192, 5))

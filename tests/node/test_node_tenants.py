@@ -16,7 +16,7 @@ from kvstore.core.spec import CacheSpec
 from kvstore.core.types import Tier
 from kvstore.node.control.retention import Retainer
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Accounts, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, TenantLedger
 from support.quota_node import BLOCK, SKIPPED, STORED, TENANTS, QuotaNode, spec_of
 
 
@@ -121,7 +121,7 @@ def test_a_namespace_without_a_spec_is_nobodys_until_the_metadata_server_tells(n
         CacheSpec(model="x", layers=2, layer_block_bytes=2048, block_tokens=16).namespace, node.namespaces[0].shape
     )
     assert strange.account is None
-    fresh = NamespaceRegistry(Accounts())
+    fresh = NamespaceRegistry(TenantLedger())
     found = fresh.of_shape(spec_of("acme").namespace, node.namespaces[0].shape)
     retainer = Retainer(node.table, fresh, node.specs, node.counters)
     node.clock.advance(60)

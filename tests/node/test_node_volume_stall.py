@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.node.base.volume_stall import StallDetector, VolumeState
+from kvstore.node.base.volume_stall import VolumeStallDetector, VolumeState
 
 PATIENCE_S, GAP_S = 1.0, 0.5
 STEPS = st.lists(
@@ -19,7 +19,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_detector_any_history_agrees_with_definition(steps: list[tuple[str, float]]) -> None:
     """With looks often enough. The time of a real clock is that of the definition then."""
-    detector, now_s = StallDetector(GAP_S), 100.0
+    detector, now_s = VolumeStallDetector(GAP_S), 100.0
     outstanding: dict[int, tuple[float, float]] = {}
     answers = [-math.inf]
     for what, later_s in steps:
@@ -48,7 +48,7 @@ def test_detector_any_history_agrees_with_definition(steps: list[tuple[str, floa
 
 @given(st.lists(st.floats(0.0, 100.0), max_size=20))
 def test_detector_gaps_between_looks_count_up_to_bound(gaps_s: list[float]) -> None:
-    detector, now_s, counted_s = StallDetector(GAP_S), 100.0, 0.0
+    detector, now_s, counted_s = VolumeStallDetector(GAP_S), 100.0, 0.0
     detector.begin(now_s, PATIENCE_S)
     for gap_s in gaps_s:
         now_s += gap_s
@@ -58,14 +58,14 @@ def test_detector_gaps_between_looks_count_up_to_bound(gaps_s: list[float]) -> N
             assert (detector.state is VolumeState.STALLED) is (counted_s > PATIENCE_S)
 
 
-def look_until(detector: StallDetector, from_s: float, to_s: float) -> None:
+def look_until(detector: VolumeStallDetector, from_s: float, to_s: float) -> None:
     """Looks as often as somebody who waits does."""
     for step in range(int((to_s - from_s) * 8) + 1):
         detector.look(from_s + step / 8)
 
 
 def test_detector_slow_disk_that_answers_is_not_stalled() -> None:
-    detector = StallDetector(GAP_S)
+    detector = VolumeStallDetector(GAP_S)
     for _ in range(8):
         detector.begin(0.0, PATIENCE_S)
     for number in range(1, 9):  # one of them ends each 0.9 s: the last one has been outstanding for long
@@ -75,7 +75,7 @@ def test_detector_slow_disk_that_answers_is_not_stalled() -> None:
 
 
 def test_detector_one_answer_ends_stall_of_many() -> None:
-    detector = StallDetector(GAP_S)
+    detector = VolumeStallDetector(GAP_S)
     first, _ = detector.begin(0.0, PATIENCE_S), detector.begin(0.5, PATIENCE_S)
     look_until(detector, 0.0, 1.0)
     assert detector.state is VolumeState.STALLED
@@ -88,7 +88,7 @@ def test_detector_one_answer_ends_stall_of_many() -> None:
 
 
 def test_detector_process_that_stood_still_blames_no_disk() -> None:
-    detector = StallDetector(GAP_S)
+    detector = VolumeStallDetector(GAP_S)
     number = detector.begin(0.0, PATIENCE_S)
     detector.look(0.1)
     assert not detector.look(10.0), "the answer may have come meanwhile"

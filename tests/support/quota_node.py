@@ -10,7 +10,7 @@ from kvstore.core.spec import CacheSpec
 from kvstore.core.types import StoreOutcome, Tier
 from kvstore.node.control.retention import Retainer
 from kvstore.node.eviction.quotas import held_bytes
-from kvstore.node.state.namespaces import Accounts, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, TenantLedger
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.tiers.eviction.policy import make_policy
 from support.node_harness import NodeHarness
@@ -37,7 +37,7 @@ class QuotaNode(NodeHarness):
             volumes=[SLAB_BYTES],
             policy=policy,
             specs=[spec_of(tenant) for tenant in TENANTS],
-            registry=NamespaceRegistry(Accounts(lambda: make_policy(policy))),
+            registry=NamespaceRegistry(TenantLedger(lambda: make_policy(policy))),
             arena_bytes=ARENA_BYTES,
             publishes=True,
         )

@@ -1,7 +1,7 @@
-"""What a user may choose about a hook, whatever the engine: read from the mapping that the engine hands over, checked, typed.
+"""Options common to the hooks of all engines, read from the mapping that the engine passes, checked and typed.
 
 vLLM hands over ``kv_connector_extra_config``, SGLang ``--hicache-storage-backend-extra-config``, transformers users keyword
-arguments. A hook adds the keys of its own; a key that nobody knows is an error that names those there are.
+arguments. Each hook adds its own keys. An unknown key is an error that lists the known ones.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class HookOptions:
         weights_epoch: which weights; a new one after every update, or KV of the old weights would be served.
         tenant: whose KV it is. Nothing crosses tenants.
         salt: further text that separates namespaces.
-        hash_algorithm: ``xxh3-128``, or ``sha256-128`` where those who share a namespace do not trust each other.
+        hash_algorithm: ``xxh3-128``, or ``sha256-128`` if the users of a namespace do not trust each other.
         load: whether prefixes are loaded.
         store: whether new blocks are stored.
         connect_deadline_s: how long the engine's start may wait for the store; after that it goes on without until the store
             answers, or fails where ``require_store`` is set.
         lookup_deadline_s: bound of a lookup.
-        load_deadline_s: bound of a load; what has not come by then is computed.
-        store_deadline_s: bound of a store, waiting for room included; what has no room by then is skipped.
+        load_deadline_s: bound of a load; the engine computes the rest.
+        store_deadline_s: bound of a store, waiting for space included; the rest is skipped.
         verify: when the engine itself compares checksums: ``auto``, ``always``, ``never``; see ``ClientOptions``.
-        require_store: fail at start where the store does not answer, instead of serving without it until it does.
+        require_store: fail at the start if the store does not answer, instead of serving without it until it does.
         tls_ca: PEM file of the certificates that the store's must descend from; empty: no TLS.
-        tls_cert: PEM file of this client's certificate, where the store asks for one.
+        tls_cert: PEM file of this client's certificate, if the store requires one.
         tls_key: its key.
-        tls_server_name: name expected in the store's certificates, where it is not the host name.
+        tls_server_name: name expected in the store's certificates, if it is not the host name.
         token_file: file with the token that the store is shown; empty: none. (Not the token itself: engines log their options.)
     """
 
@@ -87,7 +87,7 @@ class HookOptions:
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], known_elsewhere: tuple[str, ...] = ()) -> Self:
-        """Options from what an engine hands over.
+        """Make options of the mapping that an engine passes.
 
         Args:
             given: option -> value, as parsed from JSON or YAML.
@@ -140,7 +140,7 @@ class HookOptions:
             layers: of the model, or of the group that shares block tables.
             layer_block_bytes: bytes of one block in one layer.
             dtype: of the cache.
-            layout: whatever else makes the bytes of equal blocks differ.
+            layout: everything else that makes the bytes of equal blocks differ.
             layout_version: of the hook's own arrangement.
             shard_rank: of the tensor-parallel ranks that hold different KV.
             shard_count: how many of them.
@@ -185,7 +185,7 @@ class HookOptions:
         Args:
             spec: the namespace.
             options: instead of ``client_options()``.
-            device: whose copies bring blocks to and from the engine's device; None: they lie in host memory.
+            device: whose copies bring blocks to and from the engine's device; None: blocks are in host memory.
 
         Raises:
             KVStoreError: the store does not answer and ``require_store`` is set, or an option is impossible.

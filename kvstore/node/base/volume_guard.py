@@ -27,7 +27,7 @@ from typing import Any, Final, TypeVar
 
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.errors import Unavailable
-from kvstore.node.base.volume_stall import StallDetector, VolumeState
+from kvstore.node.base.volume_stall import VolumeStallDetector, VolumeState
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 
@@ -42,11 +42,11 @@ CHANGERS: Final = 4
 CHANGE_PATIENCE: Final = 2.5
 """A change may be outstanding for this many times ``volume_stall``: a disk that syncs slowly is not hung."""
 POLL_S: Final = 0.25
-"""A caller that waits looks at the state so often."""
+"""A caller that waits checks the state this often."""
 LOOK_S: Final = 0.05
-"""A state this old is good enough: most I/Os end before anybody looks, and loads with many windows ask often."""
+"""A state this old is good enough: most I/Os end earlier, and loads with many windows ask often."""
 GAP_S: Final = 0.5
-"""Of a longer time between two looks, only so much counts as silence of the volume: the process stood still."""
+"""Of a longer time between two checks, only this much counts as silence of the volume: the process did not run."""
 
 T = TypeVar("T")
 Late = Callable[[BaseException | None], None]
@@ -68,8 +68,8 @@ class VolumeGuard:
         name: of the volume, for the log.
         counters: events.
         clock: a real clock: waits are real.
-        answered_s: when the device answered last, by the same clock; None: only whole I/Os show that it answers.
-        stall_s: an I/O may be outstanding for so long while the volume answers nothing.
+        answered_s: time of the device's last answer, on the same clock; None: only the end of an I/O is an answer.
+        stall_s: how long an I/O may be outstanding while the volume answers nothing.
         readers: windows of loads at once, and as many other reads.
     """
 
@@ -89,7 +89,7 @@ class VolumeGuard:
         self._device_answered_s = answered_s
         self.stall_s = stall_s
         self._lock = threading.Lock()
-        self._detector = StallDetector(gap_s=GAP_S)
+        self._detector = VolumeStallDetector(gap_s=GAP_S)
         self._since_s = 0.0
         self.stalls = 0
         """Number of stalls since the start."""
@@ -138,7 +138,7 @@ class VolumeGuard:
 
     # ---- I/O
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run something in a reader thread of the volume. It does its reads there by ``timed``."""
+        """Run work in a reader thread of the volume. The work does its reads with ``timed``."""
         future = self._readers.submit(work)
         self._submitted.add(future)
         future.add_done_callback(self._submitted.discard)
@@ -221,7 +221,7 @@ class VolumeGuard:
             return None
 
     def _refusal(self) -> VolumeStalled:
-        return VolumeStalled("the volume does not answer: nothing is asked of it", volume_id=self._name)
+        return VolumeStalled("the volume does not answer, so its I/O is refused", volume_id=self._name)
 
     def _ended(self, future: Future[T], until_s: float) -> bool:
         """Wait for the end of an I/O, but not beyond the next look at the state. Whether it ended."""

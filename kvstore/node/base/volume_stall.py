@@ -5,8 +5,8 @@
 3. An outstanding I/O is *overdue* once its patience has passed both since it began and since the volume answered last.
 4. The volume is STALLED while an outstanding I/O is overdue, and ANSWERING otherwise.
 
-5. Time counts only while somebody looks: of a longer gap between two looks at an ANSWERING volume, ``gap_s`` counts. The process
-   may have stood still, and answers may wait for it to notice them.
+5. Time counts only between frequent looks: of a longer gap between two looks at an ANSWERING volume, ``gap_s`` counts. The
+   process may not have run, and answers may wait for it.
 
 So a slow disk under load is not stalled while it answers some I/O, and any answer ends a stall.
 """
@@ -24,7 +24,7 @@ class VolumeState(StrEnum):
     STALLED = "stalled"
 
 
-class StallDetector:
+class VolumeStallDetector:
     """The outstanding I/Os of one volume. Not thread-safe. Times are of one monotonic clock.
 
     Args:
@@ -34,7 +34,7 @@ class StallDetector:
     def __init__(self, gap_s: float) -> None:
         self._gap_s = gap_s
         self.looked_s = -math.inf
-        """When somebody looked last, or the first outstanding I/O began."""
+        """When ``look`` was called last, or the first outstanding I/O began."""
         self.state = VolumeState.ANSWERING
         """As of the last ``look``."""
         self._outstanding: dict[int, tuple[float, float]] = {}  # number -> (when it began, its patience)

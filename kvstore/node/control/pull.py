@@ -20,7 +20,7 @@ from kvstore.node.control.migration_plan import free_space, slot_space
 from kvstore.node.eviction.quotas import free_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.provider import NodeProvider
-from kvstore.node.state.namespaces import Account, NodeNamespace
+from kvstore.node.state.namespaces import NodeNamespace, TenantAccount
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -41,7 +41,7 @@ class Puller:
         self._gate = gate
         self._counters = counters
         self._lock = threading.Lock()
-        self._pulling: Counter[Account | None] = Counter()
+        self._pulling: Counter[TenantAccount | None] = Counter()
         """Bytes of pulls in progress per tenant with a quota."""
 
     def pull(

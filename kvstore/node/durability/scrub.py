@@ -1,12 +1,11 @@
-"""Checking a durable volume while the node serves: every block is read whole and compared with its header and checksums.
+"""Checks of durable volumes while the node serves: every block is read and compared with its header and checksums.
 
-A disk that loses bits says so only when it is read, and what nobody loads nobody reads. A check reads what a volume holds when it
-begins, in the order of the slots, beside everything else and at a bounded rate. What is bad leaves as what a load finds bad
-does (``quarantine``); where the block lies in DRAM as well it is written anew, which verifies that copy first.
+Lost bits are found only when a block is read, and cold blocks are not read. A check reads the blocks that a volume holds when it
+begins, in the order of their slots, at a bounded rate. A corrupt block is quarantined, as if a load had found it. If the block is
+also in DRAM, that copy is verified and written back.
 
-One check of a volume at a time, ``AT_ONCE`` of a node, one read of ``READ_BYTES`` under way each. Blocks are pinned while they
-are read and no longer; that they are read is no use of them, so the order of eviction stays. Nothing of a check outlives the
-process: a node that was started again knows of none.
+A volume has one check at a time, a node ``AT_ONCE``. Each has one read of ``READ_BYTES`` in flight. Blocks are pinned only while
+they are read. A check does not count as a use, so it does not change the order of eviction. A restart forgets all checks.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from kvstore.tiers.contract import Slot
 log = logging.getLogger(__name__)
 
 AT_ONCE: Final = 2
-"""Volumes that are read at once; further ones wait."""
+"""Volumes checked at once. Further checks wait."""
 READ_BYTES: Final = 4 << 20
-"""The most that one read takes, unless a single block is larger."""
+"""Maximum size of one read, unless a single block is larger."""
 PIN_BLOCKS: Final = 1_024
-"""And the most blocks."""
+"""Maximum number of blocks per read."""
 LOGGED_BLOCKS: Final = 20
-"""Bad blocks that are named in the log one by one; the end counts them all."""
+"""Corrupt blocks that are logged one by one. The last log line has their total."""
 
 
 class CheckState(StrEnum):
-    """How far a check is."""
+    """State of a check."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -59,17 +58,17 @@ ENDED: Final = frozenset({CheckState.DONE, CheckState.CANCELLED, CheckState.FAIL
 
 @dataclass(slots=True)
 class Check:
-    """One check. Written by its thread alone; whoever looks may see it between two counts.
+    """One check. Its thread writes it; readers may see it between two updates.
 
     Attributes:
-        operation_id: the caller's, which makes a call that is sent twice begin one check.
-        bytes_per_s: the most that it reads, over time.
-        blocks: that it is to look at.
-        checked_blocks: that it has looked at: ``good``, ``bad``, ``unreadable`` or ``gone`` (before their turn).
-        rewritten_blocks: of the bad, those that lay in DRAM too and are written anew.
-        began_s: by the node's clock.
-        ended_s: likewise; None: it has not.
-        why: it failed.
+        operation_id: of the caller. A retried call does not begin a second check.
+        bytes_per_s: maximum read rate.
+        blocks: number of blocks to check.
+        checked_blocks: blocks that are checked: ``good``, ``bad``, ``unreadable``, or ``gone`` (evicted earlier).
+        rewritten_blocks: bad blocks that are written back from DRAM.
+        began_s: on the node's clock.
+        ended_s: on the node's clock; None: the check has not ended.
+        why: reason of a failure.
     """
 
     operation_id: bytes
@@ -89,7 +88,7 @@ class Check:
 
     @property
     def checked_blocks(self) -> int:
-        """Looked at so far."""
+        """Number of blocks that are checked."""
         return self.good + self.bad + self.unreadable + self.gone
 
 
@@ -97,10 +96,10 @@ class VolumeChecks:
     """The checks of one node. Thread-safe; ``close`` once.
 
     Args:
-        table: whose blocks are checked.
-        counters: what was found.
+        table: the blocks.
+        counters: metrics.
         clock: time.
-        rate_of: what a volume reads at most, bytes a second; None: not measured.
+        rate_of: maximum read rate of a volume, in bytes per second; None: not measured.
     """
 
     def __init__(
@@ -119,27 +118,27 @@ class VolumeChecks:
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kvstore-check")
 
     def close(self) -> None:
-        """Ends them; waits for reads under way."""
+        """Cancel all checks, and wait for reads in flight."""
         with self._lock:
             for check in self._last.values():
                 check.cancel.set()
         self._pool.shutdown(cancel_futures=True)
 
     def last(self, node_volume: NodeVolume) -> Check | None:
-        """The check of a volume that is under way, or the last one since the node was started; None: there was none."""
+        """Return the current or last check of a volume since the node started; None: there was none."""
         with self._lock:
             return self._last.get(node_volume.volume_id)
 
     def begin(self, node_volume: NodeVolume, operation_id: bytes, bytes_per_s: int) -> Check:
-        """Begins a check of a volume in the background.
+        """Begin a check in the background.
 
         Args:
             node_volume: the volume.
-            operation_id: with that of the last one, nothing is begun.
-            bytes_per_s: the most to read, over time; 0: a part of what the volume reads at most.
+            operation_id: if it is that of the last check, no check begins.
+            bytes_per_s: maximum read rate; 0: a part of the volume's own maximum.
 
         Raises:
-            Conflict: one is under way.
+            Conflict: the volume is being checked.
         """
         with self._lock:
             before = self._last.get(node_volume.volume_id)
@@ -154,7 +153,7 @@ class VolumeChecks:
         return check
 
     def cancel(self, node_volume: NodeVolume) -> Check | None:
-        """Ends the check of a volume after the read that is under way; what it found bad stays out. None: there was none."""
+        """Cancel the check of a volume after its current read. Quarantined blocks stay quarantined. None: there was none."""
         check = self.last(node_volume)
         if check is not None:
             check.cancel.set()
@@ -166,28 +165,27 @@ class VolumeChecks:
         try:
             blocks = self._held(node_volume)
             check.blocks, check.state = len(blocks), CheckState.RUNNING
-            log.info("checking volume %s: %d blocks, at most %d bytes/s", name, len(blocks), check.bytes_per_s)
+            log.info("check started: volume %s (blocks=%d, bytes_per_s=%d)", name, len(blocks), check.bytes_per_s)
             self._check(node_volume, blocks, check)
             end = CheckState.CANCELLED if check.cancel.is_set() and check.checked_blocks < check.blocks else CheckState.DONE
         except VolumeStalled as error:
             end, check.why = CheckState.FAILED, str(error)
-            log.warning("check of volume failed: %s (%s)", name, error)
-        except Exception as error:  # the thread's edge: whoever asks is to learn that it ended, and why
+            log.warning("check failed: volume %s (%s)", name, error)
+        except Exception as error:  # thread edge: callers must learn that the check ended, and why
             end, check.why = CheckState.FAILED, f"{type(error).__name__}: {error}"
             self._counters.add(node_metrics.VOLUME_CHECK_BUGS)
-            log.exception("the check of volume %s failed", name)
+            log.exception("check failed: volume %s: unexpected error", name)
         check.ended_s, check.state = self._clock.now_s(), end
         tell = log.warning if check.bad or check.unreadable else log.info
         tell(
-            "check of volume %s %s: %d of %d blocks looked at, %d good, %d bad and taken out (%d of them written anew from DRAM),"
-            " %d unreadable, %d had left",
+            "check ended: volume %s (state=%s, checked=%d, blocks=%d, good=%d, bad=%d, rewritten=%d, unreadable=%d, gone=%d)",
             name, end.value, check.checked_blocks, check.blocks, check.good, check.bad, check.rewritten_blocks, check.unreadable,
             check.gone,
         )  # fmt: skip
 
     def _held(self, node_volume: NodeVolume) -> list[Block]:
-        """What the volume holds, in the order in which it lies there."""
-        # the lock is held for a copy alone; what leaves or moves meanwhile is told apart when it is pinned
+        """Return the blocks that the volume holds, in the order of their slots."""
+        # the lock is held for a copy only; blocks that are evicted or moved later are recognised when they are pinned
         found = [
             (slot.offset, block)
             for block in self._table.snapshot()
@@ -203,11 +201,11 @@ class VolumeChecks:
             if check.cancel.wait(max(0.0, due_s - self._clock.now_s())):
                 return
             nbytes = self._read(node_volume, batch, check, memory)
-            # what a slow disk or a busy host has cost is not made up for by reading faster
+            # time lost to a slow disk is not made up for by reading faster
             due_s = max(due_s, self._clock.now_s() - nbytes / check.bytes_per_s) + nbytes / check.bytes_per_s
 
     def _read(self, node_volume: NodeVolume, batch: Sequence[Block], check: Check, memory: memoryview) -> int:
-        """Reads some blocks and judges them. Returns how many bytes."""
+        """Read some blocks and check them. Returns the number of bytes."""
         pinned = pin_held(self._table, node_volume, batch)
         check.gone += len(batch) - len(pinned)
         try:
@@ -217,7 +215,7 @@ class VolumeChecks:
                 at += block.nbytes
             outcomes = node_volume.guard.read(
                 lambda: node_volume.volume.read(items), ignore
-            )  # its memory is not used again once that raises
+            )  # if this raises, the memory is not used again
             for (block, slot), outcome in zip(pinned, outcomes, strict=True):
                 self._judge(node_volume, block, slot, outcome, check)
         finally:
@@ -231,19 +229,21 @@ class VolumeChecks:
             check.good += 1
             return
         if check.bad + check.unreadable < LOGGED_BLOCKS:
-            log.warning("check of %s: block %s: %s", node_volume.volume_id, block.key.hex(), outcome.name)
+            log.warning(
+                "block not good: %s (volume=%s, outcome=%s)", block.key.hex(), node_volume.volume_id, outcome.name.lower()
+            )
         self._counters.add(node_metrics.NVME_READ_FAILED_BLOCKS[outcome.name.lower()])
         if outcome is not Outcome.CORRUPT:
-            check.unreadable += 1  # the disk may do better another time: a load tries again, too
+            check.unreadable += 1  # not quarantined: a later read may succeed
             return
         check.bad += 1
         quarantine(self._table, node_volume, block, slot, self._counters)
-        # only now: before the catalog forgot the bad copy, it would forget the new one with it
+        # after the quarantine: its commit would also remove the new copy from the catalog
         check.rewritten_blocks += self._table.requeue_writeback(block.namespace, [block.key])
 
 
 def pin_held(table: BlockTable, node_volume: NodeVolume, batch: Sequence[Block]) -> list[tuple[Block, Slot]]:
-    """Pins those blocks of a batch that are still on a volume. Their slots stay theirs until they are unpinned."""
+    """Pin the blocks of a batch that are still on a volume. Their slots are not reused until they are unpinned."""
     with table.residency.lock:
         pinned = [
             (block, block.nvme)
@@ -256,7 +256,7 @@ def pin_held(table: BlockTable, node_volume: NodeVolume, batch: Sequence[Block])
 
 
 def batches_of(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """Blocks in groups that one read takes."""
+    """Cut blocks into batches of one read each."""
     batch: list[Block] = []
     size = 0
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Who leaves a node's arena, so that others may come. Everything here is called under the table's lock."""
+"""Eviction from a node's arena. Called under the table's lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Slot
 
 CASCADE_AT_ONCE = 256
-"""Blocks that one search for room sends to write-behind at most."""
+"""Most dirty blocks that one search for room sends to write-back."""
 
 
 _CLEAN: Final = int(DramState.CLEAN)
@@ -28,7 +28,7 @@ class ArenaEvictor:
         dram: the arena.
         blocks: the table's, by key.
         policy: the order.
-        idle: whether nobody uses a block.
+        idle: whether a block is neither pinned nor in transfer.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ArenaEvictor:
         self.room = SpaceReclaimer(dram, blocks, policy)
 
     def insert(self, block: Block, slot: Slot) -> None:
-        """A block has come."""
+        """Insert a block that is in DRAM now."""
         self.version += 1
         self.room.insert(block, slot)
         self._policy.insert(block.key, block.parent)
@@ -50,7 +50,7 @@ class ArenaEvictor:
             order.insert(block)
 
     def remove(self, block: Block, slot: Slot) -> None:
-        """A block has left."""
+        """Remove a block that has left DRAM."""
         self.version += 1
         self.room.remove(block, slot)
         self._policy.remove(block.key)
@@ -58,13 +58,13 @@ class ArenaEvictor:
             order.remove(block)
 
     def touch(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
-        """Blocks of a namespace were used in DRAM."""
+        """Note that blocks of a namespace were used in DRAM."""
         self._policy.touch(keys)
         for order in namespace.dram_orders:
             order.touch(keys)
 
     def restore(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
-        """Blocks of a namespace that is not pinned any more may leave again."""
+        """Make blocks of a namespace evictable again that is no longer pinned."""
         self._policy.restore(keys)
         for order in namespace.dram_orders:
             order.policy.restore(keys)
@@ -75,7 +75,7 @@ class ArenaEvictor:
         return self._policy.coldest(lambda _key: True)
 
     def coldest(self) -> Iterator[tuple[BlockKey, Slot]]:
-        """What may leave as it is, with its slots, coldest first."""
+        """Clean idle blocks with their slots, coldest first."""
         blocks = self._blocks
         self.version += 1
 
@@ -89,9 +89,9 @@ class ArenaEvictor:
             yield key, slot
 
     def victims(self, shape: BlockShape, count: int) -> tuple[list[Block], list[Block]]:
-        """Those that leave for ``count`` slots or some of them (none: no room can be made), and those to be written behind.
+        """Blocks to evict for ``count`` slots or some of them (none: no room can be made), and dirty blocks to write back.
 
-        The latter are colder, or in the way, and lie in DRAM only: ``CASCADE_AT_ONCE`` of them at most.
+        The latter are colder, or in the same span: at most ``CASCADE_AT_ONCE``.
         """
         blocks, idle = self._blocks, self._idle
         self.version += 1

@@ -1,4 +1,4 @@
-"""Which blocks are written below together, where they are written only when they must leave."""
+"""Choice of dirty blocks that are written back together, for tables that write blocks only when they are evicted."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvstore.node.state.model import Block
 def with_parents(
     blocks: Mapping[BlockKey, Block], leaves: Sequence[Block], idle: Callable[[Block], bool], limit: int
 ) -> list[Block]:
-    """Leaves, each followed by those above it that must be written below before they may leave, at most ``limit`` in all.
+    """Leaves, each followed by its dirty ancestors, at most ``limit`` blocks in all.
 
-    Policies yield leaves, and a parent only once its children may leave: a chain would be written one block at a time.
+    Policies yield a parent only after its children, so a chain would otherwise be written one block at a time.
 
     Args:
-        blocks: all that the table has.
-        leaves: those that a policy yielded and that may not leave yet, coldest first.
-        idle: whether nobody uses a block.
-        limit: how many are enough.
+        blocks: all blocks of the table.
+        leaves: dirty blocks that a policy yielded, coldest first.
+        idle: whether a block is neither pinned nor in transfer.
+        limit: most blocks to return.
     """
     found: dict[BlockKey, Block] = {}
     for leaf in leaves:

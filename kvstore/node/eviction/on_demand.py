@@ -1,11 +1,11 @@
-"""Evicting on demand: a volume down to a fill, a namespace, or everything of it for good.
+"""Eviction on request: a volume down to a fill level, or a namespace.
 
-Whoever asks for room gets it from the table by itself; this is what people ask for. The rules are the table's: nothing that is in
-use leaves, children leave before their parents, and what leaves a durable volume leaves its catalog first. To *evict* keeps what
-is in DRAM and not durable yet. To *invalidate* does not: it is asked for where the blocks are wrong.
+The table makes room by itself; these are requests of operators. The table's rules hold: no block in use is evicted, children are
+evicted before their parents, and a block leaves the catalog of its volume before its slot is used again. To *evict* keeps dirty
+blocks in DRAM. To *invalidate* drops them too, because the blocks are wrong.
 
-Of one durable volume asked for by name only its own blocks leave: children on others stay, for their parents may come again.
-The table's lock is held for ``BATCH`` blocks at a time, so that loads and stores go on meanwhile.
+If one durable volume is named, only its blocks are evicted: children on other volumes stay, as their parents may come back. The
+table's lock is held for ``BATCH`` blocks at a time, so loads and stores go on meanwhile.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 BATCH = 1_024
 BATCHES_AMONG_SEVERAL = 64
-"""At a time, of one of several durable volumes: each search passes by what is colder on the others."""
+"""Batches at a time if there are several volumes: each search skips colder blocks of the others."""
 
 
 class Evicted(NamedTuple):
-    """What became of it: replicas that left, and those that were meant and stay."""
+    """Numbers of replicas that were evicted, and that should have been and were kept."""
 
     blocks: int
     kept: int
@@ -95,9 +95,9 @@ def evict_namespace(table: BlockTable, namespace: NodeNamespace, only: NodeVolum
 
 
 def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -> Evicted:
-    """Drops all blocks of a namespace that are there now, from all tiers, durable or not.
+    """Drop all blocks of a namespace from all tiers, durable or not.
 
-    Those in use, or on their way to a durable volume, are waited for until the deadline. What is stored meanwhile stays.
+    Waits until the deadline for blocks in use or in write-back. Blocks stored meanwhile stay.
 
     Raises:
         OSError: a volume's catalog could not be changed; those blocks stay.
@@ -131,7 +131,7 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
 
 
 def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
-    """Blocks that were marked as leaving do leave a durable volume.
+    """Evict blocks, marked as evicting, from a durable volume.
 
     Raises:
         VolumeStalled: it does not answer; they leave or stay once its catalog has ended the commit.
@@ -159,10 +159,10 @@ def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Seque
 
 
 def quarantine(table: BlockTable, node_volume: NodeVolume, block: Block, slot: Slot, counters: Counters) -> None:
-    """Forgets a replica that proved bad in ``slot``, unless somebody has, or is about to.
+    """Remove a replica whose bytes in ``slot`` proved bad, unless it is removed or being evicted.
 
-    The slot rests until the next start, which does not find it in the catalog any more. The catalog forgets it first: once the
-    table has, a good copy may be committed under the same key, and would be forgotten in its place.
+    The slot stays out of use until the next start, which does not find it in the catalog. The entry is removed from the catalog
+    first: after it is removed from the table, a good copy may be committed under the same key, and would be removed instead.
     """
     with table.residency.lock:
         if block.nvme != slot or block.nvme_volume is not node_volume or block.evicting:
@@ -182,7 +182,7 @@ def quarantine(table: BlockTable, node_volume: NodeVolume, block: Block, slot: S
 
 
 def evict_all_nvme(table: BlockTable) -> int:
-    """Evicts all that may leave from the durable volumes. Returns how many replicas.
+    """Evict all idle blocks from the durable volumes. Returns the number of replicas.
 
     Raises:
         OSError: a volume's catalog could not be changed; those blocks stay.
@@ -197,19 +197,19 @@ def evict_all_nvme(table: BlockTable) -> int:
 
 
 def _of(table: BlockTable, namespace: NodeNamespace) -> list[Block]:
-    """A namespace's blocks, children before their parents."""
+    """The blocks of a namespace, children before their parents."""
     return sorted((block for block in table.snapshot() if block.namespace is namespace), key=lambda block: -block.depth)
 
 
 def _evict_each(table: BlockTable, held: Sequence[Block], node_volume: NodeVolume | None) -> Evicted:
-    """Evicts blocks, given children first, from the arena or a durable volume; above one that stays, its parents stay too."""
+    """Evict blocks, given children first, from the arena or a durable volume; the parents of a kept block are kept too."""
     staying: set[BlockKey | None] = set()
     evicted = kept = 0
     for first in range(0, len(held), BATCH):
         with table.residency.lock:
             victims = []
             for block in held[first : first + BATCH]:
-                if not _lies_in(block, node_volume):  # it left meanwhile
+                if not _lies_in(block, node_volume):  # evicted meanwhile
                     continue
                 stays = block.key in staying or block.namespace.pinned
                 if stays or not table.residency.is_idle(block) or (node_volume is None and not block.clean):
@@ -225,7 +225,7 @@ def _evict_each(table: BlockTable, held: Sequence[Block], node_volume: NodeVolum
 
 
 def _lies_in(block: Block, node_volume: NodeVolume | None) -> bool:
-    """Whether a durable volume, or (None) the arena, holds it."""
+    """Whether a block is on a durable volume, or (None) in the arena."""
     return block.dram is not None if node_volume is None else block.nvme_volume is node_volume
 
 

@@ -1,20 +1,16 @@
-"""Tenants on this node: what each holds here, and how much of its quota this node may give it.
+"""Tenants' quotas on this node: what each tenant holds, and how much this node may give it.
 
-A quota holds for the whole cluster; the metadata server tells each node its *share* with every heartbeat
-(``kvstore.metadata.retention.quota_shares``). Here the shares are kept: a store beyond it makes its own tenant's coldest blocks
-leave, and is skipped as far as none can; where room is needed, tenants over their share give first; and who is over it for
-another reason (a share that became smaller, loads, which are never refused for it) is brought down soon after.
-No engine sees an error of it.
+1. A quota holds for the whole cluster. The metadata server sends each node its *share* with every heartbeat. A store beyond the
+   share evicts its own tenant's coldest blocks, and is skipped as far as none can be evicted. If room is needed, tenants over
+   their share are evicted first. A tenant that is over it for another reason (a smaller share, or loads, which are never
+   refused) is brought down soon after. No engine sees an error.
+2. Usage is counted in blocks per namespace and volume (``SpaceReclaimer.held``), with or without quotas. Only tenants with a
+   quota have an order of eviction of their own, in addition to the common one: a search for a tenant's coldest blocks sees no
+   others.
+3. Decisions count what is left after all evictions in progress, so two threads do not evict the same excess twice. Blocks that
+   a node found on its volumes count only once the share was made with knowledge of them (``NodeNamespace.counted``).
 
-What is held is counted in blocks a namespace and volume (``held``), whether there are quotas or not. Only tenants with a
-quota have an order of eviction of their own, beside the common one, in which their blocks stay: so finding a tenant's coldest
-looks at nobody else's, and the common order is as it is without quotas.
-
-Decisions count what will be there once all that is on its way out of a volume has left it: who looks meanwhile, in another
-thread, finds no excess twice. What a node found on its volumes counts only once the share was made with knowledge of it
-(``NodeNamespace.counted``): a share of a tenant that seems to hold nothing here is small.
-
-Bytes are payload, as in all that is said of usage; slots may be somewhat larger. All but ``Accounts.of`` under the table's lock.
+Bytes are payload; slots may be somewhat larger. Functions are called under the table's lock unless they say that they take it.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from kvstore.node.state.block_states import VolumeReplica
 from kvstore.node.state.eviction_orders import EvictionOrder
 from kvstore.node.state.grants import StoreGrant
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import TIERS, Account, NodeNamespace
+from kvstore.node.state.namespaces import TIERS, NodeNamespace, TenantAccount
 from kvstore.node.state.residency import Residency
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
@@ -36,9 +32,9 @@ from kvstore.observe.metrics import Event
 
 _limited: Final = LimitedLog(logging.getLogger(__name__))
 PIN_PART: Final = 2
-"""Pins of namespaces hold up to this fraction (1/n) of a tier; of what is beyond it the coldest make room before anybody else."""
+"""Pinned namespaces may hold this fraction (1/n) of a tier; their coldest blocks beyond it are evicted first."""
 MOST_GIVEN: Final = 1_024
-"""Blocks that leave at a time for a quota's sake: so long the table's lock is held."""
+"""Blocks evicted for a quota under one hold of the table's lock."""
 
 
 def count_pinned(residency: Residency, victims: Sequence[Block]) -> None:
@@ -49,7 +45,7 @@ def count_pinned(residency: Residency, victims: Sequence[Block]) -> None:
 
 
 def held_bytes(residency: Residency, namespaces: Iterable[NodeNamespace], tier: Tier) -> int:
-    """What some namespaces hold in a tier, with what is granted to stores under way there."""
+    """Bytes that namespaces hold in a tier, including slots granted to stores."""
     total = 0
     for namespace in namespaces:
         in_dram = tier is Tier.DRAM
@@ -58,28 +54,28 @@ def held_bytes(residency: Residency, namespaces: Iterable[NodeNamespace], tier: 
     return total
 
 
-def _taken_bytes(residency: Residency, account: Account, tier: Tier) -> int:
-    """What a tenant takes of its share: without what is on its way out, and what the share was made without."""
+def _taken_bytes(residency: Residency, account: TenantAccount, tier: Tier) -> int:
+    """Bytes of a tenant that count against its share: without evictions in progress and uncounted namespaces."""
     namespaces = [namespace for namespace in account.namespaces if namespace.counted]
     leaving = sum(namespace.evicting_blocks * namespace.shape.block_bytes for namespace in namespaces) if tier is Tier.NVME else 0
     return held_bytes(residency, namespaces, tier) - leaving
 
 
 def _limit(namespace: NodeNamespace, tier: Tier) -> int | None:
-    """The share that a namespace's blocks are held to; None: there is none, or they do not count yet."""
+    """The share that limits a namespace; None: there is none, or its blocks do not count yet."""
     return namespace.account.share.of(tier) if namespace.account is not None and namespace.counted else None
 
 
 def join(residency: Residency, namespace: NodeNamespace, *, empty: bool = False) -> bool:
-    """A namespace's blocks go by its tenant's orders from now on.
+    """Add a namespace's blocks to its tenant's orders.
 
     Args:
         residency: the blocks.
         namespace: the namespace.
-        empty: only where it holds nothing, so that nothing is to be entered.
+        empty: only if it holds nothing, so that no block has to be inserted.
 
     Returns:
-        Whether it did not before; what it holds is then to be entered (``enter``).
+        Whether it was added; its blocks are then to be inserted with ``enter``.
     """
     account = namespace.account
     if account is None or not namespace.counted or all(namespace.in_account[tier] is account.orders.get(tier) for tier in TIERS):
@@ -93,7 +89,7 @@ def join(residency: Residency, namespace: NodeNamespace, *, empty: bool = False)
 
 
 def reserve_in_quota(residency: Residency, namespace: NodeNamespace, count: int) -> bool:
-    """Whether a tenant's share has room for ``count`` blocks more in DRAM; its own coldest leave for them."""
+    """Whether a tenant's share has room for ``count`` more blocks in DRAM; evicts its own coldest blocks for them."""
     account, share = namespace.account, _limit(namespace, Tier.DRAM)
     if account is None or share is None:
         return True
@@ -106,7 +102,7 @@ def reserve_in_quota(residency: Residency, namespace: NodeNamespace, count: int)
 
 
 def is_full(residency: Residency, namespace: NodeNamespace) -> bool:
-    """Whether one block more in DRAM would be beyond the tenant's share."""
+    """Whether one more block in DRAM would exceed the tenant's share."""
     account, share = namespace.account, _limit(namespace, Tier.DRAM)
     if account is None or share is None:
         return False
@@ -114,15 +110,15 @@ def is_full(residency: Residency, namespace: NodeNamespace) -> bool:
 
 
 def share_below_one_block(namespace: NodeNamespace) -> bool:
-    """Whether the tenant's share of DRAM is smaller than a block: there is nothing to wait for."""
+    """Whether the tenant's share of DRAM is smaller than one block, so that waiting is pointless."""
     share = _limit(namespace, Tier.DRAM)
     return share is not None and share < namespace.shape.block_bytes
 
 
 def space_may_free_up(residency: Residency, waiting: StoreGrant, *, own: bool) -> bool:
-    """Whether room in DRAM may come without anybody's doing: something is being written, read, stored or held by others.
+    """Whether space in DRAM may free up: blocks are being written, read, stored or pinned by others.
 
-    ``own``: it is the tenant's share that is full, so only its own blocks that are not pinned by order can make room.
+    ``own``: the tenant's share is full, so only its own blocks of namespaces that are not pinned can make room.
     """
     account = waiting.namespace.account
     if own and account is not None:
@@ -142,9 +138,9 @@ def space_may_free_up(residency: Residency, waiting: StoreGrant, *, own: bool) -
 
 
 def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: int) -> int:
-    """The coldest of an order leave DRAM. Returns how many bytes.
+    """Evict the coldest blocks of an order from DRAM. Returns how many bytes.
 
-    Those that lie nowhere else are written behind, so that they may leave later.
+    Dirty blocks among them are sent to write-back, so that they may be evicted later.
     """
     passed: dict[BlockKey, Block] = {}
     leaving = list(_coldest(residency, order, wanted_bytes, lambda block: _may_leave_dram(residency, order, block, passed)))
@@ -160,7 +156,7 @@ def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: 
 
 def _may_leave_dram(residency: Residency, order: EvictionOrder, block: Block, passed: dict[BlockKey, Block]) -> bool | None:
     if block.namespace.pinned and not order.of_pins:
-        return None  # not asked about again until it is unpinned
+        return None  # skipped until the namespace is unpinned
     if not residency.is_idle(block):
         return False
     if not block.clean and len(passed) < MOST_GIVEN:
@@ -195,7 +191,7 @@ def durable_victims(residency: Residency, order: EvictionOrder, wanted_bytes: in
 def _coldest(
     residency: Residency, order: EvictionOrder, wanted_bytes: int, may_leave: Callable[[Block], bool | None]
 ) -> Iterator[Block]:
-    """Blocks of an order, coldest first, until they are enough or ``MOST_GIVEN``."""
+    """Blocks of an order, coldest first, until their bytes suffice or there are ``MOST_GIVEN``."""
     blocks = residency.blocks
     given = 0
     if order.entering:
@@ -208,7 +204,7 @@ def _coldest(
 
 
 def over_share(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrder, int]]:
-    """The tenants that hold more than their share: their order, and by how much."""
+    """Tenants over their share: their order, and the excess in bytes."""
     for account in residency.accounts.limited[tier]:
         allowed = account.share.of(tier)
         if allowed is not None and (excess := _taken_bytes(residency, account, tier) - allowed) > 0:
@@ -216,7 +212,7 @@ def over_share(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrder
 
 
 def beyond_pins(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrder, int]]:
-    """Pinned namespaces that take more than their part of a tier together: the orders of the largest, and by how much."""
+    """If pinned namespaces exceed their part of a tier: the orders of the largest, and the excess in bytes."""
     pinned = residency.accounts.pinned
     if not pinned:
         return
@@ -231,14 +227,14 @@ def beyond_pins(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrde
 
 
 def _slot_bytes(residency: Residency, namespace: NodeNamespace, tier: Tier) -> int:
-    """What a namespace takes of the room of a tier: whole slots, without what is on its way out."""
+    """Bytes of slots that a namespace takes in a tier, without evictions in progress."""
     if tier is Tier.DRAM:
         return held_bytes(residency, [namespace], tier)
     return (residency.volumes.held(namespace) - namespace.evicting_blocks) * namespace.slot_bytes
 
 
 def evict_over_quota(residency: Residency) -> bool:
-    """Tenants over their share, and pins beyond their part, give of DRAM before anybody else does. Whether any did."""
+    """Evict blocks of tenants over their share, and of pins beyond their part, from DRAM. Whether there were any."""
     given = [
         evict_tenant_dram(residency, order, excess)
         for find in (over_share, beyond_pins)
@@ -248,7 +244,7 @@ def evict_over_quota(residency: Residency) -> bool:
 
 
 def over_quota_victims(residency: Residency) -> list[Block]:
-    """As ``evict_over_quota``, of durable volumes: blocks marked as leaving."""
+    """As ``evict_over_quota``, from durable volumes: returns blocks marked as evicting."""
     found: list[Block] = []
     for find in (over_share, beyond_pins):
         for order, excess in find(residency, Tier.NVME):
@@ -257,7 +253,7 @@ def over_quota_victims(residency: Residency) -> list[Block]:
 
 
 def free_durable(residency: Residency, namespace: NodeNamespace) -> int | None:
-    """Bytes that may come to durable volumes without anything's leaving for the tenant's quota; None: any; takes the lock."""
+    """Free bytes of the tenant's share on durable volumes; None: no quota. Takes the lock."""
     with residency.lock:
         account, share = namespace.account, _limit(namespace, Tier.NVME)
         if account is None or share is None:
@@ -266,13 +262,13 @@ def free_durable(residency: Residency, namespace: NodeNamespace) -> int | None:
 
 
 class WriteAllowance(NamedTuple):
-    """WriteAllowance to bring blocks to durable volumes."""
+    """Permission to write blocks to durable volumes."""
 
     blocks: int
     victims: Sequence[Block] = ()
-    """Where it is 0: blocks of the tenant that are to leave first, marked; then ask again."""
-    account: Account | None = None
-    """Whom ``claimed_bytes`` are noted for; give them back with ``unclaim_durable``."""
+    """If ``blocks`` is 0: blocks of the tenant, marked as evicting, to evict before the caller asks again."""
+    account: TenantAccount | None = None
+    """The tenant of ``claimed_bytes``; give them back with ``unclaim_durable``."""
     claimed_bytes: int = 0
 
 
@@ -298,19 +294,19 @@ def claim_durable(residency: Residency, namespace: NodeNamespace, count: int) ->
 
 
 def unclaim_durable(residency: Residency, leave: WriteAllowance) -> None:
-    """What ``claim_durable`` let come is there, or will not come; takes the lock."""
+    """Return the bytes of ``claim_durable``, after the write or instead of it; takes the lock."""
     if leave.account is not None:
         with residency.lock:
             leave.account.claimed_bytes -= leave.claimed_bytes
 
 
 def enter(residency: Residency, orders: Mapping[Tier, EvictionOrder], held: Sequence[Block]) -> None:
-    """Blocks that were there before their namespace got an order come into it; takes the lock, by parts.
+    """Insert a namespace's existing blocks into its new orders; takes the lock for a part at a time.
 
     Args:
         residency: the blocks.
-        orders: by tier, marked as being entered to.
-        held: the namespace's blocks, as they came: who came first is taken to be colder, until they are used.
+        orders: by tier, marked as ``entering``.
+        held: the namespace's blocks, oldest first: older ones count as colder until they are used.
     """
     for first in range(0, len(held), MOST_GIVEN):
         with residency.lock:

@@ -1,11 +1,10 @@
-"""Who leaves a volume for the sake of slots of one size. Everything here is called under the table's lock.
+"""Room on one volume for slots of one size. Called under the table's lock.
 
-The coldest leave, in the order of the policy, until slots of the size are free: among blocks of one size that is all there is.
-Where blocks of other sizes are colder, their slots are of no use before a whole span is empty, and where chains lie mixed that
-takes nearly everything. So the search looks at no more than ``LOOK`` of those. If that gives no room, or costs more,
-one place is emptied (a span, or as many beside each other as one slot takes): its blocks leave with their descendants, which are
-to leave before them wherever they lie, and nothing else. It takes the place for whose sake the least leaves, what is not among
-the coldest counted twice. Whoever needs more room than it gives asks again.
+Among blocks of one size, the coldest are evicted in the order of the policy until slots are free. If blocks of other sizes are
+colder, their slots help only once a whole span is empty, which can take nearly all blocks if chains are mixed. So the search
+looks at no more than ``LOOK`` of those. If that gives no room, or costs more, one span (or as many adjacent slots as one new
+slot needs) is emptied: its blocks are evicted with their descendants on any volume, and nothing else. It is the span for which
+the least is evicted; blocks that are not among the coldest count twice. A caller that needs more room asks again.
 """
 
 from __future__ import annotations
@@ -17,46 +16,46 @@ from math import inf
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
-from kvstore.node.state.slot_map import PlaceMap
+from kvstore.node.state.slot_map import SlotMap
 from kvstore.tiers.contract import EvictionPolicy, ReclaimableSpan, Slot, Volume
 
 PLAN_LIMIT = 65_536
 """Blocks that one search for room may look at, on the volume and on the others."""
 LOOK = 2_048
-"""Of those, how many may be of other sizes than the one that room is needed for."""
+"""Most blocks of other sizes among those."""
 VISITS = 4_096
-"""Blocks visited after which no more places to empty are compared, once there is one."""
+"""Blocks visited after which no more spans are compared, if one was found."""
 MOST_VISITS = 8 * VISITS
-"""Blocks visited after which none is looked for any more, where all had something in use."""
+"""Blocks visited after which the search ends, if every span had a block in use."""
 WARM = 2
-"""What it costs that a block leaves which is not among the coldest, against one that is."""
+"""Cost of evicting a block that is not among the coldest, relative to one that is."""
 
 
 class SpaceReclaimer:
-    """One volume's blocks by where they lie, and the search for those that leave it.
+    """One volume's blocks by slot, and the search for blocks to evict.
 
     Args:
-        volume: whose room it is.
+        volume: the volume.
         blocks: the table's, by key.
-        policy: the order in which they leave.
+        policy: the order of eviction.
     """
 
     def __init__(self, volume: Volume, blocks: Mapping[BlockKey, Block], policy: EvictionPolicy) -> None:
         self._volume = volume
         self._blocks = blocks
         self._policy = policy
-        self.by_place = PlaceMap()
+        self.by_place = SlotMap()
         self.held: dict[NodeNamespace, int] = {}
-        """Blocks of each namespace here."""
+        """Number of blocks of each namespace on this volume."""
 
     def insert(self, block: Block, slot: Slot) -> None:
-        """A block lies in a slot of the volume from now on."""
+        """Insert a block that is in a slot of the volume now."""
         self.by_place.put(slot, block)
         held, namespace = self.held, block.namespace
         held[namespace] = held.get(namespace, 0) + 1
 
     def remove(self, block: Block, slot: Slot) -> None:
-        """It no longer does."""
+        """Remove a block that has left the volume."""
         self.by_place.take(slot)
         self.held[block.namespace] -= 1
 
@@ -68,13 +67,13 @@ class SpaceReclaimer:
         slot_of: Callable[[Block], Slot | None],
         may_leave: Sequence[Callable[[BlockKey], bool | None]],
     ) -> list[Block]:
-        """Blocks whose leaving makes room for a count, or for some of it; children before parents. Empty: none can be made.
+        """Blocks to evict for a number of slots, or for some of them; children before parents. Empty: no room can be made.
 
         Args:
             shape: of the blocks to come.
-            counts: how many of them, by preference.
-            order: what may leave, coldest first, children before parents.
-            slot_of: a block's slot on this volume; None where it lies on another, which it leaves with the rest.
+            counts: numbers of slots, by preference.
+            order: evictable blocks, coldest first, children before parents.
+            slot_of: a block's slot on this volume; None if it is on another volume, from which it is evicted too.
             may_leave: whether a block may that stands in the way, by preference: the first rule is that of ``order``, and those
                 after it count only where there is a plan by the first, which costs more.
         """
@@ -112,7 +111,7 @@ class SpaceReclaimer:
     def among_pins(
         self, shape: BlockShape, slot_of: Callable[[Block], Slot | None], may_leave: Callable[[BlockKey], bool | None]
     ) -> list[Block]:
-        """What leaves, pinned by order or not, where nothing else made room and blocks of a size have no slot here at all.
+        """Blocks to evict, pinned namespaces included, if a block size has no slot on this volume at all.
 
         A few pinned blocks, one in each place, would keep every other size out for as long as they are pinned. Once the size has
         a place, it makes room among its own.
@@ -120,7 +119,7 @@ class SpaceReclaimer:
         Args:
             shape: of the blocks to come.
             slot_of: as in ``victims``.
-            may_leave: whether a block may, pinned or not.
+            may_leave: whether a block may be evicted, pinned namespace or not.
         """
         pinned = False
         for namespace, blocks in self.held.items():
@@ -141,7 +140,7 @@ class SpaceReclaimer:
         may_leave: Callable[[BlockKey], bool | None],
         size_of: Callable[[Block], int],
     ) -> tuple[ReclaimableSpan | None, list[Block]]:
-        """The place that is emptied at the least cost, and what leaves for it; None where none can be."""
+        """The span that is emptied at the least cost, and the blocks to evict for it; None: no span can be."""
         best: tuple[ReclaimableSpan | None, list[Block]] = None, []
         least: float = inf
         cost = visits = 0
@@ -164,19 +163,19 @@ class SpaceReclaimer:
         return best
 
     def _leaving(self, place: ReclaimableSpan, may_leave: Callable[[BlockKey], bool]) -> list[Block] | None:
-        """All that leaves with the blocks of a place, those included. None: something of it may not."""
+        """The blocks of a span and their descendants. None: one of them may not be evicted."""
         keys: list[BlockKey] = []
         for slot in self._volume.slots_in(place):
             block = self.by_place.get(slot)
             if block is None:
-                return None  # the slot of somebody who reads or writes
+                return None  # a reader or writer has the slot
             keys.append(block.key)
         found = self._policy.with_descendants(keys, may_leave)
         return None if found is None else [self._blocks[key] for key in found]
 
 
 def _few_of_others(order: Iterator[Block], nbytes: int) -> Iterator[Block]:
-    """What there is, until more than ``LOOK`` of it is of another size."""
+    """Blocks of an order, until more than ``LOOK`` have another size."""
     others = 0
     for block in order:
         if block.nbytes != nbytes:
@@ -187,7 +186,7 @@ def _few_of_others(order: Iterator[Block], nbytes: int) -> Iterator[Block]:
 
 
 def _slots(order: Iterator[Block], slot_of: Callable[[Block], Slot | None], met: list[Block]) -> Iterator[tuple[BlockKey, Slot]]:
-    """Keys and slots of what lies on a volume; ``met`` gets all that was come across."""
+    """Keys and slots of blocks on a volume; all blocks seen are appended to ``met``."""
     for block in order:
         met.append(block)
         slot = slot_of(block)

@@ -1,8 +1,8 @@
-"""A namespace's time to live: blocks that nobody stored or loaded for so long leave this node, with all below them.
+"""Time to live of a namespace: blocks unused for that long are evicted with all blocks below them.
 
-Whoever uses a block uses what is before it in its chain: a block leaves once neither it nor anything below it here was used for
-that long. So chains leave from their ends and stay prefixes. Kept for namespaces with a time to live alone, from when it was
-set, or the node was started: what was there before counts as used then.
+A use of a block is a use of all blocks before it in its chain. A block expires once neither it nor a descendant was used for the
+time to live, so chains expire from their ends and stay prefixes. Uses are tracked only for namespaces with a time to live, from
+when it was set or the node started; blocks that exist then count as used at that moment.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvstore.node.state.model import Block
 from kvstore.node.state.residency import Residency
 
 MOST_EXPIRED: Final = 1_024
-"""Blocks that leave at a time: so long the table's lock is held."""
+"""Blocks expired under one hold of the table's lock."""
 
 
 def expired(residency: Residency, order: TtlOrder) -> list[Block]:
-    """Blocks whose time is over and that nobody uses, children first, ``MOST_EXPIRED`` at most. Under the table's lock.
+    """Expired idle blocks, children first, at most ``MOST_EXPIRED``. Called under the table's lock.
 
-    Those on volumes are marked as leaving.
+    Blocks on volumes are marked as evicting.
     """
     if order.entering:
         return []
@@ -32,7 +32,7 @@ def expired(residency: Residency, order: TtlOrder) -> list[Block]:
     def may_leave(key: BlockKey) -> bool:
         nonlocal fresh
         if used_s[key] > over_s:
-            fresh = True  # and so is all that comes after it: the order is that of use
+            fresh = True  # so are all blocks after it: the order is by last use
             return True
         block = blocks[key]
         return residency.is_idle(block) and (block.nvme_volume is None or block.nvme_volume.takes_changes(now_s))

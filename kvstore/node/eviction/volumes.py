@@ -1,12 +1,12 @@
-"""Who leaves a node's durable volumes, so that others may come. Everything here is called under the table's lock.
+"""Eviction from a node's durable volumes. Called under the table's lock.
 
-The blocks of a chain lie on all volumes of a node, so that one load reads from all of them. Hence one order over all volumes:
-children leave before their parents wherever they lie, or what is left of a chain would take room that no lookup finds. Room on a
-volume is made by what is coldest, down to enough of that volume; what is colder on the others leaves with it, which makes
-room there for the batches that come next. Where blocks of other sizes are in the way: ``kvstore.node.eviction.space``.
+The blocks of a chain are spread over all volumes of a node, so that one load reads from all of them. Therefore one order covers
+all volumes: children are evicted before their parents on any volume, so no block stays that no lookup finds. To make room on
+one volume, the coldest blocks are evicted until that volume has enough; colder blocks of other volumes are evicted with them,
+which makes room there for the next batches. ``kvstore.node.eviction.space`` handles blocks of other sizes.
 
-A volume that takes no changes (read-only, or left alone after an error) does not hold up the others: what is met of it is set
-aside, out of the order, until it takes changes again.
+A volume that takes no changes (read-only, or backing off after an error) does not hold up the others: its blocks are skipped
+and left out of the order until it takes changes again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.node.eviction.space import PLAN_LIMIT, SpaceReclaimer
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.policy_rows import BlockRows
-from kvstore.node.state.slot_map import PlaceMap
+from kvstore.node.state.slot_map import SlotMap
 from kvstore.tiers.contract import EvictionPolicy, Rows, Slot
 
 
@@ -28,7 +28,7 @@ class VolumeEvictor:
 
     Args:
         blocks: the table's, by key.
-        make_policy: makes the order, which keeps its rows where it is told.
+        make_policy: makes the order; it keeps its rows in the given mapping.
         node_volumes: the volumes.
         clock: time.
     """
@@ -51,14 +51,14 @@ class VolumeEvictor:
         return len(self._policy) + sum(len(node_volume.aside) for node_volume in self._node_volumes)
 
     def insert(self, block: Block, node_volume: NodeVolume, slot: Slot) -> None:
-        """A block has come to a slot of a volume."""
+        """Insert a block that is in a slot of a volume now."""
         self._rooms[id(node_volume)].insert(block, slot)
         self._policy.insert(block.key, block.parent)
         for order in block.namespace.nvme_orders:
             order.insert(block)
 
     def remove(self, block: Block, node_volume: NodeVolume) -> None:
-        """A block has left a volume."""
+        """Remove a block that has left a volume."""
         slot = block.nvme
         if slot is not None:
             self._rooms[id(node_volume)].remove(block, slot)
@@ -72,31 +72,31 @@ class VolumeEvictor:
         self._rows.keep(block)
 
     def touch(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
-        """Blocks of a namespace were used on their volumes."""
+        """Note that blocks of a namespace were used on their volumes."""
         self._policy.touch(keys)
         for order in namespace.nvme_orders:
             order.touch(keys)
 
     def restore(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
-        """Blocks of a namespace that is not pinned any more may leave again."""
+        """Make blocks of a namespace evictable again that is no longer pinned."""
         self._policy.restore(keys)
         for order in namespace.nvme_orders:
             order.policy.restore(keys)
 
     def held(self, namespace: NodeNamespace) -> int:
-        """Blocks of a namespace on all volumes."""
+        """Number of blocks of a namespace on all volumes."""
         return sum(room.held.get(namespace, 0) for room in self._rooms.values())
 
     def held_on(self, node_volume: NodeVolume) -> dict[NodeNamespace, int]:
-        """Blocks of each namespace on one."""
+        """Number of blocks of each namespace on one volume."""
         return self._rooms[id(node_volume)].held
 
-    def by_place(self, node_volume: NodeVolume) -> PlaceMap:
-        """The blocks of a volume by where they lie on it."""
+    def by_place(self, node_volume: NodeVolume) -> SlotMap:
+        """The blocks of a volume by slot."""
         return self._rooms[id(node_volume)].by_place
 
     def coldest(self, node_volume: NodeVolume, may_leave: Callable[[Block], bool]) -> Iterator[tuple[BlockKey, Slot]]:
-        """What may leave one volume, with its slots, coldest first; children before their parents where both lie there."""
+        """Evictable blocks of one volume with their slots, coldest first, children before parents on the same volume."""
         self._take_back()
         blocks = self._blocks
 
@@ -112,13 +112,13 @@ class VolumeEvictor:
     def victims(
         self, node_volume: NodeVolume, shape: BlockShape, counts: Sequence[int], *may_leave: Callable[[Block], bool]
     ) -> list[Block]:
-        """Blocks of all volumes that leave for the sake of slots on one, or of some of them; empty: no room can be made.
+        """Blocks to evict, from all volumes, for slots on one volume. Empty: no room can be made.
 
         Args:
             node_volume: the volume.
             shape: of the blocks to come.
-            counts: how many of them, by preference: the first for which so much can leave.
-            may_leave: whether a block may; by preference, all counts with the first rule before any with the next.
+            counts: numbers of slots, by preference: the first for which room can be made.
+            may_leave: rules, by preference: all counts are tried with the first rule before the next one.
         """
         self._take_back()
         fit = {id(each) for each in self._node_volumes if each.takes_changes(self._clock.now_s())} | {id(node_volume)}
@@ -152,7 +152,7 @@ class VolumeEvictor:
         )
 
     def _take_back(self) -> None:
-        """What was set aside of volumes that take changes again is in the order again, as newcomers."""
+        """Insert skipped blocks of volumes that take changes again as new ones."""
         for node_volume in self._node_volumes:
             if node_volume.aside and node_volume.takes_changes(self._clock.now_s()):
                 for block in node_volume.aside.values():
@@ -163,7 +163,7 @@ class VolumeEvictor:
 def _up_to_limit(
     order: Iterator[Block], fit: Callable[[Block], bool], slot_of: Callable[[Block], Slot | None], unfit: list[Block]
 ) -> Iterator[Block]:
-    """What may leave now, on a volume and on others, with a limit on what is passed by there; into ``unfit`` goes what cannot."""
+    """Evictable blocks up to a limit of blocks on other volumes; blocks of volumes without changes go to ``unfit``."""
     others = 0
     for block in order:
         if not fit(block):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from kvstore.node.state.block_states import DramState, VolumeReplica
 from kvstore.node.state.model import Block
 from kvstore.node.state.residency import Residency
-from kvstore.node.state.slot_map import PlaceMap
+from kvstore.node.state.slot_map import SlotMap
 from kvstore.tiers.contract import Slot
 
 
@@ -66,7 +66,7 @@ def validate(residency: Residency) -> None:
             assert len(order.policy) == len(order.keys), "an order that does not know what it holds"
 
 
-def _check_places(places: PlaceMap, blocks: Mapping[Slot, Block]) -> None:
+def _check_places(places: SlotMap, blocks: Mapping[Slot, Block]) -> None:
     """Asserts that a volume's blocks are known by where they lie, and nothing else is."""
     assert sorted(block.key for block in places) == sorted(block.key for block in blocks.values()), "blocks misplaced"
     assert all(places.get(slot) is block for slot, block in blocks.items()), "a block that is not where it lies"

@@ -167,7 +167,7 @@ class Block:
 
 
 class Recent(Generic[Key]):
-    """The keys added last, a bounded number. Not thread-safe."""
+    """A bounded set of the keys added last. Not thread-safe."""
 
     MOST = 65_536
 
@@ -175,7 +175,7 @@ class Recent(Generic[Key]):
         self._keys: OrderedDict[Key, None] = OrderedDict()
 
     def add(self, key: Key) -> None:
-        """Remembers a key, and forgets the oldest beyond ``MOST``."""
+        """Add a key, and forget the oldest beyond ``MOST``."""
         self._keys[key] = None
         self._keys.move_to_end(key)
         if len(self._keys) > self.MOST:
@@ -187,19 +187,19 @@ class Recent(Generic[Key]):
 
 @dataclass(slots=True)
 class NodeVolume:
-    """A durable volume, and what its node keeps of it."""
+    """A durable volume, and the state that its node keeps for it."""
 
     volume: DurableVolume
     quarantined: int = 0
-    """Replicas that proved bad: their slots are out of use until the next start."""
+    """Replicas whose bytes proved bad: their slots are out of use until the next start."""
     resting_until_s: float = 0.0
-    """It failed, and is left alone until then."""
+    """It failed: no writes until then."""
     failing: FailureTracker = field(default_factory=FailureTracker)
-    """How writing to it fares."""
+    """Whether writes to it fail."""
     aside: dict[BlockKey, Block] = field(default_factory=dict)
-    """Its blocks that are out of the order of eviction while it takes no changes (``kvstore.node.eviction.volumes``)."""
+    """Its blocks that are left out of the order of eviction while it takes no changes (``eviction.volumes``)."""
     guard: VolumeGuard = field(init=False)
-    """Does all its I/O once the node serves."""
+    """Does all its I/O after the node has started."""
 
     def __post_init__(self) -> None:
         self.set_guard(Counters())
@@ -217,11 +217,11 @@ class NodeVolume:
         )
 
     def takes_changes(self, now_s: float) -> bool:
-        """Whether blocks can be written to it, and leave it."""
+        """Whether blocks can be written to it and evicted from it."""
         return self.volume.read_only is None and self.resting_until_s <= now_s and self.guard.takes_changes
 
     def look_in_place(self) -> bool:
-        """Have the volume look whether its files are where they were opened. A stalled volume is not asked."""
+        """Have the volume check whether its files are present. A stalled volume counts as present."""
         try:
             return self.guard.look_up(self.volume.check_files)
         except VolumeStalled:

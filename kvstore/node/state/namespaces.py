@@ -1,4 +1,4 @@
-"""Namespaces as this node knows them: an id, a block shape, and the spec where somebody has shown it."""
+"""Namespaces and tenants of this node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIERS: Final = (Tier.DRAM, Tier.NVME)
 
 
 class NodeNamespace:
-    """One namespace. There is one object a namespace and node, so that ``is`` compares them."""
+    """One namespace. A node has one object per namespace, so ``is`` compares them."""
 
     __slots__ = (
         *(
@@ -43,49 +43,49 @@ class NodeNamespace:
         self.slot_bytes = slot_bytes(shape)
         """Size of a slot of a durable volume for one of its blocks."""
         self.spec = spec
-        self.account: Account | None = None
-        """Its tenant's; None: nobody has shown the spec yet."""
+        self.account: TenantAccount | None = None
+        """Its tenant; None: its spec is not known yet."""
         self.counted = False
-        """Whether its tenant's share here was made with knowledge of what it holds, or it held nothing when its tenant became
-        known. Until then its blocks do not count against the share, and none of them leaves for it."""
+        """Whether its tenant's share was made with knowledge of what it holds, or it held nothing when its tenant became known.
+        Until then its blocks do not count against the share, and none is evicted for it."""
         self.granted = 0
-        """Blocks granted to stores that are under way."""
+        """Blocks granted to stores in progress."""
         self.evicting_blocks = 0
-        """Blocks that are on their way out of durable volumes."""
+        """Blocks that are being evicted from durable volumes."""
         self.in_account: dict[Tier, EvictionOrder | None] = {Tier.DRAM: None, Tier.NVME: None}
-        """The orders of its tenant that its blocks go by."""
+        """Its tenant's orders that its blocks are in."""
         self.dram_orders: tuple[EvictionOrder, ...] = ()
-        """Orders beside the common one that its blocks in DRAM go by; empty for nearly all. Guarded by the table's lock, as all
-        but namespace, shape, spec and account are."""
+        """Orders in addition to the common one that its blocks in DRAM are in; usually empty. Guarded by the table's lock, as all
+        fields except the id, shape, spec and account are."""
         self.nvme_orders: tuple[EvictionOrder, ...] = ()
         self.pinned = False
-        """Its blocks are not evicted, up to a bound (``kvstore.node.eviction.quotas``)."""
+        """Whether its blocks are kept, up to a bound (``kvstore.node.eviction.quotas``)."""
         self.pin_orders: dict[Tier, EvictionOrder] = {}
-        """While it is pinned."""
+        """Its own orders while it is pinned."""
         self.uses: TtlOrder | None = None
-        """When its blocks were used last, where it has a time to live."""
+        """When its blocks were used last, if it has a time to live."""
 
     def join_account(self, tier: Tier, order: EvictionOrder) -> None:
-        """Its blocks in a tier go by its tenant's order."""
+        """Put its blocks in a tier under its tenant's order."""
         self.leave_account(tier)
         self.in_account[tier] = order
         self.add_order(tier, order)
 
     def leave_account(self, tier: Tier) -> None:
-        """They no longer do."""
+        """Remove an order for its blocks in a tier."""
         order, self.in_account[tier] = self.in_account[tier], None
         if order is not None:
             self.drop_order(tier, order)
 
     def add_order(self, tier: Tier, order: EvictionOrder) -> None:
-        """Its blocks in a tier go by an order beside the common one."""
+        """Add an order for its blocks in a tier."""
         if tier is Tier.DRAM:
             self.dram_orders = (*self.dram_orders, order)
         else:
             self.nvme_orders = (*self.nvme_orders, order)
 
     def drop_order(self, tier: Tier, order: EvictionOrder) -> None:
-        """They no longer do."""
+        """Remove an order for its blocks in a tier."""
         if tier is Tier.DRAM:
             self.dram_orders = tuple(one for one in self.dram_orders if one is not order)
         else:
@@ -103,7 +103,7 @@ class QuotaShare(NamedTuple):
         return self.dram if tier is Tier.DRAM else self.nvme
 
 
-class Account:
+class TenantAccount:
     """One tenant's namespaces here, and its share."""
 
     __slots__ = ("claimed_bytes", "namespaces", "orders", "share", "tenant")
@@ -113,51 +113,51 @@ class Account:
         self.namespaces: list[NodeNamespace] = []
         self.share = QuotaShare()
         self.orders: dict[Tier, EvictionOrder] = {}
-        """Of the tiers that it has a quota in."""
+        """Orders of the tiers in which it has a quota."""
         self.claimed_bytes = 0
-        """On their way to durable volumes, by leave of ``claim_durable``."""
+        """Bytes being written to durable volumes, reserved by ``claim_durable``."""
 
 
-class Accounts:
+class TenantLedger:
     """All tenants of a node.
 
     Args:
-        make_order: an empty order of eviction, for a tenant with a quota.
+        make_order: makes an empty order of eviction, for a tenant with a quota.
     """
 
     def __init__(self, make_order: Callable[[], EvictionPolicy] = LruPolicy) -> None:
         self._make_order = make_order
         self._lock = threading.Lock()
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, TenantAccount] = {}
         self.pinned: tuple[NodeNamespace, ...] = ()
-        """Namespaces that are pinned."""
-        self.limited: dict[Tier, tuple[Account, ...]] = dict.fromkeys(TIERS, ())
-        """Those with a quota in a tier."""
+        """Pinned namespaces."""
+        self.limited: dict[Tier, tuple[TenantAccount, ...]] = dict.fromkeys(TIERS, ())
+        """Tenants with a quota in a tier."""
 
     @property
     def in_force(self) -> bool:
-        """Whether somebody may have to give before others."""
+        """Whether there are quotas or pins."""
         return bool(self.pinned or any(self.limited.values()))
 
-    def of(self, namespace: NodeNamespace, tenant: str) -> Account:
-        """The account of a tenant, which a namespace turns out to belong to. Thread-safe; once a namespace."""
+    def of(self, namespace: NodeNamespace, tenant: str) -> TenantAccount:
+        """Add a namespace to the account of its tenant, once per namespace. Thread-safe."""
         with self._lock:
             account = self._accounts.get(tenant)
             if account is None:
-                account = self._accounts[tenant] = Account(tenant)
+                account = self._accounts[tenant] = TenantAccount(tenant)
             account.namespaces.append(namespace)
             return account
 
-    def all(self) -> list[Account]:
-        """A look at them."""
+    def all(self) -> list[TenantAccount]:
+        """A copy of the list."""
         with self._lock:
             return list(self._accounts.values())
 
     def told(self, shares: Mapping[str, QuotaShare]) -> None:
-        """The shares in force from now on. Tenants without one have no quota."""
+        """Replace all shares. Tenants without one have no quota."""
         before = {account.tenant for limited in self.limited.values() for account in limited}
         with self._lock:
-            concerned = [self._accounts.setdefault(tenant, Account(tenant)) for tenant in shares.keys() | before]
+            concerned = [self._accounts.setdefault(tenant, TenantAccount(tenant)) for tenant in shares.keys() | before]
         for account in concerned:
             account.share = shares.get(account.tenant, QuotaShare())
             for tier in TIERS:
@@ -174,14 +174,14 @@ class NamespaceRegistry:
     """All namespaces of a node. Thread-safe; bounded.
 
     Args:
-        accounts: of their tenants; None: some of its own.
+        accounts: the tenants; None: new ones.
     """
 
-    def __init__(self, accounts: Accounts | None = None) -> None:
-        self.accounts = Accounts() if accounts is None else accounts
+    def __init__(self, accounts: TenantLedger | None = None) -> None:
+        self.accounts = TenantLedger() if accounts is None else accounts
         self._lock = threading.Lock()
         self._known: dict[NamespaceId, NodeNamespace] = {}
-        self._of_tenant: Counter[str] = Counter()  # as many as have shown a namespace of theirs
+        self._of_tenant: Counter[str] = Counter()  # namespaces with a known spec, by tenant
 
     def of_spec(self, spec: CacheSpec) -> NodeNamespace:
         """The namespace of a spec.
@@ -193,7 +193,7 @@ class NamespaceRegistry:
         if namespace is None or namespace.spec is None or namespace.shape != spec.shape:
             with self._lock:
                 fresh = spec.namespace not in self._known
-                # what lies here already is known to be this tenant's now, however much that is: nothing is added
+                # a namespace found on a volume adds nothing: only its tenant becomes known
                 if fresh and spec.tenant and self._of_tenant[spec.tenant] >= MAX_NAMESPACES_OF_TENANT:
                     raise CapacityExceeded(
                         "this node knows too many namespaces of this tenant", tenant=spec.tenant, limit=MAX_NAMESPACES_OF_TENANT
@@ -227,11 +227,11 @@ class NamespaceRegistry:
         return namespace
 
     def find(self, namespace_id: NamespaceId) -> NodeNamespace | None:
-        """A namespace already known, or None."""
+        """A known namespace, or None."""
         return self._known.get(namespace_id)
 
     def all(self) -> list[NodeNamespace]:
-        """A look at them."""
+        """A copy of the list."""
         with self._lock:
             return list(self._known.values())
 

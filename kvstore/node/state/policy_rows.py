@@ -1,7 +1,7 @@
-"""Rows of the eviction policy of the volumes, kept in the blocks themselves: a dict of keys beside the table's would double it.
+"""Rows of the volumes' eviction policy, kept in the blocks: a second dict of keys would double the memory of the table.
 
-A policy also knows keys that no block of the table has (parents that left before their children): those are in a dict here.
-Guarded by the table's lock.
+A policy also knows keys without a block in the table (evicted parents of blocks that are here): a dict here has those. Guarded by
+the table's lock.
 """
 
 from __future__ import annotations

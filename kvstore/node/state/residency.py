@@ -19,7 +19,7 @@ from kvstore.node.state.block_states import LEGAL_IN_DRAM, LEGAL_ON_VOLUME, VOLU
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import KeyWaiter, StoreGrant
 from kvstore.node.state.model import IN_TRANSFER, STATE_MASK, Block, NodeVolume, Recent
-from kvstore.node.state.namespaces import Accounts
+from kvstore.node.state.namespaces import TenantLedger
 from kvstore.node.state.writeback_queue import WritebackQueue
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Rows, Slot
@@ -51,7 +51,7 @@ class Residency:
         counters: Counters,
         clock: Clock,
         make_durable_policy: Callable[[Rows], EvictionPolicy],
-        accounts: Accounts,
+        accounts: TenantLedger,
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
@@ -105,8 +105,16 @@ class Residency:
         block.bits = bits & ~STATE_MASK | new
 
     def put_in_dram(self, block: Block, slot: Slot, state: DramState) -> None:
-        """Note that a block is in a slot of the arena now; callers that wait for its key get it pinned."""
-        self.set_dram_state(block, state)
+        """Note that a block is in a slot of the arena now; callers that wait for its key get it pinned.
+
+        Raises:
+            InvalidTransition: its state does not allow that.
+        """
+        bits = block.bits  # as ``set_dram_state``, inline: a call per block that comes
+        if (bits & STATE_MASK) << 4 | state not in LEGAL_IN_DRAM:
+            raise self.story.invalid(block.key, block.dram_state, state)
+        self._record((block.key, state))
+        block.bits = bits & ~STATE_MASK | state
         block.dram = slot
         self.arena.insert(block, slot)
         self._log.stored(self.dram.volume_id, block)

@@ -1,7 +1,7 @@
-"""Blocks of a volume by where they lie, in about eight bytes each. Guarded by the table's lock.
+"""Blocks of a volume by slot, in about eight bytes per block. Guarded by the table's lock.
 
-Slots of one size do not overlap, so ``offset // size`` numbers them, and those of one span follow each other. A page holds the
-blocks of ``_PAGE_SLOTS`` such numbers; pages without blocks are dropped.
+Slots of one size do not overlap, so ``offset // size`` numbers them, and slots of one span have consecutive numbers. A page
+holds the blocks of ``_PAGE_SLOTS`` numbers; pages without blocks are dropped.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _PAGE_SLOTS: Final = 256
 _Page = list[Block | None]
 
 
-class PlaceMap:
-    """Slot -> block."""
+class SlotMap:
+    """Map from slot to block."""
 
     __slots__ = ("_pages",)
 
     def __init__(self) -> None:
-        self._pages: dict[tuple[int, int], tuple[_Page, list[int]]] = {}  # by size and number; with how many blocks are on it
+        self._pages: dict[tuple[int, int], tuple[_Page, list[int]]] = {}  # by slot size and page number: blocks, and their count
 
     def put(self, slot: Slot, block: Block) -> None:
-        """A block lies in a slot from now on."""
+        """Insert a block."""
         number, at = divmod(slot.offset // slot.size, _PAGE_SLOTS)
         page = self._pages.get((slot.size, number))
         if page is None:
@@ -35,7 +35,7 @@ class PlaceMap:
         count[0] += 1
 
     def take(self, slot: Slot) -> None:
-        """Nothing lies in a slot any more."""
+        """Remove the block of a slot."""
         number, at = divmod(slot.offset // slot.size, _PAGE_SLOTS)
         blocks, count = self._pages[slot.size, number]
         if blocks[at] is None:
@@ -46,7 +46,7 @@ class PlaceMap:
             del self._pages[slot.size, number]
 
     def get(self, slot: Slot) -> Block | None:
-        """The block that lies in a slot; None: none does."""
+        """The block of a slot, or None."""
         number, at = divmod(slot.offset // slot.size, _PAGE_SLOTS)
         page = self._pages.get((slot.size, number))
         return None if page is None else page[0][at]

@@ -1,7 +1,7 @@
 """The storage backend that SGLang's HiCache loads: a thin face over the pools. Nothing here raises into SGLang's threads.
 
 SGLang calls from several background threads at once: one asks what is there, one brings pages into host memory, one takes them
-from there. What fails is a miss or a page not stored, counted and logged; SGLang computes it.
+from there. A failure is a miss, or a page that is not stored; it is counted and logged, and SGLang computes the page.
 
     --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "kvstore", "module_path": "kvclient.engines.sglang.backend",
@@ -63,7 +63,7 @@ class KVStoreHiCache(HiCacheStorage):
 
     # ---- pools ----
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # noqa: ANN401
-        """The host pool of the KV; connects to the store, or fails where it must be there.
+        """Register the host pool of the KV and connect to the store; fail if ``require_store`` is set and it does not answer.
 
         Raises:
             KVStoreError: pages that fit no namespace, or the store does not answer and ``require_store`` is set.
@@ -262,7 +262,7 @@ class KVStoreHiCache(HiCacheStorage):
         return PoolTransferResult(found.pages, by_pool, found.lengths)
 
     def _guarded(self, kind: str, work: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
-        """What SGLang asks for, or what it gets when that fails: it must never see an error of ours."""
+        """Call a function and return the given value if it fails: SGLang must never see an exception."""
         try:
             return work()
         except KVStoreError as error:
@@ -280,5 +280,5 @@ def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> Prefix:
 
 
 def _cache_dtype() -> str:
-    """What SGLang was told to keep in its cache, where it tells; empty: it does not."""
+    """The configured type of SGLang's cache; empty: unknown."""
     return str(getattr(server_arguments(), "kv_cache_dtype", ""))

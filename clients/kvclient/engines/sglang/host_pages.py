@@ -1,7 +1,7 @@
-"""SGLang's host pools as pages of bytes: where a page lies, so that it moves without a copy, or else a copy of it.
+"""SGLang's host pools as pages of bytes, in place if the pool shows its memory, or else as copies.
 
 A pool tells the pieces of memory of each page (``get_page_buffer_meta``): K and V of all layers, or of each. They are handed to
-the store as they lie there. A pool that cannot tell, in its present layout, gives and takes flat copies of pages instead.
+the store in place. A pool that does not show its memory in its layout gives and receives flat copies of pages instead.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Stretch:
 
 
 def _in_place(good: Sequence[bool]) -> None:
-    """Pages that came are where they belong."""
+    """Nothing to do: loaded pages are in place."""
 
 
 class HostPages:

@@ -1,4 +1,4 @@
-"""What computes the KV of an SGLang engine: its model's configuration and weights, read from what the server was started with.
+"""Identifies the model of an SGLang engine by its configuration and weight files, from the server's arguments.
 
 SGLang tells a storage backend the model's name and no more. The server's arguments are in the same process; without them (host
 pools and controllers that are driven without a server) nothing is known, and whoever does so gives a ``weights_epoch``.
@@ -26,7 +26,7 @@ _ARGUMENTS = (
     "quantization_param_path",
     "torchao_config",
 )
-"""What the same files may be computed with in different ways."""
+"""Arguments that change the KV of the same files."""
 _DRAFT = "speculative_draft_"
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _MOST_CONFIG_BYTES = 16 << 20
@@ -34,7 +34,7 @@ _DIGEST_CHARS = 16
 
 
 def server_arguments() -> Any:  # noqa: ANN401  # SGLang's ServerArgs
-    """What the server of this process was started with; None: there is none."""
+    """Arguments of the server of this process; None: no server."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
@@ -44,16 +44,16 @@ def server_arguments() -> Any:  # noqa: ANN401  # SGLang's ServerArgs
 
 
 def model_text(arguments: Any, *, draft: bool, sample: bool, nobody_elses: Callable[[], str]) -> str:  # noqa: ANN401
-    """A digest of what computes the KV; adapters that SGLang was started with too, of which its hashes know name and path.
+    """Digest the model and the adapters that SGLang was started with, since its hashes contain only their names and paths.
 
     Args:
         arguments: SGLang's, or None.
         draft: also of the draft model, if there is one: pools beside the model's own may hold its KV.
-        sample: look at the weights; not where the user has named them.
-        nobody_elses: makes a text that no other engine has, for weights that cannot be told apart.
+        sample: read the weight files; False if the user names the weights.
+        nobody_elses: makes a text that no other engine has, for weights that cannot be identified.
 
     Returns:
-        Empty where nothing is known.
+        Empty if nothing is known.
 
     Raises:
         OSError: files cannot be read.
@@ -95,7 +95,7 @@ def _of_files(arguments: Any, whose: str, *, sample: bool, nobody_elses: Callabl
 
 
 def _adapter_paths(given: Any) -> Iterator[str]:  # noqa: ANN401  # as it was typed, or as SGLang understood it
-    """Where adapters lie that a server was started with."""
+    """Folders of the adapters that a server was started with."""
     for one in (given.values() if isinstance(given, Mapping) else given) or ():
         path = one.get("lora_path") if isinstance(one, Mapping) else getattr(one, "lora_path", one)
         yield str(path).rpartition("=")[2]
@@ -109,5 +109,5 @@ def _of_adapter(path: str, nobody_elses: Callable[[], str]) -> str:
     told = f"{path}:{weights}:{hashlib.sha256(config.read_bytes()[:_MOST_CONFIG_BYTES]).hexdigest()}"
     if (newer := replaced_path(Path(path))) is None:
         return told
-    _log.warning("adapter %s: %s was put there after this process began to read: no KV is shared", path, newer)
+    _log.warning("adapter not identified: %s: replaced after the process started: %s; no KV is shared", path, newer)
     return f"{path}:{nobody_elses()}"

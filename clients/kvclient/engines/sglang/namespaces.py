@@ -1,4 +1,4 @@
-"""What makes the bytes of a page differ: everything of SGLang's configuration and host pools that a page hash leaves out.
+"""Namespaces of SGLang's pages: everything in its configuration and host pools that changes bytes and that page hashes leave out.
 
 A page hash says which tokens came before, under which adapter and salt, and nothing of the model or of how its KV is laid out.
 Equal namespaces mean that pages may be exchanged. The data-parallel rank is no part of it: the KV of equal tokens is equal there.

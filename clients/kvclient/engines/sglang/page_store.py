@@ -1,4 +1,4 @@
-"""The two ways in which pages lie in the store.
+"""The two ways of storing pages.
 
 **Chained**: as the store means it: each page after its parent, at its depth. One lookup tells how much of a prompt is there, one
 call moves a batch. It takes to know what comes before a batch.
@@ -123,7 +123,7 @@ class _RecentLookups:
 
 
 class SinglePages:
-    """Pages each by itself.
+    """Stores each page as its own chain.
 
     Args:
         client: of their namespace.

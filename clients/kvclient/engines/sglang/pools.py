@@ -1,4 +1,4 @@
-"""The pools of one backend, each with a client of its own namespace, made when first needed."""
+"""The pools of one backend, each with a client for its namespace, made when first needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OpenPool:
-    """One pool's pages and where they are kept."""
+    """A pool's pages, their client and their store."""
 
     pages: HostPages
     client: KVClient

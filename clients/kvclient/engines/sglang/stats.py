@@ -1,4 +1,4 @@
-"""What the backend did: counters of its own beside the clients', and the samples that SGLang's metrics take."""
+"""The backend's counters, beside those of its clients, and samples for SGLang's metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BackendStats:
         self._samples = {"get": Samples(), "set": Samples()}
 
     def taken(self, kind: str) -> Samples:
-        """The samples of ``get`` or ``set``, and begins anew."""
+        """Return and reset the samples of ``get`` or ``set``."""
         with self._lock:
             samples, self._samples[kind] = self._samples[kind], Samples()
         return samples

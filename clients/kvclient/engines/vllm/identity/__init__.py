@@ -1,1 +1,1 @@
-"""What the KV of an engine is: facts of the engine, namespaces, the weights epoch and block keys."""
+"""Identity of an engine's KV: facts of the engine, namespaces, weights and block keys."""

@@ -1,10 +1,10 @@
-"""Which weights the adapters of this engine have, as certain as can be: vLLM says no more than where their files lie.
+"""Identifies the weights of adapters by their files, since keys are made before vLLM reads an adapter.
 
-vLLM reads an adapter's files when a request first needs it, or when somebody adds it, and again whenever it was evicted among
-other adapters meanwhile. So an engine is certain to have what lies in a folder as long as the files there are those that were
-there before it could have read any: from the first sight on, each look compares their identity (inode, size, times). Once it is
-another, the engine may have the one or the other, and its own prefix cache may hold KV of both: from then on, until the engine is
-started anew, its requests are neither loaded nor stored. A store looks once more after the step that computed its blocks.
+vLLM reads an adapter's files when a request first needs it or when it is added, and again after each eviction among other
+adapters. So the engine certainly holds the weights in a folder as long as its files are those from before the first read: each
+check compares their identity (inode, size, times). If the identity changes, the engine may hold either version, and its prefix
+cache KV of both. From then on, until the engine restarts, requests of the adapter are neither loaded nor stored. A store checks
+again after the step that computed its blocks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MOST_ADAPTERS = 4_096
 _WATCHED = "_kvstore_watched"
 
 Files = tuple[tuple[str, int, int, int, int], ...]
-"""By file: name, inode, size, times of the last change of its bytes and of itself, which nobody can set back."""
+"""By file: name, inode, size, times of the last change of its bytes and of its status. The latter cannot be set back."""
 
 
 class Adapter(Protocol):
-    """What of vLLM's ``LoRARequest`` is used here."""
+    """The fields of vLLM's ``LoRARequest`` that are used here."""
 
     lora_name: str
     lora_int_id: int
@@ -50,7 +50,7 @@ class AdapterWeights:
     Attributes:
         path: their folder.
         files: that were read.
-        digest: of what they hold.
+        digest: of their content.
     """
 
     path: str
@@ -69,7 +69,7 @@ class Adapters:
     """The adapters of one engine. Thread-safe.
 
     Args:
-        counters: where requests are counted that nothing can be said about.
+        counters: count requests whose adapter is not identified.
     """
 
     def __init__(self, counters: ConnectorCounters) -> None:
@@ -81,7 +81,7 @@ class Adapters:
         """Whether adapters may be added to the engine without being seen here: then none is shared."""
 
     def weights(self, adapter: Adapter | Any) -> AdapterWeights | None:  # noqa: ANN401
-        """The weights that an adapter is certain to have in this engine; None: nobody knows."""
+        """Return the weights that this engine certainly holds for an adapter; None: unknown."""
         number, path = int(adapter.lora_int_id), str(adapter.lora_path)
         with self._lock:
             if number not in self._known or path not in self._known:
@@ -96,11 +96,11 @@ class Adapters:
             if weights is same and not self.blind and weights.unchanged():
                 return weights
             self._known[number] = self._known[path] = None
-        _log.warning("adapter %s (%s): its files are others than at first: neither loaded nor stored", adapter.lora_name, path)
+        _log.warning("adapter files changed: %s (path=%s); its requests are neither loaded nor stored", adapter.lora_name, path)
         return None
 
     def of_request(self, adapter: Adapter | Any) -> AdapterWeights | None:  # noqa: ANN401
-        """The same for a request, which is counted where nobody knows."""
+        """Return the weights for a request and count it if they are unknown."""
         weights = self.weights(adapter)
         if weights is None:
             self._counters.add("adapters_unknown")
@@ -115,18 +115,20 @@ class Adapters:
 
 
 def _read(path: str) -> AdapterWeights | None:
-    """What lies in an adapter's folder; None: nothing that can be told from others."""
+    """Identify the weights in an adapter's folder; None: not possible."""
     try:
         before = _files(path)
         digest = sampled_digest(Path(path)) if before else ""
         if not digest:
-            _log.warning("adapter %s is no folder with weights on this host: its requests are neither loaded nor stored", path)
+            _log.warning(
+                "adapter not identified: %s: not a local folder with weights; its requests are neither loaded nor stored", path
+            )
             return None
         with (Path(path) / _CONFIG).open("rb") as file:
             config = hashlib.sha256(file.read(_MOST_CONFIG_BYTES)).hexdigest()[:16]
         read = AdapterWeights(path, before, f"{digest}:{config}")
     except OSError as error:
-        _log.warning("adapter %s cannot be read (%s): its requests are neither loaded nor stored", path, error)
+        _log.warning("adapter not identified: %s (error=%s); its requests are neither loaded nor stored", path, error)
         return None
     return read if read.unchanged() else None
 

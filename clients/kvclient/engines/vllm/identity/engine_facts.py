@@ -1,4 +1,4 @@
-"""What the connector needs to know of a vLLM engine, read from vLLM's own objects in one place.
+"""Facts of a vLLM engine, read from vLLM's own objects in one place.
 
 A model whose state is not all in pages that are addressed by tokens (recurrent state, encoder attention) is refused: a hook that
 restored a part of it would be wrong.
@@ -21,7 +21,7 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"}
 """Of these vLLM's positions do not depend on ``max_model_len``; of others they may (``longrope`` does)."""
 _WHOLE_PROMPTS_ONLY = {"CPU_MLA"}
-"""Backends that do not look at what lies in pages before a prompt's new tokens: behind a prefix they compute wrong ones."""
+"""Backends that ignore the pages before a prompt's new tokens, so that they compute wrong tokens after a loaded prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # n
         if getattr(parallel, name, 1) > 1:
             raise InvalidArgument("context parallelism spreads the tokens of a page over ranks: not supported", option=name)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise InvalidArgument("scales that an engine finds out by itself are not in its pages: not supported")
+        raise InvalidArgument("calculate_kv_scales is not supported: the scales are not in the pages")
     groups = [
         GroupView(tuple(group.layer_names), spec.block_size, _kind(spec), str(getattr(spec, "dtype", "")).removeprefix("torch."))
         for group in kv_cache_config.kv_cache_groups
         for spec in (group.kv_cache_spec,)
     ]
     if not groups:
-        raise InvalidArgument("the model has no KV cache")
+        raise InvalidArgument("the model lacks a KV cache")
     sizes = {group.block_tokens for group in groups}
     if len(sizes) != 1:
         raise InvalidArgument("KV cache groups of different block sizes are not supported", sizes=sorted(sizes))
@@ -73,7 +73,7 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # n
 
 
 def _kind(spec: Any) -> str:  # noqa: ANN401
-    """What a group attends to."""
+    """The kind of attention of a group."""
     from vllm.v1 import kv_cache_interface as interface  # heavy, and there is none in most processes
 
     if isinstance(spec, interface.UniformTypeKVCacheSpecs):
@@ -99,13 +99,13 @@ def check_steps(vllm_config: Any) -> None:  # noqa: ANN401
     """
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if getattr(scheduler, "async_scheduling", False) or getattr(parallel, "pipeline_parallel_size", 1) > 1:
-        # the next step is on its way before this one has told, and computes behind its pages
+        # the next step starts before the outcome of this one is known, and computes after its pages
         raise InvalidArgument(
             "layerwise loads need steps one after the other: use load_mode async, or neither asynchronous scheduling "
             "(--no-async-scheduling) nor pipeline parallelism"
         )
     if getattr(vllm_config, "speculative_config", None) is not None:
-        # vLLM asks what failed before it says that the step is over, and takes what a load that failed has left for drafts
+        # vLLM asks for failures before the step has ended, and would use pages of a failed load for drafts
         raise InvalidArgument("layerwise loads do not go with speculative decoding: use load_mode async")
 
 
@@ -118,7 +118,7 @@ def group_facts(
     *,
     named: bool,
 ) -> list[GroupFacts]:
-    """What distinguishes the pages of this worker, a group each. In the worker, once its KV cache is there.
+    """Collect the facts that distinguish the pages of this worker, per group. Requires the KV cache.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -166,7 +166,7 @@ def group_facts(
 
 
 def files_text(vllm_config: Any, *, named: bool) -> str:  # noqa: ANN401
-    """What the KV depends on besides the configuration and the weights that the engine holds.
+    """Text of everything that KV depends on besides the configuration and the weights that the engine holds.
 
     Weights that the user names are loaded in the same way, from the same revision. Code that comes with a model computes in place
     of vLLM's, and lists beside the weights say how images are prepared: both are identified by the model's files.
@@ -202,7 +202,7 @@ def _rope_kinds(config: Any) -> set[str]:  # noqa: ANN401
 
 
 def model_digest(model: Any, cache: Any, files: str) -> str:  # noqa: ANN401
-    """A digest of what computes the KV.
+    """Digest the model's configuration.
 
     Args:
         model: vLLM's configuration of the model: as it is in force, with overrides, quantization and revision.
@@ -245,10 +245,10 @@ def _kernel(vllm_config: Any, group: GroupView) -> tuple[str, str]:  # noqa: ANN
 
 
 def whole_prompts_only(vllm_config: Any, groups: Sequence[GroupView]) -> str:  # noqa: ANN401
-    """What makes a prompt one that is computed as a whole or not at all; empty: nothing. In the worker, as ``group_facts``.
+    """The backend or kind of model that must compute prompts as a whole; empty: none. Requires the KV cache.
 
-    Attention backends that cannot go on behind a prefix; and what vLLM itself keeps no prefixes for: pooling over all tokens of a
-    prompt (MEAN, CLS, STEP), which fails in the engine where some were not computed.
+    These are attention backends that cannot continue after a prefix, and models without prefix caching: pooling over all tokens
+    of a prompt (MEAN, CLS, STEP), which fails in the engine if some were not computed.
     """
     model = vllm_config.model_config
     if not model.is_prefix_caching_supported:

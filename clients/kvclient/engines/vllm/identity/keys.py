@@ -1,4 +1,4 @@
-"""Block keys of a request, made from its token ids and from what else its KV depends on, as blocks fill.
+"""Block keys of a request, made from its token ids, adapter, images and salt as blocks fill.
 
 One chain a request, that of ``namespaces.chain_spec``; whoever knows the tokens (a router) can make it. Keys in the namespaces of
 other groups and shards follow from it by a mask, so that nothing is hashed twice and no key is in two namespaces.
@@ -17,7 +17,7 @@ from kvclient.engines.vllm.identity.adapters import AdapterWeights
 
 
 class VllmRequest(Protocol):
-    """What of vLLM's ``Request`` is used here."""
+    """The fields of vLLM's ``Request`` that are used here."""
 
     request_id: str
     num_computed_tokens: int
@@ -34,13 +34,13 @@ class VllmRequest(Protocol):
 def is_hashable(request: VllmRequest, adapter: AdapterWeights | None) -> bool:
     """Whether tokens and extras say all that the KV of a request depends on.
 
-    Embeddings in place of tokens do not, nor an adapter whose weights nobody knows.
+    That is not so for embeddings in place of tokens, and for an adapter with unknown weights.
     """
     return request.prompt_embeds is None and (request.lora_request is None or adapter is not None)
 
 
 def request_extras(request: VllmRequest, adapter: AdapterWeights | None, block_tokens: int) -> dict[int, bytes]:
-    """What the blocks of a request depend on besides tokens, by position of the block; empty for most requests.
+    """Everything that blocks of a request depend on besides tokens, by position of the block; empty for most requests.
 
     The adapter, with its weights, and the salt go into the first block, and by the chain into all; an image into each block that
     it reaches into, with its place there.
@@ -101,7 +101,7 @@ class RequestKeys:
 
 
 class NamespaceKeyMask:
-    """Turns keys of a request's chain into keys of one namespace: XOR with what tells the two namespaces apart.
+    """Turns keys of a request's chain into keys of one namespace, by XOR with the difference of the two namespaces.
 
     Args:
         chain: the namespace whose chain makes the keys; its own keys stay as they are.

@@ -4,7 +4,7 @@ vLLM gives a connector no reference to the model. At ``register_kv_caches`` the 
 call stack; afterwards it is held weakly and asked for its model each time.
 
 On CPUs most linear layers move their weights into a kernel's private memory (oneDNN) and keep an empty parameter. Such a layer is
-read through its kernel: multiplied with unit vectors it returns columns of its weights, bit for bit, whatever the number of
+read through its kernel: multiplied with unit vectors it returns columns of its weights, bit for bit, with any number of
 threads. Every linear layer of a CPU is sampled in this way, at least four columns of each.
 """
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _SAMPLE_BYTES = 4096
 _LEAST_COLUMNS = 4
 _PACKED_LATENTS = ("_w_uk_packed", "_w_uv_packed")
-"""Where the AMX implementation of latent attention keeps what was ``kv_b_proj``."""
+"""Attributes of the AMX implementation of latent attention that hold the weights of ``kv_b_proj``."""
 _DIGEST_CHARS = 32
 
 
@@ -97,7 +97,7 @@ def _named_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple
             if empty or on_cpu or not any(one.numel() for _, one in own):
                 yield f"{name} columns", _columns(module, dtype)
         elif empty:
-            raise InvalidArgument("a layer keeps its weights where they cannot be read", layer=name, kind=type(module).__name__)
+            raise InvalidArgument("the weights of a layer are not readable", layer=name, kind=type(module).__name__)
 
 
 def _packed_latents(model: torch.nn.Module) -> dict[int, list[torch.Tensor]]:

@@ -24,7 +24,7 @@ LAYOUT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What one worker knows of one KV cache group.
+    """Facts of one KV cache group in one worker.
 
     Attributes:
         model: as the engine calls it.
@@ -34,8 +34,8 @@ class GroupFacts:
         layers: names of the layers, in order.
         page_bytes: bytes of a page of one layer.
         page_shape: axes of a page.
-        page_order: these axes as they lie in memory, outermost first; empty: as they are named.
-        kind: what the group attends to, e.g. ``full`` or ``sliding:512``.
+        page_order: order of these axes in memory, outermost first; empty: the same.
+        kind: kind of attention, e.g. ``full`` or ``sliding:512``.
         backend: attention backend.
         isa: which of the backend's kernels: on CPUs it decides the order of bytes in a page.
         engine: the engine's line, e.g. ``0.32``.

@@ -1,4 +1,4 @@
-"""What travels in a request's ``kv_transfer_params``: the part that a router and two engines must agree on.
+"""The content of a request's ``kv_transfer_params``, on which a router and two engines must agree.
 
 A router that chose a prefill and a decode engine asks both at once, or one after the other:
 
@@ -58,12 +58,12 @@ class Transfer:
     path_policy: str = ""
 
     def tail_key(self, key: BlockKey) -> BlockKey:
-        """The key under which the partial last block of this attempt travels: nobody else's, so that nobody else takes it."""
+        """The key of the partial last block of this attempt, unique so that no other request consumes the block."""
         mask = hashlib.sha256(self.transfer_id.encode()).digest()[: len(key)]
         return BlockKey((np.frombuffer(key, np.uint8) ^ np.frombuffer(mask, np.uint8)).tobytes())
 
     def for_decode(self, *, whole: bool = True) -> dict[str, Any]:
-        """What the decode engine is to be given. Not ``whole``: the prompt is not handed over, and nobody need wait for it."""
+        """Parameters for the decode engine. If not ``whole``, the prompt is not handed over and must not be awaited."""
         return {"do_remote_prefill": whole, "do_remote_decode": False, "transfer_id": self.transfer_id}
 
 

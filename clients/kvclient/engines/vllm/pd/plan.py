@@ -1,4 +1,4 @@
-"""What the scheduler side tells the worker side about prompts that change engines, and what comes back. Plain values."""
+"""The part of a step's plan that concerns prefill/decode transfers, and the workers' output. Plain values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AbandonJob:
     """A prompt that will not reach its decode engine whole.
 
     Attributes:
-        decode_node: who is told.
+        decode_node: node of the decode host.
         transfer_id: names it there.
     """
 
@@ -85,10 +85,10 @@ class PdPlan:
     """One step's.
 
     Attributes:
-        sends: what this step hands over.
+        sends: hand-overs of this step.
         awaits: prompts to wait for from now on.
         copies: prompts to copy.
-        drops: requests whose prompts nobody wants any more.
+        drops: requests whose prompts are no longer awaited.
         abandons: prompts of ours that will not be handed over whole.
     """
 
@@ -104,7 +104,7 @@ class PdPlan:
 
 @dataclass(slots=True)
 class PdWorkerOutput:
-    """What workers have finished since their last answer.
+    """What workers have finished since their last output.
 
     Attributes:
         sent: as ``WorkerOutput`` says it of stores: hand-overs that are over, and those among them that failed.

@@ -1,7 +1,7 @@
 """The decode engine's worker: waits for prompts in its host's decode buffer, and copies them into the engine's pages.
 
 The engine's own memory is not needed before a prompt is complete. A prompt that does not come whole in time is given up; what
-came of it stays in the store, where an ordinary load finds it.
+arrived stays in the store, where an ordinary load finds it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _THREADS = 4
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt that is waited for: by group, what is awaited and from which block on."""
+    """An awaited prompt: one part per group, each from its first needed block."""
 
     parts: list[PromptReceiver] = field(default_factory=list)
     first_needed: Sequence[int] = ()
@@ -153,7 +153,7 @@ class Receiver:
         return arrivals
 
     def drop(self, request_ids: Sequence[str]) -> None:
-        """Nobody wants these prompts any more. A copy under way goes on: it is short, and the engine waits for it."""
+        """Stop waiting for prompts. A copy under way continues: it is short, and the engine waits for it."""
         for request_id in request_ids:
             prompt = self._waiting.pop(request_id, None) or self._complete.pop(request_id, None)
             if prompt is not None:

@@ -1,9 +1,9 @@
-"""The decisions about prompts that change engines. No vLLM types, and no waiting.
+"""The scheduler side of prefill/decode transfers. No vLLM types, and no waiting.
 
 On the prefill engine, each step that completes blocks of such a prompt hands them over, the prefix that was loaded or cached
 included, and a partial last block with the last step. The pages are pinned until then. Such a request is not stored here: its
-blocks lie on the decode host now, which makes them durable. Once it is certain that some of them will not get there, the decode
-host is told, so that nobody waits for them: the transfer is abandoned.
+blocks are on the decode host now, which makes them durable. If some of them cannot get there, the transfer is abandoned: the
+decode host is notified and stops waiting.
 
 On the decode engine a request goes through these stages:
 
@@ -11,8 +11,8 @@ On the decode engine a request goes through these stages:
    the answer is *ask again*.
 2. ARRIVED: the prompt is complete. All of it can be loaded.
 3. COPYING: pages exist, and are being filled.
-4. ENDED: it is as any other request. Where the prompt did not come, or could not be copied, it begins here: the store is asked,
-   and the rest is computed.
+4. ENDED: it is like any other request. If the prompt did not arrive or could not be copied, the request starts here: it is
+   looked up, and the rest is computed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SEND_FAILURES = 2
 
 
 class TransferState(Enum):
-    """Where an awaited prompt is; see the module."""
+    """State of an awaited prompt; see the module."""
 
     AWAITED = auto()
     ARRIVED = auto()
@@ -55,11 +55,11 @@ class Sending:
     keys: RequestKeys
     adapter: AdapterWeights | None = None
     sent_blocks: int = 0
-    """Leading full blocks that are handed over or on their way."""
+    """Leading full blocks that are handed over or under way."""
     tail_sent: bool = False
     failures: int = 0
     abandoned: bool = False
-    """The decode host is told that not all of it will come."""
+    """The decode host is notified that the prompt will not arrive whole."""
 
 
 @dataclass(slots=True)
@@ -96,8 +96,8 @@ class PdScheduler:
         windows: by group: tokens that it looks back; 0: all.
         pinned_share: the part of the engine's pages that may wait to be handed over; one hand-over may be larger.
         workers: how many workers answer each job.
-        counters: where it is counted.
-        null_block: id of the page that stands for no page.
+        counters: the connector's counters.
+        null_block: id of the null page.
     """
 
     def __init__(
@@ -214,9 +214,9 @@ class PdScheduler:
         *,
         hold: bool = False,
     ) -> PdPlan:
-        """What the workers are to do in this step; arguments as for ``SchedulerConnector.build_step_plan``.
+        """Plan the transfers of a step; arguments as for ``SchedulerConnector.build_step_plan``.
 
-        With ``hold`` what this step completes goes with the next one, unless ``drop_held`` is called before.
+        With ``hold`` the hand-overs of this step go with the next one, unless ``drop_deferred`` is called before.
         """
         sends = list(self._completed(scheduled, drafts, resolve)) if self._pool is not None else []
         held, self._deferred = self._deferred, sends if hold else []
@@ -275,13 +275,13 @@ class PdScheduler:
 
     # ---- answers ----
     def drop_deferred(self) -> None:
-        """What waits to be planned is not handed over: it may be wrong, as a load of its step failed."""
+        """Drop the deferred hand-overs: their blocks may be wrong, since a load of their step failed."""
         held, self._deferred = self._deferred, []
         jobs = [job.job_id for job in held]
         self.on_worker_output(PdWorkerOutput(WorkerOutput(dict.fromkeys(jobs, self._workers), set(jobs))))
 
     def on_worker_output(self, answer: PdWorkerOutput) -> None:
-        """What workers know of hand-overs and prompts."""
+        """Handle the workers' output about hand-overs and prompts."""
         for job_id in answer.sent.stores_failed:
             pins = self._pins[job_id]
             if not pins.failed:
@@ -339,7 +339,7 @@ class PdScheduler:
 
     # ---- ends ----
     def request_finished(self, request_id: str) -> dict[str, Any] | None:
-        """The end of a request, whatever the reason; of one that was prefilled here, what its decode engine is to be given."""
+        """Forget a request that has ended. If it was prefilled here, return the parameters for its decode engine."""
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None and receiving.state in {TransferState.AWAITED, TransferState.ARRIVED}:
             self._plan.drops.append(request_id)
@@ -351,7 +351,7 @@ class PdScheduler:
         return sending.transfer.for_decode(whole=not sending.abandoned)
 
     def forget(self) -> None:
-        """The weights have changed: prompts on their way are of the old ones."""
+        """Abandon all transfers, since the weights have changed."""
         self.drop_deferred()
         for request_id, receiving in self._receiving.items():
             if receiving.state in {TransferState.AWAITED, TransferState.ARRIVED}:
@@ -369,7 +369,7 @@ class PdScheduler:
 
     @property
     def has_abandons(self) -> bool:
-        """Whether decode hosts are to be told, with the next step, of prompts that will not come."""
+        """Whether the next step must notify decode hosts of abandoned prompts."""
         return bool(self._plan.abandons)
 
 

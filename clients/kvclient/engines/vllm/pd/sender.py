@@ -1,4 +1,4 @@
-"""The prefill engine's worker: what a step computes goes to the decode engine's host, layer by layer, while the step computes.
+"""The prefill engine's worker: sends computed blocks to the decode engine's host, layer by layer, while the step computes.
 
 A hand-over has a thread for as long as it lasts; the model's thread only says which layers are complete. Nothing counts on the
 other side before the whole step has turned out well: blocks computed after a load that failed are never handed over. Pages are
@@ -91,7 +91,7 @@ class PromptHandoff:
     def again(self, counters: ConnectorCounters) -> bool:
         """Hands it over once more, the step being over; whether the decode host has all of it.
 
-        What somebody else is said to bring does not count here: most likely that is the try before, of which that host does
+        Blocks that another sender is said to bring do not count: most likely that is the attempt before, of which that host does
         not know yet that it failed.
         """
         with self._handoffs() as handoffs:
@@ -100,7 +100,7 @@ class PromptHandoff:
 
     @contextmanager
     def _handoffs(self) -> Iterator[list[PromptSender]]:
-        """By group; given up where they are left before their commit."""
+        """Begin one hand-over per group; leaving the context before their commit cancels them."""
         job = self.job
         with ExitStack() as stack:
             handoffs = []
@@ -151,7 +151,7 @@ class Sender:
         pages: by group: its memory.
         layer_positions: group and number of each layer, by its name.
         deadline_s: bound of one hand-over, all tries together.
-        counters: where they are counted.
+        counters: the connector's counters.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Sender:
         """A step begins that will complete some blocks.
 
         Args:
-            jobs: what it hands over.
+            jobs: its hand-overs.
             chain: the namespace whose chain the keys are of.
             clients: by group.
         """
@@ -192,13 +192,13 @@ class Sender:
                 send.layer(position, after)
 
     def end_step(self, *, good: bool) -> None:
-        """The forward pass is over. Not ``good``: some of what it computed is wrong."""
+        """End the hand-overs of a step; not ``good``: some of its blocks are wrong."""
         sends, self._step_handoffs = self._step_handoffs, []
         after: Mark = None
         computed = False
         try:
             if good and sends:
-                after = self._pages[0].mark()  # fails where the device has: whoever waits is told nevertheless
+                after = self._pages[0].mark()  # fails if the device has; the hand-overs must end all the same
             computed = good
         finally:
             for send in sends:
@@ -241,7 +241,7 @@ class Sender:
             return attempt(self._counters)
         except KVStoreError as error:
             _log.warning("a prompt is not handed over: %s", error)
-        except Exception:  # noqa: BLE001  # the edge of a thread: whatever it is, pins must be given back, and the engine goes on
+        except Exception:  # noqa: BLE001  # top of a thread: pins must be released after any error
             self._counters.add("bugs")
             _log.exception("a hand-over failed in a way that it should not")
         return False
@@ -255,14 +255,14 @@ class Sender:
             self._changed.notify_all()
 
     def take(self) -> WorkerOutput:
-        """What is over since the last call."""
+        """Return the hand-overs that have ended since the last call."""
         with self._changed:
             answer, self._answer = self._answer, WorkerOutput()
             return answer
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is on its way."""
+        """Whether hand-overs are under way."""
         return self._pending > 0
 
     def wait(self, timeout_s: float) -> None:
