@@ -71,7 +71,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 def test_check_bad_requests_are_rejected(store: Store) -> None:
     assert store.http.get(CHECK)["state"] == "none"
-    assert "no check was begun" in store.command("--status")
+    assert "no check since the node started" in store.command("--status")
     assert store.http.ask("DELETE", CHECK).json["state"] == "none"
     store.http.post("/v1/volumes/a/dram/check", {}, 400)
     store.http.post("/v1/volumes/a/nvme7/check", {}, 404)
@@ -110,7 +110,7 @@ def test_check_removes_damage_and_rewrites_from_dram(store: Store) -> None:
     lines = [line for line in log.splitlines() if '"action": "volume.check"' in line and '"outcome": "done"' in line]
     assert "request_id=check-1" in lines[0]
     assert '"target": "a/nvme0"' in lines[0]
-    assert "2 bad and taken out" in store.cluster.node("a").log_path.read_text()
+    assert "bad=2, rewritten=" in store.cluster.node("a").log_path.read_text()
 
 
 def test_check_command_exit_code_reports_damage(store: Store) -> None:
@@ -119,7 +119,7 @@ def test_check_command_exit_code_reports_damage(store: Store) -> None:
     store.damage(data[5])
     found = json.loads(store.command("--wait", "--json", code=1))
     assert (found["state"], found["bad_blocks"]) == ("done", 1)
-    assert "1 bad and taken out" in store.command("--status", code=1)
+    assert "1 corrupt and removed" in store.command("--status", code=1)
 
 
 def test_check_with_rate_limit_is_slow_and_cancellable(store: Store) -> None:
@@ -141,4 +141,4 @@ def test_check_state_is_lost_when_node_restarts(store: Store) -> None:
     wait_until(
         lambda: store.http.ask("GET", CHECK).status == 200 and store.http.get(CHECK)["state"] == "none", "the node is back"
     )
-    assert "no check was begun" in store.command("--status")
+    assert "no check since the node started" in store.command("--status")
