@@ -81,7 +81,7 @@ def test_doctor_missing_requirement_fails_with_fix(tmp_path: Path) -> None:
     assert missing["area"] == "memory"
     assert missing["mend"].startswith("--set node.dram=")
     assert said["facts"]["memory"]["total_bytes"] > 0
-    assert "something is missing that the configuration requires" in done.stderr
+    assert "a requirement of the configuration is missing" in done.stderr
 
 
 def test_doctor_running_node_reports_io_paths(tmp_path: Path) -> None:
