@@ -282,7 +282,7 @@ def test_a_node_refuses_to_pretend(volume: bool, tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("Error: node.gds = required")
-    assert ("node.gds = auto" if volume else "takes an NVMe volume") in last
+    assert ("node.gds = auto" if volume else "needs an NVMe volume") in last
 
 
 def test_a_command_that_hangs_is_ended_with_all_it_started() -> None:
