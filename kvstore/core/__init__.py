@@ -1,1 +1,1 @@
-"""What everything speaks in: keys, types, errors, configuration, limits. Pure: no I/O, no torch."""
+"""Vocabulary of all packages: keys, types, errors, limits. Pure: no I/O, no torch."""

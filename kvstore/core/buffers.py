@@ -1,10 +1,10 @@
-"""Caller-owned memory as blocks: where a load writes to and a store reads from.
+"""Caller-owned memory as blocks: the destination of a load and the source of a store.
 
 A *block buffer* gives, for block ``i`` and a range of layers, the contiguous pieces of memory that hold those bytes, in
-order. Everything that moves bytes (shared-memory copies, the data plane, NVMe) speaks this one protocol, so that no mover
-knows whether the caller brought one big tensor, a list of pages, or a layer-major cache.
+order. All transfers (shared-memory copies, the data plane, NVMe) use this one protocol, so they do not depend on the layout:
+one large tensor, a list of pages, or a layer-major cache.
 
-Memory belongs to the caller, who keeps it alive and unmoved until the operation has returned.
+The caller owns the memory and must keep it allocated, at the same address, until the operation has returned.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DenseBlocks:
 
     @property
     def flat(self) -> memoryview | None:
-        """All blocks as one contiguous piece, or None where they are not."""
+        """All blocks as one contiguous piece; None: they are not contiguous."""
         return self._flat
 
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:

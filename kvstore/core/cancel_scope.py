@@ -213,7 +213,7 @@ class CancelScope:
             self._callbacks.pop(registered, None)
 
     def adopt(self, child: CancelScope) -> None:
-        """Cancel a nested scope together with this one. The reference is weak: nobody waits in a scope that is not referenced."""
+        """Cancel a nested scope together with this one. The reference is weak: no call waits in an unreferenced scope."""
         with self._lock:
             if not self._cancelled:
                 if self._children is None:
@@ -224,7 +224,7 @@ class CancelScope:
 
 
 class _RootScope(CancelScope):
-    """The current scope if none was set. It is never cancelled and has no deadline."""
+    """The current scope if none was set. It is never cancelled and never times out."""
 
     __slots__ = ()
 

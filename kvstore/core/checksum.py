@@ -39,7 +39,7 @@ def layer_checksums(view: memoryview, shape: BlockShape) -> bytes:
 
 
 def verify(view: memoryview, shape: BlockShape, checksums: bytes) -> bool:
-    """Whether a Full Block is what its packed checksums say. Checksums of another length never match.
+    """Whether a Full Block matches its packed checksums. Checksums of another length never match.
 
     Raises:
         InvalidArgument: the view is not the size of one block.
@@ -97,7 +97,7 @@ def _block_digests(view: memoryview, shape: BlockShape) -> list[int]:
 
 
 def _digest_of(pieces: Sequence[memoryview]) -> int:
-    """One Layer Block that may lie in several pieces."""
+    """Checksum of one Layer Block, which may consist of several pieces."""
     if len(pieces) == 1:
         return _digest(pieces[0])
     state = xxhash.xxh3_64()

@@ -1,22 +1,22 @@
-"""One error tree, grouped by what the caller does about it.
+"""Errors of the store, grouped by the caller's reaction.
 
 ::
 
     KVStoreError
-    ├── InvalidArgument     mend the call: it will never succeed as it is
-    ├── Unsupported         this build, volume or peer cannot do it
-    ├── NotFound            a named thing is not there (a missing *block* is an outcome, never an error)
-    ├── Conflict            it is there already, differently
-    ├── PermissionDenied    not yours
-    ├── Unauthenticated     say who you are first
-    ├── LeaseLost           the promise ran out: begin again
-    ├── CapacityExceeded    no room or a bound reached: later, or do without   (retryable)
-    ├── Unavailable         the other side is not there now                     (retryable)
-    ├── DeadlineExceeded    no answer in time                                   (retryable)
+    ├── InvalidArgument     correct the call: a retry fails again
+    ├── Unsupported         this build, volume or peer does not support it
+    ├── NotFound            the named object does not exist (a missing *block* is an outcome, never an error)
+    ├── Conflict            it exists already, with other properties
+    ├── PermissionDenied    the caller may not do this
+    ├── Unauthenticated     the token is missing or invalid
+    ├── LeaseLost           the lease has expired: begin again
+    ├── CapacityExceeded    no space, or a limit is reached: retry later    (retryable)
+    ├── Unavailable         the peer cannot be reached now                  (retryable)
+    ├── DeadlineExceeded    no answer in time                               (retryable)
     ├── CorruptBlock        bytes do not match their checksum: treat as a miss
-    └── Internal            a bug of ours
+    └── Internal            a bug in the store
 
-``kind`` is append-only: user code matches on it. Storage code knows no gRPC or HTTP number: the one table is
+``kind`` is append-only: user code matches on it. Storage code uses no gRPC or HTTP status codes; the mapping is in
 ``kvstore.core.status``.
 """
 
@@ -47,8 +47,8 @@ class KVStoreError(Exception):
     """Base of all errors of the store.
 
     Args:
-        message: what went wrong and what to do, for a person.
-        fields: what the message speaks of, by name; values become strings where the error travels.
+        message: problem and remedy, for a person.
+        fields: details by name; values become strings when the error is sent to a peer.
     """
 
     kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL

@@ -1,15 +1,15 @@
-"""Block keys: a hash chain over a request's tokens, so that equal keys mean equal everything before them.
+"""Block keys: a hash chain over a request's tokens, so that equal keys imply equal prefixes.
 
 For block ``i`` of a chain (``‖`` joins bytes)::
 
     key(0) = H(namespace ‖ tokens(0) ‖ extra(0))
     key(i) = H(key(i-1)  ‖ tokens(i) ‖ extra(i))
 
-* ``tokens(i)``: the ids of exactly ``block_tokens`` tokens, uint32 little-endian. The length is fixed by the namespace, so where
-  tokens end and ``extra`` begins is never in doubt. A last, incomplete block has no key that others could ask for; for the
-  hand-over of a whole prompt it has one of its own (``KeyChain.tail``).
-* ``extra(i)``: what else the KV of this block depends on (LoRA adapter, images, a cache salt), made by ``encode_extra``; mostly
-  nothing, and then nothing is hashed. An extra of one block reaches all later ones through the chain.
+* ``tokens(i)``: the ids of exactly ``block_tokens`` tokens, uint32 little-endian. The length is fixed by the namespace, so the
+  boundary between tokens and ``extra`` is unambiguous. A last, incomplete block cannot be shared; for the handoff of a whole
+  prompt it has a separate key (``KeyChain.tail``).
+* ``extra(i)``: other inputs of this block's KV (LoRA adapter, images, a cache salt), encoded by ``encode_extra``. Usually empty;
+  an empty extra adds no bytes to the hash. Through the chain, the extra of one block changes the keys of all later blocks.
 * ``H``: xxh3-128 (seed 0, canonical big-endian digest) or the first 16 bytes of SHA-256.
 
 Golden vectors: ``tests/core/golden/keys.json``.
@@ -42,16 +42,16 @@ _TAIL_MARK = b"\0\0tail"
 
 
 def encode_extra(parts: Iterable[tuple[str, bytes]]) -> bytes:
-    """Encodes what a block depends on besides tokens.
+    """Encode the inputs of a block other than tokens.
 
-    Each part is ``uint16 length ‖ kind (UTF-8) ‖ uint32 length ‖ value``, little-endian, in the order given: the order is part
-    of the meaning, so give it in a fixed one. No parts: empty, which hashes as if there were no extra.
+    Each part is ``uint16 length ‖ kind (UTF-8) ‖ uint32 length ‖ value``, little-endian, in the given order. The order
+    changes the key, so use a fixed one. Without parts the result is empty, which hashes like an absent extra.
 
     Args:
         parts: (kind, value), e.g. ``("lora", digest)`` or ``("image", hash)``.
 
     Raises:
-        InvalidArgument: a kind is empty, or a part too long for its length field.
+        InvalidArgument: a kind is empty, or a part is too long for its length field.
     """
     encoded = bytearray()
     for kind, value in parts:
@@ -83,13 +83,13 @@ class KeyChain:
         """Keys of all full blocks of ``tokens``.
 
         Args:
-            tokens: ids, from the first token of block ``first_block`` on.
+            tokens: ids; the first is the first token of block ``first_block``.
             extras: by position of the block in its *chain*: the result of ``encode_extra``.
-            parent: key of block ``first_block - 1``, to go on with a chain; None at its head.
+            parent: key of block ``first_block - 1``, to continue a chain; None at its head.
             first_block: position of the first block of ``tokens`` in the chain.
 
         Raises:
-            InvalidArgument: a token is no integer in ``[0, 2**32)``, bytes are no whole tokens, or ``parent`` and
+            InvalidArgument: a token is not an integer in ``[0, 2**32)``, bytes are not whole tokens, or ``parent`` and
                 ``first_block`` contradict each other.
         """
         if (parent is None) != (first_block == 0) or first_block < 0:
@@ -117,16 +117,16 @@ class KeyChain:
         return cast("list[BlockKey]", keys)
 
     def tail(self, tokens: Tokens, parent: BlockKey | None = None) -> BlockKey:
-        """Key of a partial block: the tokens behind the last full block of a prompt.
+        """Key of a partial block: the tokens after the last full block of a prompt.
 
-        It is no key of a full block, whatever that holds: tokens are padded to a whole block, and what follows them is no extra.
+        It never equals the key of a full block: tokens are padded to a whole block, and the suffix is not a valid extra.
 
         Args:
             tokens: 1 to ``block_tokens`` - 1 ids.
-            parent: key of the block before; None where there is none.
+            parent: key of the previous block; None: the prompt is shorter than a block.
 
         Raises:
-            InvalidArgument: no tokens, a whole block of them or more, or tokens that are none.
+            InvalidArgument: the number of tokens is out of range, or a token is invalid.
         """
         if parent is not None and len(parent) != KEY_BYTES:
             raise InvalidArgument("a parent key takes 16 bytes", bytes=len(parent))
@@ -140,7 +140,7 @@ class KeyChain:
     def _with_extras(
         self, data: bytes, end: int, previous: bytes, extras: Mapping[int, bytes], first_block: int
     ) -> list[BlockKey]:
-        """The same chain where some blocks have extras; plain, for it is rare."""
+        """Keys of a chain with extras. Not optimised, because extras are rare."""
         keys: list[BlockKey] = []
         for block, at in enumerate(range(0, end, self._step), start=first_block):
             content = previous + data[at : at + self._step] + extras.get(block, b"")

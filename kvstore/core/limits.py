@@ -13,7 +13,7 @@ MAX_SHARDS = 4_096
 MAX_NAME_BYTES = 512
 """Model names, tenants, layouts, node and volume ids."""
 MAX_REASON = 512
-"""Characters in which a node says why a volume takes no blocks."""
+"""Maximum length, in characters, of the reason why a volume stores no blocks."""
 MAX_PROBLEMS_TOLD = 16
 """Things that a node says are wrong with it."""
 MAX_SALT_BYTES = 256
@@ -25,7 +25,7 @@ MAX_CONTROL_MESSAGE_BYTES = 64 << 20
 MAX_FRAME_HEADER_BYTES = 8 << 20
 """Data-plane frame headers."""
 MAX_AGENT_BYTES = 256 << 10
-"""What a NIXL agent says of itself: addresses and keys of its registered memory."""
+"""Metadata of a NIXL agent: addresses and keys of its registered memory."""
 MAX_TRANSFER_ID_BYTES = 64
 """The name of one hand-over of a prompt."""
 MAX_DATA_CONNECTIONS = 256
@@ -33,13 +33,13 @@ MAX_HELD_CONNECTIONS = 64
 """Of one client to one node: hand-overs under way. Each has a connection while its prompt is computed."""
 MAX_SESSIONS = 256
 TENANT_SHARE = 4
-"""A tenant that is confined by its token has at most this fraction (1/n) of what has a bound for all: calls that wait, sessions
-over TCP, subscriptions, the buffers that loads and prompts pass through."""
+"""A tenant that is confined by its token may use at most this fraction (1/n) of each shared resource: waiting calls, sessions
+over TCP, subscriptions, staging buffers."""
 MAX_WATCH_FILTER = 1_024
 """Namespaces, and nodes, that a subscriber to block events may name."""
 MAX_VOLUMES_PER_NODE = 64
 MAX_TENANTS_TOLD = 1_024
-"""Tenants that a node tells the usage of, those that hold most."""
+"""Maximum number of tenants whose usage a node reports; the largest come first."""
 MAX_QUOTAS = 256
 """Tenants with a quota."""
 MAX_RULES = 1_024
@@ -49,12 +49,12 @@ MAX_NAMESPACES = 100_000
 MAX_NAMESPACES_OF_TENANT = 1_024
 """Of one named tenant, in an index and at a node: a salt is enough to make another. Those of no tenant have no such bound."""
 MAX_SCHEDULED_BYTES = 512 << 20
-"""What requests that wait for engines or have them may occupy in a metadata server, all together with the calls that wait."""
+"""Limit for the requests in a metadata server that wait for engines or have them, together with the waiting calls."""
 MAX_NEAR_NAMES = 64 << 10
 """Characters of all names of engines that one request says to have a part of its prompt at hand."""
 MAX_REPLAN_RANGES = 1_024
-"""Ranges in which a client says what of a failed part has arrived. With more gaps it says less: what is left out costs a charge
-too many, no read."""
+"""Maximum number of ranges in which a client reports the arrived bytes of a failed part. With more gaps it reports fewer bytes;
+unreported bytes are charged again but not read again."""
 MAX_PLAN_PARTS = 4_096
 """Parts of one load plan, over all its attempts."""
 MAX_PARTS_UNDER_WAY = 262_144

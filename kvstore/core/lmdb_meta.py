@@ -1,11 +1,11 @@
-"""What an LMDB file says of its own length, read without LMDB.
+"""Check the length of an LMDB file without LMDB.
 
-LMDB maps the file and trusts it: a page that is not there any more is a SIGBUS, which nobody can catch. So whoever opens one asks
-here first whether each page that can be in use lies within the file.
+LMDB maps the file without checks: access to a page that is missing raises SIGBUS and ends the process. So callers check before
+opening that each page that can be in use is within the file.
 
-A good file may end before its last page number: a page that a transaction took at the end and gave back before it committed is
-never written. Such pages are in the list of free pages, so where the file is short that list decides. Format of LMDB 0.9,
-64 bit, little-endian; no I/O here.
+A valid file may end before its last page number: a page that a transaction allocated at the end and freed before its commit is
+never written. Such pages are in the list of free pages, so that list decides if the file is short. Format of LMDB 0.9, 64 bit,
+little-endian; no I/O here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 MAX_PAGE_BYTES: Final = 64 << 10
 META_BYTES: Final = 2 * MAX_PAGE_BYTES
-"""That much of a file's beginning holds both meta pages, whatever the page size."""
+"""Length of the file's beginning that contains both meta pages, for every page size."""
 
 _PAGE_HEADER = struct.Struct("<QHHHH")  # number, pad, flags, lower, upper
 _META = struct.Struct("<IIQQ")  # magic, version, address, map size
@@ -40,7 +40,7 @@ class LmdbMeta(NamedTuple):
 
 
 def parse_meta(head: bytes) -> LmdbMeta | None:
-    """What the newer of the two meta pages says, or None where one of them is none.
+    """The newer of the two meta pages; None: one of them is invalid.
 
     Args:
         head: the file's first ``META_BYTES``, or all of a shorter one.
@@ -62,7 +62,7 @@ def parse_meta(head: bytes) -> LmdbMeta | None:
 
 
 def is_whole(file_bytes: int, read: Callable[[int, int], bytes]) -> bool:
-    """Whether the meta pages are good, and every page that can be in use lies within the file.
+    """Whether the meta pages are valid, and every page that can be in use is within the file.
 
     Args:
         file_bytes: length of the file.

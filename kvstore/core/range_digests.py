@@ -1,7 +1,7 @@
-"""Digests of key sets, range by range: how two sides find out where they disagree without sending the keys.
+"""Range digests of key sets, with which two sides find differences without sending the keys.
 
-Key space has 4,096 ranges, by the first 12 bits of the key. The digest of a range is the XOR of xxh3-64 (seed 0) over the
-16-byte keys held in it: order does not matter, and a key that comes or goes changes it with one XOR. The count goes with it.
+Key space has 4,096 ranges, by the first 12 bits of the key. The digest of a range is the XOR of xxh3-64 (seed 0) over the 16-byte
+keys held in it: order does not matter, and each added or removed key changes it by one XOR. The number of keys is sent with it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _hash = xxhash.xxh3_64_intdigest
 
 
 def key_range(key: BlockKey) -> int:
-    """Which of the 4,096 ranges of key space a key lies in."""
+    """Range of key space (0 to 4,095) that contains a key."""
     return key[0] << 4 | key[1] >> 4
 
 
 def digest_keys(keys: Iterable[BlockKey]) -> int:
-    """Digest of one range: XOR of xxh3-64 over its keys; 0 where there are none."""
+    """Digest of one range: XOR of xxh3-64 over its keys; 0 for an empty range."""
     digest = 0
     for key in keys:
         digest ^= _hash(key)

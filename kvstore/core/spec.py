@@ -1,4 +1,4 @@
-"""What makes two KV caches interchangeable, and the name of such a cache domain.
+"""Specification of interchangeable KV caches, and the digest that names their namespace.
 
 **Namespace digest**, so that any language can make it: the first 16 bytes of SHA-256 over::
 
@@ -9,8 +9,8 @@
         value    `length` bytes
 
 Strings are UTF-8 as given (no normalisation), integers are uint64 little-endian (length 8), bytes are themselves. Every field
-is written, empty ones with length 0. It is SHA-256 whatever hash the *keys* of the namespace use: a namespace may be asked for
-by a tenant who is not trusted. Golden vectors: ``tests/core/golden/namespaces.json``.
+is written, empty ones with length 0. It is SHA-256 even if the *keys* of the namespace use another hash, because an untrusted
+tenant may request a namespace. Golden vectors: ``tests/core/golden/namespaces.json``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UINT32_MAX = 2**32 - 1
 
 
 class HashAlgorithm(StrEnum):
-    """How block keys are made. XXH3 where all who share a namespace trust each other, SHA-256 where they do not."""
+    """Hash of block keys. XXH3 if all tenants of a namespace trust each other, otherwise SHA-256."""
 
     XXH3_128 = "xxh3-128"
     SHA256_128 = "sha256-128"

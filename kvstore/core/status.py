@@ -1,10 +1,10 @@
-"""The one table between our error kinds, gRPC status codes and HTTP status codes.
+"""Mapping between error kinds, gRPC status codes and HTTP status codes.
 
-Storage code knows no number of either; the doors (gRPC interceptor, REST) read them here. No gRPC import: codes are named
-and numbered as in the gRPC specification, so that ``kvstore.core`` stays free of it.
+Storage code uses error kinds only; the gRPC interceptor and the REST server map them. No gRPC import: codes have the names and
+numbers of the gRPC specification, so that ``kvstore.core`` does not depend on it.
 
-The table is one to one, so that nothing is lost where the machine-readable detail was stripped on the way. Codes that we
-never send but a proxy or the gRPC library may (CANCELLED, UNKNOWN, …) have a nearest kind.
+The mapping is one to one, so that the kind is known even if a proxy removes the machine-readable detail. Codes that only a
+proxy or the gRPC library sends (CANCELLED, UNKNOWN, …) have a nearest kind.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ _KIND_OF_HTTP: Mapping[int, ErrorKind] = MappingProxyType({status.http: kind for
 
 
 def kind_of_grpc(code: int) -> ErrorKind:
-    """The nearest kind of a gRPC status code; of a code that the specification lacks: ``INTERNAL``.
+    """The nearest kind of a gRPC status code; ``INTERNAL`` for codes outside of the specification.
 
     Raises:
-        ValueError: the code is OK, which is no error.
+        ValueError: the code is OK, not an error.
     """
     if code == GrpcCode.OK:
         raise ValueError("OK is no error")
@@ -104,10 +104,10 @@ def kind_of_grpc(code: int) -> ErrorKind:
 
 
 def kind_of_http(status: int) -> ErrorKind:
-    """The nearest kind of an HTTP status; of one that we never send: the caller's fault below 500, else ``INTERNAL``.
+    """The nearest kind of an HTTP status; for others than ours, a caller's error below 500, else ``INTERNAL``.
 
     Raises:
-        ValueError: the status is below 400, which is no error.
+        ValueError: the status is below 400, not an error.
     """
     if status < 400:
         raise ValueError(f"HTTP status {status} is no error")

@@ -25,7 +25,7 @@ OperationId = NewType("OperationId", bytes)
 
 
 class Tier(IntEnum):
-    """Where a volume lies; lower is nearer to the GPU."""
+    """Tier of a volume; lower is nearer to the GPU."""
 
     HBM = 1
     DRAM = 2
@@ -33,7 +33,7 @@ class Tier(IntEnum):
 
 
 class Outcome(IntEnum):
-    """What became of one block of a load. Everything but ``HIT`` is a miss, which the engine recomputes."""
+    """Outcome of one block of a load. All but ``HIT`` are misses, which the engine recomputes."""
 
     HIT = 1
     MISS = 2
@@ -44,7 +44,7 @@ class Outcome(IntEnum):
 
 
 class StoreOutcome(IntEnum):
-    """What became of one block of a store. See the proto for when each is answered."""
+    """Outcome of one block of a store. The proto defines each."""
 
     STORED = 1
     EXISTS = 2
@@ -83,10 +83,10 @@ def pack_keys(keys: list[BlockKey] | tuple[BlockKey, ...]) -> bytes:
 
 
 def unpack_keys(packed: bytes) -> list[BlockKey]:
-    """Cuts packed keys apart.
+    """Split packed keys.
 
     Raises:
-        ValueError: the length is no multiple of 16 (callers at a door map it to ``InvalidArgument``).
+        ValueError: the length is not a multiple of 16 (servers map this to ``InvalidArgument``).
     """
     if len(packed) % KEY_BYTES:
         raise ValueError(f"packed keys take {KEY_BYTES} bytes each, got {len(packed)} bytes")

@@ -1,7 +1,7 @@
-"""The door to look in by: plain HTTP, on loopback unless told otherwise, read only.
+"""Observability server: read-only plain HTTP, by default on loopback.
 
-``/metrics`` is for Prometheus; what else a process shows are small JSON documents. Requests are few and small: each has a thread,
-at most ``MOST_AT_ONCE`` at once, and ends within ``REQUEST_S``, however slowly its client reads.
+``/metrics`` is for Prometheus; the other paths return small JSON documents. Each request has a thread, with at most
+``MOST_AT_ONCE`` at once, and ends within ``REQUEST_S``, even if its client reads slowly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_AT_ONCE: Final = 8
 REQUEST_S: Final = 5.0
 """For each read and write of a request."""
 _STOP_POLL_S: Final = 0.05
-"""How often the server looks whether it is to stop: so long does its process wait for it at its end."""
+"""Interval at which the server checks for a stop; the process waits up to this long at shutdown."""
 
 Pages = Mapping[str, Callable[[], object]]
 """Path -> what makes its JSON document."""
@@ -73,7 +73,7 @@ class MetricsServer:
 
 
 def serve(address: str, collector: StoreCollector, pages: Pages, counters: Counters) -> MetricsServer | None:
-    """Starts to serve what a collector shows. None: it cannot; a process that nobody can look into works all the same."""
+    """Start to serve a collector's documents. None: the server cannot start; the process works without it."""
     try:
         server = MetricsServer(address, registry_of(collector), pages, counters)
     except (OSError, ValueError) as error:
@@ -136,7 +136,7 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
-        log.debug("a request for metrics failed: %r", sys.exception())  # whoever asked has left, or is too slow
+        log.debug("a request for metrics failed: %r", sys.exception())  # the client has disconnected, or is too slow
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -58,7 +58,7 @@ class LimitedLog:
 
         Args:
             counter: name of the counter, which is the kind of the line.
-            message: what happened.
+            message: the event.
             error: the cause, if there is one.
             amount: added to the counter.
         """

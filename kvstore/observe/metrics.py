@@ -82,7 +82,7 @@ class Metric:
 
 
 DECLARED: Final[dict[str, Metric]] = {}
-"""Metrics declared so far, by exposed name. Complete in ``metric_definitions.METRICS``."""
+"""Declared metrics, by exposed name. Complete in ``metric_definitions.METRICS``."""
 
 
 class CounterFamily:
@@ -121,7 +121,7 @@ class MetricGroup:
     title: str
 
     def counter(self, name: str, text: str, *, event: str = "", scale: float = 1.0) -> Event:
-        """Declare a counter without labels. ``event`` is what code counts, if it is not ``name``."""
+        """Declare a counter without labels. ``event`` is the counter's name in code, if it is not ``name``."""
         self._declare(name, Kind.COUNTER, text, {}, event or name, scale=scale)
         return Event(event or name)
 

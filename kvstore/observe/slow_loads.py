@@ -16,15 +16,15 @@ WINDOW_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """How one load went.
+    """Record of one load.
 
     Attributes:
-        request_id: the client's name for it; the same in the logs and traces of all who had a part in it.
-        ago_s: how long ago it ended, when this was asked for.
-        seconds: how long it took.
-        blocks: asked for.
-        hit_blocks: of them came.
-        reason: what took the time, or why blocks are missing, in a few words.
+        request_id: the client's id of the load; the same in the logs and traces of all processes involved.
+        ago_s: seconds between its end and the request for this record.
+        seconds: its duration.
+        blocks: number of requested blocks.
+        hit_blocks: number of loaded blocks.
+        reason: why it was slow, or why blocks are missing, in a few words.
         parts: figures by name, e.g. seconds of the lookup, bytes by source.
     """
 
@@ -46,7 +46,7 @@ class RecentLoads:
         self._kept: deque[tuple[float, float, Callable[[], LoadRecord]]] = deque(maxlen=MOST_KEPT)
 
     def add(self, seconds: float, make: Callable[[], LoadRecord]) -> None:
-        """Takes a load in that ends now; the oldest leaves. ``make`` words its record once somebody asks: few ever are."""
+        """Add a load that ends now and drop the oldest. ``make`` is called on demand, because few records are ever read."""
         with self._lock:
             self._kept.append((self._now_s(), seconds, make))
 

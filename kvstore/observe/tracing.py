@@ -1,10 +1,10 @@
-"""Traces with OpenTelemetry, where that is switched on; where it is not, a span is one look at a variable.
+"""Traces with OpenTelemetry. If tracing is off, a span costs one test of a variable.
 
-Spans: a client's loads, the calls that servers handle, what a node reads of its volumes and of other nodes. Their context travels
-in gRPC metadata (W3C ``traceparent``). The data plane's frames carry none: what a node reads of another over it
-shows as the span of the one that asked.
+Spans: a client's loads, the calls that servers handle, a node's reads from its volumes and from other nodes. gRPC metadata
+carries their context (W3C ``traceparent``). Frames of the data plane carry none: a read from another node over it is only a
+span of the reading node.
 
-The library is the extra ``observe``; nothing of it is imported before ``set_up``.
+The extra ``observe`` installs the library, which is not imported before ``set_up``.
 """
 
 from __future__ import annotations

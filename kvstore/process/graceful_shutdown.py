@@ -83,6 +83,6 @@ class GracefulShutdown:
         self.begin()
 
     def _on_overtime(self) -> None:
-        """End a process that hangs. Whatever had to become durable had its time limit."""
+        """End a process that hangs. The time limit for making data durable has passed."""
         log.error("shutdown timed out: still running %.1f s after the deadline; exiting immediately", OVERTIME_S)
         self._end(0)

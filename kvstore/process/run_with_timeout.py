@@ -21,9 +21,9 @@ class CommandResult:
     code: int | None
     """Exit code; None: the command timed out and was killed, if possible."""
     output: str
-    """Standard output so far, at most ``MAX_OUTPUT_BYTES``."""
+    """Standard output until now, at most ``MAX_OUTPUT_BYTES``."""
     errors: str
-    """Standard error so far, at most ``MAX_OUTPUT_BYTES``."""
+    """Standard error until now, at most ``MAX_OUTPUT_BYTES``."""
 
 
 def run_with_timeout(command: Sequence[str], timeout_s: float, *, environment: Mapping[str, str] | None = None) -> CommandResult:

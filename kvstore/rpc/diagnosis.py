@@ -1,12 +1,12 @@
 """Why a gRPC server cannot be reached, in words: refused, no answer, TLS on one side only, a certificate that does not fit.
 
 gRPC says "Socket closed" or "failed to connect to all addresses" for most of these. After a call has failed, :func:`diagnose`
-opens connections of its own to the same address, with the same TLS files, and reads the reason from the socket and from Python's
+opens separate connections to the same address, with the same TLS files, and reads the reason from the socket and from Python's
 ``ssl``. It never runs before a call or instead of one, and it ends within its timeout.
 
-1. A TCP or unix connection tells refused, unreachable, an unknown host name, and a host that does not answer.
-2. With TLS configured, a handshake tells a server that speaks plain text, a certificate of another authority or for another name,
-   and (TLS 1.3 sends it after the handshake) that the server requires another client certificate.
+1. A TCP or unix connection distinguishes refused, unreachable, an unknown host name, and a host that does not answer.
+2. With TLS configured, a handshake detects a server that speaks plain text, a certificate of another authority or for another
+   name, and (TLS 1.3 sends it after the handshake) that the server requires another client certificate.
 3. Without TLS, an HTTP/2 preface is sent. A gRPC server answers with SETTINGS; a server that speaks TLS closes the connection.
 """
 
@@ -29,10 +29,10 @@ from kvstore.rpc.auth.tokens import TokenSource
 TIMEOUT_S: Final = 2.0
 """For all connections of one diagnosis together."""
 INTERVAL_S: Final = 30.0
-"""A daemon diagnoses the same server at most so often."""
+"""Minimum interval between two diagnoses of the same server in a daemon."""
 _LEAST_S: Final = 0.05
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What an HTTP/2 client says first: the preface and empty SETTINGS."""
+"""First bytes of an HTTP/2 client: the preface and empty SETTINGS."""
 _SETTINGS: Final = 4
 _FRAME_HEAD: Final = 9
 _TLS_ALERT: Final = 0x15
@@ -61,7 +61,7 @@ class Target:
     """A server and how this process reaches it.
 
     Args:
-        server: what it is, for people, e.g. ``"the metadata server"``.
+        server: its role, for people, e.g. ``"the metadata server"``.
         address: its gRPC address.
         tls: the TLS files in use; None: plain text.
         token: the token that calls carry; None: none.
@@ -77,12 +77,12 @@ class Target:
     token_setting: str
 
     def explain(self, error: KVStoreError, timeout_s: float = TIMEOUT_S) -> KVStoreError:
-        """An error of the same class whose message says what is wrong and what to do; others than these come back unchanged.
+        """An error of the same class whose message has the cause and the remedy; unrelated errors are returned unchanged.
 
-        Connects where the server was not reached, so keep it away from hot paths.
+        It opens a connection if the server was not reached, so do not call it on hot paths.
 
         Args:
-            error: how a call failed.
+            error: the error of a call.
             timeout_s: for the diagnosis.
         """
         if isinstance(error, Unauthenticated):
@@ -123,7 +123,7 @@ class Diagnoser:
         """As ``Target.explain``; a failure of the same class shortly after is given the same explanation."""
         if not isinstance(error, Unavailable | DeadlineExceeded):
             return self.target.explain(error)
-        with self._lock:  # one diagnosis at a time: whoever comes meanwhile takes its result
+        with self._lock:  # one diagnosis at a time: concurrent callers share its result
             known = self.known(error)
             if known is error:
                 known = self.target.explain(error, timeout_s)
@@ -219,7 +219,7 @@ class _Probe:
         return said
 
     def _speaks_tls(self) -> bool:
-        """Whether the server takes part in a TLS handshake, whoever it is."""
+        """Whether the server responds to a TLS handshake. Its certificate is not verified."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

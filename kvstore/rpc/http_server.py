@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 _BACKLOG: Final = 2_048
 _KEEP_ALIVE_S: Final = 75
 _UNSENT_BYTES: Final = 64 << 10
-"""Of a connection, what waits in the kernel beyond what the client's window takes: else megabytes would, and whoever sends would
-learn late, and in steps of megabytes, whether the client takes anything."""
+"""Limit, per connection, of unsent bytes in the kernel beyond the client's window. Without it megabytes are queued, and the
+sender learns late, in steps of megabytes, whether the client reads."""
 ABORT: Final = "kvstore.abort"
-"""In ``scope["state"]``: a function that ends the request's connection at once, with what the client has not taken."""
+"""In ``scope["state"]``: a function that closes the request's connection immediately and drops unsent bytes."""
 
 
 async def serve(
@@ -46,15 +46,15 @@ async def serve(
     ready_file: Path | None,
     malformed: Callable[[], Response],
 ) -> None:
-    """Serves until SIGTERM or SIGINT; returns after requests under way have ended, or their grace has.
+    """Serve until SIGTERM or SIGINT. Return after the running requests have ended, or after ``stop_grace_s``.
 
     Args:
-        app: what to serve.
-        door: as ``bind`` made it.
+        app: the ASGI application.
+        door: the result of ``bind``.
         tls: this server's certificate; None: plain HTTP.
-        stop_grace_s: how long requests under way may take at the end.
-        ready_file: written as JSON ``{"address", "pid"}`` once it answers.
-        malformed: makes the answer to what is no HTTP, which never reaches the application; its connection ends.
+        stop_grace_s: time limit for running requests at shutdown.
+        ready_file: written as JSON ``{"address", "pid"}`` when requests are answered.
+        malformed: makes the response to invalid HTTP, which never reaches the application; its connection is closed.
 
     Raises:
         InvalidArgument: TLS without a certificate, or files that cannot be read.
@@ -89,9 +89,9 @@ def bind(listen: str, setting: str) -> socket.socket:
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn's best one is chosen as it is imported
-    """uvicorn's connection, which an application can end (``ABORT``), and whose refusals are the application's.
+    """uvicorn connection that an application can abort (``ABORT``), with the application's response to invalid HTTP.
 
-    ASGI itself has no word for either. uvicorn's own answer to what is no HTTP is plain text.
+    ASGI itself defines neither. uvicorn's own response to invalid HTTP is plain text.
     """
 
     app_state: dict[str, Any]
@@ -103,7 +103,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn
         super().connection_made(transport)
 
     def send_400_response(self, _message: str) -> None:
-        """Refuses what is no HTTP, and ends the connection. Into an answer that has begun nothing is written."""
+        """Reject invalid HTTP and close the connection. If a response has begun, nothing is written into it."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             answer = self.malformed()
             lines = [f"HTTP/1.1 {answer.status_code} {HTTPStatus(answer.status_code).phrase}".encode()]
@@ -113,7 +113,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn
 
 
 class _Server(uvicorn.Server):
-    """Tells whoever waits that requests are answered: on the log, and in a file if one is named."""
+    """Announce that requests are answered: in the log, and in the ready file if one is configured."""
 
     def __init__(self, config: uvicorn.Config, ready_file: Path | None, address: str) -> None:
         super().__init__(config)

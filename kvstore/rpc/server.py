@@ -237,7 +237,7 @@ async def build_aio_server(
         addresses: ``"host:port"`` (port 0: any free port) or ``"unix:/path"``.
         services: full names of the services, for health and reflection.
         counters: registry for errors and durations.
-        tls: identity for the TCP addresses. Unix sockets have no TLS; file permissions protect them.
+        tls: identity for the TCP addresses. Unix sockets do not use TLS; file permissions protect them.
         tokens: the token file (``kvstore.rpc.auth``), checked on unix sockets too; None: every caller has every permission.
         on_refused_node: called with each call refused for its token that claims to come from a node.
         reuse_port: let several processes bind one port; the kernel distributes connections over them.
@@ -279,7 +279,7 @@ async def build_aio_server(
         setting = f"{services[0].rpartition('.')[2].lower()}.listen" if services else "listen"
         bound = tuple(_bind(server, address, credentials, setting) for address in addresses)
     except KVStoreError:
-        await server.stop(None)  # releases the addresses bound so far
+        await server.stop(None)  # releases the bound addresses
         raise
     if connections is not None and not reuse_port:  # else the kernel's list has connections of other processes too
         connections.watch(next((int(one.rpartition(":")[2]) for one in bound if not is_unix(one)), 0))

@@ -1,10 +1,10 @@
 """Slot allocator: the space of one volume, shared by blocks of different sizes. No locks, no I/O.
 
 The volume is divided into equal *chunks* (about 1/128 of it, at most 64 MiB). Blocks of one size (rounded up to 4 KiB: a *size
-class*) are in *spans*: runs of adjacent chunks, divided into slots of that size. A span is created when its class has no free
-slot, and its chunks return to the pool when its last slot is freed. So space moves between namespaces with different block sizes
-without copies and without limits to configure. A slot larger than a chunk has a longer span. A span is long enough to waste at
-most a sixteenth at its end, or shorter if the pool has no such run of chunks.
+class*) are in *spans*: runs of adjacent chunks, divided into slots of that size. A span is created when all slots of its class
+are in use, and its chunks return to the pool when its last slot is freed. So space moves between namespaces with different block
+sizes without copies and without limits to configure. A slot larger than a chunk has a longer span. A span is long enough to waste
+at most a sixteenth at its end, or shorter if the pool has no such run of chunks.
 
 Contiguity: a batch gets one run of adjacent slots if a span has one, because adjacent slots merge into single I/Os.
 
@@ -16,7 +16,7 @@ blocks of all classes until a run of chunks is empty. A plan is a prefix of the 
 parents, so no evicted block leaves a child.
 
 If blocks of many chains are mixed, such a prefix is most of the volume. Then ``reclaimable_spans`` has the spans to empty and
-``slots_in`` their slots. The owner, who knows the chains, evicts the descendants as well.
+``slots_in`` their slots. The owner knows the chains and evicts the descendants as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.core.types import BlockKey
 from kvstore.tiers.contract import ReclaimableSpan, Slot
 
 ALIGNMENT = 4096
-"""Offsets and sizes of slots and chunks are multiples of it: the unit of direct I/O and of a page."""
+"""Offsets and sizes of slots and chunks are multiples of this, the unit of direct I/O and the page size."""
 MAX_CHUNK_BYTES = 64 << 20
 TARGET_CHUNKS = 128
 """Number of chunks of a small volume. Larger volumes have more, of ``MAX_CHUNK_BYTES``."""
@@ -283,7 +283,7 @@ class SlotAllocator:
     def plan_eviction(self, size: int, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int) -> list[BlockKey] | None:
         """The shortest prefix of ``coldest`` whose eviction makes space for ``count`` slots; None: longer than ``limit``.
 
-        A slot of the same class counts by itself. Slots of other classes count after their whole span is empty, if its chunks
+        Each slot of the same class counts. Slots of other classes count after their whole span is empty, if its chunks
         and the free ones make a run that is long enough.
         """
         size_class = self._class_of(size)
@@ -332,9 +332,9 @@ class SlotAllocator:
         for start in sorted(starts):
             spans = self._spans_in(start, start + least)
             if any(span.size == size_class.size for span in spans):
-                continue  # of its own slots each is room by itself
+                continue  # each slot of this class is space without emptying the span
             if any(not spare[at] and self._span_of_chunk[at] is None for at in range(start, start + least)):
-                continue  # room already: it would not be more
+                continue  # part of a free run that is long enough: no gain
             first, end = min(start, spans[0].first), max(start + least, spans[-1].first + spans[-1].chunks)
             vacancy = ReclaimableSpan(
                 first * self.chunk_bytes,

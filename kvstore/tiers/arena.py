@@ -1,6 +1,6 @@
 """DRAM arena: a shared memory mapping with blocks, which engines on the host map too.
 
-The memory is a memfd. It has no name in a file system, so a killed process leaves nothing behind, and other processes can
+The memory is a memfd. It is not in a file system, so a killed process leaves no file, and other processes can
 receive its descriptor (``SCM_RIGHTS``) and read blocks without a copy. Huge pages are used if requested and available;
 ``backing`` names the memory in use.
 

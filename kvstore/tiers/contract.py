@@ -1,6 +1,6 @@
 """Contracts of volumes and eviction policies. A volume holds blocks in slots: the DRAM arena, the NVMe slab, device memory.
 
-A volume has no policy. Its owner (``kvstore.node``) decides which blocks to evict, by an ``EvictionPolicy``. Methods of a volume
+A volume never chooses victims. Its owner (``kvstore.node``) chooses them with an ``EvictionPolicy``. Methods of a volume
 are thread-safe; methods that do I/O block.
 """
 
@@ -229,19 +229,19 @@ class EvictionPolicy(Protocol):
     def coldest(self, evictable: Callable[[BlockKey], bool | None]) -> Iterator[BlockKey]:
         """Evictable blocks, coldest first, a parent only after all its children in the volume were yielded.
 
-        Where ``evictable`` says None, the block is not to be asked about again before ``restore``: one that may stay for long.
-        A policy may ask again all the same; what it looks at then costs time. May reorder its queues, but removes nothing; the
-        owner calls ``remove`` for those it evicts. While the iterator is used no other method than ``touch`` is called: a
-        block used meanwhile may come once more, and its parent too early. It ends when nothing evictable is left.
+        If ``evictable`` returns None, the block may stay unevictable for long, and the policy should skip it until ``restore``.
+        Asking again is allowed but costs time. The policy may reorder its queues but removes nothing; the owner calls
+        ``remove`` for evicted blocks. While the iterator is in use, only ``touch`` may be called: a touched block may be
+        yielded again, and its parent too early. It ends when no evictable block is left.
         """
 
     def restore(self, keys: Iterable[BlockKey]) -> None:
         """Ask ``evictable`` about these blocks again after it returned None. Other keys are ignored."""
 
     def with_descendants(self, keys: Iterable[BlockKey], evictable: Callable[[BlockKey], bool]) -> list[BlockKey] | None:
-        """Blocks held and all below them, each once, children before parents: what leaves if ``keys`` do.
+        """Blocks held and all below them, each once, children before parents: the blocks to evict with ``keys``.
 
-        None where one of them is not ``evictable``, which is asked once for each. Takes time for what it looks at alone.
+        None: one of them is not ``evictable``, which is called once per block. The time depends only on the blocks examined.
         """
 
     def is_parent(self, key: BlockKey) -> bool:

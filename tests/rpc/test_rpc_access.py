@@ -1,4 +1,4 @@
-"""TokenTable: what a file of them says and how it is read again, and that every method takes something."""
+"""TokenTable: its file format and reload; every method requires a permission."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def shown(token: str) -> list[tuple[str, str | bytes]]:
     return [("other", b"x"), ("authorization", f"Bearer {token}")]
 
 
-def test_every_method_that_is_served_takes_something() -> None:
-    """A method that is added takes a line in the mapping, or it is refused to everybody."""
+def test_required_covers_every_served_method() -> None:
+    """A new method needs an entry in the mapping; otherwise every caller is denied."""
     assert {f"/{service.full_name}/{method.name}" for service in SERVED for method in service.methods} == set(REQUIRED)
 
 
-def test_changes_take_the_operator_and_nothing_but_probes_takes_nothing() -> None:
+def test_required_changes_need_operator_probes_need_nothing() -> None:
     for method, need in REQUIRED.items():
         assert (need is Permission.NOTHING) == (method in {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"})
         name = method.rpartition("/")[2]
@@ -65,7 +65,7 @@ def test_changes_take_the_operator_and_nothing_but_probes_takes_nothing() -> Non
     assert set(GRANTED) == set(AccessRole)
 
 
-def test_a_caller_is_admitted_by_its_role(known: WatchedFile[TokenTable]) -> None:
+def test_admit_known_token_by_role(known: WatchedFile[TokenTable]) -> None:
     keeper = AuthInterceptor(known, Counters().add)
     for method, need in REQUIRED.items():
         for role, token in TOKENS.items():
@@ -94,22 +94,20 @@ def test_a_caller_is_admitted_by_its_role(known: WatchedFile[TokenTable]) -> Non
         shown("the-token-of-operator2"),
     ],
 )
-def test_who_shows_no_token_that_is_known_is_nobody(
-    known: WatchedFile[TokenTable], metadata: list[tuple[str, str | bytes]]
-) -> None:
+def test_admit_unknown_token_is_unauthenticated(known: WatchedFile[TokenTable], metadata: list[tuple[str, str | bytes]]) -> None:
     with pytest.raises(Unauthenticated) as refused:
         AuthInterceptor(known, Counters().add).admit(LOOKUP, metadata)
     assert "the-token" not in str(refused.value)
 
 
-def test_a_method_of_no_mapping_is_refused_to_everybody(known: WatchedFile[TokenTable]) -> None:
+def test_admit_unmapped_method_is_denied(known: WatchedFile[TokenTable]) -> None:
     keeper = AuthInterceptor(known, Counters().add)
     for token in TOKENS.values():
         with pytest.raises(PermissionDenied):
             keeper.admit("/kvstore.v1.Metadata/New", shown(token))
 
 
-def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_file_changed_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
     file = written(tmp_path / "tokens", f"read a {TOKENS[AccessRole.READ]}")
     found = WatchedFile(file, TokenTable.parse, lambda: now_s)
@@ -134,7 +132,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCap
     assert "the-token" not in caplog.text
 
 
-def test_a_token_that_is_shown_is_not_printed_and_follows_its_file(tmp_path: Path) -> None:
+def test_client_token_is_not_printed_and_follows_file(tmp_path: Path) -> None:
     file = written(tmp_path / "token", "  the-token-of-today-1\n")
     options = ClientOptions(token_file=file)
     token = options.shown_token()
@@ -153,7 +151,7 @@ def test_a_token_that_is_shown_is_not_printed_and_follows_its_file(tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", ["", "short", "two words-of-a-token", "x" * 513, "nön-ascii-0123456789"])
-def test_what_cannot_be_a_token(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_source_invalid_token_raises(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with pytest.raises(InvalidArgument) as refused:
         TokenSource(file=written(tmp_path / "token", text))

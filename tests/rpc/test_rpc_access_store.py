@@ -1,4 +1,4 @@
-"""A store whose daemons take tokens, as real processes: every method, every role, two tenants, every door."""
+"""A store with token files, as real processes: every method, every role, two tenants, every interface."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ FILES = {"Metadata": metadata_pb2, "Node": node_pb2, "MetadataAdmin": admin_pb2,
 
 
 def error_of(channel: grpc.Channel, method: str) -> KVStoreError | None:
-    """What an empty request to a method brings; None: an answer."""
+    """Status code of an empty request to a method; None: success."""
     service, name = method.rpartition(".")[2].split("/")
     found = FILES[service].DESCRIPTOR.services_by_name[service].methods_by_name[name]
     asked, answer = (message_factory.GetMessageClass(one) for one in (found.input_type, found.output_type))
@@ -141,7 +141,7 @@ def error_of(channel: grpc.Channel, method: str) -> KVStoreError | None:
 OURS = sorted(method for method in REQUIRED if method.startswith("/kvstore."))
 
 
-def test_nobody_gets_anything_without_a_token(store: Store) -> None:
+def test_calls_without_token_are_rejected(store: Store) -> None:
     for token in ("", "a-token-that-nobody-has"):
         channels = {daemon: store.channel(daemon, token) for daemon in ("metadata", "a")}
         for method in OURS:
@@ -155,8 +155,8 @@ def test_nobody_gets_anything_without_a_token(store: Store) -> None:
             assert watching.value.code() is grpc.StatusCode.UNAUTHENTICATED, "it would have no end"
 
 
-def test_what_is_refused_is_not_even_read(store: Store) -> None:
-    """A request that can be parsed by nobody is refused for its token: whoever parses it first answers otherwise."""
+def test_rejected_requests_are_not_parsed(store: Store) -> None:
+    """An unparsable request is rejected for its token; a server that parses first returns another error."""
     for method in ("/kvstore.v1.Metadata/Lookup", "/kvstore.v1.Metadata/WatchBlocks"):
         streams = method.endswith("WatchBlocks")
         channel = store.channel("metadata")
@@ -167,8 +167,8 @@ def test_what_is_refused_is_not_even_read(store: Store) -> None:
 
 
 @pytest.mark.parametrize("role", list(AccessRole))
-def test_roles_reach_what_the_mapping_says(store: Store, role: AccessRole) -> None:
-    """Requests are empty: most are answered as malformed, which is behind the door. What would change a lot is not sent."""
+def test_roles_reach_methods_of_the_mapping(store: Store, role: AccessRole) -> None:
+    """Requests are empty, so most admitted ones are rejected as malformed. Disruptive requests are not sent."""
     channels = {daemon: store.channel(daemon, TOKENS[role]) for daemon in ("metadata", "a")}
     for method in OURS:
         service, name = method.rpartition(".")[2].split("/")
@@ -186,7 +186,7 @@ def test_roles_reach_what_the_mapping_says(store: Store, role: AccessRole) -> No
             assert isinstance(error, PermissionDenied), (method, error)
 
 
-def test_an_engine_of_a_tenant_stores_loads_and_hits(store: Store) -> None:
+def test_tenant_engine_stores_and_loads(store: Store) -> None:
     with store.client("acme", ACME) as engine, store.client("acme", ACME, node="b") as far:
         keys, data = filled(engine)
         out = np.zeros_like(data)
@@ -205,7 +205,7 @@ def test_an_engine_of_a_tenant_stores_loads_and_hits(store: Store) -> None:
         filled(engine, 2)
 
 
-def test_another_tenant_gets_nothing_over_any_door(store: Store) -> None:
+def test_other_tenant_is_denied_on_every_interface(store: Store) -> None:
     mine = spec("acme")
     with store.client("acme", ACME) as engine:
         keys, _ = filled(engine, 3)
@@ -258,8 +258,8 @@ def test_another_tenant_gets_nothing_over_any_door(store: Store) -> None:
         watcher.wait_complete(WAIT_S)
 
 
-def test_old_bytes_of_others_are_no_block_of_a_tenant(store: Store) -> None:
-    """Slots are not cleared: who could have some without writing them would read what others had there."""
+def test_tenant_cannot_publish_old_bytes_of_others(store: Store) -> None:
+    """Slots are not cleared: a tenant that gets slots without writing them could read other tenants' bytes."""
     with store.client("acme", ACME) as engine:
         keys, _ = filled(engine, 4)
         ours, operation = spec("other"), secrets.token_bytes(16)
@@ -276,7 +276,7 @@ def test_old_bytes_of_others_are_no_block_of_a_tenant(store: Store) -> None:
         assert engine.lookup(keys).hit_blocks == BLOCKS
 
 
-def test_a_tenant_takes_its_share_of_subscriptions_and_no_more(store: Store) -> None:
+def test_tenant_subscriptions_are_limited_to_its_share(store: Store) -> None:
     request = metadata_pb2.WatchBlocksRequest(namespace_ids=[spec("other").namespace])
 
     def watch(token: str) -> Any:
@@ -301,7 +301,7 @@ def test_a_tenant_takes_its_share_of_subscriptions_and_no_more(store: Store) -> 
             stream.cancel()
 
 
-def test_a_tenant_flushes_what_is_its_own(store: Store) -> None:
+def test_tenant_flushes_only_its_blocks(store: Store) -> None:
     with store.client("acme", ACME) as engine, store.client("other", OTHER) as other:
         filled(engine, 6)
         assert engine.flush(CALL_S)
@@ -315,8 +315,8 @@ def test_a_tenant_flushes_what_is_its_own(store: Store) -> None:
         assert other.flush(CALL_S)
 
 
-def test_a_client_that_is_refused_misses_and_says_so(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """As engines have it: nothing is raised, everything is a miss, counted and logged; the token is not."""
+def test_rejected_client_misses_and_reports(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """The client raises no error: every block is a miss, counted and logged; the token is not logged."""
     for tenant, token in (("acme", OTHER), ("acme", "a-token-that-nobody-has"), ("acme", "")):
         with store.client(tenant, token, require_store=False, log_interval_s=0.0) as client:
             keys = list(client.keys(np.arange(BLOCKS * 16, dtype=np.uint32)))
@@ -334,8 +334,8 @@ def test_a_client_that_is_refused_misses_and_says_so(store: Store, caplog: pytes
     assert OTHER not in caplog.text
 
 
-def test_a_node_shows_its_token_to_nodes_alone(store: Store) -> None:
-    """A tenant that names a server of its own as a source is not shown the node's token there."""
+def test_node_token_is_sent_to_nodes_only(store: Store) -> None:
+    """If a tenant names its server as a source, the node does not send its token there."""
     seen: list[Any] = []
 
     class Thief(node_pb2_grpc.NodeServicer):
@@ -364,8 +364,8 @@ def test_a_node_shows_its_token_to_nodes_alone(store: Store) -> None:
     assert "no node of this store has this address" in store.cluster.node("a").log_path.read_text()
 
 
-def test_an_operators_token_is_not_shown_to_whoever_registers_as_a_node(store: Store) -> None:
-    """Where there is one that reads: questions about nodes go to the addresses that these named."""
+def test_operator_token_is_not_sent_to_false_nodes(store: Store) -> None:
+    """The store has a token with role read, because requests about nodes are sent to the addresses that nodes registered."""
     seen: list[str] = []
 
     class Thief(grpc.GenericRpcHandler):
@@ -406,14 +406,14 @@ def test_an_operators_token_is_not_shown_to_whoever_registers_as_a_node(store: S
         server.stop(None)
 
 
-def test_a_session_of_another_server_life_is_lost_not_denied(store: Store) -> None:
+def test_session_of_earlier_server_is_lost_not_denied(store: Store) -> None:
     stub = node_pb2_grpc.NodeStub(store.channel("a", ACME))
     with pytest.raises(LeaseLost):
         call(stub.Release, node_pb2.ReleaseRequest(session_id=b"s" * 16), CALL_S)
 
 
-def test_a_node_started_anew_learns_with_its_token_whose_its_blocks_are(store: Store) -> None:
-    """Nobody opens the namespace there again: only the metadata server can tell."""
+def test_restarted_node_learns_tenants_of_its_blocks(store: Store) -> None:
+    """No client opens the namespace there again, so only the metadata server knows the tenant."""
     with store.client("acme", ACME) as engine:
         filled(engine, 5)
         assert engine.flush(WAIT_S)
@@ -429,7 +429,7 @@ def test_a_node_started_anew_learns_with_its_token_whose_its_blocks_are(store: S
     wait_until(known, "whose they are")
 
 
-def test_commands_and_the_admin_server_carry_a_token(store: Store) -> None:
+def test_commands_and_admin_server_send_token(store: Store) -> None:
     assert "token" in store.command("nodes", code=3)
     assert "a" in store.command("nodes", token=TOKENS[AccessRole.READ])
     store.command("drain", "b", token=TOKENS[AccessRole.READ], code=3)
@@ -443,8 +443,8 @@ def test_commands_and_the_admin_server_carry_a_token(store: Store) -> None:
     store.cluster.stop("admin")
 
 
-def test_tokens_are_exchanged_without_a_restart(store: Store) -> None:
-    """The last one: it changes the file."""
+def test_tokens_change_without_restart(store: Store) -> None:
+    """Last test, because it changes the file."""
     file = store.folder / "tokens"
     lines = file.read_text().splitlines()
     fresh = "the-token-of-acme-tomorrow"

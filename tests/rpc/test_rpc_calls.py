@@ -1,5 +1,5 @@
 # ruff: noqa: N802  # handlers are named by gRPC
-"""Errors, retries, TLS and limits over real sockets: a small service whose handlers do what each request tells them."""
+"""Errors, retries, TLS and limits over real sockets: a small service whose handlers follow instructions in the request."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SERVICE = "kvstore.v1.Metadata"
 
 
 class Obedient(metadata_pb2_grpc.MetadataServicer):
-    """Raises the kind of error that the request's namespace spells, or answers."""
+    """Raise the error kind that the request's namespace names, or return a response."""
 
     def __init__(self) -> None:
         self.failures_left = 0
@@ -129,7 +129,7 @@ def lookup(told: str, size: int = 0) -> pb.LookupRequest:
 
 # ---- errors ----
 @pytest.mark.parametrize("kind", ErrorKind)
-async def test_every_kind_arrives_as_its_own_class_with_fields(stub: metadata_pb2_grpc.MetadataStub, kind: ErrorKind) -> None:
+async def test_error_kinds_arrive_as_class_with_fields(stub: metadata_pb2_grpc.MetadataStub, kind: ErrorKind) -> None:
     with pytest.raises(KVStoreError) as caught:
         await call_aio(stub.Lookup, lookup(kind), 5.0)
     assert caught.value.kind is kind
@@ -142,7 +142,7 @@ async def test_every_kind_arrives_as_its_own_class_with_fields(stub: metadata_pb
     assert failed.code().value[0] == STATUS[kind].grpc
 
 
-async def test_a_bug_is_counted_logged_and_tells_nothing(
+async def test_handler_bug_is_counted_and_logged_without_details(
     served: Served, stub: metadata_pb2_grpc.MetadataStub, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR), pytest.raises(Internal) as caught:
@@ -161,7 +161,7 @@ async def test_a_bug_is_counted_logged_and_tells_nothing(
         "/grpc.health.v1.Health/Check",
     ],
 )
-async def test_garbage_is_an_invalid_argument_counted_and_logged_now_and_then(
+async def test_garbage_requests_are_invalid_counted_and_rarely_logged(
     served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(server, "limited", LimitedLog(server.logger))
@@ -185,10 +185,10 @@ async def test_garbage_is_an_invalid_argument_counted_and_logged_now_and_then(
     assert "request_bytes=40" in said.getMessage()
 
 
-async def test_callers_that_left_before_their_answer_are_counted_and_write_no_tracebacks(
+async def test_disconnected_callers_are_counted_without_tracebacks(
     served: Served, stub: metadata_pb2_grpc.MetadataStub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When gRPC finds nobody to send an answer to is a matter of microseconds: here a handler writes the line that it writes."""
+    """gRPC detects a disconnected caller within a window of microseconds, so a handler writes gRPC's log line instead."""
     with caplog.at_level(logging.INFO):
         await call_aio(stub.Lookup, lookup("gone"), 5.0)
         assert caplog.text == ""
@@ -198,9 +198,7 @@ async def test_callers_that_left_before_their_answer_are_counted_and_write_no_tr
 
 
 @pytest.mark.parametrize(("sequence", "kind"), [(13, ErrorKind.CONFLICT), (14, ErrorKind.INTERNAL)])
-async def test_streams_are_mapped_too_after_what_they_answered(
-    stub: metadata_pb2_grpc.MetadataStub, sequence: int, kind: ErrorKind
-) -> None:
+async def test_stream_errors_arrive_after_responses(stub: metadata_pb2_grpc.MetadataStub, sequence: int, kind: ErrorKind) -> None:
     stream = stub.Publish(iter([pb.PublishRequest(sequence=1), pb.PublishRequest(sequence=sequence)]))
     assert (await stream.read()).sequence == 1
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -208,14 +206,14 @@ async def test_streams_are_mapped_too_after_what_they_answered(
     assert from_rpc_error(caught.value).kind is kind
 
 
-async def test_an_unknown_method_is_unsupported(served: Served) -> None:
+async def test_call_unknown_method_is_unsupported(served: Served) -> None:
     async with connect_aio(served.address) as channel:
         missing = channel.unary_unary("/kvstore.v1.Metadata/Nonsense")
         with pytest.raises(Unsupported):
             await call_aio(missing, b"", 5.0)
 
 
-async def test_nobody_there_is_unavailable_and_a_late_answer_is_a_deadline(stub: metadata_pb2_grpc.MetadataStub) -> None:
+async def test_call_refused_is_unavailable_late_is_deadline(stub: metadata_pb2_grpc.MetadataStub) -> None:
     with pytest.raises(DeadlineExceeded):
         await call_aio(stub.Lookup, lookup("slow"), 0.05)
     async with connect_aio("127.0.0.1:1") as channel:
@@ -223,8 +221,8 @@ async def test_nobody_there_is_unavailable_and_a_late_answer_is_a_deadline(stub:
             await call_aio(metadata_pb2_grpc.MetadataStub(channel).Lookup, lookup(""), 5.0)
 
 
-async def test_a_connection_that_takes_its_time_is_waited_for(served: Served) -> None:
-    """As over a long way, with a handshake of TLS, or where the server's machine is busy."""
+async def test_call_slow_connection_is_waited_for(served: Served) -> None:
+    """Models a long network path, a TLS handshake, or a busy server."""
     host, _, port = served.address.rpartition(":")
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -245,7 +243,7 @@ async def test_a_connection_that_takes_its_time_is_waited_for(served: Served) ->
         await channel.close()
 
 
-async def test_a_closed_channel_is_unavailable(served: Served) -> None:
+async def test_call_closed_channel_is_unavailable(served: Served) -> None:
     channel = connect_aio(served.address)
     stub = metadata_pb2_grpc.MetadataStub(channel)
     await channel.close()
@@ -258,7 +256,7 @@ async def test_a_closed_channel_is_unavailable(served: Served) -> None:
         call(sync_stub.Lookup, lookup(""), 5.0)
 
 
-async def test_an_oversized_message_is_refused_as_never_retryable() -> None:
+async def test_oversized_message_is_rejected_not_retryable() -> None:
     async with serve(max_message_bytes=1 << 16) as running, connect_aio(running.address) as channel:
         stub = metadata_pb2_grpc.MetadataStub(channel)
         assert (await call_aio(stub.Lookup, lookup("", 1 << 15), 5.0)).hit_blocks == 1 << 15
@@ -267,7 +265,7 @@ async def test_an_oversized_message_is_refused_as_never_retryable() -> None:
 
 
 class Failed:
-    """A failed call with whatever trailing metadata."""
+    """A failed call with the given trailing metadata."""
 
     def __init__(self, code: grpc.StatusCode | None, metadata: object) -> None:
         self._code, self._metadata = code, metadata
@@ -299,18 +297,18 @@ def newer_detail() -> bytes:
     ],
     ids=["no metadata", "no detail", "garbage", "empty status", "unknown kind"],
 )
-def test_without_a_known_detail_the_status_code_decides(metadata: object) -> None:
+def test_error_without_detail_follows_status_code(metadata: object) -> None:
     assert from_rpc_error(Failed(grpc.StatusCode.FAILED_PRECONDITION, metadata)).kind is ErrorKind.LEASE_LOST
     assert from_rpc_error(Failed(None, metadata)).kind is ErrorKind.INTERNAL
 
 
-def test_a_status_fits_into_trailing_metadata_whatever_an_error_says() -> None:
+def test_status_of_long_error_fits_into_trailing_metadata() -> None:
     fields = {f"name{i}\udc80" * 100: "é\ud800" * 1000 for i in range(1000)}
     assert len(to_status(make_error(ErrorKind.CONFLICT, "é" * 100_000, fields)).SerializeToString()) < 7000
 
 
 # ---- retries ----
-async def test_retryable_failures_are_sent_again_within_bounds(served: Served, stub: metadata_pb2_grpc.MetadataStub) -> None:
+async def test_retryable_failures_are_retried_within_limits(served: Served, stub: metadata_pb2_grpc.MetadataStub) -> None:
     policy = RetryPolicy(attempts=3, first_backoff_s=0.001, max_backoff_s=0.002)
     served.service.failures_left = 2
     await call_aio(stub.Lookup, lookup("flaky"), 5.0, policy)
@@ -321,13 +319,13 @@ async def test_retryable_failures_are_sent_again_within_bounds(served: Served, s
     assert served.service.calls == 6
     with pytest.raises(CapacityExceeded):
         await call_aio(stub.Lookup, lookup("capacity_exceeded"), 5.0)
-    assert served.service.calls == 7  # nobody asked for a retry
+    assert served.service.calls == 7  # no retry policy
     with pytest.raises(InvalidArgument):
         await call_aio(stub.Lookup, lookup("invalid_argument"), 5.0, policy)
     assert served.service.calls == 8  # not retryable
 
 
-async def test_the_synchronous_surface_does_the_same(served: Served) -> None:
+async def test_synchronous_calls_retry_and_map_errors(served: Served) -> None:
     policy = RetryPolicy(attempts=2, first_backoff_s=0.001, max_backoff_s=0.001)
     with connect(served.address) as channel:
         stub = metadata_pb2_grpc.MetadataStub(channel)
@@ -339,7 +337,7 @@ async def test_the_synchronous_surface_does_the_same(served: Served) -> None:
             await asyncio.to_thread(call, stub.Lookup, lookup("conflict"), 5.0, policy)
 
 
-async def test_no_wait_goes_past_the_deadline(served: Served, stub: metadata_pb2_grpc.MetadataStub) -> None:
+async def test_backoff_never_exceeds_deadline(served: Served, stub: metadata_pb2_grpc.MetadataStub) -> None:
     served.service.failures_left = 9
     with pytest.raises(Unavailable):  # the failure itself, at once, rather than a wait that could not help
         await call_aio(stub.Lookup, lookup("flaky"), 5.0, RetryPolicy(attempts=9, first_backoff_s=60, max_backoff_s=60))
@@ -347,7 +345,7 @@ async def test_no_wait_goes_past_the_deadline(served: Served, stub: metadata_pb2
 
 
 @pytest.mark.parametrize("attempts", [0, -1])
-def test_a_policy_that_never_calls_is_refused(attempts: int) -> None:
+def test_retry_policy_without_attempts_raises(attempts: int) -> None:
     with pytest.raises(InvalidArgument):
         RetryPolicy(attempts=attempts)
 
@@ -359,7 +357,7 @@ async def test_unix_sockets_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:99999", "unix:relative", "http://x:1", "a b:1", "x:1\n"])
-def test_addresses_that_are_none_are_refused(address: str) -> None:
+def test_invalid_addresses_are_rejected(address: str) -> None:
     with pytest.raises(InvalidArgument):
         connect(address)
 
@@ -369,7 +367,7 @@ async def test_an_address_in_use_is_unavailable(served: Served) -> None:
         await serve(served.address).__aenter__()
 
 
-async def test_health_says_serving_and_reflection_names_the_service(served: Served) -> None:
+async def test_health_serves_and_reflection_lists_service(served: Served) -> None:
     async with connect_aio(served.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         answer = await call_aio(health.Check, health_pb2.HealthCheckRequest(service=SERVICE), 5.0)
@@ -421,7 +419,7 @@ async def test_tls_and_client_certificates(tmp_path: Path) -> None:
         assert running.service.calls == 1
 
 
-def test_tls_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+def test_unusable_tls_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="requires both"):
         TlsConfig(cert=tmp_path / "a.pem")
     with pytest.raises(InvalidArgument, match="cannot read"):

@@ -1,4 +1,4 @@
-"""The door: what is well-formed comes through unchanged, everything else is refused before anything is allocated for it."""
+"""Codec: valid messages are decoded unchanged; invalid ones are rejected before memory is allocated for them."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ SPECS = st.builds(
 
 
 @given(RUNS)
-def test_runs_go_there_and_back(run: BlockRun) -> None:
+def test_runs_round_trip(run: BlockRun) -> None:
     message = common_pb2.BlockRun.FromString(codec.run_to_proto(run).SerializeToString())
     assert codec.run_from_proto(message) == run
 
 
 @given(SPECS)
-def test_specs_go_there_and_back_with_one_digest(spec: CacheSpec) -> None:
+def test_specs_round_trip_with_same_digest(spec: CacheSpec) -> None:
     message = common_pb2.CacheSpec.FromString(codec.spec_to_proto(spec).SerializeToString())
     back = codec.spec_from_proto(message)
     assert back == spec
     assert back.namespace == spec.namespace
 
 
-def test_every_field_of_the_spec_travels() -> None:
+def test_spec_fields_all_round_trip() -> None:
     names = {field.name for field in common_pb2.CacheSpec.DESCRIPTOR.fields}
     assert names == set(CacheSpec.__dataclass_fields__)
 
@@ -72,12 +72,12 @@ def test_every_field_of_the_spec_travels() -> None:
     ],
     ids=["no keys", "torn key", "short namespace", "parent of head", "no parent", "short parent", "too deep", "too many"],
 )
-def test_malformed_runs_are_refused(message: common_pb2.BlockRun) -> None:
+def test_malformed_runs_are_rejected(message: common_pb2.BlockRun) -> None:
     with pytest.raises(InvalidArgument):
         codec.run_from_proto(message)
 
 
-def test_runs_are_bounded_together_and_in_number() -> None:
+def test_runs_are_limited_in_size_and_number() -> None:
     half = common_pb2.BlockRun(namespace_id=b"n" * 16, keys=b"k" * 16 * (limits.MAX_KEYS_PER_CALL // 2 + 1))
     codec.runs_from_proto([half])
     with pytest.raises(InvalidArgument, match="too many"):
@@ -91,7 +91,7 @@ def test_runs_are_bounded_together_and_in_number() -> None:
     [{"hash_algorithm": "md5"}, {"model": ""}, {"layers": 0}, {"layers": 2**32 - 1}, {"shard_rank": 4}, {"salt": b"s" * 257}],
     ids=str,
 )
-def test_malformed_specs_are_refused(change: dict[str, object]) -> None:
+def test_malformed_specs_are_rejected(change: dict[str, object]) -> None:
     message = codec.spec_to_proto(CacheSpec(model="m", block_tokens=64, layers=2, layer_block_bytes=512, shard_count=4))
     for name, value in change.items():
         setattr(message, name, value)
@@ -100,7 +100,7 @@ def test_malformed_specs_are_refused(change: dict[str, object]) -> None:
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=20))
-def test_packed_arrays_go_there_and_back(values: list[int]) -> None:
+def test_packed_arrays_round_trip(values: list[int]) -> None:
     packed = codec.pack_u64(values)
     assert packed == b"".join(value.to_bytes(8, "little") for value in values)
     array = codec.unpack_u64(packed, "checksums", len(values))
@@ -109,14 +109,14 @@ def test_packed_arrays_go_there_and_back(values: list[int]) -> None:
     assert codec.pack_u64(np.array(values, ">u8")) == packed
 
 
-def test_packed_arrays_of_a_wrong_length_are_refused() -> None:
+def test_packed_arrays_wrong_length_are_rejected() -> None:
     with pytest.raises(InvalidArgument):
         codec.unpack_u64(b"1234567", "offsets")
     with pytest.raises(InvalidArgument):
         codec.unpack_u64(b"12345678", "offsets", 2)
 
 
-def test_store_outcomes_are_a_byte_each() -> None:
+def test_store_outcomes_use_one_byte_per_block() -> None:
     outcomes = list(StoreOutcome)
     assert codec.unpack_store_outcomes(codec.pack_store_outcomes(outcomes), len(outcomes)) == outcomes
     for packed, count in ((b"\x01", 2), (b"\x00", 1), (b"\xff", 1)):
@@ -125,26 +125,26 @@ def test_store_outcomes_are_a_byte_each() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "x" * 513, "a\nb", "a\x00b"])
-def test_names_that_would_hurt_logs_and_files_are_refused(value: str) -> None:
+def test_names_unsafe_in_logs_or_files_are_rejected(value: str) -> None:
     with pytest.raises(InvalidArgument):
         codec.check_name(value, "node_id")
 
 
 @pytest.mark.parametrize("value", [0, 9])
-def test_unspecified_and_unknown_tiers_are_refused(value: int) -> None:
+def test_unspecified_and_unknown_tiers_are_rejected(value: int) -> None:
     with pytest.raises(InvalidArgument):
         codec.tier_from_proto(value)
     assert codec.tier_from_proto(common_pb2.TIER_NVME) is Tier.NVME
 
 
 @pytest.mark.parametrize("tier", Tier)
-def test_tiers_go_there_and_back(tier: Tier) -> None:
+def test_tiers_round_trip(tier: Tier) -> None:
     message = common_pb2.VolumeInfo(tier=codec.tier_to_proto(tier))
     assert codec.tier_from_proto(message.tier) is tier
 
 
 @given(st.binary(max_size=200))
-def test_packed_keys_are_cut_apart_or_refused(packed: bytes) -> None:
+def test_packed_keys_are_split_or_rejected(packed: bytes) -> None:
     if len(packed) % 16:
         with pytest.raises(InvalidArgument):
             codec.keys_from_packed(packed)

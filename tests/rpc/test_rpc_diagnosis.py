@@ -1,4 +1,4 @@
-"""Why a server was not reached: real gRPC servers, real TLS, and what is no gRPC server at all."""
+"""Diagnosis of unreachable servers: real gRPC servers, real TLS, and servers without gRPC."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT_S = 20.0
 
 @contextmanager
 def serving(tls: TlsConfig | None, address: str = "127.0.0.1:0") -> Iterator[str]:
-    """A gRPC server of ours; its address."""
+    """Address of a gRPC server of this project."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -145,7 +145,7 @@ def test_diagnose_server_that_ends_blames_no_certificate(ours: CertificateFiles,
 
 
 def test_diagnose_silent_server_ends_in_time(ours: CertificateFiles) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # connections are made, and nobody says a word
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts connections but sends nothing
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert diagnose(address, None, "", 0.2) == "no answer within 0.2 s"
         assert diagnose(address, TlsConfig(ours.ca), "", 0.2) == "no answer within 0.2 s"

@@ -1,4 +1,4 @@
-"""gRPC waits in the threads of its callers in the metadata server; whoever is a client keeps gRPC's own way."""
+"""In the metadata server gRPC polls in its callers' threads; clients keep gRPC's default."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def run(*lines: str, **environment: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_it_is_chosen_once_before_grpc_is_there_and_nobody_inherits_it() -> None:
+def test_io_mode_set_before_import_is_not_inherited() -> None:
     assert run(_CHOSE, _SAY, _CHOSE) == ["True", "None", "False"]
 
 
 @pytest.mark.parametrize("chosen", ["", "-event_engine_client"])
-def test_who_has_chosen_is_left_alone(chosen: str) -> None:
+def test_io_mode_set_by_user_is_kept(chosen: str) -> None:
     assert run(_CHOSE, _SAY, GRPC_EXPERIMENTS=chosen) == ["False", *chosen.split()]
 
 
-def test_grpc_that_was_imported_before_is_left_alone() -> None:
+def test_io_mode_after_grpc_import_is_kept() -> None:
     assert run("import grpc", _CHOSE) == ["False"]
 
 
 _WATCH = ("import kvstore.rpc.grpc_io_mode as io", "seen = []", "io.import_module = seen.append")
 
 
-def test_the_metadata_server_chooses() -> None:
+def test_metadata_server_sets_io_mode() -> None:
     assert run(*_WATCH, "from kvstore.cli.app import root; root.get_command(None, 'metadata')", "print(*seen)")[-1:] == ["grpc"]
 
 
@@ -45,10 +45,10 @@ def test_the_metadata_server_chooses() -> None:
     "first",
     ["from kvstore.cli.app import root; root.get_command(None, 'node')", "from kvclient import KVClient"],
 )
-def test_clients_do_not(first: str) -> None:
-    """A connection that is lost would be made again only while somebody waits in a call."""
+def test_clients_do_not_set_io_mode(first: str) -> None:
+    """With that mode a lost connection is restored only while a call waits."""
     assert run(*_WATCH, first, "print(len(seen))")[-1:] == ["0"]
 
 
-def test_values_of_the_client_load_no_grpc() -> None:
+def test_client_values_import_without_grpc() -> None:
     assert run("from kvclient import CacheSpec", "import sys; print('grpc' in sys.modules)") == ["False"]

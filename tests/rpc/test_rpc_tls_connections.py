@@ -1,4 +1,4 @@
-"""Who fails a TLS handshake at a gRPC port is counted and named; who calls is not."""
+"""Peers that fail a TLS handshake at a gRPC port are counted and named; peers with calls are not."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_handshake_failed_names_the_peer(
 
 
 @pytest.mark.parametrize("look_s", [0.0, 0.3], ids=["each is seen at once", "most are seen late"])
-async def test_peer_that_calls_is_not_counted(
+async def test_peer_with_calls_is_not_counted(
     served: tuple[str, Counters],
     files: CertificateFiles,
     caplog: pytest.LogCaptureFixture,

@@ -1,6 +1,6 @@
-"""kvikio with a stand-in driver that has a device: run by ``test_gds_conformance.py``, in a process of its own.
+"""kvikio with a stand-in driver that has a device: run by ``test_gds_conformance.py`` in a separate process.
 
-The device's memory is this process's, but kvikio takes it for a GPU's: its device path is what runs, in compatibility mode.
+The device's memory is this process's, but kvikio treats it as GPU memory: its device path runs, in compatibility mode.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def slab(request: pytest.FixtureRequest, tmp_path: Path, counters: Counters) -> 
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_blocks_come_into_device_memory(slab: NvmeSlab, counters: Counters, tmp_path: Path, verify: bool) -> None:
-    """Straight or through host memory: the same bytes; a flipped bit is never a hit where it is looked for."""
+def test_read_blocks_into_device_memory(slab: NvmeSlab, counters: Counters, tmp_path: Path, verify: bool) -> None:
+    """Directly or through host memory: the same bytes; with verification a flipped bit is never a hit."""
     items = items_for(slab.allocate(SHAPE, 8) or [], range(8), SHAPE)
     assert slab.write(items) == [None] * 8
     fd = os.open(tmp_path / "volume" / "slab.kv", os.O_RDWR)
@@ -117,8 +117,8 @@ def test_registered_memory_is_read_into(tmp_path: Path, counters: Counters) -> N
     posix.close()
 
 
-def test_a_pretended_path_is_told_from_a_real_one(tmp_path: Path, counters: Counters) -> None:
-    """kvikio reads into device memory, rightly, and yet it is not GPUDirect Storage."""
+def test_probe_detects_pretended_path(tmp_path: Path, counters: Counters) -> None:
+    """kvikio reads correctly into device memory, but not with GPUDirect Storage."""
     found = probe_gds(tmp_path)
     assert found.path is GdsPath.COMPAT, found
     assert found.facts["same"] is True
@@ -128,4 +128,4 @@ def test_a_pretended_path_is_told_from_a_real_one(tmp_path: Path, counters: Coun
     assert counters.snapshot() == {"gds_pretended_total": 1}
     with pytest.raises(Unsupported, match=r"through host memory.*nvidia-fs.*node\.gds = auto"):
         choose_gds("required", tmp_path, threads=4, counters=counters)
-    assert list(tmp_path.iterdir()) == []  # the probe's file is gone
+    assert list(tmp_path.iterdir()) == []  # the probe's file was removed

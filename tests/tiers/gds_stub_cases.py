@@ -1,4 +1,4 @@
-"""kvikio with a stand-in for the CUDA driver: run by ``test_gds_conformance.py``, in a process of its own."""
+"""kvikio with a stand-in for the CUDA driver: run by ``test_gds_conformance.py`` in a separate process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestGdsSlab(DurableVolumeSuite):
 
 
 class TestGdsForDevicesSlab(DurableVolumeSuite):
-    """As a node opens it: host memory is read by posix."""
+    """The slab with a node's settings: posix reads host memory."""
 
     def open_raw(self, folder: Path, capacity_bytes: int) -> DurableVolume:
         return NvmeSlab.open(folder / "volume", volume_id=VolumeId("slab"), capacity_bytes=capacity_bytes, gds=kvikio())
@@ -75,7 +75,7 @@ def slab(tmp_path: Path, counters: Counters) -> Iterator[NvmeSlab]:
     slab.close()
 
 
-def test_it_is_kvikio_that_reads(slab: NvmeSlab, counters: Counters) -> None:
+def test_reads_go_through_kvikio(slab: NvmeSlab, counters: Counters) -> None:
     assert slab.io_engine.startswith("gds (kvikio ")
     items = items_for(slab.allocate(SHAPE, 9) or [], range(9), SHAPE)
     assert slab.write(items) == [None] * 9
@@ -106,7 +106,7 @@ def test_reads_into_device_memory(slab: NvmeSlab, counters: Counters) -> None:
     assert slab.read(emptied(items)) == [Outcome.HIT] * 6
 
 
-def test_memory_that_cannot_be_registered_is_told_and_used_all_the_same() -> None:
+def test_unregistrable_memory_is_accepted() -> None:
     memory = HostDeviceMemory(1 << 20)
-    assert kvikio().register(memory) in (True, False)  # whatever this version says of memory that is none
+    assert kvikio().register(memory) in (True, False)  # depends on the version, because this is not device memory
     kvikio().deregister(memory)

@@ -1,4 +1,4 @@
-"""Which path is real: what the probe's process says is understood, and nothing but proof is taken for GPUDirect Storage."""
+"""Choice of the GDS path: the probe's output is parsed, and only a measured read counts as GPUDirect Storage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ REAL = DRIVER | KVIKIO | READ
         ({}, 1, GdsPath.NONE, "ended at 'start' with code 1: no module of that name"),
     ],
 )
-def test_what_the_probe_said_is_judged(said: dict[str, Any], code: int | None, path: GdsPath, words: str) -> None:
+def test_judge_probe_output(said: dict[str, Any], code: int | None, path: GdsPath, words: str) -> None:
     lines = [json.dumps({name: value}) for name, value in said.items()]
     found = judge(
         CommandResult(code, "\n".join(["a library's chatter", "[1, 2]", *lines]), "Traceback\nno module of that name\n"), 30.0
@@ -62,21 +62,21 @@ def test_what_the_probe_said_is_judged(said: dict[str, Any], code: int | None, p
     [("start", None, "kvstore doctor"), ("driver", None, "nvidia-smi"), ("driver", -11, "nvidia-smi"),
      ("driver", 1, "nvidia-smi"), ("read", -11, "sudo modprobe nvidia-fs")],
 )  # fmt: skip
-def test_a_probe_that_broke_is_mended_where_it_broke(begun: str, code: int | None, mend: str) -> None:
-    """A CUDA driver that hangs, crashes or has no ``cuInit`` is not mended by a module for disks."""
+def test_judge_failed_probe_names_remedy_of_its_step(begun: str, code: int | None, mend: str) -> None:
+    """A CUDA driver that hangs, crashes or has no ``cuInit`` is not repaired by a kernel module for disks."""
     found = judge(CommandResult(code, json.dumps({"begun": begun}), "AttributeError: undefined symbol: cuInit\n"), 30.0)
     assert (found.mend or "").startswith(mend)
 
 
-def test_no_driver_is_proposed_for_a_card_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_no_card_proposes_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "CUDA_DRIVER", "libnosuchdriver.so.1")
     for cards, mend in ((0, "--set node.gds=off"), (1, "sudo apt install nvidia-driver-cuda")):
         monkeypatch.setattr(probe, "nvidia_cards", lambda cards=cards: cards)
         assert (probe.probe_gds(tmp_path).mend or "").startswith(mend)
 
 
-def test_cards_are_counted_on_the_bus(tmp_path: Path) -> None:
-    """NVIDIA's bridges and network cards are none, nor are other makers' displays."""
+def test_nvidia_cards_counts_gpus_on_the_bus(tmp_path: Path) -> None:
+    """NVIDIA bridges, NVIDIA network cards and other vendors' displays do not count."""
     for number, (vendor, kind) in enumerate([("0x10de", "0x030200"), ("0x10de", "0x068000"), ("0x1002", "0x030000")]):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "vendor").write_text(vendor + "\n")
@@ -86,11 +86,11 @@ def test_cards_are_counted_on_the_bus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", ["", "\x00\xff", "{", '{"same": true', "null\n3\n", '{"backends": 5, "same": true}'])
-def test_nonsense_is_never_taken_for_gds(output: str) -> None:
+def test_judge_nonsense_is_not_gds(output: str) -> None:
     assert judge(CommandResult(0, output, ""), 30.0).path is not GdsPath.GDS
 
 
-def test_without_a_driver_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_without_driver_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "CUDA_DRIVER", "libnosuchdriver.so.1")
     monkeypatch.setattr(probe, "run_with_timeout", None)
     found = probe.probe_gds(tmp_path)
@@ -101,12 +101,12 @@ def test_without_a_driver_nothing_is_started(tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process takes the C library for a driver."""
+    """Use the C library as the CUDA driver."""
     monkeypatch.setattr(probe, "CUDA_DRIVER", "libc.so.6")
 
 
 @pytest.mark.usefixtures("driver")
-def test_the_probe_s_file_is_gone_however_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_killed_removes_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def killed(command: list[str], _timeout_s: float, **_more: object) -> CommandResult:
@@ -121,9 +121,7 @@ def test_the_probe_s_file_is_gone_however_it_ended(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_slab_is_measured_itself_and_without_one_nothing_is_written_where_nothing_may_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probe_reads_slab_and_glance_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
     def told(command: list[str], _timeout_s: float, **_more: object) -> CommandResult:
@@ -146,7 +144,7 @@ def test_a_slab_is_measured_itself_and_without_one_nothing_is_written_where_noth
 
 
 @pytest.mark.usefixtures("driver")
-def test_what_keeps_the_probe_from_running_is_no_gds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_that_cannot_run_is_not_gds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no file to measure with" in probe.probe_gds(tmp_path / "missing").why
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     for look in (probe.glance_at_gds, probe.probe_gds):
@@ -167,13 +165,13 @@ def test_what_keeps_the_probe_from_running_is_no_gds(tmp_path: Path, monkeypatch
         ({"read_error": "no"}, 0, GdsPath.NONE),
     ],
 )
-def test_what_was_not_measured_is_said_to_be_so(said: dict[str, Any], code: int, path: GdsPath) -> None:
+def test_judge_without_read_is_not_measured(said: dict[str, Any], code: int, path: GdsPath) -> None:
     found = judge(CommandResult(code, json.dumps(DRIVER | KVIKIO | {"begun": "read"} | said), ""), 30.0, measured=False)
     assert (found.path, found.measured) == (path, False)
 
 
 @pytest.mark.parametrize(("forced", "is_forced"), [(None, False), ("", False), ("false", False), ("TRUE", True), ("1", True)])
-def test_libcufile_is_forbidden_to_pretend_unless_the_environment_forces_it(
+def test_libcufile_compat_is_forbidden_unless_forced(
     monkeypatch: pytest.MonkeyPatch, forced: str | None, is_forced: bool
 ) -> None:
     monkeypatch.setenv(kvikio_library.ALLOW_COMPAT, "true")
@@ -188,8 +186,8 @@ def test_libcufile_is_forbidden_to_pretend_unless_the_environment_forces_it(
     assert kvikio_library.compat_is_forced() is is_forced
 
 
-def test_a_broken_kvikio_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing, half installed, or failing in its import with errors of its own: never more than ``Unsupported``."""
+def test_broken_kvikio_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvikio is missing, half installed, or fails during import: always ``Unsupported``."""
     monkeypatch.setattr(kvikio_library, "CUDA_DRIVER", "libc.so.6")
     monkeypatch.setattr(kvikio_library, "_loaded", None)
     monkeypatch.setattr(kvikio_library, "forbid_pretence", lambda: None)
@@ -222,7 +220,7 @@ def found_is(monkeypatch: pytest.MonkeyPatch, path: GdsPath, **facts: object) ->
         (GdsPath.NONE, {}, {}),
     ],
 )
-def test_what_is_not_real_is_not_used_and_refused_where_required(
+def test_choose_gds_without_gds_path_falls_back_or_raises(
     path: GdsPath, facts: dict[str, object], counted: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_is(monkeypatch, path, **facts)
@@ -237,14 +235,14 @@ def test_what_is_not_real_is_not_used_and_refused_where_required(
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_what_is_real_is_used(mode: GdsMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_gds_with_gds_path_uses_kvikio(mode: GdsMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found_is(monkeypatch, GdsPath.GDS)
     loaded = object.__new__(Kvikio)
     monkeypatch.setattr(probe, "load_kvikio", lambda threads: loaded)
     assert choose_gds(mode, tmp_path, threads=4, counters=Counters())[0] is loaded
 
 
-def test_a_kvikio_that_worked_for_the_probe_alone_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_gds_unloadable_kvikio_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found_is(monkeypatch, GdsPath.GDS, devices=1)
 
     def refuse(threads: int) -> Kvikio:
@@ -259,7 +257,7 @@ def test_a_kvikio_that_worked_for_the_probe_alone_stops_nobody(tmp_path: Path, m
         choose_gds("required", tmp_path, threads=4, counters=counters)
 
 
-def test_off_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_gds_off_probes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "probe_gds", None)
     assert choose_gds("off", tmp_path, threads=4, counters=Counters()) == (None, GdsProbe(GdsPath.NONE, "switched off"))
     with pytest.raises(InvalidArgument, match="auto, required or off"):
@@ -267,8 +265,8 @@ def test_off_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("volume", [True, False])
-def test_a_node_refuses_to_pretend(volume: bool, tmp_path: Path) -> None:
-    """Where GPUDirect Storage is required and not there, the node says so and does not start."""
+def test_node_gds_required_and_missing_exits(volume: bool, tmp_path: Path) -> None:
+    """If GPUDirect Storage is required but unavailable, the node exits with an error."""
     arguments = ["--set", "node.gds=required", "--dram", "16MiB"]
     arguments += ["--nvme", f"{tmp_path / 'nvme'}:32MiB"] if volume else []
     done = subprocess.run(
@@ -285,22 +283,22 @@ def test_a_node_refuses_to_pretend(volume: bool, tmp_path: Path) -> None:
     assert ("node.gds = auto" if volume else "needs an NVMe volume") in last
 
 
-def test_a_command_that_hangs_is_ended_with_all_it_started() -> None:
+def test_hanging_command_is_killed_with_children() -> None:
     ran = run_with_timeout(
         [sys.executable, "-c", "print('before', flush=True); import os, time; os.fork(); time.sleep(600)"], 1.0
     )
     assert ran == CommandResult(None, "before\n", "")
 
 
-def test_a_command_s_environment_and_errors_come_through() -> None:
+def test_command_gets_environment_and_returns_errors() -> None:
     ran = run_with_timeout(["sh", "-c", "echo $SAID; echo bad >&2; exit 3"], 30.0, environment={"SAID": "so"})
     assert ran == CommandResult(3, "so\n", "bad\n")
     with pytest.raises(FileNotFoundError):
         run_with_timeout(["/no/such/program"], 1.0)
 
 
-def test_what_was_not_measured_is_not_taken_for_real(tmp_path: Path) -> None:
-    """As where a volume is too small to measure with, for who may not write a file of its own there."""
+def test_choose_gds_unmeasured_path_is_not_used(tmp_path: Path) -> None:
+    """Models a volume that is too small to measure, in a folder without write permission."""
 
     def look(_: Path) -> GdsProbe:
         return GdsProbe(GdsPath.GDS, "the driver says so", measured=False)

@@ -1,4 +1,4 @@
-"""The I/O engines pass their suite: posix here; gds in processes of their own, with a stand-in for the CUDA driver."""
+"""The I/O engines pass their suite: posix here; gds in separate processes, with a stand-in for the CUDA driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TestBufferedPosixFile(IoEngineSuite):
 
 
 @pytest.mark.parametrize(("cases", "with_device"), [("gds_stub_cases.py", False), ("gds_device_cases.py", True)])
-def test_kvikio_without_a_gpu(cases: str, with_device: bool, tmp_path: Path) -> None:
+def test_kvikio_without_gpu_passes_suite(cases: str, with_device: bool, tmp_path: Path) -> None:
     if importlib.util.find_spec("kvikio") is None:
         pytest.skip("THE GDS ENGINE WAS NOT TESTED: kvikio is not installed (make install)")
     stub = build_stub(tmp_path, with_device=with_device)

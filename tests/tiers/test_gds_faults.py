@@ -1,6 +1,6 @@
-"""What the engine ``gds`` does when kvikio fails: the bytes come all the same, nothing is touched late, and all of it is counted.
+"""The engine ``gds`` with a failing kvikio: all bytes are read, no memory is written late, and failures are counted.
 
-kvikio is a stand-in here that reads with ``preadv`` in threads, and fails as it is told.
+kvikio is a stand-in that reads with ``preadv`` in threads and fails on request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Fault = Callable[[int], None]
 
 
 class StandIn:
-    """kvikio, as far as the engine uses it."""
+    """The part of kvikio that the engine uses."""
 
     version = "stand-in"
 
@@ -59,7 +59,7 @@ class StandIn:
         os.close(self.fd)
 
     def pread(self, buffer: Any, size: int, file_offset: int, task_size: int) -> Future[int]:
-        assert task_size >= size  # else kvikio would cut it, and answer before all parts have come back
+        assert task_size >= size  # else kvikio would split it, and return before all parts are complete
         self.at_start(size)
         with self.lock:
             self.started += 1
@@ -124,7 +124,7 @@ def engine(tmp_path: Path, kvikio: StandIn, counters: Counters, clock: Clock) ->
 
 
 def reads(engine: GdsFile, tmp_path: Path) -> bool:
-    """A read of several pieces brings what lies there."""
+    """A read of several pieces returns the bytes of the file."""
     pieces = [page_memory(PAGE), page_memory(700 * PAGE)]
     assert engine.read(pieces, 3 * PAGE) == 701 * PAGE
     return b"".join(map(bytes, pieces)) == (tmp_path / "file").read_bytes()[3 * PAGE : 704 * PAGE]
@@ -137,7 +137,7 @@ class TestGdsWithAStandIn(IoEngineSuite):
 
 
 @pytest.mark.parametrize("where", ["at_start", "in_flight", "short"])
-def test_a_failure_is_read_by_posix_and_counted(
+def test_kvikio_failure_is_counted_and_read_by_posix(
     engine: GdsFile, kvikio: StandIn, counters: Counters, tmp_path: Path, where: str
 ) -> None:
     setattr(kvikio, where, 4096 if where == "short" else fails)
@@ -148,8 +148,8 @@ def test_a_failure_is_read_by_posix_and_counted(
     assert counters.snapshot() == {"gds_read_failures_total": 1}
 
 
-def test_a_failure_half_way_waits_for_what_is_under_way(engine: GdsFile, kvikio: StandIn, tmp_path: Path) -> None:
-    """The third request cannot be started; two are being read into the caller's memory, and are waited for."""
+def test_kvikio_partial_failure_waits_for_running_reads(engine: GdsFile, kvikio: StandIn, tmp_path: Path) -> None:
+    """The third request cannot start; the engine waits for the two that write into the caller's memory."""
 
     def third(_size: int) -> None:
         if kvikio.started == 2:
@@ -160,7 +160,7 @@ def test_a_failure_half_way_waits_for_what_is_under_way(engine: GdsFile, kvikio:
     assert (kvikio.started, kvikio.ended) == (2, 2)
 
 
-def test_after_failures_in_a_row_it_leaves_kvikio_alone_for_a_while(
+def test_kvikio_repeated_failures_pause_its_use(
     engine: GdsFile, kvikio: StandIn, counters: Counters, clock: Clock, tmp_path: Path
 ) -> None:
     kvikio.in_flight = fails
@@ -185,13 +185,13 @@ def test_after_failures_in_a_row_it_leaves_kvikio_alone_for_a_while(
     assert "not used" not in engine.name  # it went well in between
 
 
-def test_the_end_of_the_file_is_not_kvikio_s_fault(engine: GdsFile, counters: Counters) -> None:
+def test_end_of_file_is_not_a_kvikio_failure(engine: GdsFile, counters: Counters) -> None:
     for _ in range(2 * GIVE_UP_AFTER):
         assert engine.read([page_memory(2 * PAGE)], FILE_BYTES - PAGE) < 2 * PAGE
     assert "gds_given_up_total" not in counters.snapshot()
 
 
-def test_host_memory_is_left_to_posix_unless_asked_for(tmp_path: Path, kvikio: StandIn, counters: Counters) -> None:
+def test_host_memory_is_read_by_posix_by_default(tmp_path: Path, kvikio: StandIn, counters: Counters) -> None:
     (tmp_path / "file").write_bytes(bytes(FILE_BYTES))
     posix = PosixFile(tmp_path / "file", direct=True, writable=False, counters=counters)
     engine = GdsFile(posix, cast("Kvikio", kvikio), in_flight=4, counters=counters)
@@ -206,7 +206,7 @@ def test_host_memory_is_left_to_posix_unless_asked_for(tmp_path: Path, kvikio: S
 
 @pytest.fixture
 def hung(engine: GdsFile, kvikio: StandIn) -> Iterator[Callable[[int], list[Future[bool]]]]:
-    """Begins so many reads that do not come back until the test ends; then they do, and their memory is theirs until then."""
+    """Start reads that hang until the test ends and own their memory until then."""
     gate = threading.Event()
     threads = ThreadPoolExecutor(4)
     reads: list[Future[bool]] = []
@@ -226,7 +226,7 @@ def hung(engine: GdsFile, kvikio: StandIn) -> Iterator[Callable[[int], list[Futu
         return reads
 
     yield hang
-    assert not any(read.done() for read in reads)  # nobody was told that its memory is free
+    assert not any(read.done() for read in reads)  # no caller was informed that its memory is free
     gate.set()
     assert [read.result(60.0) for read in reads] == [True] * len(reads)
     threads.shutdown()
@@ -234,7 +234,7 @@ def hung(engine: GdsFile, kvikio: StandIn) -> Iterator[Callable[[int], list[Futu
     assert "not used" not in engine.name
 
 
-def test_a_driver_that_does_not_answer_catches_nobody_else(
+def test_hanging_driver_does_not_block_other_reads(
     engine: GdsFile, kvikio: StandIn, counters: Counters, clock: Clock, tmp_path: Path, hung: Callable[[int], list[Future[bool]]]
 ) -> None:
     hung(1)
@@ -248,14 +248,14 @@ def test_a_driver_that_does_not_answer_catches_nobody_else(
     assert counters.get("gds_stalled_total") == 2
 
 
-def test_calls_that_hang_together_leave_the_others_a_way(
+def test_hanging_calls_do_not_block_later_reads(
     engine: GdsFile,
     counters: Counters,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     hung: Callable[[int], list[Future[bool]]],
 ) -> None:
-    """All that may be in kvikio's hands are there; the next waits its moment and then does without."""
+    """kvikio has the maximum number of calls; the next one waits briefly and then falls back."""
     hung(4)
     monkeypatch.setattr(gds, "STALLED_S", 0.01)
     assert reads(engine, tmp_path)
@@ -263,7 +263,7 @@ def test_calls_that_hang_together_leave_the_others_a_way(
     monkeypatch.undo()
 
 
-def test_an_error_that_nobody_thought_of_waits_for_what_is_under_way(engine: GdsFile, kvikio: StandIn) -> None:
+def test_unexpected_error_waits_for_running_reads(engine: GdsFile, kvikio: StandIn) -> None:
     class Odd(Exception):
         pass
 
@@ -301,7 +301,7 @@ def stored(slab: NvmeSlab, count: int = 9) -> list[Item]:
     return items
 
 
-def test_a_kvikio_that_fails_at_random_costs_no_block(slab: NvmeSlab, kvikio: StandIn) -> None:
+def test_kvikio_random_failures_lose_no_block(slab: NvmeSlab, kvikio: StandIn) -> None:
     draw = np.random.default_rng(1)
 
     def sometimes(_size: int) -> None:
@@ -314,7 +314,7 @@ def test_a_kvikio_that_fails_at_random_costs_no_block(slab: NvmeSlab, kvikio: St
         assert_reads_back(slab, items)
 
 
-def test_wrong_bytes_from_kvikio_are_never_a_hit(slab: NvmeSlab, kvikio: StandIn, counters: Counters) -> None:
+def test_kvikio_wrong_bytes_are_never_a_hit(slab: NvmeSlab, kvikio: StandIn, counters: Counters) -> None:
     items = stored(slab)
     kvikio.scribble = True
     assert slab.read(emptied(items)) == [Outcome.CORRUPT] * len(items)
@@ -325,7 +325,7 @@ def test_wrong_bytes_from_kvikio_are_never_a_hit(slab: NvmeSlab, kvikio: StandIn
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_device_memory_gets_the_blocks_either_way(slab: NvmeSlab, kvikio: StandIn, counters: Counters, failing: bool) -> None:
+def test_device_memory_is_filled_on_either_path(slab: NvmeSlab, kvikio: StandIn, counters: Counters, failing: bool) -> None:
     items = stored(slab)
     if failing:
         kvikio.in_flight = fails
@@ -336,7 +336,7 @@ def test_device_memory_gets_the_blocks_either_way(slab: NvmeSlab, kvikio: StandI
     assert counters.get("device_reads_bounced_total" if failing else "gds_device_reads_total") == len(items)
 
 
-def test_a_device_that_fails_costs_its_block(slab: NvmeSlab, kvikio: StandIn, counters: Counters) -> None:
+def test_device_failure_loses_only_its_block(slab: NvmeSlab, kvikio: StandIn, counters: Counters) -> None:
     class Broken(HostDeviceMemory):
         def fill(self, source: memoryview) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -353,14 +353,14 @@ def test_a_device_that_fails_costs_its_block(slab: NvmeSlab, kvikio: StandIn, co
     assert counters.get("nvme_read_errors_total") == 4
 
 
-def test_device_memory_of_another_size_is_refused(slab: NvmeSlab) -> None:
+def test_device_memory_of_wrong_size_is_rejected(slab: NvmeSlab) -> None:
     (slot, record, _), *_ = stored(slab, 1)
     for nbytes in (SHAPE.block_bytes - 1, SHAPE.block_bytes + 1, 4096):
         with pytest.raises(InvalidArgument, match="one Full Block"):
             slab.read_device([(slot, record, HostDeviceMemory(nbytes))])
 
 
-def test_a_slot_given_to_another_block_is_no_hit(slab: NvmeSlab) -> None:
+def test_reallocated_slot_is_not_a_hit(slab: NvmeSlab) -> None:
     items = stored(slab, 2)
     slab.free([items[0][0]])
     memories = [HostDeviceMemory(SHAPE.block_bytes) for _ in items]
@@ -368,7 +368,7 @@ def test_a_slot_given_to_another_block_is_no_hit(slab: NvmeSlab) -> None:
     assert slab.read_device(pairs) == [Outcome.CORRUPT, Outcome.HIT]
 
 
-def test_a_slab_that_kvikio_cannot_open_is_read_by_posix(tmp_path: Path, kvikio: StandIn, counters: Counters) -> None:
+def test_slab_unopenable_by_kvikio_is_read_by_posix(tmp_path: Path, kvikio: StandIn, counters: Counters) -> None:
     kvikio.refuse_open = True
     slab = NvmeSlab.open(
         tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=16 << 20, counters=counters, gds=cast("Kvikio", kvikio)
@@ -384,9 +384,7 @@ def test_a_slab_that_kvikio_cannot_open_is_read_by_posix(tmp_path: Path, kvikio:
     posix.close()
 
 
-def test_a_slab_that_kvikio_cannot_open_is_refused_where_gds_is_required(
-    tmp_path: Path, kvikio: StandIn, counters: Counters
-) -> None:
+def test_slab_unopenable_with_gds_required_is_rejected(tmp_path: Path, kvikio: StandIn, counters: Counters) -> None:
     kvikio.refuse_open = True
 
     def open_slab(required: bool) -> NvmeSlab:
@@ -405,8 +403,8 @@ def test_a_slab_that_kvikio_cannot_open_is_refused_where_gds_is_required(
 
 
 @pytest.mark.parametrize("way", ["straight", "failing", "posix"])
-def test_a_mounted_volume_s_blocks_come_into_device_memory(slab: NvmeSlab, kvikio: StandIn, tmp_path: Path, way: str) -> None:
-    """As an engine reads its own node's volume; what the owner rewrote meanwhile is a miss."""
+def test_mounted_volume_reads_into_device_memory(slab: NvmeSlab, kvikio: StandIn, tmp_path: Path, way: str) -> None:
+    """As an engine reads its node's volume; a block that the owner has overwritten is a miss."""
     items = stored(slab, 4)
     slab.commit([(slot, record) for slot, record, _ in items], [])
     counters = Counters()

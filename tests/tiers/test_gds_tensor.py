@@ -1,4 +1,4 @@
-"""From a slab into tensors: of the host here, of a GPU where there is one, by whichever path is real there."""
+"""Reads from a slab into tensors: host tensors, and GPU tensors by the available path if the host has a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def counters() -> Counters:
 
 @pytest.fixture
 def slab(tmp_path: Path, device: torch.device, counters: Counters) -> Iterator[NvmeSlab]:
-    """As a node opens it: through kvikio where that is real on this host."""
+    """The slab with a node's settings: with kvikio if GPUDirect Storage works on this host."""
     folder = tmp_path / "volume"
     folder.mkdir()
     gds = choose_gds("auto", folder, threads=8, counters=counters)[0] if device.type == "cuda" else None
@@ -56,10 +56,10 @@ class TestPosixIntoTensors(IoEngineSuite):
         return TensorMemory(torch.empty(nbytes, dtype=torch.uint8))
 
 
-def test_blocks_come_straight_into_a_pool_s_memory(
+def test_blocks_are_read_directly_into_pool_memory(
     slab: NvmeSlab, device: torch.device, counters: Counters, tmp_path: Path
 ) -> None:
-    """Each into its place of one large allocation, as a pool has it; a flipped bit is no hit; neighbours stay as they are."""
+    """Each block is read into its part of one large allocation. A flipped bit is a miss; adjacent parts do not change."""
     items = items_for(slab.allocate(SHAPE, BLOCKS) or [], range(BLOCKS), SHAPE)
     assert slab.write(items) == [None] * BLOCKS
     slab.commit([(slot, record) for slot, record, _ in items], [])
@@ -80,7 +80,7 @@ def test_blocks_come_straight_into_a_pool_s_memory(
     assert counters.get(straight) == BLOCKS
 
 
-def test_an_engine_reads_its_own_node_s_volume(slab: NvmeSlab, device: torch.device, tmp_path: Path) -> None:
+def test_engine_reads_volume_of_its_node(slab: NvmeSlab, device: torch.device, tmp_path: Path) -> None:
     """Through the roster, while the node has the volume open."""
     items = items_for(slab.allocate(SHAPE, BLOCKS) or [], range(BLOCKS), SHAPE)
     assert slab.write(items) == [None] * BLOCKS
@@ -99,7 +99,7 @@ def test_an_engine_reads_its_own_node_s_volume(slab: NvmeSlab, device: torch.dev
     mounted.close()
 
 
-def test_tensors_of_any_type_are_bytes_and_those_with_gaps_are_refused(device: torch.device) -> None:
+def test_tensors_of_any_type_work_and_gaps_are_rejected(device: torch.device) -> None:
     tensor = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
     memory = TensorMemory(tensor)
     assert memory.nbytes == 24

@@ -1,7 +1,7 @@
 """The allocator against a plain model: a list of held slots that must not overlap, and counts that must agree.
 
-Beyond safety, what it promises: all or nothing, generations that never come back, room that returns to other sizes once it is
-free, plans that are enough, and recovery of any state from (slot, span) alone.
+Beyond safety: all-or-nothing calls, generations that are never reused, freed space that serves other sizes, sufficient plans,
+and recovery of any state from (slot, span) alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def free_wrongly(self, data: st.DataObject) -> None:
-        """One bad slot in a batch, and nothing of it is freed."""
+        """One bad slot in a batch: no slot of it is freed."""
         chosen = data.draw(st.lists(st.sampled_from(self.held), unique=True, min_size=1, max_size=5))
         slot = chosen[0]
         wrong = data.draw(
@@ -94,12 +94,12 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(size=st.sampled_from(SIZES), data=st.data())
     def vacate(self, size: int, data: st.DataObject) -> None:
-        """What a place is said to hold is what lies there, and without it there is room."""
+        """A reclaimable span reports its slots exactly, and freeing them makes space."""
         cold = data.draw(st.lists(st.sampled_from(self.held), unique=True, max_size=12))
         places = self.allocator.reclaimable_spans(size, cold)
         assert len(set(places)) == len(places)
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
-        if not places:  # as many chunks beside each other as it takes are free, or have slots of its own
+        if not places:  # a long enough run of chunks is free, or has slots of this class
             assert self.allocator.allocate(size, 1) or any(slot.size == rounded for slot in self.held)
             self.allocator = self._anew()
             return
@@ -120,7 +120,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.held += came
 
     def _anew(self) -> SlotAllocator:
-        """An allocator that holds what is held."""
+        """A new allocator with the same held slots."""
         again = SlotAllocator(CAPACITY, chunk_bytes=self.allocator.chunk_bytes, first_generation=self.last_generation + 1)
         for slot in self.held:
             assert again.take(slot, *self.allocator.span_at(slot.offset))
@@ -128,7 +128,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule()
     def recover(self) -> None:
-        """A new allocator takes the same slots, in any order, and goes on from there."""
+        """A new allocator takes the same slots, in any order, and continues from there."""
         fresh = SlotAllocator(CAPACITY * 2, chunk_bytes=self.allocator.chunk_bytes)  # a volume that has grown, too
         for slot in random.Random(1).sample(self.held, len(self.held)):
             assert fresh.take(slot, *self.allocator.span_at(slot.offset))
@@ -155,7 +155,7 @@ TestAllocatorMachine.settings = settings(max_examples=40, stateful_step_count=25
 
 @pytest.mark.parametrize("size", [4096, 8192, 69_632, 1 << 20, (1 << 20) + 4096, (4 << 20) + 4096, 33 << 20])
 @pytest.mark.parametrize("capacity", [256 << 20, 1 << 30])
-def test_little_is_lost_when_one_size_fills_the_volume(size: int, capacity: int) -> None:
+def test_allocate_one_size_wastes_little_space(size: int, capacity: int) -> None:
     allocator = SlotAllocator(capacity)
     for count in (1000, 10, 1):
         while allocator.allocate(size, count):
@@ -163,7 +163,7 @@ def test_little_is_lost_when_one_size_fills_the_volume(size: int, capacity: int)
     assert allocator.used_bytes > 0.88 * capacity
 
 
-def test_room_moves_between_sizes() -> None:
+def test_freed_space_serves_other_sizes() -> None:
     allocator = SlotAllocator(64 << 20)
     small = allocator.allocate(4096, (64 << 20) // 4096)
     assert small is not None
@@ -176,7 +176,7 @@ def test_room_moves_between_sizes() -> None:
     assert allocator.allocate(1 << 20, 1) is not None
 
 
-def test_a_starved_size_gets_whole_spans_of_others() -> None:
+def test_plan_eviction_starved_class_empties_spans() -> None:
     """The plan evicts others' blocks until their spans are empty, however they were ordered, and no longer."""
     allocator = SlotAllocator(64 << 20)
     small = allocator.allocate(4096, (64 << 20) // 4096) or []
@@ -187,8 +187,8 @@ def test_a_starved_size_gets_whole_spans_of_others() -> None:
     assert allocator.plan_eviction(1 << 20, 2, iter(coldest), len(plan) - 1) is None
 
 
-def test_places_to_empty_are_few_on_a_large_volume() -> None:
-    """Looking for one takes time for what is cold and for a bounded number of places, and one that is cold is among them."""
+def test_reclaimable_spans_large_volume_returns_few() -> None:
+    """The search examines the cold slots and a bounded number of spans; the result contains the cold span."""
     allocator = SlotAllocator(4096 * 4096, chunk_bytes=4096)
     held = allocator.allocate(4096, 4096) or []
     places = allocator.reclaimable_spans(8192, held[3000:3002])
@@ -197,7 +197,7 @@ def test_places_to_empty_are_few_on_a_large_volume() -> None:
     assert all(len(allocator.slots_in(place)) == 2 for place in places)
 
 
-def test_a_batch_lies_together() -> None:
+def test_allocate_batch_is_contiguous() -> None:
     allocator = SlotAllocator(64 << 20)
     first = allocator.allocate(4096, 10) or []
     second = allocator.allocate(4096, 20) or []
@@ -214,7 +214,7 @@ def test_a_batch_lies_together() -> None:
         (Slot(0, 100, 1), 0, 1),  # no whole pages
         (Slot(-4096, 4096, 1), 0, 1),
         (Slot(CAPACITY, 4096, 1), 0, 1),
-        (Slot(100, 4096, 1), 0, 1),  # not where a slot begins
+        (Slot(100, 4096, 1), 0, 1),  # not the start of a slot
         (Slot(0, 4096, 1), 5, 1),  # in another span
         (Slot(0, 4096, 1), 0, 1 << 40),
         (Slot(0, 4096, 1), -1, 2),
@@ -222,14 +222,14 @@ def test_a_batch_lies_together() -> None:
         (Slot(0, 4096, 1 << 70), 0, 1),
     ],
 )
-def test_slots_that_cannot_be_are_not_taken(slot: Slot, first_chunk: int, chunks: int) -> None:
+def test_take_invalid_slot_returns_false(slot: Slot, first_chunk: int, chunks: int) -> None:
     allocator = SlotAllocator(CAPACITY)
     assert not allocator.take(slot, first_chunk, chunks)
     assert allocator.slots_used == 0
     assert allocator.allocate(4096, CAPACITY // 4096) is not None
 
 
-def test_slots_of_overlapping_spans_are_not_taken() -> None:
+def test_take_overlapping_span_returns_false() -> None:
     allocator = SlotAllocator(CAPACITY)
     assert allocator.take(Slot(0, 4096, 5), 0, 2)
     assert not allocator.take(Slot(8192, 8192, 6), 1, 2)
@@ -240,7 +240,7 @@ def test_slots_of_overlapping_spans_are_not_taken() -> None:
     assert taken[0].generation == 7
 
 
-def test_absurd_sizes_are_refused() -> None:
+def test_absurd_sizes_are_rejected() -> None:
     with pytest.raises(InvalidArgument):
         SlotAllocator(100)
     with pytest.raises(InvalidArgument):

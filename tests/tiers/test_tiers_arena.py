@@ -1,4 +1,4 @@
-"""What only the arena does: its backing, prefault, its memory after closing; and faults passed in from outside."""
+"""The arena's own features: backing, prefault, memory after close; and injected faults."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class TestFaultySlabWithoutFaults(DurableVolumeSuite):
         return FaultyVolume(NvmeSlab.open(folder / "volume", volume_id=VolumeId("v"), capacity_bytes=capacity_bytes), FaultPlan())
 
 
-def test_more_memory_than_there_can_be_is_told() -> None:
+def test_arena_larger_than_memory_is_rejected() -> None:
     with pytest.raises(CapacityExceeded, match=r"node\.dram"):
         DramArena(VolumeId("a"), 1 << 50)
 
 
-def test_huge_pages_are_used_or_their_lack_is_told() -> None:
+def test_huge_pages_are_used_or_fallback_is_counted() -> None:
     counters = Counters()
     arena = DramArena(VolumeId("a"), 4 << 20, huge_pages=True, counters=counters)
     assert ("refused" in arena.backing) == bool(counters.snapshot().get("arena_huge_pages_refused_total"))
@@ -63,7 +63,7 @@ def test_closing_does_not_wait_for_prefault_to_finish() -> None:
 
 
 def test_views_outlive_the_arena() -> None:
-    """A view that someone still holds keeps its memory: it never points at nothing."""
+    """An open view keeps its memory allocated after the arena is closed."""
     counters = Counters()
     arena = DramArena(VolumeId("a"), 1 << 20, counters=counters)
     items = items_for(arena.allocate(SHAPE, 1) or [], [1], SHAPE)
@@ -74,8 +74,8 @@ def test_views_outlive_the_arena() -> None:
     assert counters.snapshot() == {"arena_closed_with_views_total": 1}
 
 
-def test_nothing_is_left_of_a_killed_process() -> None:
-    """A memfd has no name: it goes with the last process that holds it."""
+def test_killed_process_leaves_no_memory() -> None:
+    """The kernel frees a memfd with the last process that has it open."""
     program = (
         "import os, signal; from kvstore.tiers.arena import DramArena\n"
         "arena = DramArena('leak-check', 8 << 20)\n"
@@ -86,7 +86,7 @@ def test_nothing_is_left_of_a_killed_process() -> None:
     assert "memfd:kvstore-leak-check (deleted)" in done.stdout
 
 
-def test_an_arena_takes_at_least_a_page() -> None:
+def test_arena_smaller_than_a_page_is_rejected() -> None:
     with pytest.raises(InvalidArgument):
         DramArena(VolumeId("a"), 100)
 
@@ -103,7 +103,7 @@ def faulty(tmp_path: Path, plan: FaultPlan) -> FaultyVolume:
     return FaultyVolume(slab, plan)
 
 
-def test_faults_come_as_planned(faulty: FaultyVolume, plan: FaultPlan) -> None:
+def test_faults_follow_the_plan(faulty: FaultyVolume, plan: FaultPlan) -> None:
     items = items_for(faulty.allocate(SHAPE, 6) or [], range(6), SHAPE)
     plan.add(VolumeFault.NO_SPACE, operation=VolumeOperation.WRITE, keys=[block_key(1)])
     plan.add(VolumeFault.TORN_WRITE, operation=VolumeOperation.WRITE, keys=[block_key(2)])
@@ -143,7 +143,7 @@ def test_hangs_hold_until_they_are_released(faulty: FaultyVolume, plan: FaultPla
     faulty.close()
 
 
-def test_delays_are_the_tests_own(tmp_path: Path) -> None:
+def test_delays_call_the_given_sleep(tmp_path: Path) -> None:
     waited: list[int] = []
     plan = FaultPlan(delay=lambda: waited.append(1))
     arena = FaultyMappedVolume(DramArena(VolumeId("a"), 1 << 20), plan)
@@ -155,7 +155,7 @@ def test_delays_are_the_tests_own(tmp_path: Path) -> None:
     arena.close()
 
 
-def test_the_same_seed_brings_the_same_faults(tmp_path: Path) -> None:
+def test_same_seed_gives_same_faults(tmp_path: Path) -> None:
     def outcomes(seed: int) -> list[Outcome]:
         plan = FaultPlan(seed=seed)
         arena = FaultyMappedVolume(DramArena(VolumeId("a"), 1 << 20), plan)

@@ -1,4 +1,4 @@
-"""Offline check and repair: each kind of damage is found, nothing changes unless told to, and what was repaired serves again."""
+"""Offline check and repair: each kind of damage is found, only repair changes the volume, and a repaired volume serves again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_slab(folder: Path) -> NvmeSlab:
 
 
 def make_volume(folder: Path, count: int = 10) -> list[Item]:
-    """A volume with blocks of all shapes, and others that have left it."""
+    """A volume with blocks of all shapes, and with removed blocks."""
     slab = open_slab(folder)
     list(slab.recover())
     kept: list[Item] = []
@@ -72,7 +72,7 @@ def assert_serves(folder: Path, kept: list[Item], *, exactly: bool = True) -> No
     slab.close()
 
 
-def test_a_good_volume(folder: Path) -> None:
+def test_check_intact_volume_finds_nothing(folder: Path) -> None:
     kept = make_volume(folder)
     before = {path.name: path.read_bytes() for path in folder.rglob("*.kv")}
     steps: list[tuple[int, int]] = []
@@ -99,8 +99,8 @@ def test_bad_blocks_are_found_and_dropped(folder: Path) -> None:
     assert_serves(folder, kept[:1] + kept[3:])
 
 
-def test_entries_that_cannot_be(folder: Path) -> None:
-    """Malformed, foreign, misplaced and overlapping entries, each told by name."""
+def test_check_invalid_entries_are_reported(folder: Path) -> None:
+    """Malformed, foreign, misplaced and overlapping entries, each reported by its key."""
     kept = make_volume(folder)
     slab = open_slab(folder)
     list(slab.recover())
@@ -123,7 +123,7 @@ def test_entries_that_cannot_be(folder: Path) -> None:
     assert_serves(folder, kept)
 
 
-def test_orphans_are_counted_and_kept(folder: Path) -> None:
+def test_check_orphans_are_counted_and_kept(folder: Path) -> None:
     slab = open_slab(folder)
     list(slab.recover())
     shape = SHAPES[0]
@@ -140,8 +140,8 @@ def test_orphans_are_counted_and_kept(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["deleted", "garbage", "empty", "foreign"])
-def test_a_lost_catalog_is_rebuilt(folder: Path, tmp_path: Path, loss: str) -> None:
-    """Every block that was there is there again; evicted ones that were not yet overwritten may be, too, with good content."""
+def test_repair_lost_catalog_is_rebuilt(folder: Path, tmp_path: Path, loss: str) -> None:
+    """Every block is found again. Evicted blocks that were not yet overwritten may return too, with valid content."""
     kept = make_volume(folder)
     data = folder / "catalog" / "data.mdb"
     if loss == "deleted":
@@ -183,8 +183,8 @@ def recover(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut-12288", "cut-8192", "pages", "leaf", "metas", "free-list"])
-def test_a_damaged_catalog_is_told_and_rebuilt(folder: Path, damage: str) -> None:
-    """In the process that looks, which a mapped read beyond the end of the file would kill."""
+def test_repair_damaged_catalog_is_rebuilt(folder: Path, damage: str) -> None:
+    """Checked in a process of the command, because a mapped read beyond the end of the file would kill it."""
     kept = make_volume(folder, count=40)
     data = folder / "catalog" / "data.mdb"
     size = data.stat().st_size
@@ -215,8 +215,8 @@ def test_a_damaged_catalog_is_told_and_rebuilt(folder: Path, damage: str) -> Non
     assert_serves(folder, kept, exactly=False)
 
 
-def test_a_good_catalog_may_end_before_its_last_page(tmp_path: Path) -> None:
-    """Pages that a transaction takes at the end and gives back are never written: that is no damage."""
+def test_catalog_ending_before_last_page_is_intact(tmp_path: Path) -> None:
+    """Pages that a transaction allocates at the end and frees again are never written; this is not damage."""
     catalog = Catalog(tmp_path, map_bytes=256 << 20)
     rng, known, short = random.Random(3), [], 0
     for _ in range(40):
@@ -237,7 +237,7 @@ def test_a_good_catalog_may_end_before_its_last_page(tmp_path: Path) -> None:
     assert short
 
 
-def test_a_payload_cannot_pose_as_a_block(folder: Path) -> None:
+def test_repair_ignores_headers_inside_payloads(folder: Path) -> None:
     """A tenant stores bytes that look like a slot of another namespace; a rebuild from headers must not believe them."""
     slab = open_slab(folder)
     list(slab.recover())
@@ -263,7 +263,7 @@ def test_a_payload_cannot_pose_as_a_block(folder: Path) -> None:
     again.close()
 
 
-def test_damaged_superblocks_come_back_from_the_catalog(folder: Path) -> None:
+def test_repair_restores_superblocks_from_catalog(folder: Path) -> None:
     kept = make_volume(folder)
     poke(folder, 0, bytes(8192))
     assert not check_volume(folder).ok
@@ -271,7 +271,7 @@ def test_damaged_superblocks_come_back_from_the_catalog(folder: Path) -> None:
     assert_serves(folder, kept)
 
 
-def test_a_slab_that_was_cut_off(folder: Path) -> None:
+def test_check_truncated_slab(folder: Path) -> None:
     kept = make_volume(folder)
     last = max(kept, key=lambda item: item[0].offset)
     os.truncate(folder / "slab.kv", DATA_START + last[0].offset + 100)
@@ -281,7 +281,7 @@ def test_a_slab_that_was_cut_off(folder: Path) -> None:
     assert_serves(folder, [item for item in kept if item is not last])
 
 
-def test_nothing_left_to_tell(folder: Path, tmp_path: Path) -> None:
+def test_check_unidentifiable_volume_raises(folder: Path, tmp_path: Path) -> None:
     make_volume(folder)
     poke(folder, 0, bytes(8192))
     shutil.rmtree(folder / "catalog")
@@ -291,14 +291,14 @@ def test_nothing_left_to_tell(folder: Path, tmp_path: Path) -> None:
         check_volume(tmp_path / "nowhere")
 
 
-def test_a_volume_in_use_is_left_alone(folder: Path) -> None:
+def test_check_volume_in_use_raises(folder: Path) -> None:
     slab = open_slab(folder)
     with pytest.raises(Conflict):
         check_volume(folder)
     slab.close()
 
 
-def test_a_rebuild_that_was_killed_is_begun_again(folder: Path) -> None:
+def test_repair_after_killed_rebuild_starts_over(folder: Path) -> None:
     """The catalog has entries, but not yet the note that makes it whole."""
     kept = make_volume(folder)
     shutil.rmtree(folder / "catalog")

@@ -1,8 +1,7 @@
-"""kill -9 at random points of a process that writes, commits, removes and reuses slots: what comes back must be exactly right.
+"""kill -9 at random points of a process that writes, commits, removes and reuses slots; the recovered blocks must be exact.
 
-The child tells over a pipe what it is about to commit and what was committed. After the kill, every block whose commit had
-returned is served byte for byte; blocks of the one commit under way are there all together or not at all; nothing else is
-visible.
+The child reports each commit over a pipe before and after it. After the kill, every block whose commit had returned is served
+byte for byte; blocks of the interrupted commit are all present or all absent; no other block is visible.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def run_and_kill(folder: Path, seed: int, first: int) -> list[str]:
 
 
 def settle(lines: list[str], before: set[int]) -> list[set[int]]:
-    """What may be visible after the kill: the last settled state, and the state of the commit under way."""
+    """States that may be visible after the kill: the last committed one, and that of the interrupted commit."""
     state, pending = set(before), None
     for line in lines:
         word, *rest = line.split(" ")
@@ -109,7 +108,7 @@ def settle(lines: list[str], before: set[int]) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("volume", [0, 1, *(pytest.param(more, marks=pytest.mark.thorough) for more in (2, 3))])
-def test_kill_at_random_points(tmp_path: Path, volume: int) -> None:
+def test_kill_at_random_points_keeps_committed_blocks(tmp_path: Path, volume: int) -> None:
     """Eight kills of one volume after another: damage would add up. Each kill has a seed."""
     folder = tmp_path / "volume"
     visible: set[int] = set()
@@ -137,8 +136,8 @@ def test_kill_at_random_points(tmp_path: Path, volume: int) -> None:
     assert report.good == len(visible)
 
 
-def test_a_volume_that_was_never_finished_is_made_anew(tmp_path: Path) -> None:
-    """Killed while the volume is being made: its slab has no name yet."""
+def test_unfinished_volume_is_created_again(tmp_path: Path) -> None:
+    """Killed during the creation of the volume, before its slab has its final name."""
     folder = tmp_path / "volume"
     slab = NvmeSlab.open(folder, volume_id=VolumeId("v"), capacity_bytes=CAPACITY)
     slab.close()

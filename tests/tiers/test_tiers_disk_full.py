@@ -1,4 +1,4 @@
-"""A slab on a file system that is full or read-only: stores fail, reads go on, and writing goes on by itself once it can."""
+"""A slab on a file system that is full or read-only: stores fail, reads continue, and writes resume when possible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def counters() -> Counters:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB of its own."""
+    """A separate file system of 24 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, check=False)
@@ -60,7 +60,7 @@ def keys_of(found: Found) -> set[BlockKey]:
 
 
 def fill_up(path: Path) -> Path:
-    """Takes all the room that is left."""
+    """Fill the file system."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="No space"):
         deque((os.write(fd, bytes(4096)) for _ in itertools.count()), maxlen=0)
@@ -69,7 +69,7 @@ def fill_up(path: Path) -> Path:
 
 
 def use_up_the_catalog(slab: NvmeSlab) -> None:
-    """Commits until the catalog finds no room, not even among its own free pages."""
+    """Commit until the catalog has neither disk space nor free pages."""
     for at in range(400):
         items = items_for(slab.allocate(SMALL, 4) or [], range(1000 + at * 4, 1004 + at * 4), SMALL)
         assert slab.write(items) == [None] * 4
@@ -83,7 +83,7 @@ def use_up_the_catalog(slab: NvmeSlab) -> None:
 
 
 def assert_takes_nothing(slab: NvmeSlab, kept: list[Item]) -> None:
-    """What the read-only state means."""
+    """Check the read-only state: stores fail, reads succeed."""
     assert slab.read_only is not None
     assert "read-only" in slab.io_engine
     assert slab.allocate(SHAPE, 1) is None
@@ -95,8 +95,8 @@ def assert_takes_nothing(slab: NvmeSlab, kept: list[Item]) -> None:
     assert_reads_back(slab, kept)
 
 
-def test_a_full_file_system(small_disk: Path) -> None:
-    """The slab has its room already; it is the catalog that meets the full disk. Stores fail, reads go on, nothing is lost."""
+def test_full_file_system_fails_stores_and_keeps_reads(small_disk: Path) -> None:
+    """The slab has its space already, so the full disk affects the catalog. Stores fail, reads continue, no block is lost."""
     with pytest.raises(CapacityExceeded):
         NvmeSlab.open(small_disk / "large", volume_id=VolumeId("v"), capacity_bytes=64 << 20)
     slab, _ = open_slab(small_disk / "volume", capacity=16 << 20)
@@ -113,16 +113,14 @@ def test_a_full_file_system(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("lock_file", ["kept", "lost"])
-def test_a_volume_opens_on_a_full_disk_and_stores_again_once_there_is_room(
-    small_disk: Path, counters: Counters, lock_file: str
-) -> None:
+def test_full_disk_volume_opens_and_stores_after_space_is_freed(small_disk: Path, counters: Counters, lock_file: str) -> None:
     folder = small_disk / "volume"
     slab, _ = open_slab(folder)
     kept = stored(slab, 5)
     filler = fill_up(small_disk / "filler")
     use_up_the_catalog(slab)
     slab.close()
-    if lock_file == "lost":  # LMDB would make it anew, and its first touch of memory without room behind it would be a SIGBUS
+    if lock_file == "lost":  # LMDB would create it again, and its first access to memory without disk space would raise SIGBUS
         (folder / "catalog" / "lock.mdb").unlink()
         fill_up(small_disk / "more")
 
@@ -157,7 +155,7 @@ def test_a_volume_opens_on_a_full_disk_and_stores_again_once_there_is_room(
     again.close()
 
 
-def test_a_volume_opens_on_a_read_only_file_system(small_disk: Path, counters: Counters) -> None:
+def test_read_only_file_system_volume_opens(small_disk: Path, counters: Counters) -> None:
     slab, _ = open_slab(small_disk / "volume")
     kept = stored(slab, 5)
     slab.close()
@@ -181,7 +179,7 @@ def test_a_volume_opens_on_a_read_only_file_system(small_disk: Path, counters: C
 
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Makes the catalog refuse commits, as a full disk does."""
+    """Make the catalog reject commits, as a full disk does."""
 
     def full(*_args: object) -> None:
         raise CapacityExceeded("no room for the catalog", reason=os.strerror(errno.ENOSPC))
@@ -189,10 +187,10 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(Catalog, "commit", full)
 
 
-def test_bad_entries_that_cannot_be_dropped_keep_their_places(
+def test_bad_entries_not_dropped_keep_their_slots(
     tmp_path: Path, counters: Counters, fail: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a later block in such a place could lose it to the bad entry at the start after."""
+    """Otherwise the bad entry could claim the slot of a later block at the next start."""
     slab, _ = open_slab(tmp_path / "v")
     kept = stored(slab, 3)
     slab.close()
@@ -214,7 +212,7 @@ def test_bad_entries_that_cannot_be_dropped_keep_their_places(
     again.close()
 
 
-def test_damage_is_no_full_disk(tmp_path: Path) -> None:
+def test_damage_is_not_taken_for_full_disk(tmp_path: Path) -> None:
     slab, _ = open_slab(tmp_path / "v")
     slab.close()
     (tmp_path / "v" / "catalog" / "data.mdb").write_bytes(b"garbage" * 2000)

@@ -48,7 +48,7 @@ def test_queue_yields_in_total_order(monkeypatch: pytest.MonkeyPatch, least: int
     assert queue.first() is None
 
 
-def test_queue_of_one_place_needs_no_heap() -> None:
+def test_queue_in_order_needs_no_heap() -> None:
     """Newcomers come in order: 20 bytes each, and nothing is merged."""
     queue = EvictionQueue()
     for number in range(1, 20_000):

@@ -1,4 +1,4 @@
-"""A slab whose files are removed, moved or hidden while it is open: nothing is called durable any more, all it holds is read."""
+"""A slab whose files are removed, moved or hidden while it is open: its blocks are not durable any more, but can be read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def slab(folder: Path, counters: Counters) -> Iterator[NvmeSlab]:
 
 @pytest.mark.parametrize("harm", [remove, remove_slab, remove_catalog, replace_by_copy, mount_over])
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_commit_into_files_that_nobody_finds_is_refused(
+def test_commit_into_missing_files_is_rejected(
     slab: NvmeSlab, folder: Path, counters: Counters, harm: Callable[[Path], None], *, asked: bool
 ) -> None:
     before = items_for(slab.allocate(SHAPE, 5) or [], range(5), SHAPE)
@@ -84,7 +84,7 @@ def test_a_commit_into_files_that_nobody_finds_is_refused(
     assert_reads_back(slab, before)
 
 
-def test_a_folder_that_is_moved_away_and_back_goes_on(slab: NvmeSlab, folder: Path, tmp_path: Path) -> None:
+def test_folder_moved_back_is_writable_again(slab: NvmeSlab, folder: Path, tmp_path: Path) -> None:
     items = items_for(slab.allocate(SHAPE, 5) or [], range(5), SHAPE)
     assert slab.write(items) == [None] * 5
     folder.rename(tmp_path / "elsewhere")

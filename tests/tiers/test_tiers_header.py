@@ -1,4 +1,4 @@
-"""Slot headers and superblocks: golden bytes that today's code must read and write, and bytes that nobody wrote."""
+"""Slot headers and superblocks: golden bytes that today's code must read and write, and invalid bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ records = st.builds(
 
 
 @given(record=records, page=st.integers(0, 1 << 40), generation=st.integers(1, (1 << 64) - 1))
-def test_headers_travel(record: BlockRecord, page: int, generation: int) -> None:
+def test_headers_round_trip(record: BlockRecord, page: int, generation: int) -> None:
     slot = Slot(page * 4096, slot_bytes(record.shape), generation)
     packed = pack_header(b"u" * 16, slot, 1, 2, record)
     assert len(packed) <= header_bytes(record.shape.layers) <= slot.size
@@ -68,7 +68,7 @@ def test_headers_travel(record: BlockRecord, page: int, generation: int) -> None
 
 
 @given(position=st.integers(0, len(pack_header(*HEADER)) - 1), flip=st.integers(1, 255))
-def test_any_flipped_bit_is_found(position: int, flip: int) -> None:
+def test_header_flipped_bit_is_detected(position: int, flip: int) -> None:
     data = bytearray(pack_header(*HEADER))
     data[position] ^= flip
     with pytest.raises(CorruptBlock):
@@ -76,13 +76,13 @@ def test_any_flipped_bit_is_found(position: int, flip: int) -> None:
 
 
 @given(length=st.integers(0, len(pack_header(*HEADER)) - 1))
-def test_any_cut_is_found(length: int) -> None:
+def test_header_truncated_is_detected(length: int) -> None:
     with pytest.raises(CorruptBlock):
         parse_header(pack_header(*HEADER)[:length])
 
 
 @given(data=st.binary(max_size=600), prefix=st.booleans())
-def test_bytes_that_nobody_wrote(data: bytes, prefix: bool) -> None:
+def test_header_random_bytes_are_rejected(data: bytes, prefix: bool) -> None:
     with pytest.raises(CorruptBlock):
         parse_header(b"KVSLOT\r\n" + data if prefix else data)
     with pytest.raises(CorruptBlock):
@@ -98,12 +98,12 @@ def test_bytes_that_nobody_wrote(data: bytes, prefix: bool) -> None:
     ],
     ids=str,
 )
-def test_a_good_checksum_is_not_enough(change: dict[str, Slot]) -> None:
+def test_header_valid_checksum_is_not_enough(change: dict[str, Slot]) -> None:
     with pytest.raises(CorruptBlock):
         parse_header(pack_header(*HEADER._replace(**change)))
 
 
-def test_a_record_that_does_not_fit_together_is_refused() -> None:
+def test_inconsistent_record_is_rejected() -> None:
     record = BlockRecord(NamespaceId(b"N" * 16), BlockKey(b"K" * 16), None, 0, BlockShape(2, 10), bytes(8))
     with pytest.raises(InvalidArgument):
         pack_header(*HEADER._replace(record=record))
@@ -111,7 +111,7 @@ def test_a_record_that_does_not_fit_together_is_refused() -> None:
         check_shape(BlockShape(1, 512 << 20))
 
 
-def test_the_newest_good_superblock_counts() -> None:
+def test_newest_valid_superblock_is_used() -> None:
     older, newer = (
         pack_superblock(SUPERBLOCK),
         pack_superblock(Superblock(SUPERBLOCK.uid, SUPERBLOCK.volume_id, 1 << 30, 8 << 20, 13)),

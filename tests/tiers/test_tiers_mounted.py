@@ -1,4 +1,4 @@
-"""A slab read by others than its owner: the suite, both kinds of I/O, and what is peculiar to its files."""
+"""A slab read by other processes than its owner: the suite, both kinds of I/O, and faults of its files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestBufferedMountedSlab(MountSuite):
         return MountedSlab(folder / "v", NAME, direct=False, io_threads=2)
 
 
-def test_another_volume_is_refused_and_a_replaced_one_is_told(tmp_path: Path) -> None:
+def test_mount_other_or_replaced_volume_is_detected(tmp_path: Path) -> None:
     owner = open_owner(tmp_path)
     with pytest.raises(Conflict):
         MountedSlab(tmp_path / "v", VolumeId("other/nvme0"))
@@ -62,7 +62,7 @@ def test_another_volume_is_refused_and_a_replaced_one_is_told(tmp_path: Path) ->
     mounted.close()
 
 
-def test_a_roster_that_cannot_be_written_fails_nothing_and_recovers(tmp_path: Path) -> None:
+def test_unwritable_roster_recovers_without_failures(tmp_path: Path) -> None:
     counters = Counters()
     owner = open_owner(tmp_path, counters=counters)
     mounted = MountedSlab(tmp_path / "v", NAME)
@@ -81,7 +81,7 @@ def test_a_roster_that_cannot_be_written_fails_nothing_and_recovers(tmp_path: Pa
     owner.close()
 
 
-def test_a_damaged_or_foreign_roster_is_refused(tmp_path: Path) -> None:
+def test_damaged_or_foreign_roster_is_rejected(tmp_path: Path) -> None:
     owner = open_owner(tmp_path)
     put(owner, range(3), SHAPE)
     owner.close()
@@ -94,8 +94,8 @@ def test_a_damaged_or_foreign_roster_is_refused(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-def test_a_torn_roster_shows_what_came_before_and_goes_on(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """However the tail is cut or garbled, the reader knows the state after some earlier commit, and catches up later."""
+def test_torn_roster_shows_earlier_state_and_recovers(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """With a truncated or garbled tail, the reader has the state after an earlier commit, and catches up later."""
     folder = tmp_path_factory.mktemp("roster")
     superblock = Superblock(bytes(16), NAME, 1 << 30, 4096, 1)
     model: dict[BlockKey, Slot] = {}
@@ -124,7 +124,7 @@ def test_a_torn_roster_shows_what_came_before_and_goes_on(tmp_path_factory: pyte
     assert reader.slots == model
 
 
-def test_slots_that_cannot_be_are_left_out(tmp_path: Path) -> None:
+def test_invalid_slots_are_left_out(tmp_path: Path) -> None:
     entries = [
         (block_key(1), Slot(0, 8192, 1)),
         (block_key(2), Slot(1 << 20, 8192, 1)),
@@ -141,7 +141,7 @@ def test_slots_that_cannot_be_are_left_out(tmp_path: Path) -> None:
     assert set(reader.slots) == {block_key(1)}
 
 
-def test_history_is_dropped_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roster_history_is_dropped_regularly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.tiers.nvme.slot_manifest._HISTORY_BYTES", 4096)
     owner = open_owner(tmp_path)
     mounted = MountedSlab(tmp_path / "v", NAME)

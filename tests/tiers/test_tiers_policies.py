@@ -1,4 +1,4 @@
-"""Eviction policies: the conformance suite, the tree model, and what they are worth on a synthetic agentic workload."""
+"""Eviction policies: the conformance suite, the tree model, and hit ratios on a synthetic agentic workload."""
 
 from __future__ import annotations
 
@@ -123,13 +123,13 @@ def test_hit_ratio_on_an_agentic_workload(name: str) -> None:
     assert 0.15 < small < middle < large
 
 
-def test_a_policy_has_a_name() -> None:
+def test_unknown_policy_name_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="lru"):
         make_policy("clock")
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_a_block_comes_in_once(name: str) -> None:
+def test_policy_insert_twice_is_rejected(name: str) -> None:
     policy = make_policy(name)
     policy.insert(policy_key(1), None)
     with pytest.raises(Internal):
@@ -137,8 +137,8 @@ def test_a_block_comes_in_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_queues_do_not_grow_with_blocks_that_left(name: str) -> None:
-    """Blocks that leave by other ways than eviction leave nothing behind."""
+def test_policy_queues_drop_removed_blocks(name: str) -> None:
+    """Blocks removed without eviction do not accumulate queue entries."""
     policy = make_policy(name)
     for number in range(20_000):
         policy.insert(policy_key(number), None)

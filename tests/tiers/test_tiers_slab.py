@@ -1,4 +1,4 @@
-"""What the slab does when things go wrong: each damage costs the blocks it hit, is counted, and no wrong byte is ever a hit."""
+"""Faults of the slab: each loses only the affected blocks and is counted, and wrong bytes are never a hit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def stored(slab: NvmeSlab, count: int = 12, shape: BlockShape = SHAPE, first: in
 
 
 def poke(folder: Path, position: int, data: bytes) -> None:
-    """Writes past the volume's back, as a failing disk would."""
+    """Write to the file directly, as a failing disk would."""
     fd = os.open(folder / "slab.kv", os.O_RDWR)
     try:
         os.pwrite(fd, data, position)
@@ -71,7 +71,7 @@ def peek(folder: Path, position: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("within", [0, 8, 30, 60, 100, 170, 4096, 4096 + 59_999])
-def test_a_flipped_bit_costs_one_block(slab: NvmeSlab, folder: Path, counters: Counters, within: int) -> None:
+def test_flipped_bit_loses_one_block(slab: NvmeSlab, folder: Path, counters: Counters, within: int) -> None:
     """Header or payload, first byte or last: that block is corrupt, its neighbours in the same merged read are hits."""
     items = stored(slab)
     position = DATA_START + items[5][0].offset + within
@@ -105,7 +105,7 @@ def test_torn_slots_are_corrupt(slab: NvmeSlab, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_truncated_slab_costs_what_was_cut(folder: Path, counters: Counters, direct: bool) -> None:
+def test_truncated_slab_loses_only_missing_blocks(folder: Path, counters: Counters, direct: bool) -> None:
     slab = open_slab(folder, counters, direct=direct)
     items = stored(slab)
     os.truncate(folder / "slab.kv", DATA_START + items[7][0].offset + 8192)
@@ -117,8 +117,8 @@ def test_a_truncated_slab_costs_what_was_cut(folder: Path, counters: Counters, d
         open_slab(folder)
 
 
-def test_an_io_error_costs_one_block(slab: NvmeSlab, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merged I/O that fails is taken apart: the one bad sector costs the block it lies in, for reads as for writes."""
+def test_io_error_loses_one_block(slab: NvmeSlab, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed merged I/O is retried slot by slot: a bad sector loses one block, for reads and writes."""
     items = stored(slab)
     bad = DATA_START + items[5][0].offset
     real_read, real_write = os.preadv, os.pwritev
@@ -144,14 +144,14 @@ def test_an_io_error_costs_one_block(slab: NvmeSlab, counters: Counters, monkeyp
     assert counters.snapshot()["nvme_read_errors_total"] == counters.snapshot()["nvme_write_errors_total"] == 1
 
 
-def test_a_short_write_is_an_error(slab: NvmeSlab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_write_is_an_error(slab: NvmeSlab, monkeypatch: pytest.MonkeyPatch) -> None:
     items = items_for(slab.allocate(SHAPE, 2) or [], [1, 2], SHAPE)
     real_write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, position: real_write(fd, buffers[:1], position))
     assert all(isinstance(result, Unavailable) for result in slab.write(items))
 
 
-def test_after_a_failed_sync_nothing_more_is_stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sync_stops_further_stores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reports a lost page once; a later sync that succeeds proves nothing."""
     slab = open_slab(folder)
     items = stored(slab, 4)
@@ -172,7 +172,7 @@ def test_after_a_failed_sync_nothing_more_is_stored(folder: Path, monkeypatch: p
     again.close()
 
 
-def test_a_full_disk_at_the_catalog_is_told(slab: NvmeSlab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_at_catalog_is_reported(slab: NvmeSlab, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_args: object) -> None:
         raise CapacityExceeded("no room for the catalog")
 
@@ -183,7 +183,7 @@ def test_a_full_disk_at_the_catalog_is_told(slab: NvmeSlab, monkeypatch: pytest.
         slab.commit([(items[0][0], items[0][1])], [])
 
 
-def test_no_room_for_the_slab_is_told_and_leaves_nothing(folder: Path) -> None:
+def test_full_disk_at_creation_leaves_no_files(folder: Path) -> None:
     program = (
         "import resource, sys; from pathlib import Path\n"
         "from kvstore.tiers.nvme.slab import NvmeSlab\n"
@@ -199,7 +199,7 @@ def test_no_room_for_the_slab_is_told_and_leaves_nothing(folder: Path) -> None:
     open_slab(folder).close()  # and it can be made once there is room
 
 
-def test_o_direct_that_is_refused_is_told(folder: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_o_direct_is_counted(folder: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
@@ -215,7 +215,7 @@ def test_o_direct_that_is_refused_is_told(folder: Path, counters: Counters, monk
     slab.close()
 
 
-def test_two_processes_do_not_share_a_volume(slab: NvmeSlab, folder: Path) -> None:
+def test_volume_open_in_another_process_is_rejected(slab: NvmeSlab, folder: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
         "from kvstore.tiers.nvme.slab import NvmeSlab\n"
@@ -228,7 +228,7 @@ def test_two_processes_do_not_share_a_volume(slab: NvmeSlab, folder: Path) -> No
     assert slab.usage().blocks == 0
 
 
-def test_a_volume_grows_and_never_shrinks(folder: Path) -> None:
+def test_volume_grows_and_never_shrinks(folder: Path) -> None:
     slab = open_slab(folder)
     kept = stored(slab)
     slab.close()
@@ -245,7 +245,7 @@ def test_a_volume_grows_and_never_shrinks(folder: Path) -> None:
     again.close()
 
 
-def test_foreign_and_damaged_volumes_are_told_apart(folder: Path, tmp_path: Path) -> None:
+def test_foreign_and_damaged_volumes_differ_in_error(folder: Path, tmp_path: Path) -> None:
     open_slab(folder).close()
     with pytest.raises(Conflict, match="another volume"):
         NvmeSlab.open(folder, volume_id=VolumeId("w"), capacity_bytes=CAPACITY)
@@ -262,7 +262,7 @@ def test_foreign_and_damaged_volumes_are_told_apart(folder: Path, tmp_path: Path
         open_slab(folder)
 
 
-def test_one_torn_superblock_is_no_damage(folder: Path) -> None:
+def test_one_torn_superblock_is_recovered(folder: Path) -> None:
     """Whichever copy is lost, the volume opens, and generations never come back."""
     highest = 0
     for at in range(6):
@@ -274,7 +274,7 @@ def test_one_torn_superblock_is_no_damage(folder: Path) -> None:
         poke(folder, (at % 2) * 4096 + 100, b"torn" * 100)
 
 
-def test_entries_that_cannot_be_are_dropped(folder: Path, counters: Counters) -> None:
+def test_invalid_catalog_entries_are_dropped(folder: Path, counters: Counters) -> None:
     slab = open_slab(folder)
     kept = stored(slab)
     value_of = {record.key: slab._header(slot, record) for slot, record, _ in kept}
@@ -300,7 +300,7 @@ def test_entries_that_cannot_be_are_dropped(folder: Path, counters: Counters) ->
     assert not fresh.snapshot()
 
 
-def test_headers_are_verified_where_asked(folder: Path, counters: Counters) -> None:
+def test_headers_are_verified_on_request(folder: Path, counters: Counters) -> None:
     slab = open_slab(folder)
     kept = stored(slab)
     slab.close()
@@ -311,7 +311,7 @@ def test_headers_are_verified_where_asked(folder: Path, counters: Counters) -> N
     again.close()
 
 
-def test_a_giant_block_goes_through_scratch_memory(folder: Path) -> None:
+def test_giant_block_is_read_through_scratch(folder: Path) -> None:
     slab = open_slab(folder, capacity=64 << 20)
     shape = BlockShape(3, (3 << 20) + 5)
     items = items_for(slab.allocate(shape, 2) or [], [1, 2], shape, aligned=False)
@@ -321,7 +321,7 @@ def test_a_giant_block_goes_through_scratch_memory(folder: Path) -> None:
     slab.close()
 
 
-def test_a_slab_takes_at_least_one_thread(folder: Path) -> None:
+def test_slab_without_io_threads_is_rejected(folder: Path) -> None:
     open_slab(folder).close()
     with pytest.raises(InvalidArgument):
         SlabFile(folder / "slab.kv", io_threads=0, direct=False, writable=False, counters=Counters())

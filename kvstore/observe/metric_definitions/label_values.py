@@ -14,7 +14,7 @@ TIERS: Final = ("hbm", "dram", "nvme")
 MISS_REASONS: Final = ("unknown", "evicted", "index_down", "node_lost", "corrupt", "deadline", "capacity", "other")
 """Why a requested block was not loaded:
 
-* ``unknown``: the index has no replica: the block was never stored, or every replica was evicted;
+* ``unknown``: the index lists none: the block was never stored, or every replica was evicted;
 * ``evicted``: the index has a replica, but its node does not;
 * ``index_down``: the metadata server did not answer, and the local node does not hold the block;
 * ``node_lost``: the node with the replica did not answer, or rejected the request;

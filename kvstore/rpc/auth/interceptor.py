@@ -1,4 +1,4 @@
-"""Authorization of gRPC calls by bearer tokens. A server without a token file has no interceptor and allows every call.
+"""Authorization of gRPC calls by bearer tokens. Without a token file there is none, and every call is allowed.
 
 ``REQUIRED`` maps methods to permissions, ``GRANTED`` maps roles to permissions. A method without an entry is denied to every
 role. A call has its token in the metadata key ``authorization: Bearer TOKEN``, also over unix sockets.
@@ -145,7 +145,7 @@ READABLE_DATA_METHODS: Final = frozenset({"ListNamespaces", "ListNodes", "GetNod
 """DATA methods that the role ``read`` may call as well, because LOOK methods return the same information."""
 
 _caller: ContextVar[Principal | None] = ContextVar("kvstore_caller", default=None)
-"""Caller of the call that this task handles; None: the server has no token file."""
+"""Caller of the call that this task handles; None: the server does not use tokens."""
 
 
 def tenant() -> str | None:
@@ -225,7 +225,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             The caller; None for a method that requires no permission.
 
         Raises:
-            Unauthenticated: the call has no token, or an unknown one.
+            Unauthenticated: the token is missing or unknown.
             PermissionDenied: the token's role does not grant the permission.
         """
         need = REQUIRED.get(method)

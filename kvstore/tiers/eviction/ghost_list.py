@@ -1,12 +1,12 @@
-"""Ghosts: keys of blocks that left, with a number each, oldest first, in about 26 bytes per key. Pure.
+"""Ghosts: keys of evicted blocks, each with a number, oldest first, in about 26 bytes per key. Pure.
 
 A policy remembers several times as many keys as a volume holds blocks, so a dict of them would take more memory than all blocks.
-A key is known by its 64-bit hash. The hashes and numbers stand in the order of arrival in arrays of ``_SEGMENT`` ghosts each; a
-*position* counts ghosts since the beginning. Where a hash stands is found through buckets of about ``_BUCKET`` entries of eight
-bytes: the upper half of the hash, and the position. Buckets are added one at a time (linear hashing), so that growth never stops
-the caller for long.
+A key is known by its 64-bit hash. The hashes and numbers are in order of arrival in arrays of ``_SEGMENT`` ghosts each; a
+*position* counts ghosts since the beginning. Buckets of about ``_BUCKET`` entries of eight bytes map a hash to its position: the
+upper half of the hash, and the position. Buckets are added one at a time (linear hashing), so that growth never stops the caller
+for long.
 
-Two keys of equal hash are taken for one: a wrong guess of a policy, about once in 2**64 pairs.
+Two keys with equal hashes count as one: a wrong guess of a policy, about once in 2**64 pairs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GhostList:
             self._split_one()
 
     def pop(self, key: BlockKey) -> int | None:
-        """Removes a key; its number, or None where it is not here."""
+        """Remove a key and return its number; None: the key is absent."""
         digest = hash(key) & _HASH_MASK
         bucket = self._buckets[self._bucket_of(digest)]
         for at, position in self._candidates(bucket, digest):
@@ -76,7 +76,7 @@ class GhostList:
         return None
 
     def drop_oldest(self) -> None:
-        """Removes the oldest ghost, where there is one."""
+        """Remove the oldest ghost, if any."""
         while self._count:
             numbers, place = self._numbers[0], self._head & (_SEGMENT - 1)
             here = numbers[place] != _GONE
@@ -110,7 +110,7 @@ class GhostList:
 
     @staticmethod
     def _candidates(bucket: bytearray, digest: int) -> Iterator[tuple[int, int]]:
-        """Entries of a bucket whose half of the hash is that of ``digest``: where they are, and their positions."""
+        """Entries of a bucket whose half of the hash matches ``digest``: index in the bucket, and position."""
         half = (digest >> 32).to_bytes(4, "little")
         at = bucket.find(half)
         while at >= 0:

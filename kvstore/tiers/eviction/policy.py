@@ -1,20 +1,19 @@
-"""Eviction policies: which blocks are cold. Pure: no locks, no clock, no I/O; a replay can run them by themselves.
+"""Eviction policies: which blocks are cold. Pure: no locks, no clock, no I/O; a replay can run them alone.
 
-What all share (``_TreePolicy``): blocks form trees by their parents, and only a *leaf* (a block without children in the volume)
+Common part (``_TreePolicy``): blocks form trees by their parents, and only a *leaf* (a block without children in the volume)
 can leave. So only leaves are queued, by their position in the policy's order, and an inner block enters the queue when its last
-child has left, at the position it has earned by then. Nothing is ever scanned for what cannot leave, and a touch is one store:
-entries whose block has moved since are put right when they come up.
+child has left, at the position it has earned by then. No scan passes blocks that cannot leave. A touch is one store:
+an outdated entry is corrected when it reaches the front of its queue.
 
 * ``LruPolicy``: by last use. A chain is used as a whole, so among equally old blocks the deeper leave first.
-* ``S3FifoPolicy``: two queues in order of arrival, a small one (a tenth) for newcomers, a main one for what was used again,
-  and a ghost list that remembers keys of newcomers that left (Yang et al., SOSP 2023). Resists scans. Two departures, both
+* ``S3FifoPolicy``: two queues in order of arrival, a small one (a tenth) for newcomers, a main one for blocks used again,
+  and a ghost list that remembers keys of evicted newcomers (Yang et al., SOSP 2023). Resists scans. Two departures, both
   because inner blocks are not queued: a newcomer moves to the main queue at its second use, not when its turn comes; and inner
   blocks age only once they are leaves.
-* ``ReuseDistancePolicy``: by how long a block is expected to stay unused: the longer of the time since its last use and of the
-  gap
-  before that. A newcomer is taken to be used like its parent, for a chain is used as a whole; one that was here before is known
-  by its ghost. Sessions that come back often thus keep their room while those that come back seldom pass through: what a cache
-  needs that is too small for all of them. With room for most it does as LRU does.
+* ``ReuseDistancePolicy``: by the expected time to the next use: the longer of the time since the last use and the gap before it.
+  A newcomer gets its parent's gap, because a chain is used as a whole; a block that was here before is known by its ghost. So
+  the blocks of frequent sessions stay and those of rare sessions are evicted early, which helps a cache that is too small for
+  all of them. With space for most sessions it behaves like LRU.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _TRIM_EVERY = 256
 
 
 class _TreePolicy(ABC):
-    """The tree, and the iteration over leaves. Subclasses say where a block stands, and take it from their queues.
+    """The tree, and the iteration over leaves. Subclasses define the position of a block and remove it from their queues.
 
-    A block is a *row* of columns, about 50 bytes, and no object. A row is also the place of an absent parent whose children are
-    here (it is not present). Freed rows are used again.
+    A block is a *row* of columns, about 50 bytes, and no object. An absent parent whose children are
+    in the volume has a row too (it is not present). Freed rows are used again.
 
     Args:
-        rows: where the row of each key is kept; None: in a dict of its own.
+        rows: map from keys to rows; None: a new dict.
     """
 
     def __init__(self, rows: Rows | None = None) -> None:
@@ -126,7 +125,7 @@ class _TreePolicy(ABC):
             self._queue(row)
 
     def _is_above(self, row: int, key: BlockKey) -> bool:
-        """Whether a block stands above its parent to be. Keys are their makers'; and in a ring nothing could leave."""
+        """Whether a block is an ancestor of its new parent. Clients choose keys; blocks in a cycle could never leave."""
         above = self._row_of.get(key, _NONE)
         while above and above != row:
             above = self._parents[above]
@@ -289,7 +288,7 @@ class LruPolicy(_TreePolicy):
         tick = self._ticks
         find, positions = self._row_of.get, self._positions
         for key in keys:
-            positions[find(key, _NONE)] = tick  # of no block, too: nobody reads that
+            positions[find(key, _NONE)] = tick  # also for row 0, which is never read
 
     def _arrived(self, row: int) -> None:
         self._positions[row] = self._ticks
@@ -314,8 +313,8 @@ class S3FifoPolicy(_TreePolicy):
     """Small queue, main queue, ghosts.
 
     Args:
-        rows: as of all policies.
-        small_share: of all blocks, how many the small queue may hold before it gives way first.
+        rows: see ``make_policy``.
+        small_share: fraction of all blocks above which the small queue is evicted from first.
     """
 
     MOST_USES = 3
@@ -409,8 +408,8 @@ class ReuseDistancePolicy(_TreePolicy):
     """Longest expected gap first. Time is counted in blocks used; the gap of a block is the one before its last use.
 
     Args:
-        rows: as of all policies.
-        ghosts: keys remembered after their block left, for each block that is here (about 26 bytes a key).
+        rows: see ``make_policy``.
+        ghosts: remembered keys of evicted blocks, as a multiple of the present blocks (about 26 bytes per key).
     """
 
     def __init__(self, rows: Rows | None = None, ghosts: float = 4.0) -> None:
@@ -433,7 +432,7 @@ class ReuseDistancePolicy(_TreePolicy):
         find, gaps, positions = self._row_of.get, self._gaps, self._positions
         for key in keys:
             row = find(key, _NONE)
-            gaps[row] = now - positions[row]  # of no block, too: nobody reads that
+            gaps[row] = now - positions[row]  # also for row 0, which is never read
             positions[row] = now
 
     def _arrived(self, row: int) -> None:
@@ -473,7 +472,7 @@ class ReuseDistancePolicy(_TreePolicy):
         return row
 
     def _top(self, queue: EvictionQueue, places: array[int], sign: int, waiting: dict[int, int]) -> int:
-        """As ``_take``, for a block that stands in both queues with one number."""
+        """As ``_take``, for a block that is in both queues with one number."""
         numbers, children = self._entry_numbers, self._children
         while (first := queue.first()) is not None:
             place, number, row = first
@@ -500,14 +499,14 @@ POLICY_NAMES = tuple(_POLICIES)
 
 
 def make_policy(name: str, rows: Rows | None = None) -> EvictionPolicy:
-    """A new policy by name (``POLICY_NAMES``).
+    """Create a policy by name (``POLICY_NAMES``).
 
     Args:
         name: of the policy.
-        rows: where the row of each key is kept; None: in a dict of its own.
+        rows: map from keys to rows; None: a new dict.
 
     Raises:
-        InvalidArgument: there is none of this name.
+        InvalidArgument: the name is unknown.
     """
     maker = _POLICIES.get(name)
     if maker is None:

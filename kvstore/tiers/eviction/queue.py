@@ -36,7 +36,7 @@ class EvictionQueue:
         self._places = array("q")
         self._numbers = array("q")
         self._rows = array("I")
-        self._at = 0  # entries of the run before it are gone
+        self._at = 0  # the run before it is empty
         self._heap: list[int] = []
         self._first: Entry | None = None  # what ``first`` found, while it holds
         self._from_heap = False  # where
@@ -58,7 +58,7 @@ class EvictionQueue:
 
     @property
     def crowded(self) -> bool:
-        """Whether so many entries came out of order that ``keep`` is due."""
+        """Whether enough entries came out of order that ``keep`` is due."""
         return len(self._heap) > max(_LEAST_MERGED, (len(self._rows) - self._at) // _MERGE_SHARE)
 
     def first(self) -> Entry | None:

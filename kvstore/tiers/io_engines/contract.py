@@ -41,30 +41,30 @@ class IoEngine(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What is really in use now, e.g. ``posix O_DIRECT``."""
+        """The I/O path in use now, e.g. ``posix O_DIRECT``."""
 
     @abstractmethod
     def read(self, pieces: Sequence[memoryview], position: int) -> int:
-        """Fills pieces one after the other with what lies in the file from ``position`` on.
+        """Fill pieces one after the other from the file, from ``position`` on.
 
-        Blocks until nothing touches the memory any more, however it went.
+        Blocks until no I/O uses the memory any more, also after a failure.
 
         Returns:
-            Bytes read; anything but what was asked for: the file ends before that. Then what the pieces hold is undefined.
+            Bytes read. If fewer than requested, the file ends before, and the content of the pieces is undefined.
 
         Raises:
-            OSError: they cannot be read. What the pieces hold is undefined.
+            OSError: they cannot be read. The content of the pieces is undefined.
         """
 
     @abstractmethod
     def read_device(self, memory: DeviceMemory, position: int) -> bool:
-        """Fills device memory with what lies in the file from ``position`` on, without a way through host memory of ours.
+        """Fill device memory from the file, from ``position`` on, without a copy through host memory of this process.
 
-        Blocks until nothing touches the memory any more, however it went.
+        Blocks until no I/O uses the memory any more, also after a failure.
 
         Returns:
-            False: this engine cannot, or not now, and why was counted; read into host memory and copy. What ``memory`` holds
-            is undefined.
+            False: this engine cannot, or not now. The reason is counted, and the content of ``memory`` is undefined. Read
+            into host memory and copy instead.
         """
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 Without ``libcuda.so.1`` all I/O of kvikio fails and parts of it hang, so it is not imported. Set once per process: direct reads
 (off by default, at half the throughput and several times the CPU), and one thread per request in flight. kvikio's compatibility
-mode stays ``AUTO``: if it is ``OFF`` and there is no driver, some versions spin in a loop. libcufile's compatibility mode is
+mode stays ``AUTO``: if it is ``OFF`` and the driver is missing, some versions spin in a loop. libcufile's compatibility mode is
 forbidden, so that a read that cannot be direct fails.
 """
 

@@ -80,7 +80,7 @@ def probe_gds(folder: Path, *, timeout_s: float = PROBE_TIMEOUT_S) -> GdsProbe:
     """Measure which path works for files of a folder.
 
     Args:
-        folder: an existing folder of a volume. If it has no slab that is large enough, a temporary file is created in it.
+        folder: an existing folder of a volume. If its slab is missing or too small, a temporary file is created in it.
         timeout_s: time limit; after it, the path counts as not working.
     """
     if (without := _no_driver()) is not None:
@@ -96,7 +96,7 @@ def probe_gds(folder: Path, *, timeout_s: float = PROBE_TIMEOUT_S) -> GdsProbe:
 
 
 def glance_at_gds(folder: Path, *, timeout_s: float = PROBE_TIMEOUT_S) -> GdsProbe:
-    """As ``probe_gds``, without writing: if the folder has no slab to read, nothing is ``measured``."""
+    """As ``probe_gds``, without writing: without a slab to read, nothing is ``measured``."""
     if (without := _no_driver()) is not None:
         return without
     try:

@@ -132,7 +132,7 @@ def _read(kvikio: Any, path: Path, memory: _Memory) -> dict[str, object]:  # noq
             if done != PROBE_BYTES:
                 raise RuntimeError(f"{done} of {PROBE_BYTES} bytes came")
 
-        read()  # the first pays for what is set up
+        read()  # the first includes the setup time
         seconds = _seconds(read)
         backends = carried()
     found = bytearray(PROBE_BYTES)

@@ -1,7 +1,7 @@
 """Catalog of a durable volume: block key -> slot header, in LMDB.
 
 A value is a copy of the slot's header (``kvstore.tiers.nvme.slot_header``): the description of the block and its slot. The
-catalog is authoritative: a slot without an entry is free, whatever its content. Entries change in groups, by one synced
+catalog is authoritative: a slot without an entry is free, even if it has content. Entries change in groups, by one synced
 transaction per batch.
 
 Two more records are the volume's uid, to detect the catalog of another volume, and a copy of the superblock, from which
@@ -121,7 +121,7 @@ class Catalog:
         return None if page is None else parse_superblock(page)
 
     def put_superblock(self, superblock: Superblock, *, anew: bool = False) -> None:
-        """Write the copy of the superblock, synced. ``anew``: first drop the remains of a volume whose creation did not finish.
+        """Write the copy of the superblock, synced. With ``anew``, first drop the remains of an unfinished volume.
 
         Raises:
             Conflict: the catalog belongs to another volume.

@@ -97,7 +97,7 @@ def check_volume(
         direct: use O_DIRECT if the file system supports it.
 
     Raises:
-        NotFound: the folder has no volume.
+        NotFound: no volume is in the folder.
         Conflict: a process has the volume open.
         CorruptBlock: neither slab nor catalog identifies the volume.
         OSError: an error of the file system.

@@ -1,17 +1,17 @@
 """Block I/O on a slab file: many slots at once, few system calls, no copy where memory is aligned.
 
-Slots that lie side by side become one ``preadv`` or ``pwritev`` (up to ``MERGE_BYTES``), and several of those run at once in a
-few threads: that fills an NVMe device, at a tenth of the CPU that buffered I/O takes. With O_DIRECT the device reads and writes
-the caller's memory itself where that is aligned to 4 KiB; small payloads and unaligned memory go through an aligned *scratch*
-buffer, of which there is one a thread. The odd tail of a payload that is no multiple of 4 KiB goes through scratch too.
+Adjacent slots become one ``preadv`` or ``pwritev`` (up to ``MERGE_BYTES``), and several of those run at once in a few threads:
+enough to saturate an NVMe device, at a tenth of the CPU time of buffered I/O. With O_DIRECT the device reads and writes the
+caller's memory directly if it is aligned to 4 KiB; small payloads and unaligned memory are copied through an aligned *scratch*
+buffer, one per thread. So is the tail of a payload whose size is not a multiple of 4 KiB.
 
-Header and payload are written by one call, in no order that we know of. That is safe because a slot counts only once
-the catalog names it, which happens after ``fdatasync`` of the slab: whatever a crash leaves in a slot before that is never looked
-at, and the catalog's entry of the slot's former block was dropped, synced, before the slot was given out again.
+One call writes header and payload, in unknown order. That is safe because a slot is valid only after the catalog has an entry
+for it, which is written after ``fdatasync`` of the slab. The remains of a crash before that are never read, because the entry of
+the slot's former block was removed, synced, before the slot was allocated again.
 
-An I/O that fails or comes back short is taken apart: each slot is tried alone, so that one bad sector costs one block.
+If an I/O fails or is short, each of its slots is retried alone, so that one bad sector costs one block.
 
-How bytes get into memory is the part of an *I/O engine* (``kvstore.tiers.io_engines``): ``posix``, or ``gds`` before ``posix``.
+An *I/O engine* (``kvstore.tiers.io_engines``) transfers the bytes: ``posix``, or ``gds`` with ``posix`` as the fallback.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _Piece = TypeVar("_Piece")
 
 
 class SlotIO:
-    """One slot to read or write: where it lies (in the slab's slots), its header, its payload's memory, and how it went."""
+    """One slot to read or write: its slab offset, its header, the memory of its payload, and the result."""
 
     __slots__ = ("direct", "error", "header", "header_room", "offset", "outcome", "payload", "record", "size")
 
@@ -78,7 +78,7 @@ class SlotIO:
         self.outcome = Outcome.UNAVAILABLE
 
     def judge(self, header: memoryview, *, verify: bool) -> Outcome:
-        """What a read brought: the slot begins with ``header``, and ``payload`` is filled."""
+        """HIT if the slot's ``header`` (and with ``verify`` the filled ``payload``) is as expected, else CORRUPT."""
         good = bytes(header) == self.header and (
             not verify or checksum.verify(self.payload, self.record.shape, self.record.checksums)
         )
@@ -137,14 +137,14 @@ class SlabFile:
     """The slab file of one volume. Thread-safe.
 
     Args:
-        path: the file, which exists.
-        io_threads: I/O requests under way at once.
-        direct: ask for O_DIRECT.
+        path: an existing file.
+        io_threads: number of concurrent I/O requests.
+        direct: request O_DIRECT.
         writable: False: opened read-only.
-        counters: where fallbacks and failures are counted.
-        gds: read through this where that is of use; None: ``posix`` alone.
-        gds_required: where it cannot open the file, neither can we.
-        gds_host_reads: with ``gds``, read into host memory through it as well.
+        counters: counts fallbacks and failures.
+        gds: engine for suitable reads; None: ``posix`` only.
+        gds_required: fail if ``gds`` cannot open the file.
+        gds_host_reads: use ``gds`` for reads into host memory as well.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -195,16 +195,16 @@ class SlabFile:
 
     @property
     def engine(self) -> str:
-        """What is really in use."""
+        """The I/O path in use."""
         return self._reader.name
 
     @property
     def fd(self) -> int:
-        """The file's descriptor, for what concerns the file as a whole."""
+        """The file's descriptor, for operations on the whole file."""
         return self._posix.fd
 
     def make_writable(self) -> None:
-        """From now on writes are possible, where the file was opened read-only. Reads under way go on undisturbed.
+        """Make a file that was opened read-only writable. Running reads continue.
 
         Raises:
             OSError: it still cannot be opened for writing.
@@ -227,7 +227,7 @@ class SlabFile:
                 raise OSError(errno.EIO, "short write", str(self.path))
 
     def sync(self) -> None:
-        """Data, and what is needed to find it, to stable storage."""
+        """Sync the data, and the file metadata needed to read it, to stable storage."""
         self._posix.sync()
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class SlabFile:
         self._run_all(slots, lambda run: self._read_run(run, verify))
 
     def read_headers(self, places: Sequence[tuple[int, int]]) -> list[bytes | None]:
-        """The first bytes of slots, given as (slot offset, bytes); None where they cannot be read."""
+        """Read the first bytes of slots, given as (slot offset, bytes); None: they cannot be read."""
 
         def read(place: tuple[int, int]) -> bytes | None:
             try:
@@ -368,7 +368,7 @@ class SlabFile:
         with self._scratch(slot.size) as scratch:
             try:
                 self._fill_device(slot, memory, scratch.take(slot.size), verify)
-            except (OSError, RuntimeError) as error:  # RuntimeError: what torch says of a device that fails
+            except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a failed device
                 slot.outcome = Outcome.UNAVAILABLE
                 self._counters.add(volumes_metrics.NVME_READ_ERRORS)
                 _log.warning("slab %s: slot at %d cannot be read into device memory: %s", self.path, slot.offset, error)
@@ -451,7 +451,7 @@ _Copies = Sequence[tuple[memoryview, memoryview]]
 
 
 def _pieces_to_read(run: list[SlotIO], scratch: _Scratch) -> tuple[list[memoryview], list[memoryview], list[_Copies]]:
-    """Where the device is to write; each slot's header, and what must be copied on from scratch once it is there."""
+    """Destinations of the device's writes, each slot's header, and the copies to make from scratch after the read."""
     pieces: list[memoryview] = []
     headers: list[memoryview] = []
     late: list[_Copies] = []

@@ -1,9 +1,8 @@
-"""Slot header: what a slot on disk says of itself, byte for byte.
+"""Slot header: the on-disk format of a slot's description.
 
-A slot is ``[header pages][payload, padded to 4 KiB]``. The header names the block, the exact place it was written for and the
-volume it was written into, so that a slot which was swapped, moved, copied from another volume or reused is told from the one
-that was asked for. The same bytes, without padding, are the value in the catalog: one codec, and a slot is checked by
-comparing its header with what the catalog and the caller believe.
+A slot is ``[header pages][payload, padded to 4 KiB]``. The header names the block, its slot and its volume, so that a slot which
+was swapped, moved, copied from another volume or reused is detected. The same bytes, without padding, are the value in the
+catalog. A slot is checked by comparing its header with the catalog's entry and the caller's description.
 
 Little-endian::
 
@@ -12,7 +11,7 @@ Little-endian::
     16  H   version
     18  H   flags: bit 0 = has a parent
     20  I   header length, 168 + 8 * layers
-    24  16s volume uid (random, never told to anyone: bytes of a payload cannot pose as a header)
+    24  16s volume uid (random and secret, so that a payload cannot imitate a header)
     40  16s namespace
     56  16s block key
     72  16s parent key (zero without one)
@@ -67,7 +66,7 @@ def header_bytes(layers: int) -> int:
 
 
 def seal_of(checksums: bytes) -> int:
-    """What stands for a block's checksums where they are not at hand."""
+    """Seal of a block's checksums, used if the checksums are not in memory."""
     return xxhash.xxh3_64_intdigest(checksums)
 
 
@@ -137,12 +136,12 @@ def place_in(header: bytes) -> Slot:
 
 
 def parse_header(data: bytes | memoryview) -> SlotHeader:
-    """Parses bytes that begin with a header; what follows it is ignored.
+    """Parse bytes that begin with a header and ignore the rest.
 
-    Nothing is believed before the checksum has matched, and no length is used before it is checked.
+    The checksum is verified before any field is used, and each length before its use.
 
     Raises:
-        CorruptBlock: anything does not fit.
+        CorruptBlock: the header is invalid.
     """
     if len(data) < FIXED_BYTES:
         raise CorruptBlock("a slot header is cut off", bytes=len(data))

@@ -1,8 +1,8 @@
-"""Superblock: what a slab file says of itself, twice, so that a torn write never loses both copies.
+"""Superblock: description of a slab file, stored twice, so that a torn write never loses both copies.
 
-The first MiB of a slab file is kept for it: copy A at byte 0, copy B at byte 4096, the rest zero. Every opening raises the
-*epoch* and writes the copy that is older (or damaged), then syncs. Generations of slots begin at ``epoch << 40``: a number given
-out by one process is never given out by a later one, without a counter that would have to be synced at each allocation.
+The first MiB of a slab file is reserved for it: copy A at byte 0, copy B at byte 4096, the rest zero. Each open increments the
+*epoch*, overwrites the older (or damaged) copy, then syncs. Generations of slots begin at ``epoch << 40``, so a later process
+never allocates a generation of an earlier one, without a counter that must be synced at each allocation.
 
 Little-endian::
 
@@ -30,7 +30,7 @@ MAGIC = b"KVSLAB\r\n"
 VERSION = 1
 SUPERBLOCK_BYTES = 4096
 DATA_START = 1 << 20
-"""Where slot offset 0 lies in the slab file."""
+"""Position of slot offset 0 in the slab file."""
 GENERATION_BITS = 40
 """Slots that one opening can give out: 2^40. Epochs take the 24 bits above."""
 _PREFIX = struct.Struct("<8sQ")
@@ -94,16 +94,16 @@ def parse_superblock(page: bytes | memoryview) -> Superblock:
 
 
 def newest_superblock(pages: bytes | memoryview) -> tuple[Superblock, int]:
-    """The newest good copy of both.
+    """The newest valid copy.
 
     Args:
         pages: the first 8192 bytes of a slab file.
 
     Returns:
-        The superblock, and where its successor is to be written: over the older (or damaged) copy.
+        The superblock, and the position for its successor: that of the older (or damaged) copy.
 
     Raises:
-        CorruptBlock: neither copy is good. Says why copy A is not.
+        CorruptBlock: neither copy is valid. The message has the fault of copy A.
     """
     good: list[tuple[int, int, Superblock]] = []
     reason: CorruptBlock | None = None
