@@ -99,7 +99,7 @@ class QuotaShare(NamedTuple):
     nvme: int | None = None
 
     def of(self, tier: Tier) -> int | None:
-        """In a tier."""
+        """Bytes in a tier."""
         return self.dram if tier is Tier.DRAM else self.nvme
 
 
