@@ -1,4 +1,4 @@
-"""What the metadata server does to a node that publishes: it refuses it by name, or lets go of it in mid-stream."""
+"""A metadata server that refuses a publishing node's registration, or breaks its stream."""
 
 from __future__ import annotations
 

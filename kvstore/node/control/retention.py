@@ -174,7 +174,7 @@ class Retainer:
         The same thread calls this and ``told``.
         """
         joining = [namespace for namespace in self._namespaces.all() if namespace.account is not None and not namespace.counted]
-        told = []  # counts are read without the lock: a block that moves at the same time is reported with the next heartbeat
+        told = []  # counts may be slightly old: a block that moves now is in the next heartbeat
         for account in self._namespaces.accounts.all():
             dram, nvme = (held_bytes(self._table.residency, account.namespaces, tier) for tier in TIERS)
             told.append(TenantUsage(tenant=account.tenant, dram_bytes=dram, nvme_bytes=nvme))
