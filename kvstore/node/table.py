@@ -252,7 +252,7 @@ class BlockTable:
         return found
 
     def pin_if_pinned(self, blocks: Sequence[Block]) -> bool:
-        """Pin blocks again whose slots are kept by pins. Pins none if one of them has no pin any more."""
+        """Pin blocks again whose slots are kept by pins. Pins none of them if one is no longer pinned."""
         with self._lock:
             if any(block.pins == 0 or block.dram is None for block in blocks):
                 return False
@@ -472,7 +472,7 @@ class BlockTable:
         Args:
             block: the block.
             corrupt: its bytes are corrupt; it leaves at once.
-            denied: its tenant's quota has no room; it need not become durable, and no drain waits for it.
+            denied: its tenant's quota is used up; it need not become durable, and no drain waits for it.
         """
         with self._lock:
             if denied:

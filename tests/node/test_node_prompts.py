@@ -1,4 +1,4 @@
-"""Waits for prompts: every block is pinned from the moment it is in DRAM, whatever its source, and released with the prompt."""
+"""Waits for prompts: every block is pinned from the moment it is in DRAM, from any source, and released with the prompt."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_registration_refused_is_retried_as_the_same_boot(caplog: pytest.LogCapt
         counters,
         tls=None,
         anti_entropy_interval_s=60.0,
-    )  # the node has no blocks and no volumes
+    )  # the node holds neither blocks nor volumes
     with caplog.at_level(logging.WARNING, "kvstore.node.publish.publisher"):
         publisher.start()
         assert publisher.wait_registered(PATIENCE_S)

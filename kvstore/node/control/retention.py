@@ -210,7 +210,7 @@ class Retainer:
 
         Raises:
             KVStoreError: a volume's catalog could not be changed, or the metadata server does not answer. The next round retries.
-            OSError: likewise.
+            OSError: see ``KVStoreError``.
         """
         if any(self._namespaces.accounts.limited.values()):
             self._join_all()

@@ -130,7 +130,7 @@ class _Net:
 
 
 def _never_hidden(takes: Sequence[Taken]) -> Iterator[Taken]:
-    """Order a round's batches so that a block that moves between volumes is listed in at least one at all times.
+    """Order a round's batches so that a block that moves between volumes is always listed in at least one.
 
     A block moves by being stored in one volume before it is removed from another. If the removal were sent first, a lookup in
     between would miss the block. So a removal that must follow another batch becomes a batch at the end of the round.
@@ -173,7 +173,7 @@ class ReplicaChangeLog:
     ) -> None:
         self._counters = counters
         self._clock = clock
-        self._keep = keep  # False: there is no publisher, so no events are kept
+        self._keep = keep  # False: without a publisher, events are not kept
         self._bound = bound
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -278,7 +278,7 @@ class ReplicaChangeLog:
             self._acknowledged.notify_all()
 
     def wait_published(self, volumes: Sequence[VolumeId], deadline_s: float) -> bool:
-        """Wait until the index has applied all events logged so far for some volumes. Returns False at the deadline."""
+        """Wait until the index has applied all events logged before the call for some volumes. Returns False at the deadline."""
         if not self._keep:
             return False
         with self._lock:

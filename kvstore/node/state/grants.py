@@ -41,7 +41,7 @@ class KeyWaiter:
 
 @dataclass(slots=True)
 class LoadClaim:
-    """What a load may do with each key, as positions in the keys of the load."""
+    """Actions of a load for each key, as positions in the keys of the load."""
 
     resident: dict[int, Block] = field(default_factory=dict)
     """In DRAM; pinned."""
