@@ -1,1 +1,1 @@
-"""The node daemon: what one host holds, and how it is stored, loaded, made durable and published."""
+"""The node daemon of one host: it stores, loads, writes back and publishes blocks."""

@@ -12,7 +12,7 @@ from kvstore.process.graceful_shutdown import GracefulShutdown, exit_now
 
 
 def run(config: NodeConfig) -> None:
-    """Serves until SIGTERM or SIGINT, then stops in order, within ``stop_grace_s``; at once when told so again."""
+    """Serve until SIGTERM or SIGINT, then stop in order within ``stop_grace_s``. A second signal stops at once."""
     raise_limit()
     try:
         asyncio.run(_serve(config))
@@ -31,6 +31,6 @@ async def _serve(config: NodeConfig) -> None:
     finally:
         leaving.begin()
         await daemon.stop()
-        if daemon.hung:  # else the interpreter would wait for the threads of that I/O
+        if daemon.hung:  # otherwise the interpreter would wait for the threads of that I/O
             tracing.shut_down()
             exit_now(0)

@@ -1,18 +1,18 @@
-"""What this node holds: the truth that the index only hints at.
+"""The block table: the authoritative record of the blocks that this node holds. The index has only hints.
 
 Theory of operation.
 
-1. A block has up to two replicas here: a DRAM slot and an NVMe slot. All decisions (which store gets a slot, what is evicted,
-   what is written back) are taken under one lock, in memory, without I/O. The movers (``loads.loader``,
-   ``durability.writeback``) carry them out and report back.
-2. This module has the verbs that take the lock, and the waiting. ``state.residency`` has the state and its steps, ``eviction``
-   the choice of what leaves.
+1. A block has up to two replicas here: a DRAM slot and an NVMe slot. All decisions (which store gets a slot, which block is
+   evicted or written back) are taken under one lock, in memory, without I/O. The movers (``loads.loader``,
+   ``durability.writeback``) execute them and report back.
+2. This module has the operations that acquire the lock, and the waits. ``state.residency`` has the state and its steps,
+   ``eviction`` chooses the blocks to evict.
 3. Invariants (``validate`` asserts them; every test calls it). A block is in the table exactly while it has a replica. A slot
-   belongs to one block, one store or one mover. Nothing with ``pins`` > 0 leaves any tier. A dirty block leaves DRAM only after
-   it was written back or given up. A parent leaves a tier only after its children there. A slot given to a writer is reused only
-   after ``complete`` or ``abandon``, never because time has passed.
+   belongs to one block, one store or one mover. A block with ``pins`` > 0 is evicted from no tier. A dirty block leaves DRAM only
+   after it was written back or given up. A parent leaves a tier only after its children there. A slot given to a writer is
+   reused only after ``complete`` or ``abandon``, never because time has passed.
 
-Threads: any. Waiting ends at the caller's deadline, or if the caller has gone (``base.cancellation``).
+Threads: any. A wait ends at the caller's deadline, or when the caller disconnects (``base.cancellation``).
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from kvstore.tiers.eviction.policy import LruPolicy
 ORDER_SLICE = 256
 ORDER_TRIES = 4
 HAND_OVER_S = 1e-5
-"""Pause between two holds of the lock: a waiter gets it then."""
+"""Pause between two holds of the lock, so that a waiting thread gets it."""
 PENDING_SHARE = 0.75
-"""Share of the arena that blocks waiting for write-back may take before stores are skipped."""
+"""Fraction of the arena that blocks waiting for write-back may occupy before stores are skipped."""
 
 
 class BlockTable:
@@ -60,15 +60,15 @@ class BlockTable:
 
     Args:
         dram: the arena.
-        dram_policy: the order in which blocks leave it.
+        dram_policy: the order of eviction from the arena.
         node_volumes: the durable volumes.
-        log: hears of every change of a replica.
-        counters: events.
+        log: records every change of a replica.
+        counters: metrics.
         clock: time.
         writes_behind: whether stored blocks are written back.
-        keep_loaded: whether DRAM is a cache. If not, it only stages: a block leaves once nobody uses it and it is durable.
-        cascades_chains: whether dirty blocks that are to leave are written with their parents.
-        make_durable_policy: makes the order in which blocks leave the volumes.
+        keep_loaded: whether DRAM is a cache. If not, it only stages: an unused durable block leaves at once.
+        cascades_chains: whether dirty blocks that are to be evicted are written with their parents.
+        make_durable_policy: makes the order of eviction from the volumes.
         accounts: the tenants.
     """
 
@@ -109,7 +109,7 @@ class BlockTable:
 
     # ---- recovery
     def restore(self, node_volume: NodeVolume, namespace: NodeNamespace, record: BlockRecord, slot: Slot) -> bool:
-        """Take over a durable block found at start. False if the table knows the key already: the slot is not taken."""
+        """Insert a durable block found at start. Returns False if the table knows the key already: the slot is not used."""
         with self._lock:
             block = self._blocks.get(record.key)
             if block is not None and (block.nvme_volume is not None or block.namespace is not namespace):
@@ -121,10 +121,10 @@ class BlockTable:
 
     # ---- storing
     def prepare(self, namespace: NodeNamespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> StoreGrant:
-        """Grants slots for the blocks of a run that are neither held nor being written.
+        """Grant slots for the blocks of a run that are neither held nor being written.
 
-        Grants are prefix-first: from the first block without room on, everything is SKIPPED. Where there is room for none, waits
-        for some until the deadline. ``heads``: each key is the head of a chain of its own.
+        Grants are prefix-first: from the first block without room on, all are SKIPPED. If there is room for none, wait for some
+        until the deadline. ``heads``: each key is the head of a chain.
 
         The first writer of a key decides its namespace, parent and depth. A run ends before a key that it claims otherwise.
 
@@ -142,7 +142,7 @@ class BlockTable:
                 guarded.pins += 1
                 prepared.guarded = guarded
             self._grant(prepared, wanted, deadline_s)
-            self._settle(prepared)  # nothing granted: nobody will complete or abandon it
+            self._settle(prepared)  # no slot was granted, so neither complete nor abandon will be called
         return prepared
 
     def _grant(self, prepared: StoreGrant, wanted: list[int], deadline_s: float) -> None:
@@ -158,7 +158,7 @@ class BlockTable:
                 piece = max(1, count // 2)
                 continue
             if slots is None:
-                # never waits for more while holding some (two large stores would wait for each other), nor for nothing
+                # never wait for more slots while holding some (two large stores would deadlock), nor if none is needed
                 if (
                     granted
                     or share_below_one_block(prepared.namespace)
@@ -184,7 +184,7 @@ class BlockTable:
             self._counters.add(skipped, len(wanted) - granted)
 
     def complete(self, prepared: StoreGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
-        """Makes written blocks visible, in the order given."""
+        """Make written blocks visible, in the order given."""
         outcomes: list[StoreOutcome] = []
         residency = self.residency
         with self._lock:
@@ -216,7 +216,7 @@ class BlockTable:
         return outcomes
 
     def abandon(self, prepared: StoreGrant) -> None:
-        """Gives back whatever of a store was not completed. Call only once its writer can no longer touch the slots."""
+        """Give back the slots of a store that were not completed. Call only when its writer can no longer access them."""
         with self._lock:
             for key, slot in prepared.slots.items():
                 del self._preparing[key]
@@ -235,7 +235,7 @@ class BlockTable:
 
     # ---------------------------------------------------------------- reading
     def pin_resident(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Block | None]:
-        """Pins those of the keys that lie in DRAM, and marks them used. One entry a key."""
+        """Pin the keys that are in DRAM, and mark them used. Returns one entry per key."""
         get = self._blocks.get
         with self._lock:
             found: list[Block | None] = []
@@ -252,7 +252,7 @@ class BlockTable:
         return found
 
     def pin_if_pinned(self, blocks: Sequence[Block]) -> bool:
-        """One more pin on blocks whose slots are kept by somebody's pins; none where one of them has none any more."""
+        """Pin blocks again whose slots are kept by pins. Pins none of them if one is no longer pinned."""
         with self._lock:
             if any(block.pins == 0 or block.dram is None for block in blocks):
                 return False
@@ -261,19 +261,19 @@ class BlockTable:
             return True
 
     def pin_again(self, blocks: Iterable[Block]) -> None:
-        """One more pin on blocks that the caller has pinned."""
+        """Pin blocks again that the caller has pinned."""
         with self._lock:
             for block in blocks:
                 block.pins += 1
 
     def held(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which of the keys this node holds in any tier. A hint."""
+        """Return which of the keys this node holds in any tier. A hint."""
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
             return [block is not None and block.namespace is namespace for block in found]
 
     def unpin(self, blocks: Iterable[Block]) -> None:
-        """Ends pins."""
+        """End pins."""
         with self._lock:
             for block in blocks:
                 block.pins -= 1
@@ -282,13 +282,13 @@ class BlockTable:
             self._changed.notify_all()
 
     def volumes_of(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[NodeVolume | None]:
-        """On which durable volume each of the keys lies. A hint: ``claim`` decides."""
+        """Return the durable volume of each key. A hint: ``claim`` decides."""
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
             return [block.nvme_volume if block is not None and block.namespace is namespace else None for block in found]
 
     def claim(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> LoadClaim:
-        """Reserves the right to bring keys into DRAM, so that two loads do not read the same block twice."""
+        """Reserve the right to bring keys into DRAM, so that two loads do not read the same block twice."""
         claim = LoadClaim()
         touch = self.residency.volumes.touch
         with self._lock:
@@ -304,7 +304,7 @@ class BlockTable:
                 elif block is not None and block.bits & EVICTING:
                     claim.absent.append(position)
                 elif block is not None:
-                    block.pins += 1  # its NVMe slot must stay while it is read
+                    block.pins += 1  # its NVMe slot must stay until the read ends
                     self._loading.add(key)
                     claim.durable[position] = block
                     touch(namespace, (key,))
@@ -315,7 +315,7 @@ class BlockTable:
         return claim
 
     def await_resident(self, namespace: NodeNamespace, key: BlockKey, deadline_s: float) -> Block | None:
-        """Waits while another load or store brings a key in; then pins it, or None where it did not come."""
+        """Wait while another load or store brings a key; then pin it. None: it did not arrive."""
         with self._lock:
             while key in self._loading or key in self._preparing:
                 if not self._wait(self._changed, deadline_s):
@@ -327,7 +327,7 @@ class BlockTable:
             return block
 
     def subscribe(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> KeyWaiter:
-        """Wait for keys, whoever brings them: each block is pinned once it is in DRAM. End it with ``unsubscribe``."""
+        """Wait for keys from any source: each block is pinned once it is in DRAM. End the wait with ``unsubscribe``."""
         waiter = KeyWaiter(namespace)
         with self._lock:
             present: list[BlockKey] = []
@@ -345,7 +345,7 @@ class BlockTable:
         return waiter
 
     def next_arrivals(self, waiter: KeyWaiter, deadline_s: float) -> list[tuple[int, Block]]:
-        """Wait for more blocks: (position, block), whose pins are the caller's. Empty: nothing more in time."""
+        """Wait for more blocks: (position, block). The caller owns their pins. Empty: no more blocks in time."""
         with self._lock:
             while not waiter.arrivals and waiter.missing:
                 if not self._wait(self._changed, deadline_s):
@@ -354,7 +354,7 @@ class BlockTable:
             return arrivals
 
     def unsubscribe(self, waiter: KeyWaiter) -> None:
-        """End a wait; pins that the caller did not take are given back."""
+        """End a wait. Pins that the caller did not take are released."""
         waiters = self.residency.waiters
         with self._lock:
             for key in waiter.missing:
@@ -367,10 +367,10 @@ class BlockTable:
     def reserve(
         self, shape: BlockShape, count: int, deadline_s: float, namespace: NodeNamespace | None = None
     ) -> list[Slot] | None:
-        """Takes DRAM slots to load into, all or none, evicting and waiting as needed."""
+        """Allocate DRAM slots for a load, all or none, evicting and waiting as needed."""
         with self._lock:
             if namespace is not None and not reserve_in_quota(self.residency, namespace, count):
-                self._counters.add(node_metrics.LOAD_BEYOND_QUOTA_BLOCKS, count)  # never refused: it leaves again soon
+                self._counters.add(node_metrics.LOAD_BEYOND_QUOTA_BLOCKS, count)  # never refused: the blocks are evicted soon
             while (slots := self._allocate(shape, count)) is None:
                 if not self._wait(self._changed, deadline_s):
                     self._counters.add(node_metrics.LOAD_NO_ROOM_BLOCKS, count)
@@ -378,7 +378,7 @@ class BlockTable:
             return slots
 
     def unreserve(self, slots: Sequence[Slot]) -> None:
-        """Gives reserved slots back."""
+        """Give back reserved slots."""
         with self._lock:
             self.dram.free(slots)
             self._changed.notify_all()
@@ -386,7 +386,7 @@ class BlockTable:
     def finish_promotion(self, block: Block, slot: Slot, checksums: bytes) -> None:
         """Note that a claimed durable block is in DRAM too; the claim's pin becomes the caller's."""
         with self._lock:
-            if block.nvme_volume is None:  # its replica on the volume proved bad meanwhile, and the block left the table
+            if block.nvme_volume is None:  # its replica on the volume proved corrupt, and the block left the table
                 self._blocks.setdefault(block.key, block)
             block.checksums = checksums
             if not self.keep_loaded:
@@ -421,7 +421,7 @@ class BlockTable:
         return block
 
     def finish_fill(self, block: Block) -> None:
-        """Note that all layers of a filling block are there: it is in the table now, and its pins go on."""
+        """Note that all layers of a filling block are ready: insert it into the table. Its pins stay."""
         with self._lock:
             slot = block.dram
             assert slot is not None
@@ -437,7 +437,7 @@ class BlockTable:
         self._changed.notify_all()
 
     def unclaim(self, keys: Iterable[BlockKey], blocks: Iterable[Block]) -> None:
-        """Gives claims up: ``keys`` of all, ``blocks`` those that were claimed with a pin."""
+        """Give up claims: ``keys`` are all of them, ``blocks`` those that were claimed with a pin."""
         with self._lock:
             self._loading.difference_update(keys)
             for block in blocks:
@@ -446,9 +446,9 @@ class BlockTable:
 
     # ---------------------------------------------------------------- write-behind
     def take_pending(self, max_blocks: int, max_bytes: int, wait_s: float) -> list[Block]:
-        """Next blocks to write back, oldest first, all of one namespace; waits up to ``wait_s`` for the first.
+        """Return the next blocks to write back, oldest first, all of one namespace. Waits up to ``wait_s`` for the first.
 
-        Hand each back with ``writeback_done`` or ``writeback_failed``.
+        Report each with ``writeback_done`` or ``writeback_failed``.
         """
         with self._lock:
             if self._writes.empty and not self._closed:
@@ -460,7 +460,7 @@ class BlockTable:
         with self._lock:
             if node_volume is not None and slot is not None:
                 self.residency.put_on_volume(block, node_volume, slot)
-                if not block.produced_here:  # it had left for its tenant's quota
+                if not block.produced_here:  # it was evicted for its tenant's quota
                     block.produced_here = True
             elif not block.durable_remotely:
                 self.residency.set_replica(block, VolumeReplica.REMOTE)
@@ -471,8 +471,8 @@ class BlockTable:
 
         Args:
             block: the block.
-            corrupt: its bytes proved bad; it leaves at once.
-            denied: its tenant's quota has no room; it need not become durable, and no drain waits for that.
+            corrupt: its bytes are corrupt; it leaves at once.
+            denied: its tenant's quota is used up; it need not become durable, and no drain waits for it.
         """
         with self._lock:
             if denied:
@@ -484,10 +484,11 @@ class BlockTable:
     def allocate_nvme(
         self, node_volume: NodeVolume, shape: BlockShape, count: int, ahead: int
     ) -> tuple[list[Slot] | None, list[Block]]:
-        """Slots in a durable volume, or (None, victims): blocks whose removal must be committed first (``evicted_nvme``).
+        """Return slots in a durable volume, or (None, victims): first commit the removal of victims (``evicted_nvme``).
 
-        They lie on any durable volume, and make room for ``ahead`` times the count where so many can leave, so that few commits
-        only remove; or for some of the count, where blocks of other sizes are in the way: then ask again.
+        Victims may be on any durable volume. They make room for ``ahead`` times the count if enough blocks are evictable, so that
+        few commits only remove. If blocks of other sizes occupy the space, there may be room for a part of the count: then call
+        again.
         """
         with self._lock:
             slots = node_volume.volume.allocate(shape, count)
@@ -503,7 +504,7 @@ class BlockTable:
             return None, victims
 
     def evicted_nvme(self, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
-        """Note that the catalog no longer names ``victims``: their slots may be used again."""
+        """Note that the catalog no longer names ``victims``: their slots may be reused."""
         residency = self.residency
         with self._lock:
             for block in victims:
@@ -514,7 +515,7 @@ class BlockTable:
                 node_volume.volume.free((slot,))
                 residency.remove_from_volume(block, node_volume)
                 if block.clean:
-                    residency.set_dram_state(block, DramState.DIRTY)  # written again before it leaves DRAM, too
+                    residency.set_dram_state(block, DramState.DIRTY)  # it is written again before it leaves DRAM
                 if for_quota:
                     block.produced_here = False
                 residency.drop_if_nowhere(block)
@@ -522,7 +523,7 @@ class BlockTable:
             self._changed.notify_all()
 
     def wait_written(self, deadline_s: float) -> bool:
-        """Waits until all that waits for write-behind now was written or given up. False where the deadline came first."""
+        """Wait until all blocks that now wait for write-back are written or given up. Returns False at the deadline."""
         with self._lock:
             mark = self._writes.enqueued
             while self._writes.finished < mark:
@@ -531,7 +532,7 @@ class BlockTable:
             return True
 
     def are_durable(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which blocks outlive this process: here, or on the storage node that they were written to."""
+        """Return which blocks survive this process: on a volume here, or on the storage node that they were written to."""
         for node_volume in self.node_volumes:
             node_volume.look_in_place()
         with self._lock:
@@ -541,12 +542,12 @@ class BlockTable:
             ]
 
     def not_durable(self, tenant: str | None = None) -> int:
-        """How many blocks (of a tenant) that were stored here would not outlive this process."""
+        """Return how many blocks (of a tenant) that were stored here would not survive this process."""
         mine = [one for one in self.snapshot() if tenant is None or (one.namespace.spec and one.namespace.spec.tenant == tenant)]
         return sum(block.produced_here and not block.durable for block in mine)
 
     def requeue_writeback(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> int:
-        """Sends those of the keys to write-behind that lie in DRAM only: given up before, or not meant to be kept. How many."""
+        """Send keys that are in DRAM only to write-back: given up before, or not meant to be kept. Returns how many."""
         if not self._writes_behind:
             return 0
         sent = 0
@@ -561,12 +562,12 @@ class BlockTable:
         return sent
 
     def stop_nvme_eviction(self) -> None:
-        """Blocks no longer leave durable volumes to make room: the node stops."""
+        """Stop evicting blocks from durable volumes to make room, because the node stops."""
         with self._lock:
             self.residency.evicts_nvme = False
 
     def give_up_pending(self) -> int:
-        """Nothing that waits for write-behind now is written any more: as if each had failed. What is being written goes on."""
+        """Give up all blocks that now wait for write-back, as if each had failed. Writes in progress continue."""
         with self._lock:
             given_up = self._writes.take_all()
             for block in given_up:
@@ -575,7 +576,7 @@ class BlockTable:
 
     # ---- eviction on demand
     def evict_dram(self) -> int:
-        """Drops from DRAM whatever is not pinned and may leave as it is. Returns how many blocks."""
+        """Evict all clean unpinned blocks from DRAM. Returns how many."""
         with self._lock:
             victims = list(self.residency.arena.coldest())
             for key, _ in victims:
@@ -584,7 +585,7 @@ class BlockTable:
             return len(victims)
 
     def nvme_victims(self, node_volume: NodeVolume) -> list[Block]:
-        """All unpinned blocks of a durable volume, children first: on their way out, for ``evicted_nvme``."""
+        """Mark all unpinned blocks of a durable volume as evicting, children first, for ``evicted_nvme``."""
         with self._lock:
             residency = self.residency
             victims = [self._blocks[key] for key, _ in residency.volumes.coldest(node_volume, residency.is_idle)]
@@ -599,15 +600,15 @@ class BlockTable:
 
     # ---- looking
     def snapshot(self) -> list[Block]:
-        """All blocks, parents before children where both came in order. For inventories."""
+        """Return all blocks, parents before children if both were added in that order. For inventories."""
         with self._lock:
             return list(self._blocks.values())
 
     def coldest_in_dram(self) -> list[BlockKey]:
-        """Keys in DRAM, coldest first; those of pinned namespaces may be left out.
+        """Return keys in DRAM, coldest first; those of pinned namespaces may be left out.
 
-        The lock is held for ``ORDER_SLICE`` keys at a time. If blocks come or leave meanwhile, the order begins again; after
-        ``ORDER_TRIES`` it ends where it was cut off.
+        The lock is held for ``ORDER_SLICE`` keys at a time. If blocks are added or evicted in between, the order is read again;
+        after ``ORDER_TRIES`` attempts it is returned incomplete.
         """
         found: dict[BlockKey, None] = {}
         for _ in range(ORDER_TRIES):
@@ -627,12 +628,12 @@ class BlockTable:
         return list(found)
 
     def counts(self) -> tuple[int, int]:
-        """Blocks in the table, and blocks waiting for write-behind."""
+        """Return the number of blocks in the table, and of blocks waiting for write-back."""
         with self._lock:
             return len(self._blocks), len(self._writes)
 
     def close(self) -> None:
-        """Wakes everybody who waits; waits end unsuccessfully."""
+        """Wake all waiting threads. Their waits fail."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -645,7 +646,7 @@ class BlockTable:
 
     # ---- discarding and marking
     def discard_after_use(self, blocks: Iterable[Block]) -> None:
-        """Have blocks leave DRAM with their last pin, written or not; those that are being written leave after that."""
+        """Have blocks leave DRAM with their last pin, written or not. Blocks that are being written leave after the write."""
         with self._lock:
             for block in blocks:
                 block.transient = True
@@ -667,12 +668,12 @@ class BlockTable:
                     self.residency.set_dram_state(block, DramState.DIRTY)
 
     def stores_in_progress(self) -> int:
-        """Blocks whose slots a writer may be writing to."""
+        """Return the blocks whose slots a writer may be writing to."""
         with self._lock:
             return len(self._preparing)
 
     def is_awaited(self, keys: Iterable[BlockKey]) -> bool:
-        """Whether a caller waits for one of the keys."""
+        """Return whether a caller waits for one of the keys."""
         with self._lock:
             return any(key in self.residency.waiters for key in keys)
 

@@ -1,4 +1,4 @@
-"""Anti-entropy: a difference is a drift only where nothing changed before the server had looked."""
+"""Anti-entropy: a difference counts as drift only if the range did not change before the server compared it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = BlockKey(b"k" * 16)
 
 
 class Server:
-    """Says that the range of one key differs; meanwhile that block may leave and come back."""
+    """A server that reports the range of one key as different. During the comparison, the block may leave and return."""
 
     def __init__(self, log: ReplicaChangeLog, block: Block, *, meanwhile: bool) -> None:
         self.log, self.block, self.meanwhile = log, block, meanwhile
@@ -50,7 +50,7 @@ class Server:
 
 
 @pytest.mark.parametrize("meanwhile", [False, True])
-def test_a_block_that_leaves_and_comes_back_meanwhile_is_no_drift(meanwhile: bool) -> None:
+def test_block_removed_and_added_again_is_no_drift(meanwhile: bool) -> None:
     counters = Counters()
     log = ReplicaChangeLog([VOLUME], counters, ManualClock())
     block = cast("Block", SimpleNamespace(key=KEY, parent=None, depth=0, namespace_id=bytes(16), dram=object()))

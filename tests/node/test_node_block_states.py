@@ -1,4 +1,4 @@
-"""States of a block: only the transitions of the tables happen, and a wrong one tells the block's story."""
+"""States of a block: only the transitions of the tables happen, and an invalid one raises an error with the block's story."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from support.node_harness import DRAM
 from support.wait import wait_until
 
 DEADLINE_S = 60.0
-"""Deadline of the waits. A test that comes near it fails."""
+"""Deadline of the waits. A test fails if it runs almost this long."""
 
 
 @pytest.fixture

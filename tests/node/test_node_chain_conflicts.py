@@ -168,7 +168,7 @@ steps = st.one_of(
 
 @given(st.lists(steps, max_size=30))
 def test_store_any_claims_first_one_stays(history: list[tuple[object, ...]]) -> None:
-    """After any claims, no key moves while it is held, every byte is the key's own, and all are free once evicted."""
+    """After any claims, a key that is held keeps its place, every byte is the key's own, and all keys are free after eviction."""
     with tempfile.TemporaryDirectory() as folder:
         node = Node(Path(folder) / "slab")
         pinned = []

@@ -1,4 +1,4 @@
-"""A table whose blocks are written below only when they must leave: whole chains at a time, and given up when room is wanted."""
+"""A table that writes blocks back only when they are evicted: whole chains at a time, and given up if room is needed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_dirty_victims_are_written_by_chain_or_by_leaf(table: BlockTable, reques
     assert table.reserve(SHAPE, 4, 0.0) is None
     pending = table.take_pending(ROOM, ROOM << 20, 0.0)
     keys = {block.key for block in pending}
-    # the coldest chains in full, no more than a search for room asks for; or the leaf of each
+    # the coldest chains in full, up to the limit of one search for room; or the leaf of each
     wanted = {key_of(chain, depth) for chain in range(4) for depth in range(CHAIN)}
     leaves = {key_of(chain, CHAIN - 1) for chain in range(ROOM // CHAIN)}
     assert keys == (wanted if whole else leaves)
@@ -62,10 +62,10 @@ def test_dirty_victims_are_written_by_chain_or_by_leaf(table: BlockTable, reques
     slots = table.reserve(SHAPE, 4, 0.0)
     assert slots is not None
     table.unreserve(slots)
-    assert table.counts()[0] == ROOM - 4  # the coldest leaves left, and nothing else
+    assert table.counts()[0] == ROOM - 4  # the coldest remaining leaves, and no other blocks
 
 
-def test_what_waits_is_given_up_at_once_and_what_is_being_written_goes_on(table: BlockTable) -> None:
+def test_give_up_drops_waiting_blocks_and_finishes_writes(table: BlockTable) -> None:
     keys = [key_of(0, depth) for depth in range(CHAIN)]
     table.requeue_writeback(NAMESPACE, keys)
     taken = table.take_pending(4, 1 << 20, 0.0)
@@ -73,7 +73,7 @@ def test_what_waits_is_given_up_at_once_and_what_is_being_written_goes_on(table:
     assert table.counts() == (ROOM, 4)
     assert table.give_up_pending() == 0
     assert not table.wait_written(0.0)
-    # those above what is being written stay, and it too
+    # ancestors of a block that is being written stay, and so does the block
     assert table.evict_dram() == CHAIN - 4
     for block in taken:
         table.writeback_failed(block)

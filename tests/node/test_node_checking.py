@@ -1,4 +1,4 @@
-"""Checks of volumes: what they find, and how they end."""
+"""Checks of volumes: their results, and how they end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made.close()
 
 
-def test_what_is_good_stays_as_it_is_and_is_not_used(node: Node) -> None:
+def test_check_good_blocks_stay_and_are_not_marked_used(node: Node) -> None:
     assert node.checks.last(node.volume) is None
     order = [block.key for block in node.table.nvme_victims(node.volume)]
     node.table.cancel_nvme_eviction([node.at(position) for position in range(BLOCKS)])
@@ -73,8 +73,8 @@ def test_what_is_good_stays_as_it_is_and_is_not_used(node: Node) -> None:
     assert [block.key for block in victims] == order, "the order of eviction is what it was"
 
 
-def test_what_is_bad_leaves_and_comes_back_from_dram(node: Node) -> None:
-    """Position 3 lies in DRAM too, 11 does not."""
+def test_check_bad_blocks_are_restored_from_dram(node: Node) -> None:
+    """Position 3 is in DRAM too, position 11 is not."""
     cold = node.at(11)
     with node.table.residency.lock:
         node.table.residency.evict_dram(cold)
@@ -89,7 +89,7 @@ def test_what_is_bad_leaves_and_comes_back_from_dram(node: Node) -> None:
     assert (again.blocks, again.good, again.bad) == (BLOCKS - 1, BLOCKS - 1, 0), "the new copy is the catalog's, and good"
 
 
-def test_what_cannot_be_read_stays(node: Node) -> None:
+def test_check_unreadable_blocks_stay(node: Node) -> None:
     node.faults.add(VolumeFault.IO_ERROR, operation=VolumeOperation.READ, keys=[node.chain[5]], times=1)
     found = node.check()
     assert (found.state, found.good, found.unreadable, found.bad) == (CheckState.DONE, BLOCKS - 1, 1, 0)
@@ -97,7 +97,7 @@ def test_what_cannot_be_read_stays(node: Node) -> None:
     assert node.check(b"p" * 16).good == BLOCKS
 
 
-def test_a_replica_that_proved_bad_is_not_taken_for_the_one_that_followed(node: Node) -> None:
+def test_quarantine_does_not_remove_a_newer_replica(node: Node) -> None:
     block = node.at(3)
     bad = block.nvme
     assert bad is not None
@@ -111,8 +111,8 @@ def test_a_replica_that_proved_bad_is_not_taken_for_the_one_that_followed(node: 
     assert node.volume.quarantined == 1
 
 
-def test_a_good_copy_that_is_written_while_a_bad_one_is_forgotten_stays(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine brings the block again, and it is written behind, just as the catalog is to forget the bad one."""
+def test_good_copy_written_during_quarantine_stays(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine stores the block again, and its write-back runs just before the catalog removes the bad replica."""
     block = node.at(3)
     bad, commit = block.nvme, node.volume.volume.commit
     assert bad is not None
@@ -145,7 +145,7 @@ def test_a_good_copy_that_is_written_while_a_bad_one_is_forgotten_stays(node: No
     assert dict(node.volume.volume._inner._listed())[block.key] == node.at(3).nvme, "or a restart would not find it"  # type: ignore[attr-defined]
 
 
-def test_loads_go_on_while_a_check_looks_for_what_it_is_to_read(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_continue_while_a_check_lists_blocks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[bool] = []
 
     class Blocks(list[Block]):
@@ -160,7 +160,7 @@ def test_loads_go_on_while_a_check_looks_for_what_it_is_to_read(node: Node, monk
     assert looked == [False] * BLOCKS
 
 
-def test_one_check_of_a_volume_at_a_time_and_it_can_be_called_off(node: Node) -> None:
+def test_check_second_of_a_volume_conflicts_until_cancelled(node: Node) -> None:
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ, times=1)
     first = node.checks.begin(node.volume, b"1" * 16, FAST)
     assert node.faults.hanging.acquire(timeout=WAIT_S), "it reads"
@@ -174,7 +174,7 @@ def test_one_check_of_a_volume_at_a_time_and_it_can_be_called_off(node: Node) ->
     assert node.check(b"3" * 16).good == BLOCKS
 
 
-def test_blocks_that_left_before_their_turn_are_told_apart(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_blocks_evicted_before_their_turn_are_gone(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.node.durability.scrub.PIN_BLOCKS", 4)
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ, times=1)
     check = node.checks.begin(node.volume, b"1" * 16, FAST)
@@ -188,9 +188,9 @@ def test_blocks_that_left_before_their_turn_are_told_apart(node: Node, monkeypat
     assert (check.state, check.good, check.gone, check.checked_blocks) == (CheckState.DONE, 4, BLOCKS - 4, BLOCKS)
 
 
-def test_a_check_keeps_to_its_rate_and_a_cancelled_one_stops_short(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_keeps_its_rate_and_stops_when_cancelled(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.node.durability.scrub.PIN_BLOCKS", 1)
-    check = node.checks.begin(node.volume, b"1" * 16, 1)  # the first block, then an hour of rest
+    check = node.checks.begin(node.volume, b"1" * 16, 1)  # the first block, then a pause of an hour
     end_s = time.monotonic() + WAIT_S
     while check.good < 1:
         assert time.monotonic() < end_s

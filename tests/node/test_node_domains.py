@@ -1,4 +1,4 @@
-"""Namespaces of a node: one object each, and so many of a tenant that others have room."""
+"""Namespaces of a node: one object each, and a limit per tenant so that other tenants have room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def spec(tenant: str, salt: int) -> CacheSpec:
     return CacheSpec(model="m", block_tokens=16, layers=1, layer_block_bytes=64, tenant=tenant, salt=bytes([salt]))
 
 
-def test_a_tenant_has_so_many_namespaces_and_what_lies_here_is_not_among_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_namespaces_tenant_limit_ignores_recovered_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespace, "MAX_NAMESPACES_OF_TENANT", MOST)
     namespaces = NamespaceRegistry()
     for salt in range(MOST):
@@ -27,6 +27,6 @@ def test_a_tenant_has_so_many_namespaces_and_what_lies_here_is_not_among_the_new
     for salt in range(2 * MOST):
         namespaces.of_spec(spec("", salt))
     assert namespaces.of_spec(spec("other", 0)).spec == spec("other", 0)
-    found = namespaces.of_shape(spec("acme", 9).namespace, spec("acme", 9).shape)  # on a volume, at the start
+    found = namespaces.of_shape(spec("acme", 9).namespace, spec("acme", 9).shape)  # found on a volume at start
     assert namespaces.of_spec(spec("acme", 9)) is found, "blocks that are there have their tenant, however many it has"
     assert found.account is namespaces.of_spec(spec("acme", 0)).account

@@ -1,4 +1,4 @@
-"""Several durable volumes of one node: chains leave from their ends wherever they lie, and one that fails holds up no other."""
+"""Several durable volumes of one node: chains are evicted from their ends on all of them, and a failing one delays no other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def node(tmp_path: Path) -> Iterator[SessionHarness]:
     made.close()
 
 
-def test_chains_leave_from_their_ends_over_all_volumes(node: SessionHarness) -> None:
+def test_eviction_takes_chain_ends_over_all_volumes(node: SessionHarness) -> None:
     play(node, 120)
     assert min(node.blocks_on()) > 50, "all are in use"
     assert sum(node.lengths.values()) > 2 * sum(node.blocks_on()), "much has left"
-    assert node.unreachable() < 0.12  # with an order for each volume by itself, 0.4 to 0.7
+    assert node.unreachable() < 0.12  # with a separate order per volume: 0.4 to 0.7
 
 
 def play(node: SessionHarness, turns: int) -> None:
@@ -36,7 +36,7 @@ def play(node: SessionHarness, turns: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["fails", "read-only"])
-def test_a_volume_that_takes_no_changes_holds_up_no_other(node: SessionHarness, how: str) -> None:
+def test_volume_without_changes_delays_no_other(node: SessionHarness, how: str) -> None:
     play(node, 80)
     bad = node.slabs[1]
     if how == "fails":
@@ -60,7 +60,7 @@ def test_a_volume_that_takes_no_changes_holds_up_no_other(node: SessionHarness, 
     assert now - was_there
 
 
-def test_one_volume_evicted_by_name_takes_nothing_from_the_others(node: SessionHarness) -> None:
+def test_evict_one_volume_keeps_blocks_of_others(node: SessionHarness) -> None:
     play(node, 80)
     before = node.blocks_on()
     capacity = node.slabs[0].usage().capacity_bytes
@@ -70,9 +70,9 @@ def test_one_volume_evicted_by_name_takes_nothing_from_the_others(node: SessionH
     node.table.validate()
 
 
-def test_blocks_go_to_the_volumes_that_can_hold_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_are_written_to_volumes_that_can_hold_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     node = SessionHarness(tmp_path, sizes=(64 << 10, 1 << 20), shape=BlockShape(2, 64 << 10))
-    for chain in range(20):  # more than the large one holds: once it has less room than the small one, it makes room
+    for chain in range(20):  # more than the large volume holds: when it has less room than the small one, it makes room
         node.turn(chain, 1)
         node.clock.advance(1.0)
         assert key_of(chain, 0) in node.durable()
@@ -84,7 +84,7 @@ def test_blocks_go_to_the_volumes_that_can_hold_them(tmp_path: Path, caplog: pyt
     assert not caplog.records
 
 
-def test_blocks_that_no_volume_can_hold_are_given_up_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_too_large_for_all_volumes_are_given_up_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     node = SessionHarness(tmp_path, sizes=(64 << 10, 32 << 10), shape=BlockShape(2, 64 << 10))
     for chain in range(3):
         node.turn(chain, 1)

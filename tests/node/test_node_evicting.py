@@ -1,4 +1,4 @@
-"""Evicting on demand: down to a fill, a namespace, everything of it; never what is in use, never a hole in a chain."""
+"""Eviction on request: to a fill level, of a namespace, or invalidation. Never blocks in use, never a hole in a chain."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def stored(node: NodeHarness, chain: int, count: int, namespace: int = 0, *, dur
 
 
 def tiers(node: NodeHarness, keys: list[BlockKey]) -> list[str]:
-    """Of each block: d(ram), n(vme), both, or - where it is nowhere."""
+    """Where each block is: d(ram), n(vme), both, or - for nowhere."""
     found = {block.key: block for block in node.table.snapshot()}
     return [
         "-" if key not in found else "d" * (found[key].dram is not None) + "n" * (found[key].nvme is not None) for key in keys
     ]
 
 
-def test_down_to_a_fill_the_coldest_leave_and_prefixes_stay(node: NodeHarness) -> None:
+def test_evict_to_fill_level_takes_coldest_and_keeps_prefixes(node: NodeHarness) -> None:
     old, new = stored(node, 1, 8), stored(node, 2, 8)
     node_volume, used = node.table.node_volumes[0], node.slabs[0].usage().used_bytes
     done = evict_down_to(node.table, node_volume, used // 4)
@@ -51,7 +51,7 @@ def test_down_to_a_fill_the_coldest_leave_and_prefixes_stay(node: NodeHarness) -
     assert evict_down_to(node.table, node_volume, used).blocks == 0
 
 
-def test_the_arena_keeps_what_is_not_durable(node: NodeHarness) -> None:
+def test_evict_arena_keeps_blocks_that_are_not_durable(node: NodeHarness) -> None:
     durable, waiting = stored(node, 1, 8), stored(node, 2, 8, durable=False)
     done = evict_down_to(node.table, None, 0)
     assert (done.blocks, done.kept) == (8, 8)
@@ -59,7 +59,7 @@ def test_the_arena_keeps_what_is_not_durable(node: NodeHarness) -> None:
     assert tiers(node, waiting) == ["d"] * 8
 
 
-def test_a_namespace_leaves_and_the_other_stays(node: NodeHarness) -> None:
+def test_evict_namespace_keeps_other_namespaces(node: NodeHarness) -> None:
     mine, other = stored(node, 1, 6), stored(node, 1, 6, namespace=1)
     done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
     assert (done.blocks, done.kept) == (12, 0)
@@ -68,7 +68,7 @@ def test_a_namespace_leaves_and_the_other_stays(node: NodeHarness) -> None:
     assert node.store(1, 0, 6), "it may be stored again"
 
 
-def test_what_is_in_use_stays_with_all_before_it(node: NodeHarness) -> None:
+def test_evict_block_in_use_keeps_its_ancestors(node: NodeHarness) -> None:
     keys = stored(node, 1, 6)
     (pinned,) = node.table.pin_resident(node.namespaces[0], [keys[3]])
     assert pinned is not None
@@ -78,7 +78,7 @@ def test_what_is_in_use_stays_with_all_before_it(node: NodeHarness) -> None:
     node.table.unpin([pinned])
 
 
-def test_invalidating_drops_what_is_not_durable_too_and_waits_for_what_is_in_use(node: NodeHarness) -> None:
+def test_invalidate_drops_dirty_blocks_and_waits_for_use(node: NodeHarness) -> None:
     other = stored(node, 1, 4, namespace=1)
     keys = stored(node, 1, 4) + stored(node, 3, 4, durable=False)
     (pinned,) = node.table.pin_resident(node.namespaces[0], [keys[0]])
@@ -101,7 +101,7 @@ def test_invalidating_drops_what_is_not_durable_too_and_waits_for_what_is_in_use
     assert node.slabs[0].usage().blocks == 4, "slots of what left are free"
 
 
-def test_a_catalog_that_cannot_change_keeps_its_blocks(node: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evict_catalog_fails_keeps_its_blocks(node: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = stored(node, 1, 4)
 
     def refuse(*_: object) -> None:

@@ -129,7 +129,7 @@ def test_load_volume_hung_others_go_on(node: Node) -> None:
 
 
 def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
-    """The kernel may still write to them, so they must not be reused."""
+    """The kernel may still write to these slots, so they must not be reused."""
     hung = node.store_on(node.hung, "hung")
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     assert node.load(hung) == GONE
@@ -171,7 +171,7 @@ def test_store_volume_hung_other_volume_takes_blocks(node: Node) -> None:
 
 
 @pytest.mark.parametrize("operation", [VolumeOperation.WRITE, VolumeOperation.COMMIT])
-def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: VolumeOperation) -> None:
+def test_flush_all_volumes_hung_reports_not_durable_soon(node: Node, operation: VolumeOperation) -> None:
     node.table.node_volumes.remove(node.good)
     node.faults.add(VolumeFault.HANG, operation=operation)
     node.start_write_behind()

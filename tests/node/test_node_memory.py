@@ -1,4 +1,4 @@
-"""What a block costs in memory, so that it stays so: of a table whose blocks lie on NVMe, and have left DRAM."""
+"""Memory per block, so that it does not grow: of a table whose blocks are on NVMe and not in DRAM."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_durable_block_takes_few_bytes() -> None:
 
 @pytest.mark.usefixtures("tracing")
 def test_ghost_takes_few_bytes() -> None:
-    """The reuse-distance policy remembers four evicted keys per block that is here."""
+    """The reuse-distance policy remembers four evicted keys per held block."""
     ghosts = GhostList()
     before = traced_bytes()
     for number in range(20_000):

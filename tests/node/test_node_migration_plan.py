@@ -81,7 +81,7 @@ def test_plan_moves_each_block_once_within_free_space(
     for block in planned:
         assert block.parent is None or block.parent not in must or block.parent in moved
         moved.add(block.key)
-    # for an unplaced block, or for its parent, there was no space
+    # an unplaced block, or its parent, did not fit anywhere
     unplaced = {block.key for block in moves.unplaced}
     most_free = max((free[one] - _planned(moves, one) for one in free), default=0)
     for block in moves.unplaced:

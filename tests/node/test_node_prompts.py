@@ -1,4 +1,4 @@
-"""Waits for prompts: every block is pinned from the moment it is in DRAM, whoever brings it, and released with the prompt."""
+"""Waits for prompts: every block is pinned from the moment it is in DRAM, from any source, and released with the prompt."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_prompt_node_closes_ends_the_wait() -> None:
 
 # ---- abandoned transfers
 def test_abandon_ends_waits_with_the_blocks_in_dram(node: LayeredNode) -> None:
-    """A transfer has several waits, one per shard and group. Waits for other transfers go on."""
+    """A transfer has several waits, one per shard and group. Waits for other transfers continue."""
     prompts = node.prompt_waits()
     node.store_blocks(0, 2)
     calls = [DecodeEngine(node, 5, NEVER_S, transfer="t", prompts=prompts) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What the metadata server does to a node that publishes: it refuses it by name, or lets go of it in mid-stream."""
+"""A metadata server that refuses a publishing node's registration, or breaks its stream."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_registration_refused_is_retried_as_the_same_boot(caplog: pytest.LogCapt
         counters,
         tls=None,
         anti_entropy_interval_s=60.0,
-    )  # the node has no blocks and no volumes
+    )  # the node holds neither blocks nor volumes
     with caplog.at_level(logging.WARNING, "kvstore.node.publish.publisher"):
         publisher.start()
         assert publisher.wait_registered(PATIENCE_S)

@@ -48,7 +48,7 @@ def test_consecutive_blocks_join_to_one_run() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 15)), max_size=60), st.integers(1, 7))
-def test_batches_applied_removals_first_give_the_same_state_as_the_events(events: list[tuple[bool, int]], limit: int) -> None:
+def test_batches_with_removals_first_give_the_state_of_events(events: list[tuple[bool, int]], limit: int) -> None:
     log = make_log()
     truth: set[BlockKey] = set()
     for store, number in events:
@@ -84,10 +84,8 @@ def test_batches_applied_removals_first_give_the_same_state_as_the_events(events
     st.integers(1, 12) | st.just(1000),
 )
 @example([(1, 0), (1, 0), (1, 1), (1, 0), (1, 1), (0, 1)], [], 1000)
-def test_a_block_that_moves_between_volumes_is_always_shown_somewhere(
-    moves: list[tuple[int, int]], rounds: list[int], limit: int
-) -> None:
-    """Blocks begin in both volumes; one leaves a volume only while the other holds it, and comes back at any time."""
+def test_block_that_moves_between_volumes_is_always_listed(moves: list[tuple[int, int]], rounds: list[int], limit: int) -> None:
+    """Blocks begin in both volumes. One leaves a volume only while the other holds it, and returns at any time."""
     volumes = [VOLUME, VolumeId("n/nvme")]
     log = ReplicaChangeLog(volumes, Counters(), ManualClock())
     held = [{key_of(number) for number in range(12)} for _ in volumes]
@@ -117,7 +115,7 @@ def test_a_block_that_moves_between_volumes_is_always_shown_somewhere(
     assert index == held
 
 
-def test_a_full_log_is_dropped_for_an_inventory() -> None:
+def test_log_full_is_replaced_by_an_inventory() -> None:
     log = make_log(bound=5)
     for number in range(6):
         log.stored(VOLUME, block_of(number))
@@ -128,7 +126,7 @@ def test_a_full_log_is_dropped_for_an_inventory() -> None:
     assert [taken.events for taken in log.take(100)] == [1]
 
 
-def test_waiting_for_the_index_ends_with_the_acknowledgement_or_the_deadline() -> None:
+def test_wait_for_index_ends_at_acknowledgement_or_deadline() -> None:
     log = make_log()
     assert log.wait_published([VOLUME], 0.0)
     log.stored(VOLUME, block_of(1))
@@ -139,7 +137,7 @@ def test_waiting_for_the_index_ends_with_the_acknowledgement_or_the_deadline() -
     assert log.wait_published([VOLUME], 0.0)
 
 
-def test_what_was_gathered_is_taken_before_the_next_wait() -> None:
+def test_gathered_events_are_taken_before_the_next_wait() -> None:
     log = make_log()
     for number in range(3):
         log.stored(VOLUME, block_of(number))
@@ -154,7 +152,7 @@ def test_what_was_gathered_is_taken_before_the_next_wait() -> None:
     assert not log.behind(VOLUME), "what came later waits for what comes with it"
 
 
-def test_who_waits_to_be_published_does_not_wait_for_more() -> None:
+def test_wait_for_publication_does_not_delay_the_batch() -> None:
     log = ReplicaChangeLog([VOLUME], Counters(), MonotonicClock())
     with ThreadPoolExecutor(1) as publisher:
         waited = publisher.submit(log.wait, 60.0)

@@ -1,4 +1,4 @@
-"""Space on volumes full of blocks of another size: one span is emptied, with the blocks that must leave before it."""
+"""Space on volumes full of blocks of another size: one span is emptied, and descendants of its blocks are evicted first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def key_of(*what: object) -> BlockKey:
 
 
 def closure(blocks: Mapping[BlockKey, Block], chosen: Iterable[BlockKey]) -> set[BlockKey]:
-    """Blocks and all below them."""
+    """Return blocks and all their descendants."""
     found = set(chosen)
     while below := {key for key, block in blocks.items() if block.parent in found} - found:
         found |= below
@@ -45,7 +45,7 @@ def closure(blocks: Mapping[BlockKey, Block], chosen: Iterable[BlockKey]) -> set
 
 @settings(max_examples=60)
 @given(st.sampled_from(POLICY_NAMES), st.integers(0, 1 << 30), st.sampled_from(SIZES), st.sampled_from([0.0, 0.01, 0.1]))
-def test_what_leaves_is_one_place_with_its_descendants_or_the_coldest(
+def test_victims_are_one_span_with_descendants_or_the_coldest(
     policy_name: str, seed: int, shape: BlockShape, pinned: float
 ) -> None:
     draw = random.Random(seed)
@@ -73,7 +73,7 @@ def test_what_leaves_is_one_place_with_its_descendants_or_the_coldest(
             return not blocks[key].pins
 
         if arena.allocate(shape, 1) is not None:
-            return  # it was full for another size only
+            return  # the volume was full for another size only
         order = [blocks[key] for key in policy.coldest(may_leave)]
         by_place = {
             frozenset(closure(blocks, (held.key for slot in arena.slots_in(place) if (held := room.by_place.get(slot)))))
@@ -95,7 +95,7 @@ def test_what_leaves_is_one_place_with_its_descendants_or_the_coldest(
 
 
 class Full:
-    """A node whose volumes are full of small blocks of sessions that took turns, so that chains lie mixed."""
+    """A node whose volumes are full of small blocks of interleaved sessions, so that chains are mixed."""
 
     def __init__(self, folder: Path, volumes: int, small_blocks: int, dram: int = 40 << 20) -> None:
         names = [VolumeId(f"n/nvme{number}") for number in range(volumes)]
@@ -137,7 +137,7 @@ class Full:
                 lengths[session] += 1
 
     def store(self, name: str, count: int) -> int:
-        """A chain of large blocks. How many of them became durable."""
+        """Store a chain of large blocks. Return how many of them became durable."""
         run = BlockRun(self.large.namespace_id, None, 0, tuple(key_of(name, depth) for depth in range(count)))
         prepared = self.table.prepare(self.large, run, self.clock.now_s())
         assert prepared.outcomes == [StoreOutcome.STORED] * count
@@ -156,7 +156,7 @@ class Full:
         return {block.key: (block, block.nvme_volume) for block in found if block.nvme_volume is not None}
 
     def members(self) -> int:
-        """About how many small blocks lie where one large block takes room, at most."""
+        """Return the maximum number of small blocks that occupy the room of one large block, approximately."""
         chunk = self.slabs[0].slot_pool.chunk_bytes
         chunks = -(-(LARGE.block_bytes + 4096) // chunk)
         return chunks * chunk // 8192
@@ -177,7 +177,7 @@ def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Full]:
 
 
 @pytest.mark.parametrize("full", [1, 3], indirect=True)
-def test_larger_blocks_become_durable_where_more_small_ones_lie_than_a_search_looks_at(full: Full) -> None:
+def test_large_blocks_beyond_search_limit_become_durable(full: Full) -> None:
     before = full.durable(full.small)
     assert len(before) > 2 * LOOK
     searches = 0
@@ -197,7 +197,7 @@ def test_larger_blocks_become_durable_where_more_small_ones_lie_than_a_search_lo
 
 
 @pytest.mark.parametrize("full", [1, 3], indirect=True)
-def test_one_larger_block_takes_one_place_with_what_hangs_on_it(full: Full) -> None:
+def test_large_block_evicts_one_span_with_descendants(full: Full) -> None:
     before = full.durable(full.small)
     assert full.store("L", 1) == 1
     node_volume = full.table.node_volumes[next(at for at, slab in enumerate(full.slabs) if any(
@@ -210,8 +210,8 @@ def test_one_larger_block_takes_one_place_with_what_hangs_on_it(full: Full) -> N
 
 
 @pytest.mark.parametrize("full", [1], indirect=True)
-def test_a_place_in_which_something_is_in_use_is_passed_by(full: Full) -> None:
-    """The place that would have been emptied, and with one block of it pinned another is; with all pinned, none."""
+def test_span_with_block_in_use_is_skipped(full: Full) -> None:
+    """If one block of the chosen span is pinned, another span is emptied; if all are pinned, none."""
     table, node_volume = full.table, full.table.node_volumes[0]
     _, first = table.allocate_nvme(node_volume, LARGE, 1, ahead=1)
     table.cancel_nvme_eviction(first)
@@ -227,7 +227,7 @@ def test_a_place_in_which_something_is_in_use_is_passed_by(full: Full) -> None:
         block.pins = 0
 
 
-def test_the_arena_gives_room_to_larger_blocks_than_it_is_full_of(tmp_path: Path) -> None:
+def test_arena_full_of_small_blocks_makes_room_for_larger(tmp_path: Path) -> None:
     blocks = 3 * LOOK
     full = Full(tmp_path, 1, 64, dram=blocks * 4096)
     draw = random.Random(5)

@@ -1,4 +1,4 @@
-"""Times to live and pins of namespaces on one node: the unused leaves with all below it, the pinned stays, up to a bound."""
+"""Times to live and pins of namespaces on one node: unused chains expire, pinned blocks stay up to a bound."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def held(node: QuotaNode, tenant: int = 0) -> tuple[int, int]:
 
 
 def press(node: QuotaNode, first: int) -> None:
-    """Others store more than there is room for; what of it finds none at once is skipped."""
+    """Store more blocks of other namespaces than there is room for. Blocks that find no room at once are skipped."""
     for chain in range(first, first + 40):
         node.store(chain, 0, 30, 1)
         node.write_back()
 
 
 # ---- times to live ----
-def test_what_nobody_uses_leaves_every_tier_and_what_is_used_stays_with_all_before_it(node: QuotaNode) -> None:
+def test_ttl_unused_blocks_leave_every_tier_used_prefixes_stay(node: QuotaNode) -> None:
     other = node.store_durably(9, 10, 1)
     old = node.store_durably(1, 10)
     node.set_rules((0, 60, False))
@@ -61,7 +61,7 @@ def test_what_nobody_uses_leaves_every_tier_and_what_is_used_stays_with_all_befo
     assert node.store(1, 0, 3) == [STORED] * 3, "it may be stored again"
 
 
-def test_a_block_below_that_is_used_keeps_those_above_it(node: QuotaNode) -> None:
+def test_ttl_use_of_descendant_keeps_ancestors(node: QuotaNode) -> None:
     keys = node.store_durably(1, 6)
     node.set_rules((0, 60, False))
     node.clock.advance(50)
@@ -71,7 +71,7 @@ def test_a_block_below_that_is_used_keeps_those_above_it(node: QuotaNode) -> Non
     assert held(node) == (6, 6)
 
 
-def test_what_is_in_use_or_on_its_way_to_a_volume_stays_until_it_is_not(node: QuotaNode) -> None:
+def test_ttl_blocks_in_use_or_in_write_back_stay(node: QuotaNode) -> None:
     node.set_rules((0, 60, False))
     keys = node.store_durably(1, 4)
     pinned = node.table.pin_resident(node.namespaces[0], keys[2:3])
@@ -85,7 +85,7 @@ def test_what_is_in_use_or_on_its_way_to_a_volume_stays_until_it_is_not(node: Qu
     assert held(node) == (0, 0)
 
 
-def test_reading_from_a_volume_is_use_and_the_time_goes_on_over_tiers(node: QuotaNode) -> None:
+def test_ttl_read_from_volume_counts_as_use(node: QuotaNode) -> None:
     node.set_rules((0, 60, False))
     keys = node.store_durably(1, 4)
     node.table.evict_dram()
@@ -97,7 +97,7 @@ def test_reading_from_a_volume_is_use_and_the_time_goes_on_over_tiers(node: Quot
     assert held(node) == (0, 2)
 
 
-def test_a_rule_that_is_lifted_or_another_time_holds_at_once(node: QuotaNode) -> None:
+def test_ttl_lifted_or_changed_applies_at_once(node: QuotaNode) -> None:
     node.store_durably(1, 4)
     node.set_rules((0, 60, False))
     node.clock.advance(100)
@@ -111,7 +111,7 @@ def test_a_rule_that_is_lifted_or_another_time_holds_at_once(node: QuotaNode) ->
 
 
 # ---- pins ----
-def test_a_pinned_namespace_outlives_any_pressure_and_leaves_once_it_is_unpinned(node: QuotaNode) -> None:
+def test_pin_survives_pressure_until_unpinned(node: QuotaNode) -> None:
     kept = node.store_durably(1, 20)
     node.set_rules((0, 0, True))
     press(node, 100)
@@ -130,7 +130,7 @@ def test_a_pinned_namespace_outlives_any_pressure_and_leaves_once_it_is_unpinned
     assert node.namespaces[0].dram_orders == ()
 
 
-def test_invalidating_drops_a_pinned_namespace_too(node: QuotaNode) -> None:
+def test_invalidate_pinned_namespace_drops_it(node: QuotaNode) -> None:
     node.store_durably(1, 5)
     node.set_rules((0, 0, True))
     done = invalidate(node.table, node.namespaces[0], node.clock.now_s())
@@ -140,7 +140,7 @@ def test_invalidating_drops_a_pinned_namespace_too(node: QuotaNode) -> None:
     assert node.namespaces[0].pinned, "the pin is the namespace's, not its blocks'"
 
 
-def test_pins_never_take_more_than_half_where_others_need_room(node: QuotaNode) -> None:
+def test_pins_take_at_most_half_under_pressure(node: QuotaNode) -> None:
     node.set_rules((0, 0, True))
     for chain in range(10):
         assert node.store_durably(chain, 12)
@@ -154,7 +154,7 @@ def test_pins_never_take_more_than_half_where_others_need_room(node: QuotaNode) 
     assert node.counters.get("evicted_pinned_blocks_total") > 0
 
 
-def test_a_pin_keeps_from_its_tenants_quota_and_its_time_to_live(node: QuotaNode) -> None:
+def test_pin_protects_from_quota_and_ttl(node: QuotaNode) -> None:
     kept = node.store_durably(1, 10)
     node.set_rules((0, 60, True))
     told = Retention()
@@ -167,9 +167,9 @@ def test_a_pin_keeps_from_its_tenants_quota_and_its_time_to_live(node: QuotaNode
     assert node.store(2, 0, 4) == [SKIPPED] * 4, "the quota is full of what cannot leave"
 
 
-def test_a_few_pinned_blocks_everywhere_do_not_keep_another_size_out(node: QuotaNode) -> None:
+def test_pinned_blocks_everywhere_leave_room_for_other_sizes(node: QuotaNode) -> None:
     large = CacheSpec(model="large", block_tokens=16, layers=1, layer_block_bytes=16 * BLOCK, tenant="acme")
-    for chain in range(HALF_NVME * 2 // 8):  # in every place of both tiers, one in eight is pinned
+    for chain in range(HALF_NVME * 2 // 8):  # in every span of both tiers, one block in eight is pinned
         node.store_durably(100 + chain, 1, 0)
         node.store(100 + chain, 0, 7, 1)
         node.write_back()
@@ -187,8 +187,8 @@ def test_a_few_pinned_blocks_everywhere_do_not_keep_another_size_out(node: Quota
     assert node.counters.get("evicted_pinned_blocks_total") == sum(left)
 
 
-# ---- over a restart ----
-def test_rules_are_kept_for_a_start_without_the_metadata_server(tmp_path: Path) -> None:
+# ---- restart ----
+def test_rules_restart_without_metadata_server_keeps_them(tmp_path: Path) -> None:
     node = QuotaNode(tmp_path / "slab")
     kept = node.store_durably(1, 10)
     node.set_rules((0, 0, True), (1, 60, False))
@@ -219,7 +219,7 @@ DAMAGE: list[Callable[[bytes], bytes]] = [
 ]
 
 
-def test_a_damaged_file_of_rules_is_ignored(tmp_path: Path) -> None:
+def test_rules_file_damaged_is_ignored(tmp_path: Path) -> None:
     node = QuotaNode(tmp_path / "slab")
     node.store_durably(1, 4)
     node.set_rules((0, 0, True))
@@ -242,7 +242,7 @@ def test_a_damaged_file_of_rules_is_ignored(tmp_path: Path) -> None:
             file.touch()
 
 
-def test_rules_that_cannot_be_written_hold_and_are_tried_again(tmp_path: Path) -> None:
+def test_rules_file_write_fails_is_retried(tmp_path: Path) -> None:
     node = QuotaNode(tmp_path / "slab")
     node.store_durably(1, 4)
     file = tmp_path / "slab" / "rules"
@@ -259,7 +259,7 @@ def test_rules_that_cannot_be_written_hold_and_are_tried_again(tmp_path: Path) -
 
 
 class RuleMachine(RuleBasedStateMachine):
-    """Random stores, uses, times and pins of two namespaces, held against a table of last uses."""
+    """Random stores, uses, times and pins of two namespaces, compared with a table of last uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class RuleMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """After a round nothing is left whose time is over with that of all below it, unless it is pinned."""
+        """After a round, no block remains that expired together with all its descendants, unless it is pinned."""
         self.node.write_back()
         self.node.retainer.round()
         now_s = self.node.clock.now_s()

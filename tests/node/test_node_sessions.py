@@ -1,4 +1,4 @@
-"""Sessions: retries answer the same, and whatever an engine held comes back, but never while it may still write."""
+"""Sessions: retries get the same answer, and a session's slots are freed, but never while its engine may still write to them."""
 
 from __future__ import annotations
 
@@ -61,28 +61,28 @@ def node() -> Iterator[Node]:
     made.arena.close()
 
 
-def test_a_retried_prepare_gets_the_same_slots_and_takes_no_more(node: Node) -> None:
+def test_prepare_retried_returns_the_same_slots(node: Node) -> None:
     session = node.open()
     first = node.prepare_in(session, 0, 4)
     assert node.prepare_in(session, 0, 4) == first
     assert node.used == 4
 
 
-def test_a_retried_complete_answers_the_same(node: Node) -> None:
+def test_complete_retried_returns_the_same_answer(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 4)
     assert node.complete_in(session, 0, 4) == [StoreOutcome.STORED] * 4
     assert node.complete_in(session, 0, 4) == [StoreOutcome.STORED] * 4
 
 
-def test_completing_in_two_steps(node: Node) -> None:
+def test_complete_in_two_steps_stores_both_parts(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 4)
     assert node.complete_in(session, 0, 2) == [StoreOutcome.STORED] * 2
     assert node.complete_in(session, 0, 4) == [StoreOutcome.STORED] * 4
 
 
-def test_an_engine_that_dies_gives_everything_back(node: Node) -> None:
+def test_engine_dies_releases_everything(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 2)
     node.complete_in(session, 0, 2)
@@ -96,7 +96,7 @@ def test_an_engine_that_dies_gives_everything_back(node: Node) -> None:
         node.sessions.get(session.session_id)
 
 
-def test_a_store_that_takes_too_long_is_lost_but_its_slots_rest_until_the_engine_goes(node: Node) -> None:
+def test_store_too_slow_is_lost_but_keeps_slots_reserved(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 3)
     node.clock.advance(31.0)
@@ -107,7 +107,7 @@ def test_a_store_that_takes_too_long_is_lost_but_its_slots_rest_until_the_engine
     assert node.used == 0
 
 
-def test_leases_end_by_time(node: Node) -> None:
+def test_leases_expire_by_time(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 1)
     node.complete_in(session, 0, 1)
@@ -120,7 +120,7 @@ def test_leases_end_by_time(node: Node) -> None:
     assert blocks[0].pins == 0, "a release after expiry must not unpin twice"
 
 
-def test_leasing_for_an_ended_session_unpins(node: Node) -> None:
+def test_lease_in_ended_session_unpins_blocks(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 1)
     node.complete_in(session, 0, 1)
@@ -131,7 +131,7 @@ def test_leasing_for_an_ended_session_unpins(node: Node) -> None:
     assert blocks[0].pins == 0
 
 
-def test_a_session_that_never_comes_to_the_door_ends(node: Node) -> None:
+def test_session_without_arena_connection_ends(node: Node) -> None:
     session = node.sessions.open(node.namespace, "ghost")
     node.clock.advance(UNCONNECTED_TTL_S + 1)
     node.sessions.expire()
@@ -139,15 +139,15 @@ def test_a_session_that_never_comes_to_the_door_ends(node: Node) -> None:
         node.sessions.get(session.session_id)
 
 
-def test_the_door_opens_once_for_a_session(node: Node) -> None:
+def test_arena_connection_is_accepted_once_per_session(node: Node) -> None:
     session = node.open()
     assert not node.sessions.connect(session.session_id)
     assert not node.sessions.connect(SessionId(bytes(16)))
 
 
 @pytest.mark.parametrize("far", [{}, {"over_tcp": True}, {"remote": True, "over_tcp": True}])
-def test_who_never_mapped_the_arena_gets_no_slots_of_it(node: Node, far: dict[str, bool]) -> None:
-    """Or it would complete them unwritten, and read as its own blocks what others left there."""
+def test_prepare_without_arena_is_denied(node: Node, far: dict[str, bool]) -> None:
+    """Otherwise an engine could complete slots unwritten, and read bytes that other engines left there."""
     node.prepare_in(local := node.open(), 0, 4)
     node.complete_in(local, 0, 4)
     session = node.sessions.open(node.namespace, "thief", **far)
@@ -158,7 +158,7 @@ def test_who_never_mapped_the_arena_gets_no_slots_of_it(node: Node, far: dict[st
     assert node.counters.get("store_without_arena_total") == 1
 
 
-def test_stores_under_way_are_bounded_and_finished_ones_make_room(node: Node) -> None:
+def test_stores_in_progress_are_bounded(node: Node) -> None:
     session = node.open()
     for number in range(MAX_STORES_PER_SESSION):
         node.prepare_in(session, number, 1, operation=number)
@@ -168,7 +168,7 @@ def test_stores_under_way_are_bounded_and_finished_ones_make_room(node: Node) ->
     node.prepare_in(session, 10_000, 1, operation=10_000)
 
 
-def test_a_store_given_up_before_it_was_granted_gets_nothing(node: Node) -> None:
+def test_store_aborted_before_its_grant_gets_no_slots(node: Node) -> None:
     session = node.open()
     node.sessions.abort(session, op(1))
     with pytest.raises(LeaseLost):
@@ -176,7 +176,7 @@ def test_a_store_given_up_before_it_was_granted_gets_nothing(node: Node) -> None
     assert node.used == 0
 
 
-def test_a_prepare_that_grants_nothing_pins_nothing(node: Node) -> None:
+def test_prepare_without_grants_pins_nothing(node: Node) -> None:
     session = node.open()
     outcomes, _ = node.prepare_in(session, 0, 300)
     granted = outcomes.index(StoreOutcome.SKIPPED)
@@ -190,7 +190,7 @@ def test_a_prepare_that_grants_nothing_pins_nothing(node: Node) -> None:
 
 
 # ---- sessions of engines of other hosts ----
-def test_a_remote_session_has_no_door_and_ends_when_it_is_idle(node: Node) -> None:
+def test_remote_session_idle_ends(node: Node) -> None:
     session = node.sessions.open(node.namespace, "far", remote=True)
     assert not node.sessions.connect(session.session_id)
     node.clock.advance(UNCONNECTED_TTL_S + 1)
@@ -205,7 +205,7 @@ def test_a_remote_session_has_no_door_and_ends_when_it_is_idle(node: Node) -> No
         node.sessions.get(session.session_id)
 
 
-def test_a_remote_session_with_a_lease_goes_on(node: Node) -> None:
+def test_remote_session_with_a_lease_continues(node: Node) -> None:
     local = node.open()
     node.prepare_in(local, 0, 1)
     node.complete_in(local, 0, 1)
@@ -223,7 +223,7 @@ def test_a_remote_session_with_a_lease_goes_on(node: Node) -> None:
         node.sessions.get(session.session_id)
 
 
-def test_a_release_that_comes_with_the_end_gives_back_once(node: Node) -> None:
+def test_release_concurrent_with_end_unpins_once(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 1)
     node.complete_in(session, 0, 1)
@@ -237,7 +237,7 @@ def test_a_release_that_comes_with_the_end_gives_back_once(node: Node) -> None:
     assert blocks[0].pins == 0
 
 
-def test_sessions_over_tcp_leave_half_of_the_places_to_this_host(node: Node) -> None:
+def test_sessions_over_tcp_are_at_most_half(node: Node) -> None:
     for _ in range(MAX_SESSIONS // 2):
         node.sessions.open(node.namespace, "far", remote=True, over_tcp=True)
     with pytest.raises(CapacityExceeded):
@@ -248,7 +248,7 @@ def test_sessions_over_tcp_leave_half_of_the_places_to_this_host(node: Node) -> 
         node.sessions.open(node.namespace, "here")
 
 
-def test_sessions_over_tcp_of_a_tenant_have_a_share_of_those_places(node: Node) -> None:
+def test_sessions_over_tcp_of_a_tenant_have_a_limit(node: Node) -> None:
     context = copy_context()
     context.run(interceptor._caller.set, Principal("acme", AccessRole.TENANT))
     open_far = partial(node.sessions.open, node.namespace, "far", remote=True, over_tcp=True)
@@ -260,7 +260,7 @@ def test_sessions_over_tcp_of_a_tenant_have_a_share_of_those_places(node: Node) 
     context.run(open_far)
 
 
-def test_a_shut_gate_gives_no_slots_and_lets_what_was_begun_finish(node: Node) -> None:
+def test_closed_gate_grants_no_slots_and_finishes_stores(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 3)
     node.gate.draining = True

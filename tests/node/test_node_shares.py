@@ -33,47 +33,47 @@ def held(node: QuotaNode) -> tuple[int, int]:
 
 
 def told_of(node: QuotaNode) -> dict[tuple[bool, str], int]:
-    """What the next heartbeat says: blocks on NVMe of tenants."""
+    """The next heartbeat response: bytes on NVMe per tenant."""
     beat = HeartbeatRequest()
     node.retainer.report(beat)
     return {(one.unknown, one.tenant): one.nvme_bytes // BLOCK for one in beat.tenants}
 
 
-# ---- after a start ----
-def test_what_was_found_at_start_leaves_only_for_a_share_made_with_knowledge_of_it(tmp_path: Path) -> None:
+# ---- start ----
+def test_share_without_knowledge_of_found_blocks_evicts_none(tmp_path: Path) -> None:
     before = QuotaNode(tmp_path / "slab")
     before.store_durably(1, 20)
     before.close()
     node = QuotaNode(tmp_path / "slab")
     assert told_of(node) == {(True, ""): 20}
-    node.set_shares(("acme", None, 4), report=1)  # of what nobody seems to hold here, the server gives little
+    node.set_shares(("acme", None, 4), report=1)  # no node seems to hold blocks of the tenant here, so the server grants little
     node.clock.advance(60)
     node.retainer.round()
     assert node.namespaces[0].account is not None, "whose they are is known now"
     node.retainer.round()
     assert told_of(node) == {(False, "acme"): 20}
-    node.set_shares(("acme", None, 5), report=1)  # an answer of the server's cache
+    node.set_shares(("acme", None, 5), report=1)  # a response from the server's cache
     assert node.store_durably(2, 3), "nor are stores held to it"
     node.retainer.round()
     assert held(node)[1] == 23
     node.set_shares(("acme", None, 18), report=2)
     node.retainer.round()
     assert held(node)[1] == 18, "now it counts"
-    node.set_shares(("acme", None, 1), report=1)  # overtaken on the way
-    node.set_shares(("acme", None, 1), report=99)  # for another life of this node
+    node.set_shares(("acme", None, 1), report=1)  # a stale response
+    node.set_shares(("acme", None, 1), report=99)  # for another boot of this node
     node.retainer.round()
     assert held(node)[1] == 18
     node.table.validate()
     node.close()
 
 
-def test_a_namespace_that_an_engine_opens_counts_at_once(node: QuotaNode) -> None:
+def test_share_namespace_opened_by_engine_counts_at_once(node: QuotaNode) -> None:
     node.set_shares(("acme", 4, 4))
     assert node.store(1, 0, 6) == [STORED] * 4 + [SKIPPED] * 2
 
 
 # ---- drains ----
-def test_what_left_its_volume_for_a_quota_owes_nobody_durability(node: QuotaNode) -> None:
+def test_drain_blocks_evicted_for_quota_need_no_durability(node: QuotaNode) -> None:
     node.store_durably(1, 20)
     node.set_shares(("acme", None, 5))
     node.retainer.round()
@@ -90,7 +90,7 @@ def test_what_left_its_volume_for_a_quota_owes_nobody_durability(node: QuotaNode
     assert all(block.produced_here for block in node.table.snapshot()), "durable here again: that is to be kept"
 
 
-def test_a_pin_beyond_its_part_still_owes_durability(node: QuotaNode) -> None:
+def test_drain_pinned_blocks_beyond_part_need_durability(node: QuotaNode) -> None:
     node.set_rules((0, 0, True))
     node.store_durably(1, 10)
     order = node.namespaces[0].pin_orders[Tier.NVME]
@@ -101,7 +101,7 @@ def test_a_pin_beyond_its_part_still_owes_durability(node: QuotaNode) -> None:
     assert node.table.not_durable() == 3
 
 
-def test_a_draining_node_is_told_of_rules_alone_and_nothing_leaves(node: QuotaNode) -> None:
+def test_drain_applies_rules_only_and_evicts_nothing(node: QuotaNode) -> None:
     node.store_durably(1, 20)
     node.set_shares(("acme", 8, 10))
     node.set_shares()
@@ -109,8 +109,8 @@ def test_a_draining_node_is_told_of_rules_alone_and_nothing_leaves(node: QuotaNo
     assert held(node) == (20, 20)
 
 
-def test_blocks_of_a_node_that_drains_come_only_as_far_as_the_share_has_room(node: QuotaNode) -> None:
-    unused: Any = None  # what fetches them: not reached
+def test_drain_pull_stops_at_free_share(node: QuotaNode) -> None:
+    unused: Any = None  # the transport to the other node: not reached
     puller = Puller(node.table, unused, unused, Gate(node.table, node.counters), node.counters)
     namespace = node.namespaces[0]
     here = node.store_durably(1, 6)
@@ -133,8 +133,8 @@ def test_blocks_of_a_node_that_drains_come_only_as_far_as_the_share_has_room(nod
     assert node.table.are_durable(here) == [True] * 6
 
 
-# ---- several at once ----
-def test_what_is_on_its_way_out_is_no_excess_for_others(node: QuotaNode) -> None:
+# ---- concurrency ----
+def test_excess_does_not_count_evictions_in_progress(node: QuotaNode) -> None:
     node.store_durably(1, 20)
     node.set_shares(("acme", None, 12))
     node.retainer._join_all()
@@ -155,7 +155,7 @@ def test_what_is_on_its_way_out_is_no_excess_for_others(node: QuotaNode) -> None
     assert held(node)[1] == 8
 
 
-def test_what_could_not_leave_is_excess_again(node: QuotaNode) -> None:
+def test_excess_counts_blocks_that_could_not_leave(node: QuotaNode) -> None:
     node.store_durably(1, 20)
     node.set_shares(("acme", None, 12))
     node.retainer._join_all()
@@ -168,7 +168,7 @@ def test_what_could_not_leave_is_excess_again(node: QuotaNode) -> None:
         assert [size for _, size in over_share(table.residency, Tier.NVME)] == [8 * BLOCK]
 
 
-def test_pins_beyond_their_part_are_looked_for_once(node: QuotaNode) -> None:
+def test_pins_beyond_their_part_are_searched_once(node: QuotaNode) -> None:
     node.set_rules((0, 0, True))
     for chain in range(8):
         node.store_durably(chain, (HALF_NVME + 8) // 8 + 1)
@@ -182,7 +182,7 @@ def test_pins_beyond_their_part_are_looked_for_once(node: QuotaNode) -> None:
 
 
 # ---- pins of a tenant over its share ----
-def test_the_pinned_are_not_asked_again_until_they_are_unpinned(node: QuotaNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_blocks_are_skipped_until_unpinned(node: QuotaNode, monkeypatch: pytest.MonkeyPatch) -> None:
     for chain in range(30):
         node.store_durably(chain, 1)
     node.set_rules((0, 0, True))
@@ -208,11 +208,11 @@ def test_the_pinned_are_not_asked_again_until_they_are_unpinned(node: QuotaNode,
     assert held(node) == (4, 4)
 
 
-def test_a_share_full_of_what_is_pinned_is_waited_for_by_nobody(node: QuotaNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_full_of_pinned_blocks_fails_without_waiting(node: QuotaNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node.store_durably(1, 8)
     node.set_rules((0, 0, True))
     node.set_shares(("acme", 8, None))
-    others = node.prepare(9, 0, 4, 1)  # a store of somebody else, which cannot help
+    others = node.prepare(9, 0, 4, 1)  # a store of another tenant, which cannot help
     waits = []
 
     def waited(*arguments: Any) -> bool:

@@ -128,7 +128,7 @@ def test_flush_full_volume_evicts_nothing(tmp_path: Path) -> None:
 
 
 def test_flush_pending_blocks_evict_to_make_room(tmp_path: Path) -> None:
-    """A pending write-back was promised: it may evict, as ever."""
+    """A pending write-back was promised, so it may evict blocks."""
     node = SessionHarness(tmp_path, "lru", (SMALL,))
     for chain in range(12):
         node.turn(chain, 10)
@@ -138,7 +138,7 @@ def test_flush_pending_blocks_evict_to_make_room(tmp_path: Path) -> None:
     node.close()
 
 
-def test_flush_volume_failing_for_a_moment_is_tried_again(tmp_path: Path) -> None:
+def test_flush_volume_failing_briefly_is_retried(tmp_path: Path) -> None:
     node = SessionHarness(tmp_path, sizes=(LARGE,))
     in_dram_only(node, 4)
     node.slabs[0].fails = True
@@ -156,7 +156,7 @@ def test_flush_volume_failing_for_a_moment_is_tried_again(tmp_path: Path) -> Non
     assert recovered(tmp_path, LARGE) == chain_keys(*range(4))
 
 
-def test_flush_volume_failing_for_good_ends_at_the_deadline(tmp_path: Path) -> None:
+def test_flush_volume_failing_permanently_ends_at_deadline(tmp_path: Path) -> None:
     node = SessionHarness(tmp_path, sizes=(LARGE,))
     in_dram_only(node, 4)
     node.slabs[0].fails = True
@@ -189,7 +189,7 @@ def test_flush_storage_node_gets_parents_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_coldest_in_dram_loads_and_stores_meanwhile(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is taken in slices of the lock; uses between two slices do not end it, a new block begins it again."""
+    """The order is read in slices of the lock. Uses between two slices do not end it; a new block begins it again."""
     monkeypatch.setattr("kvstore.node.table.ORDER_SLICE", 8)
     node = SessionHarness(tmp_path, policy, (LARGE,))
     for chain in range(6):

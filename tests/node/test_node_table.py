@@ -44,7 +44,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     made.close()
 
 
-def test_a_stored_block_is_pinned_with_its_bytes(node: Node) -> None:
+def test_pin_stored_block_returns_its_bytes(node: Node) -> None:
     assert node.store(1, 0, 3) == [StoreOutcome.STORED] * 3
     keys = [key_of(2, depth) for depth in range(3)]
     blocks = node.table.pin_resident(node.namespaces[0], keys)
@@ -55,23 +55,23 @@ def test_a_stored_block_is_pinned_with_its_bytes(node: Node) -> None:
     node.table.unpin(block for block in blocks if block is not None)
 
 
-def test_nothing_is_visible_before_complete_nor_after_abandon(node: Node) -> None:
+def test_store_not_completed_or_abandoned_is_invisible(node: Node) -> None:
     prepared = node.prepare(1, 0, 4)
     assert node.table.pin_resident(node.namespaces[0], [key_of(2, 0)]) == [None]
     assert node.prepare(1, 0, 4).outcomes == [StoreOutcome.IN_PROGRESS] * 4
     node.table.abandon(prepared)
     assert node.arena.usage().blocks == 0
-    assert node.complete(prepared) == []  # nothing left to complete
+    assert node.complete(prepared) == []  # no slot is left to complete
 
 
-def test_completing_what_was_given_back_is_lost(node: Node) -> None:
+def test_complete_after_abandon_is_lost(node: Node) -> None:
     prepared = node.prepare(1, 0, 1)
     key = next(iter(prepared.slots))
     node.table.abandon(prepared)
     assert node.table.complete(prepared, [key], [bytes(16)]) == [StoreOutcome.LOST]
 
 
-def test_another_namespace_is_a_miss(node: Node) -> None:
+def test_pin_key_of_other_namespace_is_a_miss(node: Node) -> None:
     node.store(1, 0, 2)
     assert node.table.pin_resident(node.namespaces[1], [key_of(2, 0)]) == [None]
     claim = node.table.claim(node.namespaces[1], [key_of(2, 0)])
@@ -79,7 +79,7 @@ def test_another_namespace_is_a_miss(node: Node) -> None:
     assert not claim.claimed_absent
 
 
-def test_pinned_blocks_do_not_leave(node: Node) -> None:
+def test_pinned_blocks_are_not_evicted(node: Node) -> None:
     node.store(1, 0, 8)
     node.write_back()
     keys = [key_of(2, depth) for depth in range(8)]
@@ -92,7 +92,7 @@ def test_pinned_blocks_do_not_leave(node: Node) -> None:
     node.table.unpin([*pinned, *pinned])
 
 
-def test_what_waits_for_write_behind_does_not_leave_and_a_full_queue_skips(node: Node) -> None:
+def test_writeback_pending_stays_and_full_queue_skips_stores(node: Node) -> None:
     outcomes = [outcome for chain in range(40) for outcome in node.store(chain, 0, 8)]
     stored = outcomes.count(StoreOutcome.STORED)
     assert StoreOutcome.SKIPPED in outcomes
@@ -107,7 +107,7 @@ def test_grants_are_prefix_first(node: Node) -> None:
     assert set(outcomes[first_skip:]) == {StoreOutcome.SKIPPED}
 
 
-def test_evicting_dram_keeps_durable_blocks_readable(node: Node) -> None:
+def test_evict_dram_keeps_durable_blocks_readable(node: Node) -> None:
     node.store(1, 0, 8)
     node.write_back()
     assert node.table.evict_dram() == 8
@@ -116,7 +116,7 @@ def test_evicting_dram_keeps_durable_blocks_readable(node: Node) -> None:
     node.table.unclaim((block.key for block in claim.durable.values()), claim.durable.values())
 
 
-def test_events_are_logged_in_order_and_join_to_runs(node: Node) -> None:
+def test_events_are_logged_in_order_and_joined_to_runs(node: Node) -> None:
     node.store(1, 0, 5)
     (taken,) = node.log.take(1000)
     assert taken.volume == DRAM
@@ -132,7 +132,7 @@ def test_events_are_logged_in_order_and_join_to_runs(node: Node) -> None:
     assert sum(len(run.keys) for run in written.stored) == 5
 
 
-def test_a_block_that_lost_its_nvme_replica_is_written_again_before_it_leaves_dram(tmp_path: Path) -> None:
+def test_block_without_nvme_replica_is_rewritten_before_eviction(tmp_path: Path) -> None:
     node = Node(tmp_path / "slab", slab_bytes=8 * SLAB_BYTES)
     node.store(1, 0, 8)
     node.write_back()
@@ -149,7 +149,7 @@ def test_a_block_that_lost_its_nvme_replica_is_written_again_before_it_leaves_dr
     node.close()
 
 
-def test_where_dram_only_stages_what_is_stored_leaves_it_once_it_is_durable_and_unused(tmp_path: Path) -> None:
+def test_staging_dram_durable_unused_blocks_leave(tmp_path: Path) -> None:
     node = Node(tmp_path / "slab")
     node.table.keep_loaded = False
     node.store(1, 0, 3)
@@ -169,7 +169,7 @@ def test_where_dram_only_stages_what_is_stored_leaves_it_once_it_is_durable_and_
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Random life of a node; whatever can be pinned must be what was stored."""
+    """Random operations on a node. Bytes of every block that can be pinned must be those that were stored."""
 
     stores = Bundle("stores")
 
@@ -239,7 +239,7 @@ class TableMachine(RuleBasedStateMachine):
         node.table.unclaim([keys[position] for position in claim.claimed_absent], [])
         self.pinned.append(done)
 
-    # ---- blocks that come from elsewhere, layer by layer ----
+    # ---- blocks that arrive layer by layer ----
     @rule(keep=st.booleans())
     def keep_loaded(self, keep: bool) -> None:
         self.node.table.keep_loaded = keep
@@ -325,7 +325,7 @@ class TableMachine(RuleBasedStateMachine):
                 shape = block.namespace.shape
                 assert block.dram is not None
                 if block.filling:
-                    continue  # what of it is there, its load knows
+                    continue  # the load knows which of its layers are ready
                 view = self.node.arena.view(block.dram, shape.block_bytes)
                 assert bytes(view) == payload_of(block.key, shape)
                 assert verify(view, shape, block.checksums)

@@ -1,4 +1,4 @@
-"""Tenants with quotas on one node: who is beyond a share gives of its own, others keep theirs, and no engine sees an error."""
+"""Tenants with quotas on one node: a tenant beyond its share loses its own blocks only, and no engine sees an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QuotaNode]:
     made.close()
 
 
-def test_a_store_beyond_the_share_makes_room_among_its_own(node: QuotaNode) -> None:
+def test_store_beyond_share_evicts_own_blocks(node: QuotaNode) -> None:
     other = node.store_durably(9, 40, 1)
     node.set_shares(("acme", 20, 30))
     old = node.store_durably(1, 12)
@@ -43,7 +43,7 @@ def test_a_store_beyond_the_share_makes_room_among_its_own(node: QuotaNode) -> N
     assert node.held(1, Tier.NVME) == 40
 
 
-def test_what_cannot_leave_is_a_skipped_store_and_no_error(node: QuotaNode) -> None:
+def test_store_beyond_share_without_evictable_is_skipped(node: QuotaNode) -> None:
     node.set_shares(("acme", 8, None))
     first = node.store_durably(1, 8)
     pinned = node.table.pin_resident(node.namespaces[0], first)
@@ -54,7 +54,7 @@ def test_what_cannot_leave_is_a_skipped_store_and_no_error(node: QuotaNode) -> N
     assert node.store(2, 0, 4) == [STORED] * 4
 
 
-def test_of_a_store_larger_than_the_share_the_head_is_kept(node: QuotaNode) -> None:
+def test_store_larger_than_share_keeps_its_head(node: QuotaNode) -> None:
     node.set_shares(("acme", 6, None))
     outcomes = node.store(1, 0, 20)
     assert outcomes == [STORED] * 6 + [SKIPPED] * 14
@@ -62,7 +62,7 @@ def test_of_a_store_larger_than_the_share_the_head_is_kept(node: QuotaNode) -> N
     assert node.store(2, 0, 2) == [SKIPPED] * 2, "nothing at all, at once"
 
 
-def test_a_share_that_becomes_smaller_takes_the_coldest(node: QuotaNode) -> None:
+def test_share_reduced_evicts_the_coldest(node: QuotaNode) -> None:
     old, new, other = node.store_durably(1, 20), node.store_durably(2, 20), node.store_durably(9, 20, 1)
     node.set_shares(("acme", 25, 10))
     node.retainer.round()
@@ -76,17 +76,17 @@ def test_a_share_that_becomes_smaller_takes_the_coldest(node: QuotaNode) -> None
     assert node.namespaces[0].dram_orders == node.namespaces[0].nvme_orders == ()
 
 
-def test_where_room_is_needed_who_is_over_its_share_gives_first(node: QuotaNode) -> None:
+def test_room_needed_evicts_tenants_over_share_first(node: QuotaNode) -> None:
     mine, other = node.store_durably(1, 50), node.store_durably(9, 60, 1)
     node.set_shares(("acme", 40, None))
-    node.retainer._join_all()  # and not brought down yet
+    node.retainer._join_all()  # and not evicted yet
     assert node.store(8, 0, 20, namespace=2) == [STORED] * 20
     assert node.held(0, Tier.DRAM) <= 40
     assert node.is_resident(other, 1) == [True] * 60, "though it is as cold"
     assert node.is_resident(mine[:30], 0) == [True] * 30
 
 
-def test_loads_are_never_refused_and_what_is_beyond_leaves_soon(node: QuotaNode) -> None:
+def test_load_beyond_share_is_granted_and_evicted_soon(node: QuotaNode) -> None:
     keys = node.store_durably(1, 12)
     node.set_shares(("acme", 4, None))
     node.retainer.round()
@@ -104,7 +104,7 @@ def test_loads_are_never_refused_and_what_is_beyond_leaves_soon(node: QuotaNode)
     assert node.held(0, Tier.DRAM) == 4
 
 
-def test_a_share_of_nothing_on_nvme_keeps_blocks_in_dram_and_holds_up_no_drain(node: QuotaNode) -> None:
+def test_share_of_zero_on_nvme_keeps_dram_and_delays_no_drain(node: QuotaNode) -> None:
     node.set_shares(("acme", None, 0))
     keys = node.store_durably(1, 8)
     assert node.held(0, Tier.NVME) == 0
@@ -115,7 +115,7 @@ def test_a_share_of_nothing_on_nvme_keeps_blocks_in_dram_and_holds_up_no_drain(n
     assert node.held(1, Tier.NVME) == 8
 
 
-def test_a_namespace_without_a_spec_is_nobodys_until_the_metadata_server_tells(node: QuotaNode, tmp_path: Path) -> None:
+def test_namespace_without_spec_has_no_tenant_until_known(node: QuotaNode, tmp_path: Path) -> None:
     node.set_shares(("acme", None, 4))
     strange = node.registry.of_shape(
         CacheSpec(model="x", layers=2, layer_block_bytes=2048, block_tokens=16).namespace, node.namespaces[0].shape
@@ -130,7 +130,7 @@ def test_a_namespace_without_a_spec_is_nobodys_until_the_metadata_server_tells(n
     assert found.account.tenant == "acme"
 
 
-def test_usage_is_told_by_tenant(node: QuotaNode) -> None:
+def test_usage_is_reported_by_tenant(node: QuotaNode) -> None:
     node.store_durably(1, 3)
     node.store_durably(9, 5, 1)
     beat = HeartbeatRequest()
@@ -141,8 +141,8 @@ def test_usage_is_told_by_tenant(node: QuotaNode) -> None:
     assert (dram.dram_bytes, dram.nvme_bytes) == (5 * BLOCK, 0)
 
 
-def test_a_quota_of_one_changes_nothing_in_the_order_of_others(tmp_path: Path) -> None:
-    """The same work with and without a quota of a tenant that does nothing: the same blocks stay."""
+def test_quota_of_one_tenant_keeps_order_of_others(tmp_path: Path) -> None:
+    """The same work with and without a quota of an idle tenant: the same blocks stay."""
     left = []
     for number, limited in enumerate((False, True)):
         node = QuotaNode(tmp_path / str(number))
@@ -195,12 +195,12 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """With nothing in use and nothing on its way, nobody holds more than its share after a round."""
+        """If no block is in use or in write-back, no tenant holds more than its share after a round."""
         while self.pinned:
             self.unpin()
         self.node.write_back()
         self.node.retainer.round()
-        self.node.write_back()  # what had to be written first
+        self.node.write_back()  # blocks that had to be written first
         self.node.retainer.round()
         for tenant, (dram, nvme) in self.shares.items():
             position = TENANTS.index(tenant)

@@ -21,7 +21,7 @@ LONG_S = 30.0
 
 
 class Disk:
-    """I/O that hangs until told otherwise, and what became of it."""
+    """I/O that hangs until it is released, and its result."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
@@ -91,7 +91,7 @@ def test_guard_more_reads_than_threads_all_leave_and_settle(disk: Disk) -> None:
         assert all(isinstance(read.exception(LONG_S), VolumeStalled) for read in reads)
     threads = READERS + CHANGERS
     assert disk.guard.outstanding == threads, "as many threads hang as the volume has"
-    wait_until(lambda: len(disk.late) == 9 - threads)  # what had not begun is settled at once
+    wait_until(lambda: len(disk.late) == 9 - threads)  # I/O that had not begun is settled at once
     disk.release.set()
     wait_until(lambda: len(disk.late) == 9)
     wait_until(lambda: disk.guard.left == 0)
@@ -117,7 +117,7 @@ def test_guard_device_that_answers_parts_is_waited_for(disk: Disk) -> None:
     assert disk.late == []
 
 
-def test_guard_changes_wait_for_every_change_that_was_left(disk: Disk) -> None:
+def test_guard_changes_wait_for_every_abandoned_change(disk: Disk) -> None:
     settled = threading.Event()
     with pytest.raises(VolumeStalled):
         disk.guard.change(disk.hang, lambda _: settled.wait(LONG_S) and None)
@@ -170,7 +170,7 @@ def test_guard_window_hung_does_not_hold_up_close(disk: Disk) -> None:
 
 
 def test_guard_cached_answers_do_not_hide_a_stall(disk: Disk) -> None:
-    """A look at the volume's files is answered by the kernel's caches, however long the disk hangs."""
+    """``stat`` on the volume's files is answered by the kernel's caches, however long the disk hangs."""
     over = threading.Event()
 
     def look() -> None:

@@ -18,7 +18,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_detector_any_history_agrees_with_definition(steps: list[tuple[str, float]]) -> None:
-    """With looks often enough. The time of a real clock is that of the definition then."""
+    """The state is checked often enough, so the time of a real clock equals that of the definition."""
     detector, now_s = VolumeStallDetector(GAP_S), 100.0
     outstanding: dict[int, tuple[float, float]] = {}
     answers = [-math.inf]
@@ -59,7 +59,7 @@ def test_detector_gaps_between_looks_count_up_to_bound(gaps_s: list[float]) -> N
 
 
 def look_until(detector: VolumeStallDetector, from_s: float, to_s: float) -> None:
-    """Looks as often as somebody who waits does."""
+    """Check the state as often as a waiting caller does."""
     for step in range(int((to_s - from_s) * 8) + 1):
         detector.look(from_s + step / 8)
 
@@ -68,7 +68,7 @@ def test_detector_slow_disk_that_answers_is_not_stalled() -> None:
     detector = VolumeStallDetector(GAP_S)
     for _ in range(8):
         detector.begin(0.0, PATIENCE_S)
-    for number in range(1, 9):  # one of them ends each 0.9 s: the last one has been outstanding for long
+    for number in range(1, 9):  # one I/O ends each 0.9 s: the last one has been outstanding for long
         look_until(detector, (number - 1) * 0.9, number * 0.9)
         assert detector.state is VolumeState.ANSWERING
         detector.end(number, number * 0.9)
@@ -87,7 +87,7 @@ def test_detector_one_answer_ends_stall_of_many() -> None:
     assert detector.state is VolumeState.STALLED, "the other one is outstanding, and nothing else was answered"
 
 
-def test_detector_process_that_stood_still_blames_no_disk() -> None:
+def test_detector_stopped_process_does_not_blame_the_disk() -> None:
     detector = VolumeStallDetector(GAP_S)
     number = detector.begin(0.0, PATIENCE_S)
     detector.look(0.1)

@@ -1,4 +1,4 @@
-"""Batches are written by several threads at once, and still become durable in the order in which blocks were stored."""
+"""Batches are written by several threads at once, and become durable in the order in which blocks were stored."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 
 
-def test_a_later_batch_neither_commits_nor_reports_before_the_earlier_ones() -> None:
+def test_later_batch_commits_and_reports_after_earlier_ones() -> None:
     order, done = CommitOrder(Counters()), []
     first_may_end, written = threading.Event(), threading.Barrier(4)
 
     def write(number: int) -> None:
-        written.wait(10)  # data of all batches is on its way at once
+        written.wait(10)  # data of all batches is being written at once
         if number == 0:
             assert first_may_end.wait(10)
         order.wait(number)
@@ -41,7 +41,7 @@ def test_a_later_batch_neither_commits_nor_reports_before_the_earlier_ones() -> 
 
 
 class Table:
-    """Hands out batches as they are put there; remembers what became of them."""
+    """Hands out queued batches, and records their results."""
 
     def __init__(self) -> None:
         self.batches: list[list[Block]] = []
@@ -63,7 +63,7 @@ class Table:
 
 
 @pytest.mark.parametrize("where", ["while checking", "while writing"])
-def test_a_bug_ends_neither_write_behind_nor_the_wait_of_its_blocks(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writeback_unexpected_error_fails_only_its_batch(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table, counters = Table(), Counters()
     bad, good = (cast("Block", SimpleNamespace(name=name, writing=True)) for name in ("bad", "good"))
     written: list[Block] = []

@@ -1,7 +1,8 @@
-"""Whether this node takes anything new. It does not while it drains, nor once it ends; what it holds it serves all the same.
+"""Admission gate of a node: whether it accepts new work. It does not while it drains, nor after shutdown begins.
 
-Shut, it answers stores with skips, brings nothing here for anybody (the caller asks the other nodes itself) and stages nothing.
-Let in is only what was promised before: bytes for a prompt that somebody here already waits for.
+A closed gate skips stores, fetches no blocks of other nodes (the caller reads them there itself) and stages nothing. It still
+admits work that was promised earlier: bytes for a prompt that a caller on this host already waits for. Blocks that the node
+holds are served as before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvstore.observe.metric_definitions import node as node_metrics
 
 
 class Gate:
-    """Asked by whatever would begin something new. Plain attributes, each set by one thread."""
+    """The gate. Parts that begin new work check it. Its attributes are plain, each set by one thread."""
 
     def __init__(self, table: BlockTable, counters: Counters) -> None:
         self.draining = False
@@ -27,11 +28,11 @@ class Gate:
 
     @property
     def shut(self) -> bool:
-        """Whether nothing new is taken."""
+        """Whether the node rejects new work."""
         return self.draining or self.stopping
 
     def refuse(self, namespace: NodeNamespace, run: BlockRun) -> StoreGrant:
-        """A store that gets no slots: up to the first block that is not held, EXISTS, from there on SKIPPED."""
+        """Return a store without slots: EXISTS up to the first block that is not held, SKIPPED from there on."""
         held = self._table.held(namespace, run.keys)
         first = held.index(False) if False in held else len(held)
         outcomes = [StoreOutcome.EXISTS] * first + [StoreOutcome.SKIPPED] * (len(held) - first)
@@ -39,9 +40,9 @@ class Gate:
         return StoreGrant(namespace, run, outcomes)
 
     def stores_under_way(self) -> int:
-        """Blocks whose slots somebody is writing to."""
+        """Blocks whose slots a writer may be writing to."""
         return self._table.stores_in_progress()
 
     def awaits(self, keys: Iterable[BlockKey]) -> bool:
-        """Whether somebody here already waits for one of the keys."""
+        """Whether a caller on this host already waits for one of the keys."""
         return self._table.is_awaited(keys)

@@ -1,6 +1,6 @@
 """Waits for a condition that the caller's disconnect ends.
 
-A call may hold memory, claims or a thread while it waits. If its caller has gone, the wait must end at once, and not at the
+A call may hold memory, claims or a thread while it waits. If its caller disconnects, the wait must end at once, and not at the
 deadline of the call. So each call runs in a ``CancelScope`` that is cancelled when the caller disconnects.
 """
 

@@ -1,4 +1,4 @@
-"""All I/O of one volume, done in threads of its own: a disk that stops answering stalls no load, store or flush.
+"""All I/O of one volume, done in the volume's own threads: a disk that stops answering stalls no load, store or flush.
 
 Theory of operation.
 
@@ -36,17 +36,17 @@ log = logging.getLogger(__name__)
 STALL_S: Final = 1.0
 """Default of ``node.volume_stall``."""
 READERS: Final = 8
-"""Windows of loads that one volume reads at once, unless its owner says otherwise."""
+"""Maximum number of windows of loads that one volume reads at once, unless its owner sets another."""
 CHANGERS: Final = 4
-"""Changes of one volume at once: the batches of write-behind and one eviction."""
+"""Maximum number of concurrent changes of one volume: the batches of write-back and one eviction."""
 CHANGE_PATIENCE: Final = 2.5
 """A change may be outstanding for this many times ``volume_stall``: a disk that syncs slowly is not hung."""
 POLL_S: Final = 0.25
-"""A caller that waits checks the state this often."""
+"""Interval at which a waiting caller checks the state."""
 LOOK_S: Final = 0.05
-"""A state this old is good enough: most I/Os end earlier, and loads with many windows ask often."""
+"""A state is checked again only after this time: most I/Os end earlier, and loads with many windows check often."""
 GAP_S: Final = 0.5
-"""Of a longer time between two checks, only this much counts as silence of the volume: the process did not run."""
+"""Maximum part of the time between two checks that counts as silence of the volume: the process may not have run."""
 
 T = TypeVar("T")
 Late = Callable[[BaseException | None], None]
@@ -58,7 +58,7 @@ class VolumeStalled(Unavailable):
 
 
 def ignore(_: BaseException | None) -> None:
-    """A ``late`` for I/Os that hold nothing."""
+    """A ``late`` for I/Os that reserve neither memory nor slots."""
 
 
 class VolumeGuard:
@@ -112,7 +112,7 @@ class VolumeGuard:
 
     @property
     def takes_changes(self) -> bool:
-        """Whether a change would be tried now."""
+        """Whether a change would be attempted now."""
         return not self._left_changes and not self.stalled
 
     @property
@@ -131,7 +131,7 @@ class VolumeGuard:
         return len(self._submitted)
 
     def why(self) -> str:
-        """Why the volume is refused I/O now, in words; empty if it answers."""
+        """Why the volume is refused I/O now, as text; empty if it answers."""
         if not self.stalled:
             return ""
         return f"does not answer I/O since {max(0.0, self._clock.now_s() - self._since_s):.0f} s"
@@ -145,7 +145,7 @@ class VolumeGuard:
         return future
 
     def timed(self, work: Callable[[], T]) -> T:
-        """Do a read in the calling thread, which may never come back: a reader thread of this volume."""
+        """Do a read in the calling thread, a reader thread of this volume. The read may never return."""
         return self._timed(work, self.stall_s)
 
     def read(self, work: Callable[[], T], late: Late, until_s: float = math.inf) -> T:
@@ -193,7 +193,7 @@ class VolumeGuard:
         return self._run(work, late, math.inf, CHANGE_PATIENCE * self.stall_s, change=True)
 
     def close(self) -> None:
-        """Refuse all I/O from now on, and wait for windows under way, unless the volume is stalled."""
+        """Refuse all I/O from now on, and wait for windows in progress, unless the volume is stalled."""
         for pool in (self._readers, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
         while (under_way := self._submitted.copy()) and not self.stalled:
@@ -209,7 +209,7 @@ class VolumeGuard:
                 future.cancel()  # no effect once it has begun
                 self._leave(future, late, change=change)
                 raise VolumeStalled("the volume did not answer in time", volume_id=self._name)
-        if future is None or future.cancelled():  # refused, or closed before its turn came
+        if future is None or future.cancelled():  # refused, or closed before it began
             late(error := self._refusal())
             raise error
         return future.result()

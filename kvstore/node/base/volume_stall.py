@@ -28,7 +28,7 @@ class VolumeStallDetector:
     """The outstanding I/Os of one volume. Not thread-safe. Times are of one monotonic clock.
 
     Args:
-        gap_s: how much of the time between two looks counts at most.
+        gap_s: maximum part of the time between two looks that counts.
     """
 
     def __init__(self, gap_s: float) -> None:
@@ -43,7 +43,7 @@ class VolumeStallDetector:
 
     @property
     def outstanding(self) -> int:
-        """How many I/Os have begun and not ended."""
+        """Number of I/Os that have begun and not ended."""
         return len(self._outstanding)
 
     def begin(self, now_s: float, patience_s: float) -> int:
@@ -65,12 +65,12 @@ class VolumeStallDetector:
         self._answered_s = max(self._answered_s, at_s)
 
     def due_s(self) -> float:
-        """When the volume becomes stalled unless it answers before; infinity while nothing is outstanding."""
+        """When the volume becomes stalled unless it answers before; infinity if no I/O is outstanding."""
         waits = ((max(began_s, self._answered_s) + patience_s) for began_s, patience_s in self._outstanding.values())
         return min(waits, default=math.inf)
 
     def silent_s(self, now_s: float) -> float:
-        """For how long the volume has owed an answer; 0 while nothing is outstanding."""
+        """How long the volume has owed an answer; 0 if no I/O is outstanding."""
         oldest_s = min((began_s for began_s, _ in self._outstanding.values()), default=now_s)
         return max(0.0, now_s - max(oldest_s, self._answered_s))
 

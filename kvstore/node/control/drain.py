@@ -54,7 +54,7 @@ class Drainer:
         node_id: this node.
         gate: closed while there is an order.
         table: the blocks of this node.
-        busy: whether earlier work goes on: stores, layered loads, waits for prompts.
+        busy: whether earlier work is in progress: stores, layered loads, waits for prompts.
         writes_behind: whether blocks of this node become durable at all.
         counters: metrics.
         clock: time.
@@ -88,7 +88,7 @@ class Drainer:
         self._reason = ""
         self._not_durable = 0
         self.migrator: BlockMigrator | None = None
-        """Set before ``start``; None: without a metadata server there is no other node to move blocks to."""
+        """Set before ``start``. None: without a metadata server, blocks cannot be moved to other nodes."""
         self._thread = threading.Thread(target=self._run, name="kvstore-drain", daemon=True)
 
     def start(self) -> None:
@@ -144,7 +144,7 @@ class Drainer:
         return self._order
 
     def progress(self) -> DrainProgress | None:
-        """Return the progress; None: there is no order."""
+        """Return the progress. None: no drain was ordered."""
         with self._changed:
             order, state, why = self._order, self._state, self._reason
         if order is None:

@@ -71,7 +71,7 @@ class Puller:
         return outcomes, why
 
     def _refusal(self, namespace: NodeNamespace, run: BlockRun) -> str:
-        """Return why the volumes of this node cannot take a run; empty: they can."""
+        """Return why the volumes of this node cannot store a run; empty: they can."""
         if self._gate.shut:
             return "this node drains or stops too"
         volumes = [node_volume.volume for node_volume in self._table.node_volumes if node_volume.volume.read_only is None]

@@ -1,11 +1,11 @@
-"""Keeps what this node holds to what operators ordered: tenants' quotas, namespaces' times to live and pins.
+"""Enforces what operators ordered for this node: tenants' quotas, and namespaces' times to live and pins.
 
-The orders come with answers of the metadata server (``told``), what tenants hold goes out with heartbeats (``report``). A thread
-of its own looks every ``TICK_S``: whose namespaces are, where nobody has shown their specs (blocks found at start); which
-tenants hold more than their share, and brings them down. Each round does a bounded number of batches, and the table's lock is
-held for one.
+Orders arrive with responses of the metadata server (``told``). Heartbeats report what tenants hold (``report``). A thread runs
+a round every ``TICK_S``: it looks up the specs of namespaces that were found at start, and evicts blocks of tenants that exceed
+their share. Each round does a bounded number of batches, and holds the table's lock for one batch at a time.
 
-Without the metadata server the orders heard last go on; rules do so over a restart, too (``kvstore.node.control.rules_file``).
+Without the metadata server, the last orders remain in force. Rules also survive a restart
+(``kvstore.node.control.rules_file``).
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ _limited = LimitedLog(log)
 
 TICK_S: Final = 0.5
 BATCHES: Final = 16
-"""Of 1,024 blocks, for each tenant and tier in one round."""
+"""Maximum number of batches of 1,024 blocks per tenant and tier in one round."""
 KEEP_S: Final = 5.0
-"""Between attempts to write rules to a disk that fails."""
+"""Pause between attempts to write the rules to a disk that fails."""
 ASK_S: Final = 5.0
-"""Between questions for specs that the metadata server does not know either."""
+"""Interval of requests for specs that the metadata server does not know either."""
 
 
 class Retainer:
-    """``report`` and ``told`` from one thread; ``start`` and ``stop`` once each.
+    """Enforces quotas, times to live and pins. ``report`` and ``told`` from one thread; ``start`` and ``stop`` once each.
 
     Args:
-        table: what this node holds.
+        table: the blocks of this node.
         namespaces: its namespaces.
-        specs: asks for the specs of all namespaces; raises ``KVStoreError``.
-        counters: events.
-        rules_file: where rules are kept over restarts; None: nothing outlives this process.
+        specs: returns the specs of all namespaces; raises ``KVStoreError``.
+        counters: metrics.
+        rules_file: where rules are kept across restarts; None: rules end with the process.
     """
 
     def __init__(
@@ -86,25 +86,25 @@ class Retainer:
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._shares: dict[str, QuotaShare] = {}
-        self._reported = self._heard = 0  # reports made, and the one that the shares in force were made of
-        self._joining: dict[NodeNamespace, int] = {}  # namespaces that do not count yet, and the report that told of them first
+        self._reported = self._heard = 0  # reports sent, and the report of the current shares
+        self._joining: dict[NodeNamespace, int] = {}  # namespaces that do not count yet, and the first report that included them
         self._rules: dict[NamespaceId, tuple[float, bool]] = {}
         self._ruled: set[NodeNamespace] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-retention", daemon=True)
 
     def start(self) -> None:
-        """Begins to keep to the orders."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Ends; a batch under way is finished."""
+        """Stop the thread after its current batch."""
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def recall(self) -> None:
-        """The rules that were kept hold again, for what was found on volumes. Before ``start``, and before anything is served."""
+        """Restore the saved rules for blocks found on volumes. Call before ``start`` and before the node serves."""
         if self._rules_file is None:
             return
         try:
@@ -136,7 +136,7 @@ class Retainer:
             self._kept = rules
 
     def told(self, orders: Retention) -> None:
-        """What the metadata server says; the same again changes nothing."""
+        """Apply the response of the metadata server. The same response again changes nothing."""
         shares = {
             one.tenant: QuotaShare(
                 one.dram_bytes if one.HasField("dram_bytes") else None, one.nvme_bytes if one.HasField("nvme_bytes") else None
@@ -148,7 +148,7 @@ class Retainer:
             self._rules = rules
             self._wake.set()
         if orders.report > self._reported or 0 < orders.report < self._heard:
-            return  # shares of a report that was overtaken on its way, of a worker that lags behind, or of another life
+            return  # shares are stale: computed from an older report, by a worker that lags behind, or for another boot
         self._heard = orders.report
         known = [namespace for namespace, report in self._joining.items() if report <= orders.report]
         if shares == self._shares and not known:
@@ -162,19 +162,19 @@ class Retainer:
         self._wake.set()
 
     def on_heartbeat(self, response: HeartbeatResponse) -> None:
-        if response.HasField("retention"):  # an older server has no rules
+        if response.HasField("retention"):  # an older server sends no rules
             self.told(response.retention)
 
     def on_registered(self, response: RegisterNodeResponse, *, new_index: bool) -> Sequence[DrainNodeRequest]:  # noqa: ARG002
         return []
 
     def report(self, heartbeat: HeartbeatRequest) -> None:
-        """Puts what tenants hold here into a heartbeat: of very many those with a quota, then those that hold most.
+        """Add to a heartbeat what tenants hold here. If there are too many: those with a quota, then those that hold most.
 
-        One thread calls this and ``told``.
+        The same thread calls this and ``told``.
         """
         joining = [namespace for namespace in self._namespaces.all() if namespace.account is not None and not namespace.counted]
-        told = []  # counts are read as they are: a block that comes or leaves meanwhile is told at the next heartbeat
+        told = []  # counts may be slightly old: a block that moves now is in the next heartbeat
         for account in self._namespaces.accounts.all():
             dram, nvme = (held_bytes(self._table.residency, account.namespaces, tier) for tier in TIERS)
             told.append(TenantUsage(tenant=account.tenant, dram_bytes=dram, nvme_bytes=nvme))
@@ -199,18 +199,18 @@ class Retainer:
             except (KVStoreError, OSError) as error:
                 self._counters.add(node_metrics.RETENTION_FAILED)
                 _limited.warning("keeping to quotas was cut short, trying again: %s", error)
-            except Exception:  # process edge: without this thread quotas would hold for new stores alone
+            except Exception:  # process edge: without this thread, quotas would apply to new stores only
                 self._counters.add(node_metrics.RETENTION_BUGS)
                 log.exception("keeping to quotas failed, trying again")
             self._wake.wait(TICK_S)
             self._wake.clear()
 
     def round(self) -> None:
-        """Once through everything.
+        """Run one round of all duties.
 
         Raises:
-            KVStoreError: a volume's catalog could not be changed, or the metadata server does not answer. Tried again next time.
-            OSError: likewise.
+            KVStoreError: a volume's catalog could not be changed, or the metadata server does not answer. The next round retries.
+            OSError: see ``KVStoreError``.
         """
         if any(self._namespaces.accounts.limited.values()):
             self._join_all()
@@ -222,7 +222,7 @@ class Retainer:
         self._learn_specs()
 
     def _join_all(self) -> None:
-        """Namespaces that came to a tenant with a quota, or whose tenant was given one, go by its orders."""
+        """Add namespaces to their tenant's orders if they are new, or their tenant has a new quota."""
         table = self._table
         fresh = []
         for account in self._namespaces.accounts.all():
@@ -234,7 +234,7 @@ class Retainer:
             enter(table.residency, {tier: order for tier, order in namespace.in_account.items() if order is not None}, blocks)
 
     def _held_of(self, namespaces: Sequence[NodeNamespace]) -> dict[NodeNamespace, list[Block]]:
-        """The blocks of some namespaces, as they came."""
+        """The blocks of some namespaces, in the order in which they were added."""
         held: dict[NodeNamespace, list[Block]] = {namespace: [] for namespace in namespaces}
         for block in self._table.snapshot() if held else ():
             if block.namespace in held:
@@ -242,7 +242,7 @@ class Retainer:
         return held
 
     def _apply_rules(self) -> None:
-        """Times to live and pins begin and end. A namespace that came here since gets its own."""
+        """Apply new and ended times to live and pins, also to namespaces opened since the last round."""
         table = self._table
         begun: list[tuple[NodeNamespace, dict[Tier, EvictionOrder]]] = []
         unpinned = []
@@ -327,7 +327,7 @@ class Retainer:
                     break
 
     def _leave(self, victims: Sequence[Block]) -> None:
-        """Blocks marked as leaving leave their volumes; one volume whose catalog cannot be changed holds up no other."""
+        """Evict marked blocks from their volumes. A volume whose catalog cannot be changed does not delay the others."""
         failed: OSError | KVStoreError | None = None
         for node_volume in self._table.node_volumes:
             try:
@@ -338,7 +338,7 @@ class Retainer:
             raise failed
 
     def _learn_specs(self) -> None:
-        """Whose the namespaces are that were found at start, and that no engine has opened since."""
+        """Look up the specs of namespaces found at start that no engine has opened since."""
         now_s = self._table.clock.now_s()
         unknown = {namespace.namespace_id for namespace in self._namespaces.all() if namespace.spec is None}
         if not unknown or now_s < self._asked_s + ASK_S:
@@ -350,7 +350,7 @@ class Retainer:
                 self._namespaces.of_spec(spec)
 
     def by_tenant(self, held: dict[NodeNamespace, int], tier: Tier) -> list[TenantUsage]:
-        """Blocks of namespaces on a volume as bytes of tenants, by name; of very many those that hold most."""
+        """Bytes per tenant on volumes, by name. If there are too many tenants, those that hold most."""
         known: Counter[tuple[bool, str]] = Counter()
         for namespace, blocks in held.copy().items():
             whose = (True, "") if namespace.account is None else (False, namespace.account.tenant)
@@ -361,5 +361,5 @@ class Retainer:
 
 
 def _rules_of(told: Iterable[NamespaceRule]) -> dict[NamespaceId, tuple[float, bool]]:
-    """By namespace: time to live in seconds (0: none), and whether it is pinned."""
+    """Per namespace: time to live in seconds (0: none), and whether it is pinned."""
     return {NamespaceId(one.namespace_id): (one.ttl_ms / 1000, one.pinned) for one in told}

@@ -39,7 +39,7 @@ def write_rules(path: Path, rules: Iterable[NamespaceRule]) -> None:
 
 
 def read_rules(path: Path) -> list[NamespaceRule]:
-    """Read the rules; none if there is no file.
+    """Read the rules. Returns empty rules if the file does not exist.
 
     Raises:
         ValueError: the file is damaged, or of another kind.

@@ -35,9 +35,9 @@ LEAST_BYTES: Final = 64 << 20
 MOST_BYTES: Final = 64 << 20
 MOST_S: Final = 0.25
 GIVE_UP_S: Final = 5.0
-"""Bound of the whole measurement: a disk may hang."""
+"""Maximum duration of the whole measurement, because a disk may hang."""
 _PICKS: Final = 100_000
-"""Blocks looked at to find some of each volume."""
+"""Number of blocks visited to find some of each volume."""
 
 
 @dataclass(slots=True)

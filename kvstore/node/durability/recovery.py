@@ -1,9 +1,9 @@
 """Recovery at start: opens the durable volumes, and fills the block table from their catalogs.
 
-1. ``open_volumes`` opens each volume's files. The volume repairs its catalog after a crash by itself (``kvstore.tiers.nvme``).
+1. ``open_volumes`` opens each volume's files. The volume repairs its catalog after a crash (``kvstore.tiers.nvme``).
 2. ``recover`` reads each catalog. An entry was committed only after its slot was written and synced, so every entry names a block
-   that survived ``kill -9``. Bytes are proved by header and checksums when they are read.
-3. A key that two volumes hold (a crash came between a commit on one and the removal from the other) stays on the first.
+   that survived ``kill -9``. Header and checksums verify the bytes when they are read.
+3. A key that two volumes hold (after a crash between a commit on one and the removal from the other) stays on the first.
 4. The rules of namespaces (pins, times to live) are read after that: ``kvstore.node.control.retention.Retainer.recall``.
 """
 
@@ -32,7 +32,7 @@ def open_volumes(config: NodeConfig, counters: Counters) -> tuple[list[NvmeSlab]
         The volumes in the order of ``config.nvme``, and a line about GPUDirect Storage for each.
 
     Raises:
-        InvalidArgument: GPUDirect Storage is required and there is no volume.
+        InvalidArgument: GPUDirect Storage is required but ``config.nvme`` is empty.
     """
     slabs: list[NvmeSlab] = []
     gds_lines: list[str] = []
@@ -85,7 +85,7 @@ def _drop_duplicate(volume: DurableVolume, key: BlockKey, slot: Slot, counters: 
 
 
 def _share_keys(record: BlockRecord, keys: dict[BlockKey, BlockKey]) -> BlockRecord:
-    """A record whose key and parent are objects met before: a block and its children share one object for each key."""
+    """Return a record whose key and parent are shared objects: a block and its children share one object per key."""
     parent = None if record.parent is None else keys.setdefault(record.parent, record.parent)
     key = keys.setdefault(record.key, record.key)
     return BlockRecord(record.namespace, key, parent, record.depth, record.shape, record.checksums)  # replace() is slower

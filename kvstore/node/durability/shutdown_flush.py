@@ -24,13 +24,13 @@ from kvstore.node.table import BlockTable
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.25
-"""Pause between two tries while nothing is taken."""
+"""Pause between two attempts while no volume accepts blocks."""
 
 
 def flush_on_shutdown(
     table: BlockTable, clock: Clock, deadline_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[bool, int]:
-    """Make durable what finds room.
+    """Write back as many blocks as there is room for.
 
     Args:
         table: the node's blocks; its write-back threads run.
@@ -39,7 +39,7 @@ def flush_on_shutdown(
         sleep: pauses.
 
     Returns:
-        Whether nothing was left to write at the deadline, and how many DRAM-only blocks became durable.
+        Whether no block was left to write at the deadline, and how many DRAM-only blocks became durable.
     """
     if not table.wait_written(deadline_s):
         return False, 0
@@ -72,7 +72,7 @@ def flush_on_shutdown(
 def _hottest_first(table: BlockTable) -> list[Block]:
     """DRAM-only blocks that fit some volume, hottest first, parents before children; those of pinned namespaces first.
 
-    The policy may leave out blocks of pinned namespaces. Parents may form a ring, as keys are made by clients.
+    The policy may leave out blocks of pinned namespaces. Parents may form a ring, as clients choose the keys.
     """
     volumes = table.node_volumes
     dram_only = {
@@ -96,7 +96,7 @@ def _hottest_first(table: BlockTable) -> list[Block]:
 
 
 def _takes_blocks(table: BlockTable, clock: Clock, batch: list[Block]) -> bool:
-    """Whether blocks are refused for lack of room, not because all that could take them fail."""
+    """Whether blocks are refused for lack of room, not because all volumes that could hold them fail."""
     if any(block.durable for block in batch):
         return True
     now_s = clock.now_s()

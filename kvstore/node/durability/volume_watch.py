@@ -22,16 +22,16 @@ from kvstore.observe.metric_definitions import node as node_metrics
 log = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 2.0
-"""How often a read-only volume is tried again."""
+"""Interval of attempts to resume a read-only volume."""
 
 
 class VolumeWatch:
     """The thread. ``start`` and ``stop`` once each.
 
     Args:
-        table: whose volumes are looked after.
-        counters: where failures are counted.
-        measure: called after each look: measures how fast the volumes are read, as soon as they hold enough.
+        table: its volumes are supervised.
+        counters: count failures.
+        measure: called after each round: measures the read rate of the volumes, as soon as they hold enough.
     """
 
     def __init__(self, table: BlockTable, counters: Counters, measure: Callable[[], object]) -> None:
@@ -39,30 +39,30 @@ class VolumeWatch:
         self._measure = measure
         self._counters = counters
         self._stalls = [0] * len(table.node_volumes)
-        """Stalls of each volume that were seen."""
+        """Number of stalls of each volume at the last round."""
         self._dirty = [0] * len(table.node_volumes)
-        """For each volume that was stalled: blocks in DRAM only at the last look. 0: nothing to write back."""
+        """Per volume that was stalled: number of blocks in DRAM only at the last round. 0: none to write back."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-volumes", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """End, without waiting longer than this."""
+        """Stop the thread, and wait for it at most this long."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def look(self) -> None:
-        """Look after each volume once."""
+        """Check each volume once."""
         node_volumes: Sequence[NodeVolume] = self._table.node_volumes
         for number, node_volume in enumerate(node_volumes):
             try:
                 self._keep_open(node_volume)
                 self._write_back(number, node_volume)
-            except Exception:  # process edge: the other volumes are to be looked after
+            except Exception:  # process edge: the other volumes must be checked
                 self._counters.add(node_metrics.NVME_WATCH_BUGS)
                 log.exception("looking after volume %s failed, trying again", node_volume.volume_id)
 
@@ -78,7 +78,7 @@ class VolumeWatch:
                 node_volume.guard.change(volume.resume, ignore)
 
     def _write_back(self, number: int, node_volume: NodeVolume) -> None:
-        """Send blocks again that write-behind gave up during a stall, a part at each look."""
+        """Send blocks to write-back again that were given up during a stall, a part per round."""
         if node_volume.guard.stalls != self._stalls[number]:
             self._stalls[number], self._dirty[number] = node_volume.guard.stalls, sys.maxsize
         if not self._dirty[number] or not node_volume.guard.takes_changes:
@@ -86,5 +86,5 @@ class VolumeWatch:
         dirty = requeue_dram_only(self._table)
         if dirty:
             log.info("blocks sent to write-behind again: %s answers again (dirty=%d)", node_volume.volume_id, dirty)
-        # if they become no fewer, the volume is full or fails: the rest is tried again when the node stops
+        # if their number does not fall, the volume is full or fails: the rest is tried again when the node stops
         self._dirty[number] = dirty if dirty < self._dirty[number] else 0

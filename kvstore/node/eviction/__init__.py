@@ -1,1 +1,1 @@
-"""Eviction: which blocks leave the arena and the volumes, and why."""
+"""Eviction: the choice of blocks to evict from the arena and the volumes."""

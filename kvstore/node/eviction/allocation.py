@@ -1,4 +1,4 @@
-"""Slots of the arena for blocks to come: evicts and writes back as needed. Called under the table's lock."""
+"""Slots of the arena for new blocks: evicts and writes back as needed. Called under the table's lock."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import Slot
 
 PIECE_BLOCKS: Final = 64
-"""Room is made for so many blocks at a time: large enough for contiguous slots, small enough to grant what there is."""
+"""Maximum number of blocks to make room for in one step: enough for contiguous slots, and few enough to grant what is free."""
 
 
 def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascades_chains: bool) -> list[Slot] | None:
-    """Slots for ``count`` blocks; None: no room can be made now.
+    """Allocate slots for ``count`` blocks. None: no room can be made now.
 
-    Blocks that would have to leave and are dirty are sent to write-back, so that they may leave later.
+    Dirty blocks that occupy the room are sent to write-back, so that they can be evicted later.
     """
     while (slots := residency.dram.allocate(shape, count)) is None:
         if residency.accounts.in_force and evict_over_quota(residency):

@@ -13,16 +13,16 @@ from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Slot
 
 CASCADE_AT_ONCE = 256
-"""Most dirty blocks that one search for room sends to write-back."""
+"""Maximum number of dirty blocks that one search for room sends to write-back."""
 
 
 _CLEAN: Final = int(DramState.CLEAN)
 _LEAVING_MASK: Final = IN_TRANSFER | _CLEAN
-"""Bits that say whether a block may leave as it is."""
+"""Bits of the states in which a block may be evicted without a write."""
 
 
 class ArenaEvictor:
-    """The order in which blocks leave the arena.
+    """The order of eviction from the arena.
 
     Args:
         dram: the arena.
@@ -38,11 +38,11 @@ class ArenaEvictor:
         self._policy = policy
         self._idle = idle
         self.version = 0
-        """Changes whenever the order does, except by use."""
+        """Changes with the order, except if blocks were only used."""
         self.room = SpaceReclaimer(dram, blocks, policy)
 
     def insert(self, block: Block, slot: Slot) -> None:
-        """Insert a block that is in DRAM now."""
+        """Insert a block that was added to DRAM."""
         self.version += 1
         self.room.insert(block, slot)
         self._policy.insert(block.key, block.parent)
@@ -50,7 +50,7 @@ class ArenaEvictor:
             order.insert(block)
 
     def remove(self, block: Block, slot: Slot) -> None:
-        """Remove a block that has left DRAM."""
+        """Remove a block that was evicted from DRAM."""
         self.version += 1
         self.room.remove(block, slot)
         self._policy.remove(block.key)
@@ -64,7 +64,7 @@ class ArenaEvictor:
             order.touch(keys)
 
     def restore(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
-        """Make blocks of a namespace evictable again that is no longer pinned."""
+        """Make the blocks of an unpinned namespace evictable again."""
         self._policy.restore(keys)
         for order in namespace.dram_orders:
             order.policy.restore(keys)

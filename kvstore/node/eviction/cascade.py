@@ -11,7 +11,7 @@ from kvstore.node.state.model import Block
 def with_parents(
     blocks: Mapping[BlockKey, Block], leaves: Sequence[Block], idle: Callable[[Block], bool], limit: int
 ) -> list[Block]:
-    """Leaves, each followed by its dirty ancestors, at most ``limit`` blocks in all.
+    """Return leaves, each followed by its dirty ancestors, at most ``limit`` blocks in all.
 
     Policies yield a parent only after its children, so a chain would otherwise be written one block at a time.
 
@@ -19,7 +19,7 @@ def with_parents(
         blocks: all blocks of the table.
         leaves: dirty blocks that a policy yielded, coldest first.
         idle: whether a block is neither pinned nor in transfer.
-        limit: most blocks to return.
+        limit: maximum number of blocks to return.
     """
     found: dict[BlockKey, Block] = {}
     for leaf in leaves:

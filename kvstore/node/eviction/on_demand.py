@@ -1,11 +1,11 @@
 """Eviction on request: a volume down to a fill level, or a namespace.
 
-The table makes room by itself; these are requests of operators. The table's rules hold: no block in use is evicted, children are
-evicted before their parents, and a block leaves the catalog of its volume before its slot is used again. To *evict* keeps dirty
-blocks in DRAM. To *invalidate* drops them too, because the blocks are wrong.
+The table makes room without requests; these are requests of operators. The table's rules hold: no block in use is evicted,
+children are evicted before their parents, and a block leaves the catalog of its volume before its slot is used again. To *evict*
+keeps dirty blocks in DRAM. To *invalidate* drops them too, because the blocks are wrong.
 
-If one durable volume is named, only its blocks are evicted: children on other volumes stay, as their parents may come back. The
-table's lock is held for ``BATCH`` blocks at a time, so loads and stores go on meanwhile.
+If one durable volume is named, only its blocks are evicted: children on other volumes stay, as their parents may be stored again.
+The table's lock is held for ``BATCH`` blocks at a time, so loads and stores continue.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ log = logging.getLogger(__name__)
 
 BATCH = 1_024
 BATCHES_AMONG_SEVERAL = 64
-"""Batches at a time if there are several volumes: each search skips colder blocks of the others."""
+"""Batches per search if there are several volumes: each search skips colder blocks of the others."""
 
 
 class Evicted(NamedTuple):
-    """Numbers of replicas that were evicted, and that should have been and were kept."""
+    """Numbers of replicas that were evicted, and of those that were to be evicted and stayed."""
 
     blocks: int
     kept: int
 
 
 def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_bytes: int) -> Evicted:
-    """Evicts the coldest blocks of the arena (``node_volume`` None) or a durable volume until it has no more than that in use.
+    """Evict the coldest blocks of the arena (``node_volume`` None) or a volume until it has at most ``down_to_bytes`` in use.
 
     Raises:
         OSError: the volume's catalog could not be changed; those blocks stay.
-        KVStoreError: likewise.
+        KVStoreError: see ``OSError``.
     """
     volume = table.dram if node_volume is None else node_volume.volume
     batch = BATCH if node_volume is None or len(table.node_volumes) == 1 else BATCHES_AMONG_SEVERAL * BATCH
     evicted = 0
-    while (excess := volume.usage().used_bytes - down_to_bytes) > 0 and not current().cancelled:  # stores may be as fast
+    while (excess := volume.usage().used_bytes - down_to_bytes) > 0 and not current().cancelled:  # stores may fill it as fast
         with table.residency.lock:
             victims = []
             for key, slot in islice(
@@ -74,7 +74,7 @@ def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_byt
 
 
 def evict_namespace(table: BlockTable, namespace: NodeNamespace, only: NodeVolume | None, *, dram: bool, nvme: bool) -> Evicted:
-    """Evicts a namespace's blocks from the tiers named: from DRAM first, while their durable copies let them leave.
+    """Evict a namespace's blocks from the tiers named: from DRAM first, while their durable copies make them clean.
 
     Args:
         table: the blocks.
@@ -85,7 +85,7 @@ def evict_namespace(table: BlockTable, namespace: NodeNamespace, only: NodeVolum
 
     Raises:
         OSError: a volume's catalog could not be changed; those blocks stay.
-        KVStoreError: likewise.
+        KVStoreError: see ``OSError``.
     """
     mine = _of(table, namespace)
     places: list[NodeVolume | None] = [None] if dram else []
@@ -97,11 +97,11 @@ def evict_namespace(table: BlockTable, namespace: NodeNamespace, only: NodeVolum
 def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -> Evicted:
     """Drop all blocks of a namespace from all tiers, durable or not.
 
-    Waits until the deadline for blocks in use or in write-back. Blocks stored meanwhile stay.
+    Waits until the deadline for blocks in use or in write-back. Blocks stored during the call stay.
 
     Raises:
         OSError: a volume's catalog could not be changed; those blocks stay.
-        KVStoreError: likewise.
+        KVStoreError: see ``OSError``.
     """
     doomed = _of(table, namespace)
     dropped = 0
@@ -118,7 +118,7 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
                     block for block in batch if block.nvme is None and block.dram is not None and table.residency.is_idle(block)
                 ]
                 for block in idle:
-                    if block.durable_remotely:  # the storage node drops its own
+                    if block.durable_remotely:  # the storage node drops its own blocks
                         table.residency.set_replica(block, VolumeReplica.ABSENT)
                 _leave_dram(table, idle)
         with table.residency.lock:
@@ -134,9 +134,9 @@ def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Seque
     """Evict blocks, marked as evicting, from a durable volume.
 
     Raises:
-        VolumeStalled: it does not answer; they leave or stay once its catalog has ended the commit.
+        VolumeStalled: it does not answer; the blocks leave or stay once its catalog has ended the commit.
         OSError: its catalog could not be changed; they stay.
-        KVStoreError: likewise.
+        KVStoreError: see ``OSError``.
     """
     if not victims:
         return
@@ -151,7 +151,7 @@ def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Seque
     try:
         node_volume.guard.change(lambda: node_volume.volume.commit([], keys), settle)
     except VolumeStalled:
-        raise  # settled once the commit has ended; until then the victims are on their way out
+        raise  # settled once the commit has ended; until then the victims stay marked as evicting
     except (OSError, KVStoreError) as error:
         settle(error)
         raise
@@ -159,7 +159,7 @@ def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Seque
 
 
 def quarantine(table: BlockTable, node_volume: NodeVolume, block: Block, slot: Slot, counters: Counters) -> None:
-    """Remove a replica whose bytes in ``slot`` proved bad, unless it is removed or being evicted.
+    """Remove a replica whose bytes in ``slot`` are corrupt, unless it is removed or being evicted.
 
     The slot stays out of use until the next start, which does not find it in the catalog. The entry is removed from the catalog
     first: after it is removed from the table, a good copy may be committed under the same key, and would be removed instead.
@@ -186,7 +186,7 @@ def evict_all_nvme(table: BlockTable) -> int:
 
     Raises:
         OSError: a volume's catalog could not be changed; those blocks stay.
-        KVStoreError: likewise.
+        KVStoreError: see ``OSError``.
     """
     evicted = 0
     for node_volume in table.node_volumes:
@@ -209,7 +209,7 @@ def _evict_each(table: BlockTable, held: Sequence[Block], node_volume: NodeVolum
         with table.residency.lock:
             victims = []
             for block in held[first : first + BATCH]:
-                if not _lies_in(block, node_volume):  # evicted meanwhile
+                if not _lies_in(block, node_volume):  # evicted by another thread
                     continue
                 stays = block.key in staying or block.namespace.pinned
                 if stays or not table.residency.is_idle(block) or (node_volume is None and not block.clean):
@@ -230,7 +230,7 @@ def _lies_in(block: Block, node_volume: NodeVolume | None) -> bool:
 
 
 def _leave_dram(table: BlockTable, victims: Sequence[Block]) -> None:
-    """Under the table's lock."""
+    """Evict blocks from DRAM. Called under the table's lock."""
     for block in victims:
         table.residency.evict_dram(block)
     table.residency.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(victims))

@@ -1,4 +1,4 @@
-"""Tenants' quotas on this node: what each tenant holds, and how much this node may give it.
+"""Tenants' quotas on this node: the usage of each tenant, and its limit here.
 
 1. A quota holds for the whole cluster. The metadata server sends each node its *share* with every heartbeat. A store beyond the
    share evicts its own tenant's coldest blocks, and is skipped as far as none can be evicted. If room is needed, tenants over
@@ -279,7 +279,7 @@ def claim_durable(residency: Residency, namespace: NodeNamespace, count: int) ->
     size = namespace.shape.block_bytes
     with residency.lock:
         account, allowed = namespace.account, _limit(namespace, Tier.NVME)
-        if account is None or allowed is None:  # lifted meanwhile
+        if account is None or allowed is None:  # lifted by another thread
             return WriteAllowance(count)
         join(residency, namespace, empty=True)
         count = min(count, allowed // size)

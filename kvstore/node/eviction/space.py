@@ -20,9 +20,9 @@ from kvstore.node.state.slot_map import SlotMap
 from kvstore.tiers.contract import EvictionPolicy, ReclaimableSpan, Slot, Volume
 
 PLAN_LIMIT = 65_536
-"""Blocks that one search for room may look at, on the volume and on the others."""
+"""Maximum number of blocks that one search for room visits, on the volume and on the others."""
 LOOK = 2_048
-"""Most blocks of other sizes among those."""
+"""Maximum number of blocks of other sizes among those."""
 VISITS = 4_096
 """Blocks visited after which no more spans are compared, if one was found."""
 MOST_VISITS = 8 * VISITS
@@ -67,15 +67,15 @@ class SpaceReclaimer:
         slot_of: Callable[[Block], Slot | None],
         may_leave: Sequence[Callable[[BlockKey], bool | None]],
     ) -> list[Block]:
-        """Blocks to evict for a number of slots, or for some of them; children before parents. Empty: no room can be made.
+        """Return blocks to evict for a number of slots, or for some of them; children before parents. Empty: no room can be made.
 
         Args:
-            shape: of the blocks to come.
+            shape: of the new blocks.
             counts: numbers of slots, by preference.
             order: evictable blocks, coldest first, children before parents.
             slot_of: a block's slot on this volume; None if it is on another volume, from which it is evicted too.
-            may_leave: whether a block may that stands in the way, by preference: the first rule is that of ``order``, and those
-                after it count only where there is a plan by the first, which costs more.
+            may_leave: rules whether a block that occupies the space may be evicted, by preference: the first rule is that of
+                ``order``. Later rules apply only if there is a plan by the first rule, which costs more.
         """
         coldest = _few_of_others(order, shape.block_bytes)
         met: list[Block] = []
@@ -96,7 +96,7 @@ class SpaceReclaimer:
         if not others or (prefix and spent <= counts[-1] * shape.block_bytes):
             return prefix
 
-        def affordable(place: ReclaimableSpan, used_bytes: int) -> bool:  # against what the prefix spends on as many slots
+        def affordable(place: ReclaimableSpan, used_bytes: int) -> bool:  # compared with the cost of the prefix for as many slots
             return not prefix or used_bytes < spent * min(1.0, max(1, place.size // shape.block_bytes) / count)
 
         cold = [slot for block in others if (slot := slot_of(block)) is not None]
@@ -111,13 +111,13 @@ class SpaceReclaimer:
     def among_pins(
         self, shape: BlockShape, slot_of: Callable[[Block], Slot | None], may_leave: Callable[[BlockKey], bool | None]
     ) -> list[Block]:
-        """Blocks to evict, pinned namespaces included, if a block size has no slot on this volume at all.
+        """Return blocks to evict, pinned namespaces included, for a block size without any slot on this volume.
 
-        A few pinned blocks, one in each place, would keep every other size out for as long as they are pinned. Once the size has
-        a place, it makes room among its own.
+        A few pinned blocks, one in each span, would keep every other size out for as long as they are pinned. Once the size has a
+        span, it makes room among its own blocks.
 
         Args:
-            shape: of the blocks to come.
+            shape: of the new blocks.
             slot_of: as in ``victims``.
             may_leave: whether a block may be evicted, pinned namespace or not.
         """
@@ -140,7 +140,7 @@ class SpaceReclaimer:
         may_leave: Callable[[BlockKey], bool | None],
         size_of: Callable[[Block], int],
     ) -> tuple[ReclaimableSpan | None, list[Block]]:
-        """The span that is emptied at the least cost, and the blocks to evict for it; None: no span can be."""
+        """Return the span that is emptied at the least cost, and the blocks to evict for it. None: none can be."""
         best: tuple[ReclaimableSpan | None, list[Block]] = None, []
         least: float = inf
         cost = visits = 0
@@ -163,19 +163,19 @@ class SpaceReclaimer:
         return best
 
     def _leaving(self, place: ReclaimableSpan, may_leave: Callable[[BlockKey], bool]) -> list[Block] | None:
-        """The blocks of a span and their descendants. None: one of them may not be evicted."""
+        """Return the blocks of a span and their descendants. None: one of them may not be evicted."""
         keys: list[BlockKey] = []
         for slot in self._volume.slots_in(place):
             block = self.by_place.get(slot)
             if block is None:
-                return None  # a reader or writer has the slot
+                return None  # a reader or writer uses the slot
             keys.append(block.key)
         found = self._policy.with_descendants(keys, may_leave)
         return None if found is None else [self._blocks[key] for key in found]
 
 
 def _few_of_others(order: Iterator[Block], nbytes: int) -> Iterator[Block]:
-    """Blocks of an order, until more than ``LOOK`` have another size."""
+    """Yield blocks of an order, until more than ``LOOK`` have another size."""
     others = 0
     for block in order:
         if block.nbytes != nbytes:
@@ -186,7 +186,7 @@ def _few_of_others(order: Iterator[Block], nbytes: int) -> Iterator[Block]:
 
 
 def _slots(order: Iterator[Block], slot_of: Callable[[Block], Slot | None], met: list[Block]) -> Iterator[tuple[BlockKey, Slot]]:
-    """Keys and slots of blocks on a volume; all blocks seen are appended to ``met``."""
+    """Yield keys and slots of blocks on a volume. Appends all visited blocks to ``met``."""
     for block in order:
         met.append(block)
         slot = slot_of(block)

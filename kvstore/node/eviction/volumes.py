@@ -1,12 +1,12 @@
 """Eviction from a node's durable volumes. Called under the table's lock.
 
 The blocks of a chain are spread over all volumes of a node, so that one load reads from all of them. Therefore one order covers
-all volumes: children are evicted before their parents on any volume, so no block stays that no lookup finds. To make room on
-one volume, the coldest blocks are evicted until that volume has enough; colder blocks of other volumes are evicted with them,
-which makes room there for the next batches. ``kvstore.node.eviction.space`` handles blocks of other sizes.
+all volumes: children are evicted before their parents on any volume, so every block that stays can be found by lookups. To make
+room on one volume, the coldest blocks are evicted until that volume has enough; colder blocks of other volumes are evicted with
+them, which makes room there for the next batches. ``kvstore.node.eviction.space`` handles blocks of other sizes.
 
-A volume that takes no changes (read-only, or backing off after an error) does not hold up the others: its blocks are skipped
-and left out of the order until it takes changes again.
+A volume that rejects changes (read-only, or backing off after an error) does not delay the others: its blocks are skipped and
+left out of the order until it accepts changes again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.tiers.contract import EvictionPolicy, Rows, Slot
 
 
 class VolumeEvictor:
-    """The order in which blocks leave the durable volumes of one node.
+    """The order of eviction from the durable volumes of one node.
 
     Args:
         blocks: the table's, by key.
@@ -51,14 +51,14 @@ class VolumeEvictor:
         return len(self._policy) + sum(len(node_volume.aside) for node_volume in self._node_volumes)
 
     def insert(self, block: Block, node_volume: NodeVolume, slot: Slot) -> None:
-        """Insert a block that is in a slot of a volume now."""
+        """Insert a block that was added to a slot of a volume."""
         self._rooms[id(node_volume)].insert(block, slot)
         self._policy.insert(block.key, block.parent)
         for order in block.namespace.nvme_orders:
             order.insert(block)
 
     def remove(self, block: Block, node_volume: NodeVolume) -> None:
-        """Remove a block that has left a volume."""
+        """Remove a block that was evicted from a volume."""
         slot = block.nvme
         if slot is not None:
             self._rooms[id(node_volume)].remove(block, slot)
@@ -78,7 +78,7 @@ class VolumeEvictor:
             order.touch(keys)
 
     def restore(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
-        """Make blocks of a namespace evictable again that is no longer pinned."""
+        """Make the blocks of an unpinned namespace evictable again."""
         self._policy.restore(keys)
         for order in namespace.nvme_orders:
             order.policy.restore(keys)
@@ -112,11 +112,11 @@ class VolumeEvictor:
     def victims(
         self, node_volume: NodeVolume, shape: BlockShape, counts: Sequence[int], *may_leave: Callable[[Block], bool]
     ) -> list[Block]:
-        """Blocks to evict, from all volumes, for slots on one volume. Empty: no room can be made.
+        """Return blocks to evict, from all volumes, for slots on one volume. Empty: no room can be made.
 
         Args:
             node_volume: the volume.
-            shape: of the blocks to come.
+            shape: of the new blocks.
             counts: numbers of slots, by preference: the first for which room can be made.
             may_leave: rules, by preference: all counts are tried with the first rule before the next one.
         """
@@ -152,7 +152,7 @@ class VolumeEvictor:
         )
 
     def _take_back(self) -> None:
-        """Insert skipped blocks of volumes that take changes again as new ones."""
+        """Insert skipped blocks again, as new ones, for volumes that accept changes again."""
         for node_volume in self._node_volumes:
             if node_volume.aside and node_volume.takes_changes(self._clock.now_s()):
                 for block in node_volume.aside.values():
@@ -163,7 +163,7 @@ class VolumeEvictor:
 def _up_to_limit(
     order: Iterator[Block], fit: Callable[[Block], bool], slot_of: Callable[[Block], Slot | None], unfit: list[Block]
 ) -> Iterator[Block]:
-    """Evictable blocks up to a limit of blocks on other volumes; blocks of volumes without changes go to ``unfit``."""
+    """Yield evictable blocks up to a limit of blocks on other volumes. Blocks of volumes that reject changes go to ``unfit``."""
     others = 0
     for block in order:
         if not fit(block):

@@ -134,7 +134,7 @@ class Loader:
         return self._mounts.get(source.volume_id) is not None
 
     def load_resident(self, request: BlockRequest) -> LoadedRun | None:
-        """Return all blocks as one run if all are in DRAM, else None. Never waits."""
+        """Return all blocks as one run if all are in DRAM, else None. Does not wait."""
         keys = request.chain.keys
         blocks = self._table.pin_resident(request.namespace, keys)
         run = LoadedRun(0, [Outcome.HIT] * len(keys), blocks, Tier.DRAM, self.node_id)

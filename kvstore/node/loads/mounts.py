@@ -154,7 +154,7 @@ class Mount:
 
     @property
     def usable(self) -> bool:
-        """Whether a read would be tried now: none is outstanding too long, and there was no failure a moment ago."""
+        """Whether a read would be attempted now: no read is overdue, and the last failure is long enough ago."""
         return not self._guard.left and self._backoff_until_s <= self._clock.now_s()
 
     def _answered_s(self) -> float:

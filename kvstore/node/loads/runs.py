@@ -1,4 +1,4 @@
-"""What a load requests, and the runs of blocks that it returns."""
+"""Requests of loads, and the runs of blocks that loads return."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LoadedRun:
     checksums: Checksums | None = None
     """If only some layers are ready: their checksums, ``[hits, layer_count]``."""
     awaited: Sequence[int] = ()
-    """Indices within the run of blocks that another load or store brings: they have no outcome yet."""
+    """Indices within the run of blocks that another load or store brings: their outcome is not known yet."""
 
     def pinned(self) -> list[Block]:
         """Return the blocks that the receiver of the run must unpin."""

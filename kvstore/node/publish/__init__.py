@@ -1,1 +1,1 @@
-"""What a node reports to the metadata server: replicas, health, anti-entropy."""
+"""Reports of a node to the metadata server: replicas, health, anti-entropy."""

@@ -1,4 +1,4 @@
-"""The contract of parts of a node that talk to the metadata server by heartbeats."""
+"""The contract of parts of a node that exchange state with the metadata server by heartbeats."""
 
 from __future__ import annotations
 

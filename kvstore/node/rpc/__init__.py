@@ -1,1 +1,1 @@
-"""gRPC services of a node and what they keep per engine session."""
+"""gRPC services of a node, and the state of its engines' sessions."""

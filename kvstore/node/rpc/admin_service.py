@@ -41,7 +41,7 @@ Context = Any  # grpc.aio.ServicerContext, generic in request and response
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["NodeAdmin"].full_name
 THREADS: Final = 2
-"""Calls at once. Others wait within their deadlines: operators call, not engines."""
+"""Maximum number of concurrent calls. Others wait within their deadlines: operators call, not engines."""
 MAX_WAIT_S: Final = 60.0
 _CHECK_STATES: Final = {
     CheckState.WAITING: pb.CHECK_STATE_WAITING,
@@ -65,7 +65,7 @@ class AdminParts:
     recent: RecentLoads
     traffic: KvTraffic
     publisher: Callable[[], IndexPublisher | None]
-    """Returns None if the node has no metadata server."""
+    """Return the publisher. None: the node runs without a metadata server."""
     io_engines: Callable[[], Sequence[str]]
     clock: Clock
     in_force: Sequence[EffectiveSetting]

@@ -1,6 +1,6 @@
 """The stream of messages that answers a load: each run of blocks becomes one message under a lease.
 
-A thread of its own waits for the runs. While it waits, a message without runs shows from time to time that the load waits, or
+A separate thread waits for the runs. While it waits, a message without runs shows from time to time that the load waits, or
 that bytes still arrive. When the caller disconnects, the load is cancelled, and a task releases what it holds once its thread has
 stopped.
 """
@@ -169,7 +169,7 @@ async def _release(
     """Release what a load holds, once no thread works for it any more."""
     try:
         if next_run is not None and not (await asyncio.wait((next_run,)))[0].pop().cancelled():
-            next_run.exception()  # raised where the run was awaited, or of no interest after a disconnect
+            next_run.exception()  # raised when the run was awaited, or irrelevant after a disconnect
         with suppress(RuntimeError):  # the pool is shut down, and so is the table
             await asyncio.get_running_loop().run_in_executor(pool, close)
     finally:

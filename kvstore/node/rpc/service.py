@@ -48,19 +48,19 @@ MAX_WAIT_S = 300.0
 """Upper bound of every call's deadline."""
 TICKET_VALID_S = 60.0
 MAX_SOURCES = 4096
-"""Source ranges per load."""
+"""Maximum number of source ranges per load."""
 MAX_LOADS = 256
-"""Loads of whole blocks at once, apart from those served from DRAM."""
+"""Maximum number of concurrent loads of whole blocks, apart from those served from DRAM."""
 MAX_LAYERED_LOADS = 256
-"""Loads in layer groups at once."""
+"""Maximum number of concurrent loads in layer groups."""
 MAX_WAITS = 256
-"""Calls that wait for slots, disks or the index at once."""
+"""Maximum number of concurrent calls that wait for slots, disks or the index."""
 MAX_PROMPTS = 256
-"""Waits for prompts at once."""
+"""Maximum number of concurrent waits for prompts."""
 MAX_PULLED = 4_096
-"""Keys per call of ``PullBlocks``."""
+"""Maximum number of keys per call of ``PullBlocks``."""
 CLOSED_PROMPT_WAIT_S = 0.5
-"""How long a node that takes no new blocks waits for a prompt: enough to read blocks from its own volumes."""
+"""How long a node that rejects new blocks waits for a prompt: enough to read blocks from its own volumes."""
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
@@ -133,7 +133,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         return await run_in_pool(self._pool, work)
 
     async def _wait_in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run work that an engine waits for in a thread of its own, so that it delays no other call.
+        """Run work that an engine waits for in its own thread, so that it delays no other call.
 
         Raises:
             CapacityExceeded: too many calls wait, or the caller's tenant is at its limit.

@@ -1,8 +1,7 @@
 """The addresses of this store's nodes: a node sends its token to no other address.
 
-Loads name the peers to read from, and the caller may be a tenant. A tenant that names a server of its own would otherwise receive
-the node's token, which gives access to every namespace. So a node with a token accepts only addresses that the metadata server
-lists.
+Loads name the peers to read from, and the caller may be a tenant. A tenant that names its own server would otherwise receive the
+node's token, which gives access to every namespace. So a node with a token accepts only addresses that the metadata server lists.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvstore.rpc.client import call, connect
 
 _RPC_TIMEOUT_S: Final = 2.0
 _REFRESH_INTERVAL_S: Final = 1.0
-"""An unknown address causes a refresh at most this often: callers can invent addresses, and must not set the rate."""
+"""An unknown address causes a refresh at most this often, because callers can invent addresses."""
 
 
 class TrustedNodes:

@@ -1,4 +1,4 @@
-"""Threads for calls that wait: one thread per call, for as long as the call lives.
+"""Threads for calls that wait: one thread per call, for as long as the call lasts.
 
 In a pool with fewer threads than calls, calls that wait for memory could hold every thread. The calls that hold the memory would
 then find no thread to continue and release it, and all would wait until their deadlines. So a call without a thread is refused.

@@ -1,1 +1,1 @@
-"""What a node knows of its blocks: the model, the change log, the invariants."""
+"""State of a node's blocks: the model, the change log, the invariants."""

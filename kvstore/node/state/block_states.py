@@ -5,7 +5,7 @@
 2. ``CLEAN`` means that the block may leave DRAM as it is: it is durable elsewhere, or write-back gave it up, or it is only a copy
    of another node's block. A ``DIRTY`` block must be written first.
 3. Every change goes through ``Residency``, which checks it against the tables below and records it in a ``Story``. A change that
-   the tables do not have is a bug: it raises ``InvalidTransition`` with what happened to the block before.
+   the tables do not have is a bug: it raises ``InvalidTransition`` with the earlier transitions of the block.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class DramState(IntEnum):
 
     ABSENT = 0
     FILLING = 1
-    """Its first layers are in its slot. Not in the table yet: the slot lives by the block's pins."""
+    """Its first layers are in its slot. The block is not in the table yet. Its pins keep the slot alive."""
     DIRTY = 2
-    """Must be written before it may leave."""
+    """Must be written before it is evicted."""
     WRITING = 4
     """Waits for write-back, or is being written."""
     CLEAN = 8
-    """May leave."""
+    """May be evicted."""
 
 
 class VolumeReplica(IntEnum):
@@ -45,7 +45,7 @@ class VolumeReplica(IntEnum):
     REMOTE = 2
     """On the storage node."""
     EVICTING = 4
-    """About to leave, to make room or because an operator asked. Nobody may begin to read it."""
+    """Being evicted, to make room or on an operator's request. No new read may begin."""
     EVICTING_FOR_QUOTA = 8
     """As ``EVICTING``, because its tenant holds more than its share: the block need not become durable again."""
 
@@ -70,7 +70,7 @@ LEGAL_ON_VOLUME: Final = frozenset(old << 4 | new for old, targets in VOLUME_TRA
 
 
 class InvalidTransition(Internal):
-    """A block was to change between states that no transition joins: a bug of the node."""
+    """A block was to change between states that no transition connects: a bug of the node."""
 
 
 class Story:

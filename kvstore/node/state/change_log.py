@@ -1,8 +1,8 @@
-"""The log of what came and went in each volume, between the table that writes it and the publisher that sends it.
+"""The log of blocks that were added to or removed from each volume. The table writes it, the publisher sends it.
 
-Written under the table's lock, so the order is the order of truth. Bounded: where the metadata server stays away too long, a
-volume's log is dropped and its whole inventory is sent instead. Beside the log stand each volume's digests, for anti-entropy:
-XOR of xxh3-64 over the keys in each of 4,096 ranges of key space, and how many keys that is.
+It is written under the table's lock, so its order is the order of the changes. It is bounded: if the metadata server is
+unreachable for too long, a volume's log is dropped, and the volume's whole inventory is sent instead. The log also keeps each
+volume's digests for anti-entropy: for each of 4,096 ranges of the key space, the XOR of xxh3-64 over its keys, and their number.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 
 LOG_BOUND = 1_000_000
-"""Events kept a volume while nobody takes them."""
+"""Maximum number of events per volume that are not taken yet."""
 GATHER_S = 0.002
-"""What is logged within so much time is published together ..."""
+"""Events within this time are published together."""
 BURST_S = 0.02
-"""... and in a burst, what is logged within this. A batch costs node and server most of a millisecond of CPU, whatever is in it;
-a store of 16 blocks takes five, over TCP. Who waits to be visible does not wait for this."""
+"""In a burst, events within this time are published together. A batch of any size costs the node and the server almost 1 ms of
+CPU; a store of 16 blocks over TCP costs 5 ms. Callers that wait for publication do not wait for this.
+"""
 
 
 class Described(Protocol):
-    """A block as the log needs it: where it stands in its chain."""
+    """A block as the log needs it: with its position in its chain."""
 
     key: BlockKey
     parent: BlockKey | None
@@ -44,14 +45,14 @@ class Described(Protocol):
 
     @property
     def namespace_id(self) -> NamespaceId:
-        """Whose it is."""
+        """Id of its namespace."""
 
 
 Found = TypeVar("Found", bound=Described)
 
 
 def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
-    """Joins blocks, in their order, to runs of consecutive blocks of one chain."""
+    """Join blocks, in their order, to runs of consecutive blocks of one chain."""
     runs: list[BlockRun] = []
     keys: list[BlockKey] = []
     first: Described | None = None
@@ -73,9 +74,9 @@ def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
 
 
 def in_chains(blocks: Sequence[Found]) -> list[Found]:
-    """Orders blocks (given by depth) chain after chain, each block after its parent, so that they join to long runs.
+    """Order blocks (given by depth) chain after chain, parents before children, so that they join to long runs.
 
-    Those that are each other's parents, as a client may say, come last, with all below them, in the order given.
+    Clients choose the parents, so parents may form a ring. Such blocks and their descendants come last, in the order given.
     """
     children: dict[bytes | None, list[Found]] = {}
     keys = {block.key for block in blocks}
@@ -99,22 +100,22 @@ def in_chains(blocks: Sequence[Found]) -> list[Found]:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a round changed in one volume, to be applied removals first: a key in both was removed and came back."""
+    """The changes of one round in one volume. Removals are applied first: a key in both lists was removed and added again."""
 
     volume: VolumeId
     stored: Sequence[BlockRun]
     removed: Sequence[BlockKey]
     events: int
-    """How many events the index shows once it shows this batch."""
+    """Number of events that the index has applied after it applies this batch."""
 
 
 class _Net:
-    """What a round's events come to, in one volume."""
+    """The net effect of a round's events in one volume."""
 
     __slots__ = ("events", "last", "removed")
 
     def __init__(self) -> None:
-        self.last: dict[BlockKey, Described | None] = {}  # in the order of the first events: a parent came before its child
+        self.last: dict[BlockKey, Described | None] = {}  # in the order of the first events: a parent was added before its child
         self.removed: dict[BlockKey, None] = {}
         self.events = 0
 
@@ -129,10 +130,10 @@ class _Net:
 
 
 def _never_hidden(takes: Sequence[Taken]) -> Iterator[Taken]:
-    """Orders a round's batches so that no block is shown nowhere on its way.
+    """Order a round's batches so that a block that moves between volumes is always listed in at least one.
 
-    A block moves by being stored in one volume before it is removed from another. Sent the other way round, it would be a miss
-    for whoever asks in between. So a removal that another batch must come before goes out by itself at the end.
+    A block moves by being stored in one volume before it is removed from another. If the removal were sent first, a lookup in
+    between would miss the block. So a removal that must follow another batch becomes a batch at the end of the round.
     """
     left = list(takes)
     at_the_end: list[Taken] = []
@@ -172,23 +173,23 @@ class ReplicaChangeLog:
     ) -> None:
         self._counters = counters
         self._clock = clock
-        self._keep = keep  # False: nobody publishes, so nothing is kept
+        self._keep = keep  # False: without a publisher, events are not kept
         self._bound = bound
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._urgent = threading.Condition(self._lock)
-        self._hurry = False  # somebody waits until what is logged is published, or the publisher is to look around
-        self._gathered_s = 0.0  # when ``wait`` last said that there is something to take
+        self._hurry = False  # a caller waits for publication, or the publisher must check its state
+        self._gathered_s = 0.0  # when ``wait`` last reported events to take
         self._acknowledged = threading.Condition(self._lock)
         self._volumes = {volume: _VolumeLog() for volume in volumes}
         self._events: deque[tuple[VolumeId, BlockKey, Described | None]] = deque()  # of all volumes, in the order of truth
 
     def stored(self, volume: VolumeId, block: Described) -> None:
-        """A volume holds a block from now on."""
+        """Record that a volume holds a block from now on."""
         self._append(volume, block.key, block, 1)
 
     def removed(self, volume: VolumeId, key: BlockKey) -> None:
-        """A volume no longer holds a block."""
+        """Record that a volume no longer holds a block."""
         self._append(volume, key, None, -1)
 
     def _append(self, volume: VolumeId, key: BlockKey, block: Described | None, step: int) -> None:
@@ -203,7 +204,7 @@ class ReplicaChangeLog:
                 return
             if log.appended - log.taken >= self._bound:
                 self._events = deque(event for event in self._events if event[0] != volume)
-                log.acknowledged += log.appended - log.taken  # what was taken is acknowledged when the index shows it
+                log.acknowledged += log.appended - log.taken  # taken events are acknowledged once applied
                 log.taken = log.appended
                 log.inventory_needed = True
                 self._counters.add(node_metrics.PUBLISH_LOG_OVERFLOW)
@@ -213,7 +214,7 @@ class ReplicaChangeLog:
             self._wake.notify()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until there may be something to take: not at once, for what comes together is to be taken together."""
+        """Wait until there may be events to take. Delays a little, so that events of one burst are taken together."""
         with self._lock:
             if not self._hurry and not self._events:
                 self._wake.wait(timeout_s)
@@ -226,7 +227,7 @@ class ReplicaChangeLog:
                 log.gathered = log.appended
 
     def wake(self) -> None:
-        """Ends a ``wait``."""
+        """End a ``wait``."""
         with self._lock:
             self._hurry_up()
 
@@ -236,10 +237,11 @@ class ReplicaChangeLog:
         self._wake.notify_all()
 
     def take(self, limit: int) -> list[Taken]:
-        """The next round: the oldest events of all volumes, ``limit`` at most, as batches to be sent in this order.
+        """Take the next round: the oldest events of all volumes, at most ``limit``, as batches to be sent in this order.
 
-        A round is one stretch of history, the same for all volumes: a round with a removal has, or came after, the store in
-        another volume that made the removal harmless. Taken from each volume by itself, the one could be cut off before it.
+        A round is one interval of the history, the same for all volumes. So a removal is in the same round as the store in
+        another volume that allowed it, or in a later round. If each volume were cut off separately, the removal might
+        be sent first.
         """
         nets: dict[VolumeId, _Net] = {}
         with self._lock:
@@ -251,32 +253,32 @@ class ReplicaChangeLog:
         return list(_never_hidden([net.taken(volume) for volume, net in nets.items()]))
 
     def behind(self, volume: VolumeId) -> bool:
-        """Whether events that were there when ``wait`` returned are still to be taken."""
+        """Whether events that were in the log when ``wait`` returned are not taken yet."""
         with self._lock:
             log = self._volumes[volume]
             return log.taken < log.gathered
 
     def waiting(self) -> int:
-        """Events that the index does not show yet."""
+        """Number of events that the index has not applied yet."""
         with self._lock:
             return sum(log.appended - log.acknowledged for log in self._volumes.values()) if self._keep else 0
 
     def needs_inventory(self, volume: VolumeId) -> bool:
-        """Whether the volume's log overflowed; asking takes the mark away."""
+        """Return whether the volume's log overflowed, and reset the mark."""
         with self._lock:
             log = self._volumes[volume]
             needed, log.inventory_needed = log.inventory_needed, False
             return needed
 
     def acknowledge(self, volume: VolumeId, events: int) -> None:
-        """The index shows so many more events of a volume."""
+        """Record that the index has applied ``count`` more events of a volume."""
         with self._lock:
             log = self._volumes[volume]
             log.acknowledged = min(log.appended, log.acknowledged + events)
             self._acknowledged.notify_all()
 
     def wait_published(self, volumes: Sequence[VolumeId], deadline_s: float) -> bool:
-        """Waits until the index shows everything logged for some volumes so far. False where the deadline came first."""
+        """Wait until the index has applied all events logged before the call for some volumes. Returns False at the deadline."""
         if not self._keep:
             return False
         with self._lock:
@@ -289,18 +291,18 @@ class ReplicaChangeLog:
             return True
 
     def settled_digests(self, volume: VolumeId) -> tuple[list[int], list[int]] | None:
-        """Digest and count of every range, or None while the index does not show everything: then nothing can be compared."""
+        """Return digest and count of every range. None: the index has not applied everything, so a comparison is impossible."""
         with self._lock:
             log = self._volumes[volume]
             return None if log.acknowledged < log.appended else (list(log.digests), list(log.counts))
 
     def digests(self, volume: VolumeId) -> tuple[list[int], list[int]]:
-        """Digest and count of every range, now."""
+        """Return digest and count of every range as of now."""
         with self._lock:
             log = self._volumes[volume]
             return list(log.digests), list(log.counts)
 
     def changes(self, volume: VolumeId) -> list[int]:
-        """How often each range has changed: a block that leaves and comes back leaves the digest as it was, and not this."""
+        """Return how often each range has changed. Removing and adding a block changes this, but not the digest."""
         with self._lock:
             return list(self._volumes[volume].changes)

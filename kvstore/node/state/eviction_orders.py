@@ -38,7 +38,7 @@ class EvictionOrder:
         leaf."""
 
     def insert(self, block: Evictable) -> None:
-        """Insert a block that has come to the tier; no effect if it is known."""
+        """Insert a block that was added to the tier; no effect if it is known."""
         if block.key not in self.keys:
             self.keys.add(block.key)
             self.policy.insert(block.key, block.parent)
@@ -70,7 +70,7 @@ class TtlOrder(EvictionOrder):
         self.used_s: dict[BlockKey, float] = {}
 
     def insert(self, block: Evictable) -> None:
-        """Insert a block that has come to a tier."""
+        """Insert a block that was added to a tier."""
         if block.key not in self.keys:
             super().insert(block)
             self.used_s[block.key] = self._clock.now_s()

@@ -1,4 +1,4 @@
-"""Records that pass between the table and those who store, load or wait."""
+"""Records that the table exchanges with callers that store, load or wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StoreGrant:
     depths: dict[BlockKey, int] = field(default_factory=dict)
     parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
     tail: BlockKey | None = None
-    """A partial block among them: handed over to those who wait for it, neither written back nor kept."""
+    """Whether the run contains a partial block: it is handed over to waiting callers, neither written back nor kept."""
     guarded: Block | None = None
     """The parent of the run if it has a replica in one tier only: pinned, so that its eviction does not make room for its
     children."""
@@ -41,15 +41,15 @@ class KeyWaiter:
 
 @dataclass(slots=True)
 class LoadClaim:
-    """What a load may do about each key (positions in the keys of the load)."""
+    """Actions of a load for each key, as positions in the keys of the load."""
 
     resident: dict[int, Block] = field(default_factory=dict)
     """In DRAM; pinned."""
     durable: dict[int, Block] = field(default_factory=dict)
     """On NVMe; pinned and claimed: the load reads them."""
     absent: list[int] = field(default_factory=list)
-    """Not here."""
+    """Not on this node."""
     claimed_absent: list[int] = field(default_factory=list)
     """Those of ``absent`` that the load may fetch from another node."""
     busy: list[int] = field(default_factory=list)
-    """Another load or store brings it in now."""
+    """Another load or store is bringing the block."""

@@ -1,4 +1,4 @@
-"""What must hold in a block table between two decisions. For tests, which ask after everything they do."""
+"""Invariants of a block table between two decisions. Tests check them after each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.tiers.contract import Slot
 
 
 def validate(residency: Residency) -> None:
-    """Asserts all of it. The caller holds the table's lock."""
+    """Assert all invariants. The caller holds the table's lock."""
     slots: set[int] = set()
     for key, block in residency.blocks.items():
         assert block.key == key
@@ -67,6 +67,6 @@ def validate(residency: Residency) -> None:
 
 
 def _check_places(places: SlotMap, blocks: Mapping[Slot, Block]) -> None:
-    """Asserts that a volume's blocks are known by where they lie, and nothing else is."""
+    """Assert that a volume's slot map contains exactly the volume's blocks."""
     assert sorted(block.key for block in places) == sorted(block.key for block in blocks.values()), "blocks misplaced"
     assert all(places.get(slot) is block for slot, block in blocks.items()), "a block that is not where it lies"

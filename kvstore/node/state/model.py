@@ -20,22 +20,22 @@ from kvstore.tiers.nvme.slot_header import seal_of
 Key = TypeVar("Key", bound=Hashable)
 
 STATE_MASK: Final = 0xF
-"""Of the state in DRAM; that of the replica on a volume lies ``VOLUME_SHIFT`` higher."""
+"""Bits of the state in DRAM. The state of the replica on a volume is ``VOLUME_SHIFT`` bits higher."""
 _PRODUCED, _TRANSIENT = 1 << 8, 1 << 9
 _DEPTH_AT, _DEPTH_MASK = 16, (1 << 32) - 1
 _ROW_AT, _ROW_MASK = 48, (1 << 32) - 1
 _PAGE_AT, _PAGE_MASK = 80, (1 << 48) - 1
 _GENERATION_AT, _SEAL_AT, _WORD_MASK = 128, 192, (1 << 64) - 1
 _SLOT_MASK = (1 << _PAGE_AT) - 1
-"""What is below the fields of the NVMe slot."""
+"""Bits below the fields of the NVMe slot."""
 EVICTING: Final = (VolumeReplica.EVICTING | VolumeReplica.EVICTING_FOR_QUOTA) << VOLUME_SHIFT
-"""Bits of a block that is about to leave its volume."""
+"""Bits of a block that is being evicted from its volume."""
 IN_TRANSFER: Final = DramState.WRITING | EVICTING
-"""Bits of a block on its way to a volume, or out of it."""
+"""Bits of a block that is being written to a volume, or evicted from it."""
 
 
 class _Flag:
-    """Whether one of some bits of a block is set."""
+    """Whether a block has one of some bits."""
 
     __slots__ = ("_mask",)
 
@@ -73,13 +73,13 @@ class Block:
     durable_remotely = _Flag(VolumeReplica.REMOTE << VOLUME_SHIFT)
     evicting = _Flag(EVICTING)
     in_transfer = _Flag(IN_TRANSFER)
-    """On its way to a volume, or out of it."""
+    """Whether the block is being written to a volume, or evicted from it."""
     lives_by_pins = _Flag(DramState.FILLING | _TRANSIENT)
-    """Leaves DRAM with its last pin."""
+    """Leaves DRAM when its last pin ends."""
     produced_here = _SettableFlag(_PRODUCED)
     """Stored here by an engine or a peer, so this node must make it durable. False: a copy of another node's block."""
     transient = _SettableFlag(_TRANSIENT)
-    """Only staged here: leaves DRAM once nobody has it pinned."""
+    """Only staged here: leaves DRAM when it is no longer pinned."""
 
     def __init__(self, namespace: NodeNamespace, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.namespace = namespace
@@ -113,7 +113,7 @@ class Block:
 
     @property
     def durable(self) -> bool:
-        """Outlives this process."""
+        """Whether the block survives the end of this process."""
         return self.durable_remotely or (self.nvme_volume is not None and self.nvme_volume.volume.files_present)
 
     @property
@@ -160,7 +160,7 @@ class Block:
             self.checksums = b""
 
     def record(self) -> BlockRecord:
-        """What a slot header says of it."""
+        """Return the block as a slot header describes it."""
         checksums, namespace = self.checksums, self.namespace
         seal = None if checksums else self.bits >> _SEAL_AT
         return BlockRecord(namespace.namespace_id, self.key, self.parent, self.depth, namespace.shape, checksums, seal)
@@ -191,13 +191,13 @@ class NodeVolume:
 
     volume: DurableVolume
     quarantined: int = 0
-    """Replicas whose bytes proved bad: their slots are out of use until the next start."""
+    """Corrupt replicas. Their slots are out of use until the next start."""
     resting_until_s: float = 0.0
-    """It failed: no writes until then."""
+    """End of the back-off after a failure: no writes before this time."""
     failing: FailureTracker = field(default_factory=FailureTracker)
     """Whether writes to it fail."""
     aside: dict[BlockKey, Block] = field(default_factory=dict)
-    """Its blocks that are left out of the order of eviction while it takes no changes (``eviction.volumes``)."""
+    """Its blocks that are left out of the order of eviction while it accepts no changes (``eviction.volumes``)."""
     guard: VolumeGuard = field(init=False)
     """Does all its I/O after the node has started."""
 

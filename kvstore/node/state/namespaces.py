@@ -46,7 +46,7 @@ class NodeNamespace:
         self.account: TenantAccount | None = None
         """Its tenant; None: its spec is not known yet."""
         self.counted = False
-        """Whether its tenant's share was made with knowledge of what it holds, or it held nothing when its tenant became known.
+        """Whether its tenant's share was computed with knowledge of its blocks, or it held nothing when its tenant became known.
         Until then its blocks do not count against the share, and none is evicted for it."""
         self.granted = 0
         """Blocks granted to stores in progress."""
@@ -99,7 +99,7 @@ class QuotaShare(NamedTuple):
     nvme: int | None = None
 
     def of(self, tier: Tier) -> int | None:
-        """In a tier."""
+        """Bytes in a tier."""
         return self.dram if tier is Tier.DRAM else self.nvme
 
 
@@ -154,7 +154,7 @@ class TenantLedger:
             return list(self._accounts.values())
 
     def told(self, shares: Mapping[str, QuotaShare]) -> None:
-        """Replace all shares. Tenants without one have no quota."""
+        """Replace all shares. Tenants without one are not limited."""
         before = {account.tenant for limited in self.limited.values() for account in limited}
         with self._lock:
             concerned = [self._accounts.setdefault(tenant, TenantAccount(tenant)) for tenant in shares.keys() | before]

@@ -31,7 +31,7 @@ class BlockRows:
         if block is None:
             return self._of_absent.get(key, default)
         row = block.row
-        if not row and key in self._of_absent:  # it came after its children
+        if not row and key in self._of_absent:  # the key was added after its children
             row = block.row = self._of_absent.pop(key)
         return row or default
 
@@ -47,6 +47,6 @@ class BlockRows:
             self._blocks[key].row = 0
 
     def keep(self, block: Block) -> None:
-        """A block may leave the table from now on: its row, where it still has one, is kept here."""
+        """Keep the row of a block, if it has one, because the block may leave the table from now on."""
         if block.row:
             self._of_absent[block.key], block.row = block.row, 0

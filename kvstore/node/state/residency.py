@@ -84,7 +84,7 @@ class Residency:
     # ---- predicates
     @staticmethod
     def is_idle(block: Block) -> bool:
-        """Whether nobody uses, writes or evicts a block."""
+        """Whether a block is not in use, in write-back or in eviction."""
         return not block.pins and not block.bits & IN_TRANSFER
 
     def leaves_no_orphans(self, block: Block) -> bool:

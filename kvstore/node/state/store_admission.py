@@ -20,15 +20,15 @@ _limited = LimitedLog(logging.getLogger(__name__))
 
 
 def admit(residency: Residency, grant: StoreGrant, *, heads: bool) -> tuple[list[int], list[BlockKey]]:
-    """Fill a grant's outcomes, and take its keys that are neither held nor on their way.
+    """Fill a grant's outcomes, and reserve its keys that are neither held nor being written or loaded.
 
     Args:
         residency: the blocks.
         grant: a store's, still empty.
-        heads: whether each key is the head of a chain of its own.
+        heads: whether each key is the head of a chain.
 
     Returns:
-        Positions of the keys taken, and the keys that are held.
+        Positions of the reserved keys, and the keys that are held.
 
     Raises:
         Conflict: the first key is held or being written with another namespace, parent or depth.
@@ -54,7 +54,7 @@ def admit(residency: Residency, grant: StoreGrant, *, heads: bool) -> tuple[list
             outcomes.append(StoreOutcome.IN_PROGRESS)
         else:
             outcomes.append(StoreOutcome.STORED)
-            preparing[key] = grant  # a key twice in one run is IN_PROGRESS the second time
+            preparing[key] = grant  # the second occurrence of a key in a run is IN_PROGRESS
             grant.depths[key], grant.parents[key] = depth, parent
             wanted.append(position)
         if not heads:

@@ -15,20 +15,20 @@ class WritebackQueue:
     def __init__(self) -> None:
         self._waiting: deque[Block] = deque()
         self.nbytes = 0
-        """Of blocks that wait or are being written."""
+        """Bytes of blocks that wait or are being written."""
         self.in_write = 0
         """Blocks taken and not yet finished."""
         self.enqueued = 0
         """Blocks ever added."""
         self.finished = 0
-        """Blocks ever finished: the first so many of those added."""
+        """Number of finished blocks: always the first ones added."""
 
     def __len__(self) -> int:
         return len(self._waiting) + self.in_write
 
     @property
     def empty(self) -> bool:
-        """Whether none waits to be taken."""
+        """Whether no block waits."""
         return not self._waiting
 
     def add(self, block: Block) -> None:
@@ -51,14 +51,14 @@ class WritebackQueue:
         return taken
 
     def take_all(self) -> list[Block]:
-        """Take all that wait."""
+        """Take all blocks that wait."""
         taken = list(self._waiting)
         self._waiting.clear()
         self.in_write += len(taken)
         return taken
 
     def finish(self, block: Block) -> None:
-        """Note that a block that was taken is written, or is not going to be."""
+        """Note that a block that was taken was written, or was given up."""
         self.nbytes -= block.namespace.shape.block_bytes
         self.in_write -= 1
         self.finished += 1
