@@ -149,7 +149,7 @@ class AsyncKVClient:
                 except asyncio.CancelledError:
                     continue  # cancelled again; the buffer must be free first, and the wait is bounded
             if not running.cancelled():
-                running.exception()  # retrieved: nobody else does
+                running.exception()  # retrieved here, or asyncio logs it as never retrieved
             raise
 
 

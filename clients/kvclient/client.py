@@ -263,7 +263,7 @@ class KVClient:
 
         Args:
             what: a ``Lookup``: its first ``hit_blocks`` blocks are loaded (``lookup.part`` for fewer). Or keys: they are looked
-                up first if they begin a chain, and the local node is asked for all of them, whatever the index says.
+                up first if they begin a chain, and the local node is asked for all of them even if the index lists none.
             buffer: space for exactly these blocks; see ``as_block_buffer``.
             deadline_s: seconds it may take; None: the option's.
             verify: whether checksums are compared here; None: the option's.
@@ -401,11 +401,11 @@ class KVClient:
         return StoreHandle(call.scope, self._runner.start(call))
 
     def store_heads(self, keys: Keys, buffer: object, *, deadline_s: float | None = None) -> StoreResult:
-        """Store blocks each of which is the head of a chain of its own; the first that fails ends the call.
+        """Store blocks each of which is the head of a separate chain; the first failure ends the call.
 
             client.store_heads(page_keys, pages)
 
-        For pages of engines that do not tell what comes before them. They are looked up one by one, and evicted in any order.
+        For pages of engines that do not name the preceding pages. Such pages are looked up one by one and evicted in any order.
 
         Raises:
             InvalidArgument: a buffer or keys that do not fit.
@@ -460,7 +460,7 @@ class KVClient:
         return store
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything that was stored on the local node so far is durable.
+        """Wait until all blocks that are stored on the local node at the time of the call are durable.
 
             client.flush(30.0)
 
@@ -540,7 +540,7 @@ class KVClient:
         return PromptSender(self._context, node, chain, scope, failure, tail=tail)
 
     def abandon_prompt(self, transfer_id: str, decode_node: str, *, deadline_s: float | None = None) -> bool:
-        """Prefill side: tell the decode node that the rest of a prompt will not come, so that nobody waits for it there.
+        """Prefill side: tell the decode node that the rest of a prompt will not arrive, so that the decode side stops waiting.
 
             client.abandon_prompt("request-7", "node-b")
 
@@ -550,7 +550,7 @@ class KVClient:
             deadline_s: how long to try.
 
         Returns:
-            Whether the node was told. If not, the decode side waits until its own deadline.
+            Whether the node received the message. If not, the decode side waits until its own deadline.
 
         Raises:
             InvalidArgument: ``transfer_id`` does not have 1 to 64 bytes, or a malformed ``decode_node``.

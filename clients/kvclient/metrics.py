@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Registries:
-    """The counters of some clients, read anew at each iteration."""
+    """The counters of some clients, read again at each iteration."""
 
     def __init__(self, clients: Iterable[KVClient]) -> None:
         self._clients = clients

@@ -15,7 +15,7 @@ from kvstore.transport.shaping.socket_marking import CS1
 from kvstore.transport.shaping.traffic import TrafficClass
 
 Verify = Literal["auto", "always", "never"]
-"""When the client verifies checksums of what it loads.
+"""When the client verifies checksums of loaded blocks.
 
 ``auto``: bytes that came over a wire to this process. Bytes in the local node's arena were verified by the node if they came from
 a wire or a disk, and are verified here only if others than the node may write to its arena (``node.nixl``). ``always``: also
@@ -33,8 +33,8 @@ class ClientOptions:
 
     Attributes:
         client_name: name of this client in logs and statistics of nodes.
-        default_deadline_s: bound of a load or store without a deadline of its own.
-        lookup_deadline_s: bound of a lookup without a deadline of its own; a lookup inside a load takes part of the load's time.
+        default_deadline_s: bound of a load or store that is called without a deadline.
+        lookup_deadline_s: bound of a lookup that is called without a deadline; inside a load it uses part of the load's time.
         connect_deadline_s: bound of ``connect``, all steps together (except for finding the node, which may add
             ``lookup_deadline_s``), and of opening a session again.
         strict: raise failures of the store instead of answering misses and skips. For tests; an engine needs False.

@@ -57,7 +57,7 @@ class Run:
 
     @property
     def end(self) -> int:
-        """Position behind the last block."""
+        """Position after the last block."""
         return self.start + self.count
 
     @property
@@ -103,7 +103,7 @@ class Lookup:
 
         Args:
             start: first key.
-            stop: behind the last key; None: the end of the hit.
+            stop: one past the last key; None: the end of the hit.
 
         Raises:
             InvalidArgument: the bounds are not within the keys.

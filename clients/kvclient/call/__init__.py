@@ -1,1 +1,1 @@
-"""One call of an engine: its bounds, its thread, and what all calls of a client share."""
+"""One call of an engine: its bounds, its thread, and the parts that all calls of a client share."""

@@ -9,7 +9,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_NAME_BYTES
 
 MAX_SECONDS = 86_400.0
-"""Longer times, infinity included, are cut to a day: timers, and milliseconds in messages, have no infinity."""
+"""Longer times, infinity included, are cut to a day: timers, and milliseconds in messages, cannot represent infinity."""
 
 
 def check_seconds(name: str, seconds: object, *, zero: bool = False) -> float:

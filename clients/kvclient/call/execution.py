@@ -1,6 +1,7 @@
-"""Where calls run: in the engine's thread, or in one of a bounded number of background threads. Calls do not raise our failures.
+"""Execution of calls, in the engine's thread or in one of a bounded number of background threads.
 
-A failure of the store becomes a result that says so. Errors of the programmer are raised before a ``PreparedCall`` exists.
+A failure of the store is not raised: it becomes a result that contains the error.
+Errors of the programmer are raised before a ``PreparedCall`` exists.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def call_within(  # gRPC's stubs are untyped here
 ) -> Any:  # noqa: ANN401
     """Do ``kvstore.rpc.client.call``, ended early if the scope is cancelled or the server is hung.
 
-    A call that nobody may cancel waits in this thread, which is faster, for as long as a healthy server needs. Only after that
+    A call that cannot be cancelled waits in this thread, which is faster, for as long as a healthy server needs. Only after that
     is it sent again, cancellable; the server recognises the second request by its operation id.
 
     Raises:
@@ -92,4 +92,4 @@ def call_within(  # gRPC's stubs are untyped here
 
 
 def _nothing() -> None:
-    """Cancel nothing: the call ends soon by itself."""
+    """Cancel nothing: the call ends soon without cancellation."""

@@ -402,7 +402,7 @@ class DeviceCopier:
         for number, event in enumerate(events):
             try:
                 while not event.done() and time.monotonic() < until_s:
-                    time.sleep(_NAP_S)  # torch has no bounded wait for an event
+                    time.sleep(_NAP_S)  # torch lacks a bounded wait for an event
                     computed = [mark for mark in computed if not _done(mark)]
                     if computed:
                         until_s = min(time.monotonic() + DRAIN_S, began_s + COMPUTE_S)

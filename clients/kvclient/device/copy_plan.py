@@ -13,7 +13,7 @@ ChunkOf = Callable[[Numbers, int], tuple[Numbers, npt.NDArray[np.bool_]]]
 """``chunk_of(starts, nbytes)``: the pinned chunk that contains each start, and whether all bytes of the range are pinned."""
 
 MIN_LAUNCHES = 256
-"""Up to this many copies per load are cheap, whatever its size."""
+"""Up to this many copies per load are cheap, for loads of any size."""
 
 
 @dataclass(frozen=True, slots=True)

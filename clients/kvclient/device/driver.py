@@ -1,6 +1,6 @@
-"""Bindings to the CUDA driver for what torch lacks: pinning memory that is already mapped, and many copies in one call.
+"""Bindings to the CUDA driver for functions that torch lacks: pinning memory that is already mapped, and many copies in one call.
 
-The module calls ``libcuda.so.1`` through ctypes. ``torch.cuda.cudart()`` has no batched and no two-dimensional copy.
+The module calls ``libcuda.so.1`` through ctypes. ``torch.cuda.cudart()`` lacks batched and two-dimensional copies.
 ``libcudart`` would require a guess of its major version, and torch brings its own copy. The driver library exists wherever a
 GPU works, its entry points keep their meaning, and ctypes releases the interpreter lock, so that a thread which pins gigabytes
 stops no other thread. Streams, events and the context remain torch's.

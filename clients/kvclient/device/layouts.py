@@ -283,7 +283,7 @@ def _share_memory(one: CacheLayer, other: CacheLayer) -> bool:
     if (one.page_stride, one.part_stride) != (other.page_stride, other.part_stride):
         starts = np.sort(np.concatenate([_part_starts(one), _part_starts(other)]))
         return bool((np.diff(starts) < part).any())
-    # two of their parts lie ``away`` and some steps apart; a larger step covers all that the smaller ones do, so that only the
+    # two of their parts are ``away`` and some steps apart; a larger step covers all that the smaller ones do, so that only the
     # multiples next to the distance count
     steps = [(one.page_stride, one.pages), (one.part_stride, one.page.parts)]
     distances = {away}

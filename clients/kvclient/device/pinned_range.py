@@ -55,7 +55,7 @@ class PinReport:
 
     Attributes:
         bytes_total: size of the arena.
-        bytes_pinned: bytes pinned so far.
+        bytes_pinned: bytes pinned until now.
         seconds: from the start to the last chunk, or until now.
         done: whether pinning has ended.
         refused: error message of the driver; empty: no error.

@@ -1,4 +1,4 @@
-"""Block events as an application sees them: a subscription and a mirror of what is stored."""
+"""Block events as an application sees them: a subscription and a mirror of the stored blocks."""
 
 from kvclient.events.mirror import BlockMirror, Change, MirroredVolume
 from kvclient.events.watcher import BlockWatcher

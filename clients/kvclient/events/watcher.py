@@ -48,11 +48,11 @@ class Stream(Protocol):
         """Iterate over its messages."""
 
     def cancel(self) -> object:
-        """End it."""
+        """End the stream."""
 
 
 class BlockWatcher:
-    """Keeps a mirror of a running store in a thread of its own. A context manager.
+    """Keeps a mirror of a running store up to date in a separate thread. A context manager.
 
     Args:
         address: of the metadata server.
@@ -61,8 +61,8 @@ class BlockWatcher:
         tiers: only volumes of these tiers; empty: all.
         tls: for the connection.
         token: presented to the server (``ClientOptions.shown_token``). A tenant's token requires ``namespaces``, all its own.
-        on_change: called after each message, in the watcher's thread, with the mirror and the change. Meanwhile the mirror does
-            not change. If it is slower than changes come, the server makes the mirror start again.
+        on_change: called after each message, in the watcher's thread, with the mirror and the change. The mirror does not
+            change during the call. If the function is slower than the changes arrive, the server makes the mirror start again.
 
     Attributes:
         counters: failures and resyncs of the stream.
@@ -111,7 +111,7 @@ class BlockWatcher:
             return self._mirror.holders(key)
 
     def read(self, look: Callable[[BlockMirror], None]) -> None:
-        """Call a function with the mirror, which does not change meanwhile. The function must return soon.
+        """Call a function with the mirror, which does not change during the call. The function must return soon.
 
         Example: ``watcher.read(lambda mirror: print(len(mirror)))``
         """

@@ -27,14 +27,14 @@ from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 
 _ANSWER_S = 0.5
-"""Time in which the node answers what has come, after it has waited."""
+"""Seconds in which the node must report the blocks that arrived, after its wait."""
 _GRACE_S = _ANSWER_S + 0.5
-"""Between the deadline and the end of the last piece of work."""
+"""Seconds between the deadline and the end of the last piece of work."""
 _COPY_THREADS = 2
 
 
 class PromptReceiver:
-    """A prompt on its way into the arena of this host. Thread-safe. A context manager that cancels.
+    """A prompt that is being sent to the arena of this host. Thread-safe. A context manager that cancels.
 
     Space in the decode buffer is reserved at the beginning. ``wait`` until the prompt is complete, then ``take`` it into the
     engine's memory.
@@ -83,14 +83,14 @@ class PromptReceiver:
         )
         began_s = self._context.clock.now_s()
         try:
-            # More time than the wait itself: the node says which blocks have come even if others have not.
+            # More time than the wait itself: the node reports the blocks that arrived even if others did not.
             call = session.stub.AwaitPrompt(request, timeout=left_s + _ANSWER_S)
             with self._scope.on_cancel(call.cancel), session.server.waiting(call.cancel):
                 for progress in call:
                     self._record(progress, session, began_s)
         except grpc.RpcError as failed:
             why = from_rpc_error(cast("FailedCall", failed))
-            if self._scope.ended:  # ended by the client: that says nothing about the session
+            if self._scope.ended:  # ended by the client: not a failure of the session
                 self._sink.record_error(self._scope.error())
             else:
                 self._sink.record_error(why)
@@ -126,7 +126,7 @@ class PromptReceiver:
         return self._future is not None and self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the prompt. True: all of it has come.
+        """Wait for the prompt. True: all of it has arrived.
 
             complete = prompt.wait(5.0)
 
@@ -147,7 +147,7 @@ class PromptReceiver:
         return bool((self._sink.outcomes == Outcome.HIT).all())
 
     def take(self, buffer: object, *, skip: int = 0, verify: Verify = "auto") -> LoadResult:
-        """Copy the blocks that have come into the engine's memory, and release the decode buffer. Once, after ``wait``.
+        """Copy the blocks that arrived into the engine's memory, and release the decode buffer. Once, after ``wait``.
 
             result = prompt.take(buffer)
 

@@ -2,7 +2,7 @@
 
 The prefill side pushes Layer Blocks into the decode node's arena as layers are computed. Blocks that the node holds already,
 because they were read over its storage link, are not sent. The decode side (``receiver``) takes the prompt when it is complete,
-and only then needs memory of its own for it.
+and only then needs its own memory for it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PromptSender:
             The outcome of each block, also of blocks after one that is missing. If the host did not accept all of them, or a load
             over that host did not bring its blocks, ``skipped_blocks`` is their number, and ``error`` (``CapacityExceeded``,
             ``Unavailable``) says that the prompt is incomplete: hand it over again, and only the missing blocks are sent.
-            ``IN_PROGRESS``: still on their way or, with an ``error``, unknown.
+            ``IN_PROGRESS``: still being sent or, with an ``error``, unknown.
 
         Raises:
             InvalidArgument: a layer is missing, or the handoff has ended.
@@ -157,7 +157,7 @@ class PromptSender:
             return found
         try:
             probe = self._context.peers.peer(self._node).begin_write(self._request())
-        except KVStoreError as error:  # the blocks that were sent are there all the same
+        except KVStoreError as error:  # the node still has the blocks that were sent
             self._result.error = error
             why = "handoff not verified: the decode node did not answer"
             self._context.incidents.report(client_metrics.HANDOFFS_FAILED, why, error)
@@ -225,7 +225,7 @@ def abandon_prompt(context: ClientContext, transfer_id: str, decode_node: str, s
             node = find_decode_node(context, decode_node, scope)
             context.peers.abandon_prompt(node, transfer_id, max(0.001, scope.left_s()))
         except KVStoreError as error:
-            # The prompt often failed because its decode node was gone for a moment; that node now waits for it.
+            # The prompt often failed because its decode node was unavailable for a moment; that node now waits for it.
             if isinstance(error, (NotFound, Unavailable)) and context.clock.now_s() < gone_s and scope.left_s() > _LOOK_S:
                 time.sleep(_LOOK_S)
                 continue
@@ -250,5 +250,5 @@ def check_transfer_id(transfer_id: object, *, needed: bool = False) -> str:
 
 
 _GONE_S = 3.0
-"""A node that was gone for a moment is known as living again within this time, which is some heartbeats."""
+"""A node that was unavailable for a moment is listed as alive again within this time, which is some heartbeats."""
 _LOOK_S = 0.25

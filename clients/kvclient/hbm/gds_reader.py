@@ -8,7 +8,7 @@ reused after the lease ended is a miss.
 A probe process checks in the background, per volume, whether GPUDirect Storage works (``kvstore.tiers.io_engines.probe``). If
 reads only work in compatibility mode, or the pool is host memory, the node reads instead: it is as fast, and more often finds
 the block in its arena later. Failed reads are counted and left to the node. A late read cannot be cancelled: its slots stay
-reserved until it ends, and its volume is not read meanwhile.
+reserved until it ends, and its volume is not read until then.
 """
 
 from __future__ import annotations

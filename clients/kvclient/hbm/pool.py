@@ -213,7 +213,7 @@ class HbmPool:
     def resize(self, capacity_bytes: int, *, demote: bool = True, timeout_s: float = _STOP_S) -> bool:
         """Release memory to the device, or take more.
 
-        All blocks are evicted, because the memory is one piece; loads miss meanwhile.
+        All blocks are evicted, because the memory is one piece; loads miss until it ends.
 
         Args:
             capacity_bytes: the new size, at least a page.

@@ -1,6 +1,6 @@
 """A volume in device memory. It uses the allocator of arenas and slabs; torch copies the bytes.
 
-Host memory never maps a GPU's, so the volume has no views: copies from and to the host pass through pinned memory in pieces. A
+Host memory never maps a GPU's, so the volume offers no views: copies from and to the host pass through pinned memory in pieces. A
 volume on ``cpu`` copies directly.
 """
 
@@ -224,7 +224,7 @@ class HbmVolume(PooledVolume):
         return results
 
     def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
-        """See the contract. The slot is checked again after the copy: a slot that was reused meanwhile is a miss."""
+        """See the contract. The slot is checked again after the copy: a slot that was reused during the copy is a miss."""
         outcomes: list[Outcome] = []
         for slot, record, destination in items:
             size = record.shape.block_bytes

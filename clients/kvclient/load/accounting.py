@@ -76,12 +76,12 @@ def count_asked(counters: Counters, block_tokens: int, hits: Mapping[tuple[str, 
 
 
 class LoadTrace:
-    """Facts about one load that explain its result: what its lookup found, and the time of each phase."""
+    """Facts about one load that explain its result: the hits of its lookup, and the time of each phase."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.named_blocks: int | None = None
-        """Number of leading blocks that its lookup found; None: all, or there was no lookup."""
+        """Number of leading blocks that its lookup found; None: all, or the load did no lookup."""
         self.index_failed = False
         """Whether its lookup failed."""
         self.spent_s: dict[str, float] = {}
@@ -98,7 +98,7 @@ class LoadTrace:
 
 
 def missed_reasons(outcomes: Outcomes, trace: LoadTrace, *, cancelled: bool) -> dict[str, int]:
-    """Return the number of blocks of a load that did not come, by reason."""
+    """Return the number of blocks of a load that did not arrive, by reason."""
     missed: dict[str, int] = {}
     found = np.bincount(outcomes, minlength=len(Outcome) + 1).tolist()
     for outcome, reason in _OUTCOME_REASONS.items():
@@ -124,7 +124,7 @@ class HitAccounting:
         block_tokens: tokens per block.
         block_bytes: bytes per block.
         incidents: counters and log of the client.
-        options: say which loads are slow.
+        options: define which loads are slow.
     """
 
     def __init__(self, block_tokens: int, block_bytes: int, incidents: LimitedLog, options: ClientOptions) -> None:
@@ -217,7 +217,7 @@ class _Ended:
         return LoadRecord(self.request_id, seconds, self.blocks, self.hit_blocks, self.reason(), parts)
 
     def reason(self) -> str:
-        """Return what took most of the time, and what the load brought, in a few words."""
+        """Return a short text that names the longest phases of a load and its hits."""
         said = []
         if self.spent_s:
             phase = max(self.spent_s, key=lambda name: self.spent_s[name])

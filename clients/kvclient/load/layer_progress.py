@@ -1,4 +1,4 @@
-"""The layers of each block that have arrived, whichever source brings them."""
+"""The layers of each block that have arrived, from any source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LayerTracker:
     Args:
         blocks: number of blocks.
         layers: number of layers of each.
-        barrier: opened for layers that all blocks have; None: nobody waits for layers.
+        barrier: opened for layers that all blocks have; None: no thread waits for layers.
         device: the load's buffer if it is a device's: layers are sent on to the device before they are announced.
     """
 
@@ -69,7 +69,7 @@ class LayerTracker:
             return True
 
     def mark_failed(self, positions: npt.NDArray[np.intp]) -> None:
-        """Record that some blocks will not come: only blocks before the first of them are still promised."""
+        """Record that some blocks will not arrive: only blocks before the first of them are still promised."""
         if not len(positions):
             return
         position = int(positions.min())

@@ -42,7 +42,7 @@ class LayerBarrier:
             self._changed.notify_all()
 
     def wait(self, layer: int, timeout_s: float) -> bool:
-        """Wait for a layer. False: it did not come in time."""
+        """Wait for a layer. False: it did not arrive in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._done or self._layers > layer, timeout_s)
 

@@ -1,9 +1,9 @@
 """One load: asks its sources one after the other, nearest first, until no block is missing.
 
 1. The engine's own pool, if it has one.
-2. Disks of the local node, read straight into the pool, if that is real.
+2. Disks of the local node, read directly into the pool if GPUDirect Storage works.
 3. The local node: it brings blocks from its own tiers and from the nodes that the lookup named into its arena.
-4. The other nodes that the lookup named, for what the local node could not bring, or for all blocks if there is no session.
+4. The other nodes that the lookup named, for blocks that the local node could not bring, or for all blocks without a session.
 
 With ``paths``, blocks that only other hosts' storage links reach are loaded by plan, beside steps 2 to 4 for the others.
 """
@@ -48,7 +48,7 @@ class Load:
         buffer: space for all of them.
         scope: deadline and cancellation.
         verify: see ``Verify``.
-        barrier: told how far the load is; None: nobody waits for it layer by layer.
+        barrier: opened as layers arrive; None: no thread waits for layers.
         layerwise: load layer 0 of all blocks first, and open the barrier layer by layer.
         paths: see ``Paths``; None: only this host's storage links.
     """
@@ -121,7 +121,7 @@ class Load:
         return result
 
     def _sources(self) -> list[LoadSource]:
-        """Return the sources behind the engine's own pool, nearest first."""
+        """Return the sources to ask after the engine's own pool, nearest first."""
         context = self._context
         sources: list[LoadSource] = []
         local = None if context.local is None else LocalNodeSource(context.local)

@@ -27,12 +27,12 @@ class Paths:
         client.load(lookup, buffer, paths=Paths(decode_node="node-b"))
 
     Attributes:
-        decode_node: node of the engine that will decode this request. Blocks that are loaded over it stay there, where they are
-            needed next. None: only the prefill host and relays.
+        decode_node: node of the engine that will decode this request. Blocks that are loaded over it stay there, because
+            decoding needs them next. None: only the prefill host and relays.
         policy: name of a path policy; None: the one of the metadata server.
         relays: whether the links of idle third hosts may be used.
         layer_group: layers that are read from storage together, over all blocks, so that the first layers arrive while later ones
-            are read. 0: whole blocks, which takes the fewest requests.
+            are read. 0: whole blocks, which need the fewest requests.
         stall_s: a part without progress for this long is given to other hosts.
         attempts: how often the rest of failed parts may be planned again.
     """

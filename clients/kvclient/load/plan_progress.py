@@ -13,13 +13,13 @@ from kvstore.observe.metric_definitions import client as client_metrics
 MAX_PLANS = 4_096
 """Plans with unsent progress. More of them are not reported, and the planner forgets them in time."""
 _PAUSE_S = 0.005
-"""Between two calls, so that reports of many loads go together. After a longer pause, plans would take idle links for busy."""
+"""Pause between two calls, so that one call reports many loads. After a longer pause, plans would treat idle links as busy."""
 
 Send = Callable[[metadata_pb2.ReportLoadsRequest], object]
 
 
 class PlanProgressReporter:
-    """Collects progress of planned loads and sends it in a thread of its own. Thread-safe.
+    """Collects progress of planned loads and sends it from a separate thread. Thread-safe.
 
     Args:
         send: does one call, bounded in time.

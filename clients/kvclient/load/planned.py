@@ -1,12 +1,12 @@
 """Loads over the storage links of several hosts.
 
 Blocks in DRAM or on this host come from the usual sources. Blocks that other hosts must read from storage come by a plan, which
-the metadata server makes from the queues of all links. Each part of the plan runs in a thread of its own; this one watches them:
+the metadata server makes from the queues of all links. Each part of the plan runs in a separate thread; this one watches them:
 
 1. A part that fails, or makes no progress for ``stall_s``, is cancelled.
 2. When nothing writes to its blocks any more, the blocks that it did not bring are planned again over other hosts.
-3. Without a planner, or when no other host is left, this host's own node reads the rest. Nobody else could, so that part is not
-   cancelled for a stall: while its node answers at all, it has until the deadline.
+3. Without a planner, or when no other host is left, this host's own node reads the rest. No other host can, so that part is not
+   cancelled for a stall: while its node answers, it may run until the deadline.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ host's node and this one is reported as UNAVAILABLE."""
 
 @dataclass(slots=True)
 class PlanTrace:
-    """What happened to the plans of a load, for people and benchmarks."""
+    """Counts and decisions about the plans of a load, for people and benchmarks."""
 
     plans: list[Plan] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
 class PlannedSource:
-    """Storage links by plan, beside the usual sources for what is near.
+    """Storage links by plan, beside the usual sources for near blocks.
 
     Args:
         usual: sources for blocks that need no plan, nearest first.
@@ -81,7 +81,7 @@ class PlannedSource:
                 near_done.result()
 
     def _fetch_near(self, request: LoadRequest, near: Positions, sink: BlockSink) -> None:
-        """Load blocks that need no plan, block by block, while the planned ones are on their way."""
+        """Load blocks that need no plan, block by block, while the planned ones arrive."""
         fetch_from(self._usual, replace(request, layerwise=False), sink, near)
         sink.settle(near)
         sink.give_up(near[sink.outcomes[near] != Outcome.HIT])
@@ -94,7 +94,7 @@ class _RunningPart:
     source: StoragePathSource
     positions: Positions
     planned: PlannedPart | None
-    """None: not of a plan. This host reads these blocks after planning failed, and nobody else is left to read them."""
+    """None: not of a plan. This host reads these blocks after planning failed, and no other host is left to read them."""
     plan: Plan | None
     future: Future[None]
     reported: int = 0
@@ -130,7 +130,7 @@ class _PlannedLoad:
         self._replans = 0
 
     def run(self) -> None:
-        """Bring what can be brought."""
+        """Load the planned blocks; parts that fail are planned again."""
         try:
             self._start()
             with self._request.trace.phase("parts over storage links"):
@@ -213,8 +213,8 @@ class _PlannedLoad:
             self._report(finished=False)
 
     def _handle_end(self, part: _RunningPart) -> None:
-        """Handle a part that has ended: nothing writes to its blocks any more. Find another path for what it did not bring."""
-        part.future.result()  # raises a bug of ours
+        """Handle a part that has ended: nothing writes to its blocks any more. Find another path for its missing blocks."""
+        part.future.result()  # raises if the part ended by a bug
         source, sink = part.source, self._sink
         left = self._missing(part.positions)
         if not len(left):
@@ -289,13 +289,13 @@ class _PlannedLoad:
             self._metadata.report_loads(moved, finished=finished)
 
     def _report_end(self, part: _RunningPart) -> None:
-        """Report a part that has ended with no more than what came: the planner learns from it how fast a link is."""
+        """Report a part that has ended, with the blocks that arrived: the planner estimates the speed of a link from it."""
         if part.planned is not None and part.plan is not None:
             done = self._arrived(part.planned)
             self._metadata.report_loads({part.plan.plan_id: [(part.planned.index, done)]}, finished=False)
 
     def _arrived(self, planned: PlannedPart) -> int:
-        """Return how much of a part has come, in blocks: layers of several blocks add up."""
+        """Return how much of a part has arrived, in blocks: layers of several blocks add up."""
         return int(self._sink.ready_layers(self._positions(planned)).sum()) // self._context.shape.layers
 
 

@@ -1,4 +1,4 @@
-"""What a load asks its sources for, and what it records on the way."""
+"""Request of a load to its sources, and the interface of a source."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class LoadRequest:
 
 
 class LoadSource(Protocol):
-    """Something that blocks can be read from: the engine's pool, disks, the local node, other nodes, storage links."""
+    """Source of blocks: the engine's pool, disks, the local node, other nodes or storage links."""
 
     def fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
-        """Bring what it can of the missing blocks into the buffer, and record each in the sink.
+        """Bring as many of the missing blocks as possible into the buffer, and record each in the sink.
 
         Does not raise failures of the store: it records outcomes and errors. When it has returned, nothing writes to the buffer.
         """
 
 
 def fetch_from(sources: Iterable[LoadSource], request: LoadRequest, sink: BlockSink, among: Positions | None = None) -> None:
-    """Ask one source after the other for what is missing, until nothing is.
+    """Ask one source after the other for the missing blocks, until all blocks are complete.
 
     Args:
         sources: nearest first.

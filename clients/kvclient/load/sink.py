@@ -1,7 +1,7 @@
-"""Where the sources of a load put blocks: the outcome of each block, its origin, and the layers that have arrived.
+"""Destination of the sources of a load: the outcome of each block, its origin, and the layers that have arrived.
 
 A block begins as a MISS and becomes a HIT only when its bytes are in the caller's buffer, complete and verified as requested.
-Whatever fails on the way leaves a miss.
+After any failure it stays a miss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BlockSink:
         blocks: number of blocks.
         layers: number of layers of each.
         buffer: destination of the bytes; None: outcomes are recorded without a buffer.
-        barrier: told of layers that all blocks have; None: nobody waits for layers.
+        barrier: opened for layers that all blocks have; None: no thread waits for layers.
         track_layers: keep the layers that have arrived even without a barrier.
     """
 
@@ -73,7 +73,7 @@ class BlockSink:
         return np.flatnonzero(open_) if among is None else among[open_[among]]
 
     def give_up(self, positions: Positions) -> None:
-        """Record that no other source can bring these blocks. An engine that waits for layers is told at once."""
+        """Record that no other source can bring these blocks. An engine that waits for layers learns this at once."""
         if len(positions):
             with self._lock:
                 if self._given_up is None:

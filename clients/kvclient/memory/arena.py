@@ -56,7 +56,7 @@ class ClientArena:
         map_ahead: bool,
         watcher: ArenaPinner | None = None,
     ) -> ClientArena:
-        """Map the arena behind a socket.
+        """Map the arena that an arena server shares over its socket.
 
         Args:
             path: socket of the arena server.

@@ -28,7 +28,7 @@ Offsets = npt.NDArray[np.uint64] | npt.NDArray[np.int64]
 
 
 class DeviceHung(Internal):
-    """Copies of a device do not end. The memory that they access must be left alone for ever."""
+    """Copies of a device do not end. The memory that they access must never be used or freed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class DeviceBuffer(ABC):
         """Wait until all copies have ended. Bounded.
 
         Raises:
-            Internal: the device failed, or its copies do not end; then its memory must be left alone for ever.
+            Internal: the device failed, or its copies do not end; then its memory must never be used or freed again.
         """
 
     @abstractmethod

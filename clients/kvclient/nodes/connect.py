@@ -33,7 +33,7 @@ class NodeFinder:
         self._last: str | None = None
 
     def find(self) -> str | None:
-        """Return the address, or None if this host has no node."""
+        """Return the address, or None if no node runs on this host."""
         if self._named is not None or self._metadata is None:
             return self._named
         try:

@@ -27,9 +27,9 @@ _TIMEOUT_S = 2.0
 class ReleaseBatcher:
     """Decides when released leases are sent to the node. Not thread-safe.
 
-    One call per lease would slow the loads down. But a lease keeps blocks in the arena, and their ancestors with them, which in a
-    small arena may be all there is, and a load must not wait for space that is held by leases nobody needs. So leases are sent as
-    soon as they hold ``max_bytes``, or no more of them come, and at the latest after ``LONGEST_S``.
+    One call per lease would slow the loads down. But a lease keeps blocks and their ancestors in the arena, which may be the
+    whole of a small arena, and a load must not wait for space that unneeded leases hold. Leases are therefore sent as soon
+    as they hold ``max_bytes``, or after a pause without further leases, and at the latest after ``LONGEST_S``.
 
     Args:
         max_bytes: bytes of blocks that may be held, over all loads of the session.
@@ -63,10 +63,10 @@ class ReleaseBatcher:
 
 
 class LeaseReleaser:
-    """Releases leases and unwritten slots in a thread of its own. Thread-safe.
+    """Releases leases and unwritten slots from a separate thread. Thread-safe.
 
-    Leases of many loads are sent in one call (see ``ReleaseBatcher``). ``stub.Release.future`` would not do: starting a call that
-    way costs the loading thread a good part of a millisecond, and gRPC cancels it when the future is dropped.
+    Leases of many loads are sent in one call (see ``ReleaseBatcher``). ``stub.Release.future`` is unsuitable: starting a call
+    that way costs the loading thread almost a millisecond, and gRPC cancels the call when the future is dropped.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The session with the local node, whose arena is mapped here, and the reopening of a lost session.
 
 A session belongs to one boot of the node. Loads and stores *use* it. A retired session is not handed out any more, and its arena
-connection is closed when the last user has left: until then an engine thread may be copying into slots, and the end of that
-connection tells the node that the slots may be used again.
+connection is closed when the last user has left: until then an engine thread may be copying into slots. When the connection
+ends, the node reuses the slots.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class LocalNode:
     """Keeps a session with the node on this host, across restarts of the node. Thread-safe.
 
     Args:
-        find: returns the current address of the node, or None if there is no node. May ask the metadata server and raise.
+        find: returns the current address of the node, or None without a node. May ask the metadata server and raise.
         spec: the namespace of the session.
         tls: for nodes that are named by host and port.
         clock: source of time.
@@ -176,7 +176,7 @@ class LocalNode:
         return None
 
     def unavailable(self) -> Unavailable:
-        """Return the error that says why there is no session to use."""
+        """Return the error that explains why a session is missing."""
         session = self._session
         if session is not None and session.server.hung:
             return session.server.error()
@@ -212,7 +212,7 @@ class LocalNode:
         session.retire()
 
     def open(self, end_s: float | None = None) -> bool:
-        """Open a session now. False: there is no local node.
+        """Open a session now. False: this host runs no node.
 
         Args:
             end_s: deadline; None: ``connect_deadline_s`` from now.

@@ -1,6 +1,6 @@
 """Calls to the metadata server: lookups, nodes, load plans.
 
-A circuit breaker guards the server: while it is gone, lookups are misses at no cost, until a trial call reaches it again.
+A circuit breaker guards the server: while it is unreachable, lookups are misses at no cost, until a trial call succeeds.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ class AsyncSchedulerClient:
         await self.close()
 
     async def _cancel_until_heard(self, request: EngineRequest) -> None:
-        """Cancel a request until the server has answered: an assigned request has no deadline of its own."""
+        """Repeat the cancellation of a request until the server answers, because no deadline ends an assigned request."""
         for pause_s in _CANCEL_PAUSES_S:
             await asyncio.sleep(pause_s)
             try:

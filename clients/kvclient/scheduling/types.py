@@ -136,7 +136,8 @@ class GroupNews:
     Attributes:
         events: in order.
         anew: the server knows the group only since this report, because it is the first one, the server was restarted, or the
-            group was considered dead. Requests assigned before were given to others or are unknown; reports on them are void.
+            group was considered dead. Requests assigned before were assigned to other groups or are unknown; reports on them have
+            no effect.
     """
 
     events: tuple[Assigned | Revoked, ...]
@@ -164,7 +165,7 @@ class GroupNews:
 
 
 class GroupBook:
-    """State of a group's leader between reports. What a failed call did not report goes into the next report."""
+    """State of a group's leader between reports. Facts that a failed call did not report go into the next report."""
 
     def __init__(self, group: str, role: EngineRole) -> None:
         if role not in _ROLES:

@@ -12,7 +12,7 @@ class StoreHandle(CallHandle[StoreResult]):
     Example::
 
         with client.start_store(keys, pages) as handle:
-            ...                                  # the engine goes on; it must not write to the pages
+            ...                                  # the engine continues; it must not write to the pages
             if engine_needs_the_pages:
                 handle.cancel()                  # returns soon, after the last read of the pages
             stored = handle.result().held_blocks

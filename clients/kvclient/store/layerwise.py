@@ -1,7 +1,7 @@
 """A store that is written layer by layer, as an engine computes the layers.
 
-With a local node, slots are requested at once, and each layer is copied into them as it comes. Without one, layers are collected
-in memory of the client and sent on ``commit``; blocks beyond ``store_chunk_bytes`` are skipped.
+With a local node, slots are requested at once, and each layer is copied into them as it arrives. Without one, layers are
+collected in memory of the client and sent on ``commit``; blocks beyond ``store_chunk_bytes`` are skipped.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class LayerwiseStore:
         result = self._result
         if self._scope.ended:
             raise self._scope.error()
-        self._keep_in_pool(grant)  # now: after complete the slots belong to the node
+        self._keep_in_pool(grant)  # collected now: after ``complete`` the slots belong to the node
         result.draining = grant.draining
         result.outcomes = grant.outcomes.copy()
         result.outcomes[grant.positions] = StoreOutcome.LOST  # until the node has answered

@@ -1,8 +1,8 @@
 """Stores: prefix first, and each block written once.
 
-Through the local node a store takes three steps per chunk: ask for slots (``Prepare``), copy into them, make them visible
+Through the local node a store has three steps per chunk: ask for slots (``Prepare``), copy into them, make them visible
 (``Complete``). Without a local node, blocks go over TCP to another node. In both cases a block is stored only if all blocks
-before it in the call are held or being written. A failure of the store skips the rest, and the engine goes on.
+before it in the call are held or being written. A failure of the store skips the rest, and the engine continues.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Store:
         count_store(context, result)
         if result.error is not None:
             context.store_nodes.forget()
-        if self._keep_in_pool and context.pool is not None and not self.scope.ended:  # also what the node had no space for
+        if self._keep_in_pool and context.pool is not None and not self.scope.ended:  # also blocks that the node rejected
             chain, checksums = self._chain, context.options.verify == "always"
             context.pool.keep(chain.keys, chain.parent, chain.depth, self._buffer, self.scope, checksums=checksums)
         return result
@@ -286,7 +286,7 @@ class Store:
     def _write(self, session: Session, grant: StoreGrant, start: int) -> bytes | None:
         """Copy granted blocks into their slots in pieces. Return their checksums, or None if the scope ended.
 
-        Checksums are of the *source*. If the copy fails or the caller writes to the buffer meanwhile, bytes and checksum differ.
+        Checksums are of the *source*. If the copy fails or the caller writes to the buffer during it, bytes and checksum differ.
         Every reader over a wire detects that, as do write-back before the block becomes durable and a load with
         ``verify="always"``. A load from the local node's arena does not verify by default, and does not detect it.
         """
@@ -343,7 +343,7 @@ class Store:
             self._not_durable(int(np.count_nonzero(~HELD[self._result.outcomes])))
 
     def _part(self, start: int, stop: int) -> ChainSlice:
-        """Return blocks ``[start, stop)``. Heads of chains have no parent."""
+        """Return blocks ``[start, stop)``. The head of a chain is without a parent."""
         if self._heads and start:
             return ChainSlice(self._chain.namespace, self._chain.keys[start:stop])
         return self._chain.part(start, stop)

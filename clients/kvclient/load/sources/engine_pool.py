@@ -1,4 +1,4 @@
-"""Loads from the engine's own pool, the nearest source, and copies of what other sources brought into the pool."""
+"""Loads from the engine's own pool, the nearest source, and copies of blocks from other sources into the pool."""
 
 from __future__ import annotations
 

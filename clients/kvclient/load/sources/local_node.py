@@ -22,8 +22,8 @@ from kvstore.core.types import Outcome, Tier
 from kvstore.observe.metric_definitions import client as client_metrics
 
 _LAYERWISE_ARENA_SHARE = 4
-"""A layer-wise load holds all its blocks until it ends. Beyond 1/4 of the arena it is done block by block instead, and so is the
-rest of one that has to wait: what it holds may be the very space that it, or another such load, waits for."""
+"""A layer-wise load holds all its blocks until it ends. A load of more than 1/4 of the arena is done block by block instead, as
+is the rest of a load that has to wait: it, or another such load, may be waiting for the space that it holds."""
 COPY_THREADS = 2
 """For blocks that are in DRAM already: one thread reaches about half of the memory bandwidth."""
 RETRIED_ELSEWHERE = outcome_table(Outcome.UNAVAILABLE, Outcome.NO_ROOM)
@@ -166,7 +166,7 @@ class _SessionLoad:
                 continue
             if self._layerwise:
                 self._held.append(run)
-                self._good.append(self._copy(run, 0, run.stop - run.start, 0, 1))  # at once: later messages take time anyway
+                self._good.append(self._copy(run, 0, run.stop - run.start, 0, 1))  # at once: later messages arrive later anyway
             else:
                 self._copy_blocks(run)
             self._lease_bytes += (run.stop - run.start) * self._context.shape.block_bytes
@@ -190,13 +190,13 @@ class _SessionLoad:
             self._device.drain()
 
     def _release(self) -> None:
-        """Release the leases of what was copied. Blocks still to come may be waiting for their space."""
+        """Release the leases of copied blocks. Later blocks may be waiting for their space."""
         if self._lease_ids:
             self._session.releaser.release(self._lease_ids, self._lease_bytes)
             self._lease_ids, self._lease_bytes = [], 0
 
     def _copy(self, run: NodeRun, at: int, upto: int, first_layer: int, layer_count: int) -> Mask:
-        # what a disk or a peer brings comes slower than one thread copies: a second one would only take its time
+        # blocks from a disk or a peer arrive more slowly than one thread copies: a second thread would not help
         from_dram = run.tier == Tier.DRAM and run.node_id == self._session.node_id
         threads = COPY_THREADS if from_dram else 1
         return copy_from_arena(self._request, self._session, run, slice(at, upto), first_layer, layer_count, threads)
@@ -263,14 +263,14 @@ class _SessionLoad:
                 sink.layers_arrived(positions[good_now], layer, 1)
         self._drain()
         if self._device is not None and clock.now_s() > lease_end_s:
-            for run in held:  # layers that the engine has been told of do not count any more: the result says so
+            for run in held:  # layers that were announced to the engine do not count any more: the result reports them as missing
                 self._mark_expired(run.start, run.stop)
             return
         for run, mask in zip(held, good, strict=True):
             self._record(run, 0, run.stop - run.start, mask)
 
     def _mark(self, start: int, stop: int, outcome: Outcome) -> None:
-        """Record why blocks did not come."""
+        """Record why blocks did not arrive."""
         self._sink.outcomes[start:stop] = outcome
         if outcome is Outcome.TIMEOUT:
             self._sink.record_error(self._scope.error())

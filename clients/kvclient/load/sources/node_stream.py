@@ -94,7 +94,7 @@ class NodeLoadStream:
         session: with the node.
         scope: ends the call early.
         start: first block.
-        stop: behind the last block.
+        stop: one past the last block.
         runs: replicas that the node may read from.
         storage: the node reads over its storage link, from the storage addresses of the replicas' nodes.
         want_checksums: the node is to answer with checksums.
@@ -117,7 +117,7 @@ class NodeLoadStream:
         first_layer: int = 0,
     ) -> None:
         self.error: KVStoreError | None = None
-        """Why the stream ended early. None also if the scope ended it: that says nothing about the node."""
+        """Why the stream ended early. None also if the scope ended it, which is not a failure of the node."""
         self._session = session
         self._scope = scope
         self._start = start
@@ -163,7 +163,7 @@ class NodeLoadStream:
                 if not self._scope.ended:
                     self.error = from_rpc_error(cast("FailedCall", failed))
             finally:
-                call.cancel()  # no effect if it has ended
+                call.cancel()  # no effect after the end of the call
 
     def _checked(self, message: node_pb2.LoadProgress, began_s: float) -> NodeMessage:
         lease_end_s = began_s + message.granted_ms / 1000 + self._lease_s

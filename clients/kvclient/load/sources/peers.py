@@ -1,4 +1,4 @@
-"""Loads straight from the data planes of other nodes: without a local node, and for what the local node could not bring."""
+"""Loads directly from the data planes of other nodes: without a local node, or for blocks that the local node lacks."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class _PeerLoad:
             sink.give_up(positions[~may_retry[positions] & (sink.outcomes[positions] != Outcome.HIT)])
 
     def _progress(self, positions: Positions, may_retry: Mask) -> LayerProgress:
-        """Return a callback that tells the sink of the layers of a read."""
+        """Return a callback that records the layers of a read in the sink."""
         sink = self._sink
 
         def on_layers(first_layer: int, layer_count: int, good: Mask) -> None:

@@ -1,8 +1,8 @@
 """One part of a planned load: some blocks, read from storage by one node and brought from there into the caller's buffer.
 
 The node is this host's (prefill path: bytes are copied out of its arena) or another one (decode path and relay: bytes come over
-the compute network as soon as the node has them). In both cases the node answers block by block, or layer group by layer group,
-what is ready, and the part follows.
+the compute network as soon as the node has them). In both cases the node reports blocks or layer groups as soon as they are
+ready, and the part then copies or reads them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.transport.contract import ReadControl, ReadRequest
 
 SLOWEST_BYTES_PER_S = 10e6
-"""Bytes that a node has ready may take this long, in addition to the time that a stall may take."""
+"""Lowest expected rate of bytes that a node has ready: their transfer time is added to the time limit of a stall."""
 OPEN_SESSION_S = 2.0
 """Maximum time to open a session with a node of another host."""
 _MIN_TIMEOUT_S = 0.001
 _COPY_THREADS = 1
-"""The wire is the limit."""
+"""One thread per part is enough, because the network is the bottleneck."""
 _BY_THIS_HOP = outcome_table(Outcome.TIMEOUT, Outcome.CORRUPT)
 """Outcomes of the hop from another host's node that say nothing about the bytes in storage."""
 
 
 class StoragePathSource(ABC):
-    """A part of a planned load over one node. ``fetch`` once, in a thread of its own; ``cancel`` from any thread.
+    """A part of a planned load over one node. Call ``fetch`` once, in a separate thread; ``cancel`` from any thread.
 
     Args:
         enclosing: the scope of the load.
@@ -247,7 +247,7 @@ class RemotePath(StoragePathSource):
             self.error = error
         if self.error is None:
             return True
-        ended = isinstance(self.error, LeaseLost) or not sessions.holds(session)  # another part found out
+        ended = isinstance(self.error, LeaseLost) or not sessions.holds(session)  # another part has detected it
         if ended or means_lost(self.error):
             sessions.lost(session)
         return not ended or self._received >= 0
@@ -286,9 +286,9 @@ class RemotePath(StoragePathSource):
         good: Mask = outcomes == Outcome.HIT
         if not good.all():
             self._note_failed(outcomes[~good], "on the way from it")
-        # The node had read and verified them: what arrives otherwise was damaged on this hop, and another path may bring it.
+        # The node had read and verified these blocks: bytes that differ were damaged on this hop, and another path may succeed.
         outcomes[_BY_THIS_HOP[outcomes]] = Outcome.UNAVAILABLE
         sink.outcomes[positions[~good]] = outcomes[~good]
         if not good.all():
-            self.scope.cancel()  # the rest goes over another node
+            self.scope.cancel()  # the rest is planned over another node
         return good
