@@ -135,7 +135,7 @@ class StoredCache(DynamicCache):
                 )
 
     def is_fed_anew(self, positions: torch.Tensor | None) -> bool:
-        """Check whether a pass starts at the first token of each row regardless of the cache's content. Without positions: False."""
+        """Check whether a pass starts at the first token of each row regardless of the cache. Without positions: False."""
         return positions is not None and self.get_seq_length() > 0 and bool((positions.amin(-1) == 0).all())
 
     def update(

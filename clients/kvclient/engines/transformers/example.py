@@ -5,9 +5,9 @@
     python -m kvclient.engines.transformers.example          # another process: most of the prefill is loaded
 
 The model fits on a page: token embeddings, a few layers of causal self-attention and an output head. Its random weights have a
-computes keys and values of the whole prompt at once; each *decode* step computes them for one token, appends them to the cache
-and attends to all of it. Keys and values of a token never change once computed, so those of a prompt seen before can be loaded
-instead.
+fixed seed, so they are equal in every process. The steps are those of any decoder: *prefill* computes keys and values of the
+whole prompt at once; each *decode* step computes them for one token, appends them to the cache and attends to all of it. Keys and
+values of a token never change once computed, so those of a prompt seen before can be loaded instead.
 """
 
 from __future__ import annotations

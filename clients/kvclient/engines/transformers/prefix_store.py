@@ -107,8 +107,7 @@ class PrefixStore:
 
     # ---- caches ----
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Run ``model.generate`` with a cache that starts with the longest stored prefix, and store the KV that the model
-        computes.
+        """Run ``model.generate`` with a cache that starts with the longest stored prefix, and store the computed KV.
 
         Args:
             input_ids: ``[batch, tokens]``, padded on the left.
@@ -130,8 +129,9 @@ class PrefixStore:
 
     @torch.no_grad()
     def _prefill(self, cache: StoredCache, ids: torch.Tensor, mask: torch.Tensor, chunk: int) -> None:
-        """Feed all but the last token in chunks of the given size: ``generate`` cannot chunk the prefill of a non-empty
-        cache.
+        """Feed all but the last token in chunks of the given size.
+
+        ``generate`` itself cannot chunk the prefill of a non-empty cache.
         """
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         for start in range(cache.loaded_tokens, ids.shape[1] - 1, chunk):
@@ -326,8 +326,9 @@ def _padded(tensor: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _spec(model: Any, facts: ModelFacts, options: HookOptions) -> CacheSpec:  # noqa: ANN401
-    """Return the namespace of a model: its configuration, shapes and weights. The model's name counts only if needed to
-    identify weights.
+    """Return the namespace of a model: its configuration, shapes and weights.
+
+    The model's name counts only if it is needed to identify the weights.
 
     Raises:
         InvalidArgument: neither a name nor the weights identify the model.
