@@ -1,7 +1,8 @@
-"""The data plane alone: blocks from one process's memory into another's, against bare sockets with as many bytes and streams.
+"""Measure the data plane alone: blocks from one process's memory into another's, against bare sockets.
 
-No client, no node, no index: a ``TcpServer`` over a provider that lends views of one array, and a ``TcpPeer`` that reads them, in
-layers, with checksums verified and without. ``tcp_load`` measures the same wire below the whole store.
+There is no client, node or index: a ``TcpServer`` serves views of one array, and a ``TcpPeer`` reads them by layers, with and
+without checksum verification. The peer moves the same bytes over the same number of streams. ``tcp_load`` measures the whole
+store.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ CALL_S = 60.0
 
 
 def key_of(number: int) -> BlockKey:
-    """The key of block ``number``."""
+    """Key of block ``number``."""
     return BlockKey(number.to_bytes(16, "little"))
 
 
 class ArrayProvider(BlockProvider):
-    """Lends views of the blocks of one array; takes nothing in."""
+    """Provider of read-only views of the blocks of one array."""
 
     def __init__(self, count: int, shape: BlockShape) -> None:
         self._shape = shape
@@ -66,7 +67,7 @@ class _NoRoom(WriteGrant):
         return []
 
     def abort(self) -> None:
-        """Nothing was granted."""
+        """Nothing to release, because nothing was granted."""
 
 
 class DataPlane:
@@ -81,7 +82,7 @@ class DataPlane:
         self._blocks = DenseBlocks(memory.reshape(count, shape.layers, shape.layer_block_bytes))
 
     def load(self, *, verify: bool) -> None:
-        """Reads everything; every block must be a hit."""
+        """Read all blocks and check that each is a hit."""
         shape = self._blocks.shape
         request = ReadRequest(NAMESPACE, self._keys, 0, shape.layers, 0, time.monotonic() + CALL_S)
         result = self._peer.read(request, self._blocks, verify=verify)
@@ -100,7 +101,7 @@ class DataPlane:
 
 
 def serve(count: int, shape: BlockShape) -> None:
-    """Server process: prints its address, serves until its stdin ends."""
+    """Run the server process: print the address and serve until stdin closes."""
     server = TcpServer(ArrayProvider(count, shape))
     server.start()
     print(server.address, flush=True)
@@ -109,9 +110,9 @@ def serve(count: int, shape: BlockShape) -> None:
 
 
 def measure(options: Options, shape: BlockShape, total: int, streams: int) -> None:
-    """One block size and number of streams."""
+    """Measure one block size and number of streams."""
     count = total // shape.block_bytes
-    with Sockets(total, streams) as sockets, DataPlane(count, shape, streams, sockets.memory) as plane:  # the very same memory
+    with Sockets(total, streams) as sockets, DataPlane(count, shape, streams, sockets.memory) as plane:  # the same memory
 
         def rate(work: partial[None]) -> float:
             return harness.gigabytes_per_second(total, work)
@@ -137,7 +138,7 @@ def measure(options: Options, shape: BlockShape, total: int, streams: int) -> No
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all sizes."""
     if sys.argv[1:2] == ["--serve"]:
         count, layers, layer_block_bytes = map(int, sys.argv[2:])
         serve(count, BlockShape(layers, layer_block_bytes))

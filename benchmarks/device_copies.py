@@ -1,4 +1,4 @@
-"""What of the device's copies can be measured on a CPU: pages in host memory against memcpy, and what fp8 does to attention.
+"""Measure device copies on a CPU: pages in host memory against memcpy, and the error of attention over an fp8 cache.
 
 python benchmarks/device_copies.py [--quick]
 """
@@ -21,7 +21,7 @@ LAYERS, TOKENS, HEADS, DIM = 8, 16, 8, 128
 
 
 def cpu_copies(options: harness.Options) -> None:
-    """Loads and stores of a cache in host memory, as an engine on a CPU has it."""
+    """Measure loads and stores of a cache in host memory, as in an engine on a CPU."""
     blocks = options.pick(full=1000, quick=300, smoke=20)
     shape = (2, blocks + 8, TOKENS, HEADS, DIM)
     cache = PagedCache([torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)], "split")
@@ -69,7 +69,7 @@ def cpu_copies(options: harness.Options) -> None:
 
 
 def fp8_error(options: harness.Options) -> None:
-    """Attention over a cache that was quantised and back, against the same over the cache itself, both in float32."""
+    """Compare attention over a cache that was quantised and restored with attention over the original, both in float32."""
     for heads, kv_heads, dim, context, outliers in (
         (32, 8, 128, 2048, False),
         (32, 8, 128, 2048, True),
@@ -81,7 +81,7 @@ def fp8_error(options: harness.Options) -> None:
             generator = torch.Generator().manual_seed(seed)
             blocks = context // TOKENS
             tensor = torch.randn((2, blocks, TOKENS, kv_heads, dim), generator=generator)
-            if outliers:  # as keys of trained models have them: a few channels many times as large
+            if outliers:  # like keys of trained models: a few channels are many times larger
                 channels = torch.randperm(dim, generator=generator)[: dim // 32]
                 tensor[0, ..., channels] *= 20
             cache = PagedCache([tensor.to(torch.bfloat16)], "split")
@@ -103,13 +103,13 @@ def fp8_error(options: harness.Options) -> None:
 
 
 def _attend(query: torch.Tensor, kv: torch.Tensor, repeat: int) -> torch.Tensor:
-    """Attention of some queries over all tokens of a cache ``[2, blocks, tokens, heads, dim]``, in float32."""
+    """Compute the attention of queries over all tokens of a cache ``[2, blocks, tokens, heads, dim]``, in float32."""
     keys, values = kv.float().flatten(1, 2).permute(0, 2, 1, 3).repeat_interleave(repeat, 1).unsqueeze(1)
     return scaled_dot_product_attention(query, keys, values)
 
 
 def main() -> None:
-    """Measures both."""
+    """Measure copies and attention."""
     options = harness.options("device_copies", __doc__)
     cpu_copies(options)
     fp8_error(options)

@@ -1,9 +1,9 @@
-"""Copies between an arena and a caller's memory, without a store around them, against one ``memcpy`` of the same bytes.
+"""Measure copies between an arena and a caller's memory, without a store, against one ``memcpy`` of the same bytes.
 
-Blocks lie in random order in shared memory, as in an arena that has been in use, and go block after block into one buffer. One
-large ``memcpy`` is a hard peer: the C library stores past the caches only in copies that are long beside the last-level cache, so
-that a thread that copies 1 MiB at a time moves a third more bytes over the memory bus. Hence two threads by default; one is
-measured beside it.
+Blocks are in random order in shared memory, as in an arena after some use, and are copied one by one into one buffer. One large
+``memcpy`` is a demanding peer: the C library bypasses the caches only for copies that are long compared with the last-level
+cache, so a thread that copies 1 MiB at a time moves a third more bytes over the memory bus. The default is therefore two threads;
+one thread is measured as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from peers.memory import SharedCopy
 
 
 def measure(options: Options, shape: BlockShape, count: int) -> None:
-    """One block size."""
+    """Measure one block size."""
     total = count * shape.block_bytes
     arena = mmap.mmap(-1, total)
     np.frombuffer(arena, np.uint8)[:] = 1
@@ -61,7 +61,7 @@ def measure(options: Options, shape: BlockShape, count: int) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all block sizes."""
     options = harness.options("dram_copy", __doc__)
     sizes = {
         "4K": (BlockShape(1, 4 << 10), 16_384),

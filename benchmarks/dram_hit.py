@@ -1,8 +1,8 @@
-"""A hit in the DRAM of this host: 512 blocks through the client into a caller's buffer, against one memcpy of the same bytes.
+"""Measure a hit in this host's DRAM: 512 blocks through the client into a caller's buffer, against one memcpy of the same bytes.
 
-The peer copies as many bytes out of shared memory of the same kind into the very same buffer with one ``memmove``. What lies
-between the two is the store: one call to the node, leases, and the walk over blocks. The client does not sum the bytes again:
-they were verified when they entered DRAM (``verify="always"`` does, and is measured beside it).
+The peer copies the same number of bytes from the same kind of shared memory into the same buffer with one ``memmove``. The
+difference is the cost of the store: one call to the node, leases, and the loop over blocks. The client does not verify checksums
+again, because they were verified when the bytes entered DRAM; ``verify="always"`` does and is measured as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYERS = 32
 
 
 def measure(options: Options, block_bytes: int, blocks: int) -> None:
-    """One block size."""
+    """Measure one block size."""
     cache = spec(block_bytes, LAYERS)
     total = blocks * block_bytes
     chains = Chains(cache, blocks, options.seed)
@@ -73,7 +73,7 @@ def measure(options: Options, block_bytes: int, blocks: int) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all block sizes."""
     options = harness.options("dram_hit", __doc__)
     for block_bytes in options.pick(full=(64 << 10, 1 << 20, 4 << 20), quick=(64 << 10, 1 << 20), smoke=(64 << 10,)):
         measure(options, block_bytes, options.pick(full=512, quick=256, smoke=16))

@@ -1,14 +1,14 @@
-"""What the connector costs an engine that has no hits: time per decoding step, and time to the first token of new prompts.
+"""Measure the connector's cost to an engine without cache hits: time per decoding step and time to first token of new prompts.
 
-Steps are measured twice: what vLLM's thread spends in the connector's calls, as a share of the step, which says what a step is
-longer by and repeats itself; and the steps as such, with the connector and without it, which also shows what its threads take
-from the engine's, behind the noise of a machine whose cores change their speed within seconds.
+Steps are measured in two ways. The share of a step that vLLM's thread spends in calls of the connector is reproducible. The step
+times with and without the connector also include the CPU time of the connector's threads, but contain the noise of a machine
+whose core speed changes within seconds.
 
-One engine in a process of its own, with the connector, which looks every prompt up and stores every block, and with the
-connector taken out of it, in turn: two processes of the same engine differ for as long as they live, by more than what is looked
-for. The node writes what it gets to NVMe behind, and has written all of it before the next measurement. Every prompt is new.
+One engine process runs alternately with the connector, which looks up every prompt and stores every block, and with the connector
+detached. Two processes of the same engine would differ by more than the cost to be measured. The node writes back to NVMe and
+finishes this before the next measurement. Every prompt is new.
 
-The model is a Llama with random weights in float32: 8 layers, width 512, 16 KiB of KV a token. Run with an interpreter that has
+The model is a Llama with random weights in float32: 8 layers, width 512, 16 KiB of KV per token. Run with an interpreter that has
 vLLM (``make install-engines``).
 """
 
@@ -37,11 +37,11 @@ TTFT_BOUND = 1.03
 INSIDE_BOUND = 0.02
 TPOT_ROUNDS = 3
 TTFT_ROUNDS = 2
-"""Batches and prompts a round: the shorter, the less the machine changes between the two of a pair."""
+"""Batches and prompts per round. Short rounds reduce drift of the machine between the two sides of a pair."""
 
 
 def measure(options: Options, scratch: Path) -> None:
-    """Both figures."""
+    """Measure both figures."""
     steps = options.pick(full=192, quick=160, smoke=32)
     tokens = options.pick(full=2_048, quick=2_048, smoke=512)
     model = make_model(scratch / "model", SIZE, tokens + 64)
@@ -59,7 +59,7 @@ def measure(options: Options, scratch: Path) -> None:
         child = stack.enter_context(EngineChild(model, store, scratch / "engine.log", **engine))
 
         def prepare(name: str) -> None:
-            """The engine in one of its two ways; nothing is on its way to a disk."""
+            """Attach or detach the connector, and wait for pending writes to disk."""
             child.ask("connector", on=name == "with")
             stub.Flush(node_pb2.FlushRequest(timeout_ms=10_000), timeout=12)
 
@@ -78,9 +78,9 @@ def measure(options: Options, scratch: Path) -> None:
             answer = child.ask("prompt", tokens=prompt(tokens))
             return float(answer["seconds"]) * 1e3
 
-        ways = ("with", "without")
-        tpot = harness.interleave({name: partial(step, name) for name in ways}, TPOT_ROUNDS * options.repetitions)
-        ttft = harness.interleave({name: partial(first_token, name) for name in ways}, TTFT_ROUNDS * options.repetitions)
+        variants = ("with", "without")
+        tpot = harness.interleave({name: partial(step, name) for name in variants}, TPOT_ROUNDS * options.repetitions)
+        ttft = harness.interleave({name: partial(first_token, name) for name in variants}, TTFT_ROUNDS * options.repetitions)
     options.keep(
         Figure(
             "engine_step_inside",
@@ -89,7 +89,7 @@ def measure(options: Options, scratch: Path) -> None:
             "",
             lower_is_better=True,
         ),
-        shares[1:],  # the first is a round that does not count
+        shares[1:],  # the first round is a warm-up
         target=Target("value", INSIDE_BOUND),
     )
     for name, title, parameters, samples, bound in (
@@ -111,7 +111,7 @@ def measure(options: Options, scratch: Path) -> None:
 
 
 def main() -> None:
-    """Measures."""
+    """Measure in a scratch folder."""
     options = harness.options("engine_overhead", __doc__, repetitions=11)
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="engine-overhead-") as folder:
         measure(options, Path(folder))

@@ -1,12 +1,12 @@
-"""Agent sessions through the router: time to the first token and hits where the scheduler places requests, against round robin.
+"""Measure agent sessions through the router: time to first token and hits with the scheduler's placement against round robin.
 
-Two vLLM engines, a core each, with the connector and a store node each, behind two routers that differ in their policy alone.
-Agents talk in turns: each prompt is all that was said before and a few words more, so that some 97 % of it was seen before. Both
-policies take the same engines in turn, with agents that nobody has seen; between them the engines' own caches are emptied. These
-together hold what all agents say, each a little more than half of it.
+Two vLLM engines, each with one core, the connector and a store node, serve two routers that differ only in their policy. Each
+prompt of an agent is its whole conversation plus a few new words, so about 97 % of it is known. Both policies use the same
+engines alternately, with new agents and empty engine caches. One engine's cache holds a little more than half of all
+conversations.
 
-Hits in an engine's own cache cost nothing, hits in the store a load, the rest is computed; vLLM counts all three. The model is a
-Llama with random weights in float32: 4 layers, width 256, 4 KiB of KV a token. Run with an interpreter that has vLLM.
+A hit in an engine's own cache is free, a hit in the store costs a load, and the remaining tokens are computed; vLLM counts all
+three. The model is a Llama with random weights in float32: 4 layers, width 256, 4 KiB of KV per token. Requires vLLM.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstore.lab.tiny_models import make_model
 
 ENGINES = ("engine-0", "engine-1")
 KV_BYTES = 4 * 2 * 2 * 64 * 4
-"""Of a token: layers, K and V, heads, their width, float32."""
+"""Bytes per token: layers, K and V, heads, head width, float32."""
 WORD = 40
 ANSWER = 16
 MIB = 1 << 20
@@ -40,13 +40,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What agents do.
+    """Workload of one round.
 
     Attributes:
-        agents: of one round.
-        at_once: of them, how many wait for an answer at a time.
+        agents: number of agents.
+        at_once: agents that run concurrently.
         begin: tokens of an agent's first prompt.
-        turns: prompts of an agent.
+        turns: prompts per agent.
     """
 
     agents: int
@@ -56,19 +56,19 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """That all agents have said in the end."""
+        """Tokens of all conversations at the end of a round."""
         return self.agents * (self.begin + self.turns * (WORD + ANSWER))
 
 
 @dataclass(slots=True)
 class Round:
-    """What one round of one policy met.
+    """Results of one round of one policy.
 
     Attributes:
-        first_ms: time to the first token of each turn but the first, in milliseconds.
-        prompt: tokens of prompts.
-        own: of them in the engine's own cache.
-        stored: of them out of the store.
+        first_ms: time to first token of each turn except the first, in milliseconds.
+        prompt: prompt tokens.
+        own: prompt tokens found in the engine's own cache.
+        stored: prompt tokens loaded from the store.
     """
 
     first_ms: list[float] = field(default_factory=list)
@@ -78,10 +78,10 @@ class Round:
 
 
 def first_token_ms(address: str, text: str) -> tuple[float, str]:
-    """Asks for one streamed completion.
+    """Request one streamed completion.
 
     Returns:
-        Time to the first piece, and the answer's text.
+        Milliseconds until the first chunk, and the text of the answer.
     """
     host, _, port = address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=120)
@@ -90,30 +90,30 @@ def first_token_ms(address: str, text: str) -> tuple[float, str]:
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
     if answer.status != http.client.OK:
-        raise SystemExit(f"the router answers {answer.status}: {answer.read()[:300]!r}")
-    first_ms, said = 0.0, ""
+        raise SystemExit(f"the router answered with HTTP status {answer.status}: {answer.read()[:300]!r}")
+    first_ms, text_out = 0.0, ""
     for line in answer:
         if line.startswith(b"data: {"):
             first_ms = first_ms or (time.perf_counter() - start_s) * 1e3
-            said += json.loads(line[6:])["choices"][0]["text"]
+            text_out += json.loads(line[6:])["choices"][0]["text"]
     connection.close()
-    return first_ms, said
+    return first_ms, text_out
 
 
 def talk(address: str, load: Load, seed: int) -> list[float]:
-    """One agent: times to the first token of all turns but the first, which nobody can have seen."""
+    """Run one agent and return the times to first token of its turns. The first turn is excluded because it has no hits."""
     draw = random.Random(seed)
     history = "".join(draw.choices("abcdefghij klmnopqrst uvwxyz", k=load.begin))
     times = []
     for _ in range(load.turns):
-        first_ms, said = first_token_ms(address, history)
+        first_ms, answer = first_token_ms(address, history)
         times.append(first_ms)
-        history += said + "".join(draw.choices("ABCDEFGHIJ ", k=WORD))
+        history += answer + "".join(draw.choices("ABCDEFGHIJ ", k=WORD))
     return times[1:]
 
 
 class Bed:
-    """Engines, store and routers."""
+    """Test bed of engines, store and routers."""
 
     def __init__(self, stack: ExitStack, scratch: Path, load: Load) -> None:
         self.load = load
@@ -121,7 +121,7 @@ class Bed:
         self.cluster = stack.enter_context(LocalCluster(nodes, scratch / "store"))
         self.engines = stack.enter_context(EngineBed(scratch / "engines"))
         model = make_model(scratch / "model")
-        own = int(load.tokens * KV_BYTES * 0.6)  # each engine's own cache: a little more than half of what is said
+        own = int(load.tokens * KV_BYTES * 0.6)  # an engine's own cache holds a little more than half of all conversations
         specs = [
             ServeSpec(
                 name,
@@ -146,14 +146,14 @@ class Bed:
         }
 
     def totals(self) -> tuple[int, int, int]:
-        """Prompt tokens, those in the engines' own caches, those out of the store; since the engines began."""
+        """Prompt tokens, hits in the engines' own caches and hits in the store, since the engines started."""
         names = ("vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
         metrics = [engine.metrics() for engine in self.engines]
         prompt, own, stored = (int(sum(one.get(name, 0.0) for one in metrics)) for name in names)
         return prompt, own, stored
 
     def round(self, policy: str, seed: int) -> Round:
-        """One round: agents that nobody has seen, on engines that remember nothing."""
+        """Run one round with new agents on engines with empty caches."""
         for engine in self.engines:
             engine.reset_prefix_cache()
         before = self.totals()
@@ -166,7 +166,7 @@ class Bed:
 
 
 def main(options: Options) -> None:
-    """Measures and keeps the records."""
+    """Measure both policies and record the figures."""
     load = options.pick(full=Load(6, 3, 2_200, 12), quick=Load(4, 2, 1_500, 8), smoke=Load(2, 2, 600, 3))
     rounds: dict[str, list[Round]] = {"scheduler": [], "round_robin": []}
     seeds = iter(range(options.seed, options.seed + 10_000))
@@ -209,7 +209,7 @@ def main(options: Options) -> None:
 
 
 def shares(rounds: list[Round]) -> str:
-    """Where prompts came from."""
+    """Format the shares of prompt tokens by source."""
     prompt = sum(one.prompt for one in rounds)
     own, stored = (100 * sum(getattr(one, name) for one in rounds) / prompt for name in ("own", "stored"))
     return f"{own:.1f} % own cache, {stored:.1f} % store, {100 - own - stored:.1f} % computed"

@@ -1,10 +1,9 @@
-"""SGLang's third cache tier: pages out of its host memory into the store and back, against SGLang's own ``file`` backend.
+"""Measure SGLang's third cache tier: pages from its host memory to the store and back, against SGLang's ``file`` backend.
 
-Needs the environment of the engines (``make install-engines``). SGLang's own page functions call each backend, as its background
-threads do: the store in place (``interface_v1``), with pages as chains and each by itself, and files through flat copies, which
-is what SGLang does with them. One batch of 64 pages a call; new pages in every round; what comes back is compared with what was
-stored. Neither side waits for a disk: the store's node has DRAM only, files stay in the page cache. Pages lie one behind the
-other in host memory, or scattered, as after a while.
+Requires the environment of the engines (``make install-engines``). SGLang's page functions call each backend, like its background
+threads: the store in place (``interface_v1``), with pages as chains or as single blocks, and files through flat copies. Each call
+moves 64 pages, each round uses new pages, and loaded pages are compared with the stored ones. Neither side waits for a disk: the
+store's node has only DRAM, and files stay in the page cache. Pages are contiguous in host memory, or scattered as after some use.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ PAGE = 64
 PAGES = 64
 LAYOUTS = ("page_first", "layer_first")
 SIZES = [(1, False), (4, False), (4, True)]
-"""KV heads of the model, which make a page half a megabyte or two; whether pages are scattered."""
+"""KV heads of the model (pages of half a megabyte or two megabytes), and whether pages are scattered."""
 WAIT_S = 10.0
 
 
 class Contestant:
-    """One backend with a host pool of its own, driven by SGLang's page functions."""
+    """One backend with its host pool, called by SGLang's page functions."""
 
     def __init__(self, backend: Any, pool: Any, *, in_place: bool, chained: bool, scattered: bool) -> None:  # noqa: ANN401  # loaded late
         import torch
@@ -57,7 +56,7 @@ class Contestant:
         self._names: list[str] = []
 
     def set(self) -> float:
-        """Stores new pages; pages a second."""
+        """Store new pages and return pages per second."""
         self._round += 1
         self._names = [hashlib.sha256(f"{self._round}/{page}".encode()).hexdigest() for page in range(PAGES)]
         self._half(0).copy_(self._torch.randn(self._half(0).shape))
@@ -68,26 +67,26 @@ class Contestant:
         return PAGES / seconds
 
     def get(self) -> float:
-        """Brings the pages stored last back, to other places; pages a second."""
+        """Load the pages stored last into other host pages and return pages per second."""
         ends_s = time.monotonic() + WAIT_S
         while self.backend.batch_exists(self._names) < PAGES:
-            assert time.monotonic() < ends_s, "stored pages are not found"
+            assert time.monotonic() < ends_s, "stored pages were not found"
         self._half(1).zero_()
         began_s = time.perf_counter()
         came = self._get(self._names)
         seconds = time.perf_counter() - began_s
-        assert came == PAGES, f"{came} of {PAGES} pages came back"
-        assert self._torch.equal(self._half(0), self._half(1)), "other bytes came back"
+        assert came == PAGES, f"{came} of {PAGES} pages were loaded"
+        assert self._torch.equal(self._half(0), self._half(1)), "loaded bytes differ from the stored ones"
         return PAGES / seconds
 
     def _half(self, which: int) -> Any:  # noqa: ANN401
-        """The pages that are stored, or those that they come back to."""
+        """Host pages to store, or host pages to load into."""
         tokens = slice(which * PAGES * PAGE, (which + 1) * PAGES * PAGE)
         return self.pool.kv_buffer[:, :, tokens] if self.pool.layout == "layer_first" else self.pool.kv_buffer[:, tokens]
 
 
 def contestants(cluster: LocalCluster, folder: Path, layout: str, heads: int, *, scattered: bool) -> dict[str, Contestant]:
-    """The store in its two ways, and files."""
+    """Create the contestants: the store with chains, the store with single pages, and files."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
     from kvclient.engines.sglang.backend import KVStoreHiCache
@@ -115,7 +114,7 @@ def contestants(cluster: LocalCluster, folder: Path, layout: str, heads: int, *,
 
 
 def run(given: Options, cluster: LocalCluster, folder: Path, layout: str, heads: int, *, scattered: bool) -> None:
-    """All figures of one layout and size."""
+    """Measure all figures of one layout and size."""
     raced = contestants(cluster, folder, layout, heads, scattered=scattered)
     page_bytes = 2 * 16 * PAGE * heads * 64 * 4
     moves: dict[str, dict[str, list[float]]] = {"set": {name: [] for name in raced}, "get": {name: [] for name in raced}}
@@ -127,7 +126,7 @@ def run(given: Options, cluster: LocalCluster, folder: Path, layout: str, heads:
 
     interleave({name: (lambda name=name: turn(name)) for name in raced}, given.repetitions)  # type: ignore[misc]
     for move, samples in moves.items():
-        counted = {name: values[1:] for name, values in samples.items()}  # the first round warms up
+        counted = {name: values[1:] for name, values in samples.items()}  # the first round is a warm-up
         for way in ("chained", "single"):
             given.keep(
                 Figure(
@@ -149,7 +148,7 @@ def run(given: Options, cluster: LocalCluster, folder: Path, layout: str, heads:
 
 
 def main() -> None:
-    """See the module."""
+    """Measure all layouts and sizes."""
     given = options("engine_sglang", __doc__)
     if find_spec("sglang") is None:
         sys.exit("SGLang is not installed: this benchmark runs in the environment of the engines (make install-engines)")

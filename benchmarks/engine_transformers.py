@@ -1,10 +1,10 @@
-"""Time to the first token in transformers: 95 % of a prompt loaded from the store, against computing all of it.
+"""Measure time to first token in transformers: 95 % of a prompt loaded from the store, against computing all of it.
 
-Needs the environment of the engines (``make install-engines``); one thread, float32, a random Llama whose sizes the record says.
-Each round asks a prompt whose last 5 % are new, three ways in turning order: from the store (lookup, load out of the node's
-DRAM, import, and the rest computed), by the model alone, and, as the limit, with the KV of the first 95 % at hand in the model's
-own cache. Then the price where nothing helps: new prompts with the hook and without it, first token and time for each further.
-All answers are checked against each other.
+Requires the environment of the engines (``make install-engines``). The model is a random Llama in float32 on one thread; the
+record contains its sizes. Each round answers a prompt whose last 5 % are new in three ways, in rotating order: with the store
+(lookup, load from the node's DRAM, import, computation of the rest), with the model alone, and, as the limit, with the KV of the
+first 95 % already in the model's own cache. A second part measures the cost of the hook for new prompts: first token and further
+tokens. All answers are compared with each other.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvstore.embedded.cluster import LocalCluster, NodeSpec
 BLOCK = 64
 HIT_SHARE = 0.95
 PRICED = 2048
-"""The longest prompt that the price is measured with."""
+"""Longest prompt for measuring the cost of the hook without hits."""
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 6, 384, 6, 3, 64
 DECODED = 128
-"""Tokens of an answer, where each further one is timed: storing the prompt disturbs the first few."""
+"""Tokens per answer when further tokens are timed. Storing the prompt slows down the first few."""
 
 
 @dataclass
 class Answers:
-    """What a way of answering took and said, a round each."""
+    """Times and answers of one contestant, one entry per round."""
 
     seconds: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Answers:
 
 
 class Bench:
-    """A model, a store, and the ways of answering."""
+    """A model, a store, and the contestants."""
 
     def __init__(self, tokens: int, cluster: LocalCluster) -> None:
         import torch
@@ -82,15 +82,15 @@ class Bench:
         self.loaded = 0
 
     def ids(self, tokens: int) -> Any:  # noqa: ANN401  # torch is loaded late
-        """Random tokens nobody has seen, ``[1, tokens]``."""
+        """Draw new random tokens, ``[1, tokens]``."""
         return self._torch.randint(0, 512, (1, tokens), generator=self._draw)
 
     def prompt(self) -> Any:  # noqa: ANN401
-        """The known prefix and a new end."""
+        """Make a prompt of the known prefix and a new tail."""
         return self._torch.cat([self.prefix, self.ids(self.tokens - self.hit)], 1)
 
     def _generate(self, ids: Any, tokens: int, cache: Any = None) -> tuple[list[float], list[int]]:  # noqa: ANN401
-        """When each token was known, and the tokens."""
+        """Generate an answer. Returns the time of each token, and the tokens."""
         known: list[float] = []
 
         def clock(_ids: object, scores: Any) -> Any:  # noqa: ANN401
@@ -110,7 +110,7 @@ class Bench:
         return known, said[0, ids.shape[1] :].tolist()
 
     def timed(self, ids: Any, tokens: int, into: Answers, cache: Callable[[], Any]) -> float:  # noqa: ANN401
-        """Seconds to the first token; the rest goes to ``into``."""
+        """Measure the seconds to the first token, and append all results to ``into``."""
         begin_s = time.perf_counter()
         known, said = self._generate(ids, tokens, cache())
         into.tokens.append(said)
@@ -121,7 +121,7 @@ class Bench:
         return known[0] - begin_s
 
     def with_store(self, ids: Any, tokens: int, into: Answers) -> float:  # noqa: ANN401
-        """From the store; what is stored is stored before the next contestant's turn."""
+        """Answer with the store, and wait until the prompt is stored so that this does not disturb the next contestant."""
         held: list[Any] = []
 
         def cache() -> Any:  # noqa: ANN401
@@ -134,22 +134,22 @@ class Bench:
         return seconds
 
     def alone(self, ids: Any, tokens: int, into: Answers) -> float:  # noqa: ANN401
-        """By the model alone."""
+        """Answer with the model alone."""
         return self.timed(ids, tokens, into, lambda: None)
 
     def at_hand(self, ids: Any, tokens: int, into: Answers) -> float:  # noqa: ANN401
-        """With the prefix in the model's own cache."""
+        """Answer with the prefix in the model's own cache."""
         return self.timed(ids, tokens, into, self._new_cache)
 
 
 class Round:
-    """The same prompt for all contestants of a round, a new one for the next."""
+    """Prompts that are the same for all contestants of a round."""
 
     def __init__(self, make: Callable[[], Any], contestants: int) -> None:
         self._make, self._contestants, self._asked, self._ids = make, contestants, 0, None
 
     def ids(self) -> Any:  # noqa: ANN401
-        """This round's."""
+        """Prompt of the current round."""
         if self._asked % self._contestants == 0:
             self._ids = self._make()
         self._asked += 1
@@ -157,7 +157,7 @@ class Round:
 
 
 def run(given: Options, tokens: int, cluster: LocalCluster) -> None:
-    """All figures of one length of prompts."""
+    """Measure all figures of one prompt length."""
     bench = Bench(tokens, cluster)
     size = f"Llama {LAYERS} layers, hidden {HIDDEN}, {KV_HEADS} KV heads x {HEAD_DIM}, float32, 1 thread"
     kv_bytes = bench.hit * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
@@ -174,7 +174,7 @@ def run(given: Options, tokens: int, cluster: LocalCluster) -> None:
         },
         given.repetitions,
     )
-    assert bench.loaded == bench.hit, "the store did not give what was stored"
+    assert bench.loaded == bench.hit, "the store did not return the stored prefix"
     assert answers["store"].tokens == answers["alone"].tokens == answers["at hand"].tokens
     given.keep(
         Figure(
@@ -193,7 +193,7 @@ def run(given: Options, tokens: int, cluster: LocalCluster) -> None:
 
 
 def price(given: Options, bench: Bench, tokens: int, size: str) -> None:
-    """What the hook costs where the store has nothing."""
+    """Measure the cost of the hook without hits."""
     answers = {name: Answers() for name in ("store", "alone")}
     prompts = Round(lambda: bench.ids(tokens), 2)
     first = interleave(
@@ -220,12 +220,12 @@ def price(given: Options, bench: Bench, tokens: int, size: str) -> None:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """This script's own."""
-    parser.add_argument("--tokens", type=int, nargs="+", help="lengths of prompts (default 2048 8192)")
+    """Add the arguments of this script."""
+    parser.add_argument("--tokens", type=int, nargs="+", help="prompt lengths in tokens (default 2048 8192)")
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all prompt lengths."""
     given = options("engine_transformers", __doc__, arguments=arguments)
     if find_spec("transformers") is None:
         sys.exit("transformers is not installed: this benchmark runs in the environment of the engines (make install-engines)")

@@ -1,10 +1,10 @@
-"""Time to the first token of vLLM with 95 % of the prompt in the store, against computing it.
+"""Measure vLLM's time to first token with 95 % of the prompt in the store, against computing all of it.
 
-Each contestant is an engine in a process of its own, on one core; only one works at a time. Every prompt is a known prefix and a
-tail that nobody has seen. The engines' own prefix caches are emptied before each measurement, so the prefix comes out of
-DRAM of this host's node, or out of its NVMe (the arena is emptied first), which is read with O_DIRECT.
+Each contestant is an engine process on one core; only one works at a time. Every prompt is a known prefix and a new tail. The
+engines' own prefix caches are emptied before each measurement, so the prefix is loaded from the DRAM of this host's node, or from
+its NVMe with O_DIRECT after the arena was emptied.
 
-The model is a Llama with random weights in float32: 8 layers, width 512, 16 KiB of KV a token. Run with an interpreter that has
+The model is a Llama with random weights in float32: 8 layers, width 512, 16 KiB of KV per token. Run with an interpreter that has
 vLLM (``make install-engines``).
 """
 
@@ -34,7 +34,7 @@ PREFIXES = 2
 
 
 def prompts(tokens: int, seed: int) -> tuple[list[list[int]], Iterator[list[int]]]:
-    """The prefixes that are stored, and tails without end."""
+    """Source of stored prefixes and of new tails."""
     known = int(tokens * HIT) // BLOCK * BLOCK
     draw = random.Random(seed)
     prefixes = [draw.choices(range(32, 127), k=known) for _ in range(PREFIXES)]
@@ -42,7 +42,7 @@ def prompts(tokens: int, seed: int) -> tuple[list[list[int]], Iterator[list[int]
 
 
 def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
-    """One length of prompt."""
+    """Measure one prompt length."""
     prefixes, tails = prompts(tokens, options.seed)
     volume = len(prefixes[0]) * SIZE.kv_bytes
     node = NodeSpec("bench", dram_bytes=3 * volume + 64 * MIB, nvme_bytes=4 * volume + 64 * MIB)
@@ -56,7 +56,7 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
             for name, transfer in {"recompute": None, "store": store, "layerwise": layerwise}.items()
         }
         for name, child in children.items():
-            for prefix in prefixes:  # stored once, and the way there is warm
+            for prefix in prefixes:  # store the prefix once and warm up the path
                 child.ask("prompt", tokens=[*prefix, *next(tails)])
                 child.ask("forget")
             assert name == "recompute" or child.ask("prompt", tokens=[*prefixes[0], *next(tails)])["cached"] == len(prefixes[0])
@@ -88,9 +88,9 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
 
 
 def settle(cluster: LocalCluster, *, cold: bool) -> None:
-    """Nothing that was stored before is on its way to a disk any more; ``cold``: the node's DRAM is empty, too.
+    """Wait for pending writes to disk; with ``cold``, also empty the node's DRAM.
 
-    What one contestant still writes would be another's wait: both share a file system, and its journal.
+    Contestants share a file system and its journal, so pending writes of one would delay the other.
     """
     os.sync()
     with grpc.insecure_channel(cluster.node("bench").address) as channel:
@@ -101,7 +101,7 @@ def settle(cluster: LocalCluster, *, cold: bool) -> None:
 
 
 def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> None:
-    """The records: ours against computing."""
+    """Record the figures of the store against computing."""
     for name, what in (("dram", "DRAM"), ("nvme", "NVMe"), ("layerwise", "DRAM, layer by layer")):
         options.keep(
             Figure(
@@ -119,11 +119,11 @@ def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> No
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, action="append", help="length of the prompt; may be given more than once")
+    parser.add_argument("--tokens", type=int, action="append", help="prompt length in tokens; may be repeated")
 
 
 def main() -> None:
-    """All lengths."""
+    """Measure all prompt lengths."""
     options = harness.options("engine_ttft", __doc__, arguments=_arguments)
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="engine-ttft-") as folder:
         scratch = Path(folder)

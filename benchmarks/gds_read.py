@@ -1,10 +1,10 @@
-"""NVMe reads through each I/O engine of the slab, cold, against fio's: posix, and kvikio.
+"""Measure cold NVMe reads through the slab's I/O engines posix and kvikio, against fio.
 
-On a host without a GPU both read into host memory, and kvikio runs with a stand-in for the CUDA driver in its *compatibility
-mode*: that is not GPUDirect Storage, only the same calls, futures and fallbacks, with direct reads switched on. It shows what
-kvikio costs beside ``preadv``. On a host with a GPU (``--device cuda:0``) both fill device memory: posix through host memory,
-kvikio by the path that the node's own probe found there, which the record names. Every load is verified; what went straight to
-the device is fetched back for that, on the clock.
+Without a GPU both engines read into host memory, and kvikio runs with a stub of the CUDA driver in its *compatibility mode*. This
+is not GPUDirect Storage: it uses the same calls, futures and fallbacks with direct reads enabled, and shows the cost of kvikio
+compared with ``preadv``. With a GPU (``--device cuda:0``) both fill device memory: posix through host memory, kvikio through the
+path that the node's probe selects, which the record names. Every load is verified; the time includes copying the bytes back from
+the device for this check.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_GDS = "compatibility mode: no GPUDirect Storage"
 
 
 class Child:
-    """The reading process."""
+    """Parent side of the reading process."""
 
     def __init__(self, asked: dict[str, Any], stub: Path | None) -> None:
         self._process = subprocess.Popen(
@@ -56,16 +56,16 @@ class Child:
         return json.loads(answer)
 
     def load(self, engine: str) -> Callable[[], float]:
-        """A contestant: GB/s of one load through that engine."""
+        """Create a contestant that returns the GB/s of one load through an engine."""
         return lambda: float(self._ask(engine))
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop the process."""
         self._process.communicate(timeout=_CHILD_S)
 
 
 def measure(options: Options, folder: Path, device: str, block_bytes: int, total: int) -> None:
-    """One block size."""
+    """Measure one block size."""
     with_kvikio, missing, stub = True, "", None
     if importlib.util.find_spec("kvikio") is None:
         with_kvikio, missing = False, "kvikio is not installed"
@@ -86,7 +86,7 @@ def measure(options: Options, folder: Path, device: str, block_bytes: int, total
     child.close()
     against_fio = Reference("fio io_uring", rounds["fio"]) if "fio" in rounds else None
     real = child.said["path"] == "gds"
-    best = "kvikio" if real else "posix"  # what a node uses here
+    best = "kvikio" if real else "posix"  # the engine that a node would use on this host
     for name, engine in engines.items():
         used = engine if name == "posix" or real else f"{engine}, {NO_GDS}"
         parameters: dict[str, harness.Parameter] = {
@@ -110,11 +110,11 @@ def measure(options: Options, folder: Path, device: str, block_bytes: int, total
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="host", help="where to read to: host (default), or cuda:N")
+    parser.add_argument("--device", default="host", help="destination of the reads: host (default) or cuda:N")
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all block sizes."""
     options = harness.options("gds_read", __doc__, arguments=_arguments)
     for block_bytes in options.pick(full=(1 << 20, 4 << 20), quick=(1 << 20,), smoke=(1 << 20,)):
         folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))

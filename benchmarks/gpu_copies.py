@@ -1,7 +1,7 @@
-"""Copies between a pinned arena and a paged KV cache on a GPU, beside what the bus and the memory give. Needs a CUDA device.
+"""Measure copies between a pinned arena and a paged KV cache on a GPU, against the bus and memory limits. Requires CUDA.
 
-Each figure has its limit in the same run: one ``cudaMemcpyAsync`` of the same bytes out of the same memory, one copy within the
-device's, the matrix products alone, a plain serial registration. Bytes are checked before anything is timed.
+Each figure has a limit from the same run: one ``cudaMemcpyAsync`` of the same bytes from the same memory, one copy within device
+memory, the matrix products alone, or a serial registration. Bytes are checked before anything is timed.
 
     python benchmarks/gpu_copies.py [--quick]
 """
@@ -31,14 +31,14 @@ from kvstore.observe.counters import Counters
 from kvstore.transport.layout import address_of
 
 HEAD_START_CYCLES = 400_000_000
-"""Of the device's clock, about a fifth of a second: longer than it takes to enqueue a load and the products beside it."""
+"""Cycles of the device's clock, about 0.2 s: longer than enqueueing a load and the concurrent products."""
 WAYS = tuple(way for way in STRATEGIES if way != "auto")
 PARTS = ("copies", "overlap", "pool", "first-layer", "pinning")
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a cache is made of, and what a token costs to compute."""
+    """Shape of a model's KV cache, and its computing cost per token."""
 
     name: str
     layers: int
@@ -52,7 +52,7 @@ QWEN = Model("qwen2.5-32b", 64, 8, 128, 32.8e9)
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of some work on the device, begun and ended with nothing under way."""
+    """Measure the seconds of work on the device, synchronized before and after."""
 
     def whole() -> None:
         work()
@@ -64,7 +64,7 @@ def timed(work: Callable[[], object]) -> float:
 
 @contextmanager
 def mapped(nbytes: int) -> Iterator[memoryview]:
-    """Memory as a node's arena is."""
+    """Map memory of the same kind as a node's arena."""
     fd = os.memfd_create("bench-gpu")
     os.ftruncate(fd, nbytes)
     memory = mmap.mmap(fd, nbytes)
@@ -78,7 +78,7 @@ def mapped(nbytes: int) -> Iterator[memoryview]:
 
 
 def _fill(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Random bits, the same for the same seed."""
+    """Generate random bits from a seed."""
     generator = torch.Generator(tensor.device).manual_seed(seed)
     tensor.view(torch.int16).random_(-(2**15), 2**15, generator=generator)
     return tensor
@@ -108,7 +108,7 @@ class Bed:
         self._check()
 
     def _check(self) -> None:
-        """Never time what is wrong: random bytes go out and come back, in all layers, and no other page is touched."""
+        """Check before timing that random bytes survive a store and a load in all layers, and that other pages stay unchanged."""
         for number, layer in enumerate(self.layers):
             _fill(layer, number)
         self.store()
@@ -116,25 +116,25 @@ class Bed:
             layer.zero_()
         self.load()
         others = sorted(set(range(self.layers[0].shape[1])) - set(self.pages))
-        for number, layer in enumerate(self.layers):  # drawn again, one at a time: there may not be room for all twice
+        for number, layer in enumerate(self.layers):  # generated again one at a time: memory may not hold all of it twice
             expected = _fill(torch.empty_like(layer), number)
             expected[:, others] = 0
             assert torch.equal(layer.view(torch.int16), expected.view(torch.int16)), f"layer {number}"
 
     def load(self) -> None:
-        """All blocks, all layers; returns when they are there."""
+        """Load all layers of all blocks and wait for the end."""
         blocks = self.copier.blocks(self.pages)
         blocks.read_arena(self.view, self.offsets, 0, 0, len(self.layers))
         blocks.drain()
 
     def store(self) -> None:
-        """The other way."""
+        """Store all layers of all blocks and wait for the end."""
         blocks = self.copier.blocks(self.pages)
         blocks.write_arena(self.view, self.offsets)
         blocks.drain()
 
     def plain(self, *, to_device: bool) -> Callable[[], None]:
-        """One copy of as many bytes."""
+        """Copy the same number of bytes at once."""
         room = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda")
         host, device = address_of(self.view), room.data_ptr()
         target, source = (device, host) if to_device else (host, device)
@@ -147,13 +147,13 @@ class Bed:
         return copy
 
     def close(self) -> None:
-        """Unpins."""
+        """Unpin the arena."""
         assert self.guard.close()
 
 
 @contextmanager
 def bed(model: Model, block_tokens: int, blocks: int, way: str, seed: int) -> Iterator[Bed | None]:
-    """A bed, or None where the driver or the installation does not know the way."""
+    """Create a bed, or None if the driver or the installation does not support this copy method."""
     nbytes = blocks * model.layers * 2 * block_tokens * model.heads * model.dim * 2
     with mapped(nbytes) as view:
         try:
@@ -172,21 +172,21 @@ def bed(model: Model, block_tokens: int, blocks: int, way: str, seed: int) -> It
 
 
 def harness_errors() -> type[Exception]:
-    """What a way that is not there raises."""
+    """Exceptions of an unsupported copy method."""
     from kvclient import InvalidArgument
 
     return InvalidArgument
 
 
 def notes() -> str:
-    """The device and its software."""
+    """Describe the device and its software."""
     driver = CudaDriver(torch.cuda.current_device())
     name = torch.cuda.get_device_name()
     return f"{name}; driver speaks CUDA {driver.version}; torch {torch.__version__}; random bytes, scattered slots and pages"
 
 
 def copies(options: harness.Options) -> None:
-    """Loads and stores against one plain copy."""
+    """Measure loads and stores against one plain copy."""
     blocks = options.pick(full=1000, quick=200, smoke=20)
     for model in (LLAMA, QWEN):
         for block_tokens in (16, 64):
@@ -212,7 +212,7 @@ def copies(options: harness.Options) -> None:
 
 
 def overlap(options: harness.Options) -> None:
-    """Matrix products of a prefill, alone and while loads run: one at least, all the time."""
+    """Measure the matrix products of a prefill, alone and while at least one load runs at any time."""
     side, rounds = options.pick(full=8192, quick=8192, smoke=1024), options.pick(full=60, quick=20, smoke=2)
     blocks = options.pick(full=1000, quick=400, smoke=20)
     for way in WAYS:
@@ -226,11 +226,11 @@ def overlap(options: harness.Options) -> None:
                 for _ in range(rounds):
                     torch.mm(left, right, out=out)  # noqa: B023
 
-            # loads are asked for on a stream of their own: on that of the products they would wait for these
+            # loads use a separate stream: on the products' stream they would wait for the products
             aside = torch.cuda.Stream()
 
             def window(*, loading: bool) -> float:
-                """Seconds of the products by the device's clock, enqueued as a whole before the first may begin."""
+                """Measure the products by the device's clock; all are enqueued before the first one starts."""
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 torch.cuda.synchronize()
                 torch.cuda._sleep(HEAD_START_CYCLES)
@@ -243,10 +243,10 @@ def overlap(options: harness.Options) -> None:
                         target = made.copier.blocks(made.pages)
                         target.read_arena(made.view, made.offsets, 0, 0, len(made.layers))
                     if under_way is None:
-                        assert not begin.query(), "the products began before a load did: a longer head start is needed"
+                        assert not begin.query(), "the products started before a load did; increase the head start"
                     else:
                         under_way.drain()
-                    under_way = target  # while it runs the next is enqueued
+                    under_way = target  # enqueue the next load while this one runs
                 end.synchronize()
                 if under_way is not None:
                     under_way.drain()
@@ -266,7 +266,7 @@ def overlap(options: harness.Options) -> None:
 
 
 def pool(options: harness.Options) -> None:
-    """Blocks that lie in a pool's device memory, into pages, as a load does it: page ids are checked, the end is waited for."""
+    """Measure copies from a pool's device memory into pages, including the check of page ids and the wait for the end."""
     blocks = options.pick(full=1000, quick=400, smoke=20)
     for block_tokens in (16, 64):
         shape = (2, blocks + 8, block_tokens, LLAMA.heads, LLAMA.dim)
@@ -285,14 +285,14 @@ def pool(options: harness.Options) -> None:
 
         for layer in cache.layers:
             layer.tensor.zero_()
-        scatter()  # never time what is wrong
+        scatter()  # check the bytes before timing
         slots = torch.from_numpy(offsets // (LLAMA.layers * cache.row_bytes)).cuda()
         rows = source.view(torch.int16).view(blocks, LLAMA.layers, 2, -1)
         others = sorted(set(range(blocks + 8)) - set(pages))
         for number, layer in enumerate(cache.layers):
             got = layer.tensor.view(torch.int16).view(2, blocks + 8, -1)
             assert torch.equal(got[:, pages], rows[slots, number].transpose(0, 1)), f"layer {number}"
-            assert not got[:, others].any(), f"another page of layer {number}"
+            assert not got[:, others].any(), f"a page outside the load changed in layer {number}"
 
         samples = harness.interleave(
             {"ours": lambda: size / 1e9 / timed(scatter), "plain": lambda: size / 1e9 / timed(lambda: target.copy_(source))},  # noqa: B023
@@ -309,10 +309,10 @@ def pool(options: harness.Options) -> None:
 
 
 def first_layer(options: harness.Options) -> None:
-    """64k tokens of Llama-3-8B: until the first layer is there, against the time to compute them.
+    """Measure the time until the first layer of 64k tokens of Llama-3-8B is loaded, against the time to compute them.
 
-    Computing is taken to be the weights' products alone, at the rate of a large matrix product here: attention is left out, so
-    that the figure is less than the truth.
+    The computing time covers only products with the weights, at the rate of a large matrix product on this device. It excludes
+    attention, so the figure is a lower bound.
     """
     tokens, side = options.pick(full=65_536, quick=16_384, smoke=512), options.pick(full=8192, quick=8192, smoke=1024)
     left = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
@@ -348,7 +348,7 @@ def first_layer(options: harness.Options) -> None:
 
 
 def pinning(options: harness.Options) -> None:
-    """Start of a pinned arena, in memory that nobody has touched, against one serial registration."""
+    """Measure the start of a pinned arena in untouched memory, against one serial registration."""
     room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = min(options.pick(full=64 << 30, quick=8 << 30, smoke=256 << 20), int(room * 0.8) >> 21 << 21)
     driver = CudaDriver(torch.cuda.current_device())
@@ -384,10 +384,10 @@ RUNS = {"copies": copies, "overlap": overlap, "pool": pool, "first-layer": first
 
 
 def main() -> None:
-    """Measures all parts, or those that are named."""
+    """Measure the selected parts."""
 
     def arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--only", choices=PARTS, action="append", help="this part alone; may be given again")
+        parser.add_argument("--only", choices=PARTS, action="append", help="part to measure; may be repeated (default: all)")
 
     options = harness.options("gpu_copies", __doc__, arguments=arguments)
     if not torch.cuda.is_available():

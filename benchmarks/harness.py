@@ -1,11 +1,10 @@
-"""What every benchmark shares: repetition side by side with its peer, and a record of each figure.
+"""Shared parts of all benchmarks: interleaved measurement against a peer, and the record of each figure.
 
-A number without its record does not exist. One ``Record`` says what was measured, how often, against which physical limit
-and which peer *in the same run*, on what machine, from which commit and by which command; records are appended as JSON lines to
-``benchmarks/results/<script>.jsonl`` and ``report.py`` makes the table of them.
+One ``Record`` holds the samples, the physical limit, the peer measured *in the same run*, the machine, the commit and the
+command. Records are appended as JSON lines to ``benchmarks/results/<script>.jsonl``; ``report.py`` turns them into a table.
 
-Machines drift, and neighbours make them drift faster: ``interleave`` runs all contestants once a round, so that each round
-gives one ratio under equal conditions, and what is reported is the median of those ratios. Believe ratios, not absolutes.
+The speed of a machine drifts, so ``interleave`` runs all contestants once per round. Each round yields one ratio under equal
+conditions, and the reported ratio is the median over the rounds. Trust ratios more than absolute values.
 
 A script looks like this::
 
@@ -46,17 +45,17 @@ T = TypeVar("T")
 Mode = Literal["full", "quick", "smoke"]
 Parameter = str | int | float | bool
 
-TOLD_STOLEN = 0.02
-"""A machine of which less was stolen counts as ours alone."""
+MIN_REPORTED_STEAL = 0.02
+"""Share of stolen processor time from which it is reported."""
 _LIBRARIES = ("grpcio", "lmdb", "numpy", "protobuf", "xxhash")
 
 
-# ---- what a record says ----
+# ---- the record of a figure ----
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What was measured. ``name`` and ``parameters`` tell figures apart; the newest record of each makes the table."""
+    """Description of a measurement. ``name`` and ``parameters`` identify it; the table shows its newest record."""
 
     name: str
     title: str
@@ -67,24 +66,24 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a figure is held against: a peer in the same run, or a physical limit. Samples in the figure's unit."""
+    """Comparison value of a figure: a peer in the same run, or a physical limit. Samples in the figure's unit."""
 
     name: str
     samples: Sequence[float]
 
     @property
     def median(self) -> float:
-        """Of all samples."""
+        """Median of all samples."""
         return statistics.median(self.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What was asked for: a bound of the ratio to the peer or the limit, or of the value itself.
+    """Required bound of the ratio to the peer or to the limit, or of the value itself.
 
     Attributes:
-        of: what ``bound`` speaks of.
-        bound: the least that passes, or, where lower is better, the most.
+        of: the quantity that ``bound`` applies to.
+        bound: the lowest passing value, or the highest if lower is better.
     """
 
     of: Literal["peer", "limit", "value"]
@@ -93,7 +92,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where bytes lay."""
+    """Storage that held the measured bytes."""
 
     path: str
     filesystem: str
@@ -122,11 +121,11 @@ class Record:
     peer: Mapping[str, object] | None
     target: Mapping[str, object] | None
     passed: bool | None
-    """None where there was no target, or its peer is not on this machine."""
+    """None without a target, or if the peer is not installed on this machine."""
     transport: str
     io_engine: str
     verified: bool | None
-    """Were checksums of the bytes verified on the way? None: no bytes moved."""
+    """Whether the measured path verified checksums. None: no bytes moved."""
     storage: Mapping[str, object] | None
     seed: int
     notes: str
@@ -137,29 +136,29 @@ class Record:
     host: Mapping[str, object]
     versions: Mapping[str, str]
     stolen: float | None = None
-    """Share of the processors' time that the hypervisor gave to other guests since the script began; None: not told."""
+    """Share of processor time that the hypervisor gave to other guests since the script began; None: unknown."""
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Reads what ``to_json`` wrote; fields that it lacks are an error, fields it has too many are ignored."""
+        """Parse a line of ``to_json``. Missing fields without a default raise; unknown fields are ignored."""
         names = {entry.name for entry in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in json.loads(line).items() if name in names})
 
     def to_json(self) -> str:
-        """One line."""
+        """Serialize the record as one line."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
-# ---- measuring ----
+# ---- measurement ----
 
 
 def interleave(contestants: Mapping[str, Callable[[], float]], repetitions: int, *, warm_up: int = 1) -> dict[str, list[float]]:
-    """Runs every contestant once a round, in turning order, and returns the samples of each.
+    """Run every contestant once per round, in rotating order, and return the samples of each.
 
     Args:
-        contestants: each call measures once and returns the figure (not the time, unless that is the figure).
-        repetitions: rounds that count.
-        warm_up: rounds before them that do not.
+        contestants: callables that measure once and return the figure (not the time, unless the figure is a time).
+        repetitions: measured rounds.
+        warm_up: rounds before them, whose samples are discarded.
     """
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     order = list(contestants)
@@ -168,39 +167,39 @@ def interleave(contestants: Mapping[str, Callable[[], float]], repetitions: int,
             value = contestants[name]()
             if round_number >= 0:
                 samples[name].append(value)
-        order.append(order.pop(0))  # nobody always runs right after the same neighbour
+        order.append(order.pop(0))  # no contestant always runs after the same other one
     return samples
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Wall-clock time of one call."""
+    """Measure the wall-clock time of one call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def gigabytes_per_second(nbytes: int, work: Callable[[], object]) -> float:
-    """Rate of one call that moves ``nbytes``; 1 GB = 1e9 bytes."""
+    """Measure the rate of one call that moves ``nbytes``; 1 GB = 1e9 bytes."""
     return nbytes / seconds(work) / 1e9
 
 
 def ratio(ours: Sequence[float], reference: Sequence[float]) -> float:
-    """Ours to theirs: the median of the rounds' ratios, or, where the numbers of samples differ, the ratio of medians."""
+    """Median of the ratios per round, or the ratio of the medians if the numbers of samples differ."""
     if len(ours) == len(reference):
-        return statistics.median(mine / theirs for mine, theirs in zip(ours, reference, strict=True))
+        return statistics.median(own / other for own, other in zip(ours, reference, strict=True))
     return statistics.median(ours) / statistics.median(reference)
 
 
-# ---- where it was measured ----
+# ---- machine and storage ----
 
 
 def storage(path: Path, *, direct: bool, cache: str) -> Storage:
-    """Filesystem and device below a path, as mounted.
+    """Find the filesystem and the device of a path.
 
     Args:
         path: a file or folder that exists.
-        direct: was O_DIRECT really in force?
-        cache: state of whatever caches lie above the device: ``cold``, ``hot``, ``host-cached``, …
+        direct: whether O_DIRECT was in force.
+        cache: state of the caches above the device: ``cold``, ``hot``, ``host-cached``, …
     """
     mounts = []
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
@@ -215,7 +214,7 @@ def storage(path: Path, *, direct: bool, cache: str) -> Storage:
 
 @functools.cache
 def host() -> dict[str, object]:
-    """The machine: CPU, cores, memory, kernel, Python."""
+    """Describe the machine: CPU, cores, memory, kernel, Python."""
     cpu = next(
         (
             line.split(":", 1)[1].strip()
@@ -234,7 +233,7 @@ def host() -> dict[str, object]:
 
 
 def processor_ticks() -> tuple[int, int] | None:
-    """Of all processors since the start of the system: ticks that were stolen, and all."""
+    """Read the stolen ticks and all ticks of all processors since boot; None if the system does not report them."""
     try:
         first, *ticks = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()
     except OSError:
@@ -243,7 +242,7 @@ def processor_ticks() -> tuple[int, int] | None:
 
 
 def stolen_share(before: tuple[int, int] | None, now: tuple[int, int] | None) -> float | None:
-    """Of the time between two looks."""
+    """Share of stolen processor time between two readings; None if unknown."""
     return (now[0] - before[0]) / (now[1] - before[1]) if before and now and now[1] > before[1] else None
 
 
@@ -253,24 +252,24 @@ def _git(*arguments: str) -> str:
 
 
 def _command() -> str:
-    """How to run it again, from the root of the repository."""
+    """Command line that repeats this run from the root of the repository."""
     program = Path(sys.argv[0]).resolve()
     shown = program.relative_to(REPOSITORY) if program.is_relative_to(REPOSITORY) else program.name
     return " ".join(["python", str(shown), *sys.argv[1:]])
 
 
 def _dirty() -> bool:
-    """Does the working tree differ from the commit? What the benchmarks write themselves does not count."""
+    """Whether the working tree differs from the commit, apart from the results of benchmarks."""
     written = [":!benchmarks/results", ":!benchmarks/RESULTS.md"]
     return bool(_git("status", "--porcelain", "--", ".", *written))
 
 
-# ---- one script's run ----
+# ---- options of a script ----
 
 
 @dataclass(slots=True)
 class Options:
-    """What the command line of a benchmark says, and where its records go."""
+    """Parsed command line of a benchmark, and the records of its run."""
 
     script: str
     mode: Mode
@@ -280,12 +279,12 @@ class Options:
     scratch: Path | None
     records: list[Record] = field(default_factory=list)
     extra: argparse.Namespace = field(default_factory=argparse.Namespace)
-    """What the script's own arguments say."""
+    """Values of the script's own arguments."""
     ticks: tuple[int, int] | None = field(default_factory=processor_ticks)
-    """When it began."""
+    """Processor ticks at the start of the script."""
 
     def pick(self, *, full: T, quick: T, smoke: T) -> T:
-        """A size by mode."""
+        """Select a value by mode."""
         return {"full": full, "quick": quick, "smoke": smoke}[self.mode]
 
     def keep(
@@ -302,7 +301,7 @@ class Options:
         verified: bool | None = None,
         notes: str = "",
     ) -> Record:
-        """Makes the record of a figure, prints its line and appends it to the results."""
+        """Record a figure: print one line and append the record to the results."""
         median = statistics.median(samples)
         ratios = {
             name: ratio(samples, against.samples) for name, against in (("limit", limit), ("peer", peer)) if against is not None
@@ -356,18 +355,18 @@ def _reference(reference: Reference | None, measured_ratio: float | None) -> dic
 
 
 def describe(record: Record) -> str:
-    """One line for a person."""
+    """Format a record as one readable line."""
     parameters = " ".join(f"{name}={value}" for name, value in record.parameters.items())
     line = f"{record.figure:24} {parameters:44} {record.median:10.3f} {record.unit} (spread {record.spread:.0%})"
-    if record.stolen is not None and record.stolen >= TOLD_STOLEN:
-        line += f", {record.stolen:.0%} of the machine's time stolen by others"
+    if record.stolen is not None and record.stolen >= MIN_REPORTED_STEAL:
+        line += f", {record.stolen:.0%} of processor time stolen by other guests"
     for against in (record.peer, record.limit):
         if against is not None:
             line += f"; {against['ratio']:.2f} of {against['name']} {against['median']:.3f}"
     if record.target is not None:
         sign = "<=" if record.lower_is_better else ">="
         verdict = {True: "met", False: "NOT MET", None: "not measured"}[record.passed]
-        line += f"; wanted {sign} {record.target['bound']:g} of {record.target['of']}: {verdict}"
+        line += f"; required {sign} {record.target['bound']:g} of {record.target['of']}: {verdict}"
     return line
 
 
@@ -378,35 +377,31 @@ def options(
     repetitions: int = 5,
     arguments: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> Options:
-    """Parses the command line that all benchmarks share.
+    """Parse the command line that all benchmarks share.
 
     Args:
-        script: names the file of results.
-        description: shown by ``--help``: the module's docstring.
-        repetitions: rounds that count in a full run.
-        arguments: adds the script's own; their values are in ``extra``.
+        script: name of the file of results.
+        description: text of ``--help``, the docstring of the script.
+        repetitions: measured rounds of a full run.
+        arguments: adds the script's own arguments; their values are in ``extra``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--quick", action="store_const", const="quick", dest="mode", help="smaller sizes, three rounds: a short look"
-    )
+    size.add_argument("--quick", action="store_const", const="quick", dest="mode", help="smaller sizes and three rounds")
     size.add_argument(
         "--smoke",
         action="store_const",
         const="smoke",
         dest="mode",
-        help="tiny and once: only shows that the benchmark runs; keeps no record",
+        help="tiny sizes, one round, no records: checks that the benchmark runs",
     )
     parser.add_argument(
-        "--repetitions", type=int, help=f"rounds that count (default {repetitions}; 3 with --quick, 1 with --smoke)"
+        "--repetitions", type=int, help=f"measured rounds (default {repetitions}; 3 with --quick, 1 with --smoke)"
     )
-    parser.add_argument("--seed", type=int, default=1, help="of everything drawn at random (default 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random generators (default 1)")
+    parser.add_argument("--results", type=Path, help=f"folder of the records (default {RESULTS.relative_to(REPOSITORY)})")
     parser.add_argument(
-        "--results", type=Path, help=f"folder that records are appended to (default {RESULTS.relative_to(REPOSITORY)})"
-    )
-    parser.add_argument(
-        "--scratch", type=Path, help="folder for slabs and files (default: a temporary one); its filesystem is what is measured"
+        "--scratch", type=Path, help="folder of slabs and files (default: a temporary one); the benchmark measures its filesystem"
     )
     if arguments is not None:
         arguments(parser)

@@ -1,8 +1,8 @@
-"""Hits in an engine's own pool, copied to where the engine wants them, against one plain copy of the same bytes on that device.
+"""Measure hits in an engine's own pool, copied to the engine's memory, against one plain copy of the same bytes on that device.
 
-``--device cpu`` (the default): the pool is host memory, and its peer one ``memcpy``. ``--device cuda:N``: blocks go from the pool
-to a tensor on the same GPU, and the peer is one device-to-device copy. Blocks were kept in random order of chains, so that their
-slots do not all follow each other.
+``--device cpu`` (the default): the pool is host memory and the peer one ``memcpy``. ``--device cuda:N``: blocks are copied from
+the pool to a tensor on the same GPU, and the peer is one device-to-device copy. Chains were stored in random order, so that the
+slots of a chain are not all consecutive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHAINS = 8
 
 
 def measure(options: Options, device: str, layer_block_bytes: int, blocks: int) -> None:
-    """One block size: chains of equal length are kept in turns of a few blocks, and read back one whole chain at a time."""
+    """Measure one block size. Chains of equal length are stored interleaved, a few blocks at a time, and read chain by chain."""
     spec = CacheSpec(model="bench", block_tokens=16, layers=LAYERS, layer_block_bytes=layer_block_bytes)
     per_chain = blocks // CHAINS
     total = per_chain * spec.block_bytes
@@ -90,7 +90,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all block sizes."""
     options = harness.options("hbm_pool", __doc__, arguments=_arguments)
     device = options.extra.device
     for layer_block_bytes in options.pick(full=(8 << 10, 64 << 10), quick=(64 << 10,), smoke=(4 << 10,)):

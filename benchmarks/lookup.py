@@ -1,11 +1,11 @@
-"""Lookup of a 1,600-key prefix with its replicas, over gRPC on loopback, from the real metadata server process.
+"""Measure the lookup of a 1,600-key prefix with its replicas, over gRPC on loopback, from a real metadata server process.
 
-The index is filled with chains of 1,600 blocks, each held by two volumes (DRAM: the first three quarters, NVMe: all of it); then
-the server process is started over it. Measured: one lookup after the other (p50, p99, keys/s), four in flight, the index's bytes
-a block, start to first answer, and a large index against a small one, both served at once. Every answer is checked.
+The index contains chains of 1,600 blocks with replicas on two volumes: the first three quarters in DRAM, all blocks on NVMe. The
+server process starts with this index. Figures: sequential lookups (p50, p99, keys/s), four in flight, index bytes per block, time
+from start to first answer, and a large index against a small one, both served at the same time. Every answer is checked.
 
-Held against, in the same run: Mooncake Store's ``batch_is_exist`` of as many keys (``.venv-bench`` or ``--peer-python``), and
-a gRPC server that answers a constant, which is the limit.
+The peer in the same run is Mooncake Store's ``batch_is_exist`` with the same number of keys (``.venv-bench`` or
+``--peer-python``). The limit is a gRPC server that answers with a constant.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ CHAIN = 1_600
 DRAM_SHARE = 1_200
 NAMESPACE = NamespaceId(b"benchmark-lookup")
 SAMPLE_CHAINS = 64
-"""Chains that lookups are made of, drawn over the whole index."""
+"""Number of chains to look up, drawn from the whole index."""
 IN_FLIGHT = 4
 TIMEOUT_S = 10.0
 TTL_MS = 3_600_000
-"""Nobody beats here: the grace after a start must last."""
+"""Grace period after a start. It must cover the whole run, because no node sends heartbeats."""
 
 
 def fill(path: Path, blocks: int, seed: int) -> list[bytes]:
-    """Makes an index of ``blocks`` blocks; returns some of its chains, packed."""
+    """Create an index of ``blocks`` blocks and return a sample of its chains, packed."""
     index = LmdbIndex.open(path)
     tiers = {VolumeId("host-1/dram"): Tier.DRAM, VolumeId("host-1/nvme0"): Tier.NVME}
     boot_id = BootId(secrets.token_bytes(16))
@@ -88,7 +88,7 @@ def fill(path: Path, blocks: int, seed: int) -> list[bytes]:
 
 
 class Served:
-    """An index with the real server process over it, and a client that looks up its chains in turn."""
+    """An index, the real server process that serves it, and a client that looks up its chains in rotation."""
 
     def __init__(self, path: Path, blocks: int, seed: int) -> None:
         self.path, self.blocks = path, blocks
@@ -98,7 +98,7 @@ class Served:
         self.start()
 
     def start(self) -> None:
-        """Starts the server; returns when it says that it is ready."""
+        """Start the server and wait until it is ready."""
         ready = self.path.with_suffix(".ready")
         ready.unlink(missing_ok=True)
         self._process = subprocess.Popen([sys.executable, __file__, "--serve", str(self.path), str(ready)])
@@ -110,7 +110,7 @@ class Served:
         self.address = json.loads(ready.read_text(encoding="utf-8"))["address"]
 
     def stop(self) -> None:
-        """Ends the server."""
+        """Stop the server."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait(timeout=30)
@@ -133,11 +133,11 @@ class Client:
 
     @classmethod
     def of(cls, address: str, chains: list[bytes]) -> Self:
-        """Connects."""
+        """Open the channel."""
         return cls(connect(address, own_connection=True), [LookupRequest(namespace_id=NAMESPACE, keys=keys) for keys in chains])
 
     def times_s(self, count: int) -> list[float]:
-        """Durations of lookups, one after the other."""
+        """Measure the durations of sequential lookups."""
         lookup = MetadataStub(self.channel).Lookup
         times = []
         for request in self._next(count):
@@ -148,7 +148,7 @@ class Client:
         return times
 
     def rate(self, count: int) -> float:
-        """Lookups/s with four in flight."""
+        """Measure the lookups per second with four in flight."""
         lookup = MetadataStub(self.channel).Lookup
 
         def work() -> None:
@@ -175,20 +175,20 @@ def _check(answer: LookupResponse) -> None:
 
 
 def p50_ms(times_s: list[float]) -> float:
-    """Median in milliseconds."""
+    """Compute the median in milliseconds."""
     return statistics.median(times_s) * 1e3
 
 
 def p99_ms(times_s: list[float]) -> float:
-    """99th percentile in milliseconds."""
+    """Compute the 99th percentile in milliseconds."""
     return sorted(times_s)[len(times_s) * 99 // 100] * 1e3
 
 
 def open_mooncake(stack: ExitStack, python: Path | None) -> tuple[Callable[[int], list[float]] | None, str]:
-    """The peer with as many small objects as a lookup has keys; and, where it is missing, why."""
+    """Start the peer with one small object per key. Returns None and the reason if the peer is missing."""
     try:
         store = stack.enter_context(Mooncake(512 << 20, python))
-        names = [f"{number:032x}" for number in range(CHAIN)]  # as long as a key in hexadecimal
+        names = [f"{number:032x}" for number in range(CHAIN)]  # the length of a hexadecimal key
         store.buffer(CHAIN * 4096, 1)
         store.put(names, 4096, 64)
     except PeerMissingError as error:
@@ -197,7 +197,7 @@ def open_mooncake(stack: ExitStack, python: Path | None) -> tuple[Callable[[int]
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all figures."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--peer-python", type=Path, help="interpreter that has Mooncake Store")
     chosen, rest = own.parse_known_args()
@@ -268,7 +268,9 @@ def main() -> None:
         )
         stats = call(MetadataStub(client.channel).GetStats, GetStatsRequest(), TIMEOUT_S)
         opts.keep(
-            Figure("lookup_index_bytes", "Index bytes a block (two replicas)", {"blocks": blocks}, "bytes", lower_is_better=True),
+            Figure(
+                "lookup_index_bytes", "Index bytes per block (two replicas)", {"blocks": blocks}, "bytes", lower_is_better=True
+            ),
             [stats.index_bytes / stats.blocks],
             target=Target("value", 160),
         )
@@ -304,7 +306,9 @@ def main() -> None:
         )
         stats = call(MetadataStub(on_many.channel).GetStats, GetStatsRequest(), TIMEOUT_S)
         opts.keep(
-            Figure("lookup_index_bytes", "Index bytes a block (two replicas)", {"blocks": large}, "bytes", lower_is_better=True),
+            Figure(
+                "lookup_index_bytes", "Index bytes per block (two replicas)", {"blocks": large}, "bytes", lower_is_better=True
+            ),
             [stats.index_bytes / stats.blocks],
             target=Target("value", 160),
         )

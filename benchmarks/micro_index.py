@@ -1,8 +1,8 @@
-"""The LMDB index alone, in one process: what a lookup and a publish cost, what a block takes on disk, how fast it is back.
+"""Measure the LMDB index alone, in one process: cost of lookups and publishes, file bytes per block, time to reopen.
 
-Chains of 1,600 random keys are published in runs of 64, 16 runs a batch, as nodes stream them. A lookup asks for 1,600 keys of
-which a random part is held, over chains drawn at random. All sizes are filled first; then each round asks each of them.
-``--blocks 10000 1000000`` picks the sizes.
+Chains of 1,600 random keys are published in runs of 64 keys, 16 runs per batch, like the streams of nodes. A lookup requests
+1,600 keys of a random chain, of which the index holds a random leading part. All sizes are filled first, then each round measures
+every size. ``--blocks 10000 1000000`` selects the sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMESPACE = NamespaceId(b"n" * KEY_BYTES)
 
 @dataclass(slots=True)
 class Filled:
-    """An open index of one size, and some of its chains."""
+    """An open index of one size, and a sample of its chains."""
 
     place: Path
     index: LmdbIndex
@@ -42,14 +42,14 @@ class Filled:
 
 
 def runs_of(packed: bytes) -> Iterator[BlockRun]:
-    """One chain, cut as nodes publish it."""
+    """Split one chain into runs, as nodes publish it."""
     keys = tuple(BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES))
     for start in range(0, len(keys), RUN_KEYS):
         yield BlockRun(NAMESPACE, keys[start - 1] if start else None, start, keys[start : start + RUN_KEYS])
 
 
 def fill(place: Path, blocks: int, seed: int) -> Filled:
-    """Makes an index of about as many blocks (whole chains)."""
+    """Create an index of about ``blocks`` blocks, in whole chains."""
     index = LmdbIndex.open(place)
     volume_epoch = index.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(os.urandom(KEY_BYTES)))
     chooser = random.Random(seed)
@@ -72,7 +72,7 @@ def fill(place: Path, blocks: int, seed: int) -> Filled:
 
 
 def lookup_seconds(filled: Filled, count: int, chooser: random.Random) -> list[float]:
-    """Sorted times of single lookups, each answer checked."""
+    """Measure single lookups and check each answer. Returns the sorted times."""
     visible = {filled.volume_epoch}
     took: list[float] = []
     for _ in range(count):
@@ -87,19 +87,19 @@ def lookup_seconds(filled: Filled, count: int, chooser: random.Random) -> list[f
 
 
 def reopen_seconds(filled: Filled) -> float:
-    """From opening a closed index to its first answer."""
+    """Measure the time from opening a closed index to its first answer."""
     filled.index.close()
     begun = time.perf_counter()
     filled.index = LmdbIndex.open(filled.place)
     hit = filled.index.lookup(NAMESPACE, filled.chains[0], {filled.volume_epoch})
     took = time.perf_counter() - begun
     if hit.blocks != CHAIN_KEYS:
-        raise SystemExit("the index lost blocks when it was closed")
+        raise SystemExit("the index lost blocks when it was closed and reopened")
     return took
 
 
 def keep_sizes(options: Options, indexes: dict[int, Filled]) -> None:
-    """What filling cost."""
+    """Record the cost of filling the index."""
     for blocks, filled in indexes.items():
         stats = filled.index.stats()
         parameters = {"blocks": blocks, "batch": RUN_KEYS * BATCH_RUNS}
@@ -110,16 +110,16 @@ def keep_sizes(options: Options, indexes: dict[int, Filled]) -> None:
             target=Target("value", 200_000) if blocks == 1_000_000 else None,
         )
         options.keep(
-            Figure("index_bytes", "Index: file bytes a block", parameters, "B", lower_is_better=True),
+            Figure("index_bytes", "Index: file bytes per block", parameters, "B", lower_is_better=True),
             [stats.bytes / stats.blocks],
             target=Target("value", 160) if large else None,
         )
 
 
 def keep_lookups(options: Options, indexes: dict[int, Filled]) -> None:
-    """Lookups, one size after the other in each round, held against the smallest."""
+    """Measure lookups of each size in each round, compared with the smallest index."""
     count = options.pick(full=2_000, quick=500, smoke=50)
-    chooser = random.Random(options.seed + 1)  # else it would draw the keys that were published again
+    chooser = random.Random(options.seed + 1)  # the same seed would generate the published keys again
     p50: dict[int, list[float]] = {blocks: [] for blocks in indexes}
     p99: dict[int, list[float]] = {blocks: [] for blocks in indexes}
     for round_number in range(-1, options.repetitions):
@@ -140,13 +140,13 @@ def keep_lookups(options: Options, indexes: dict[int, Filled]) -> None:
 
 
 def main() -> None:
-    """Command line: that of all benchmarks, and the sizes."""
+    """Measure all sizes."""
     sizes = argparse.ArgumentParser(add_help=False)
     sizes.add_argument("--blocks", type=int, nargs="+")
     arguments = list(sys.argv)
     chosen, sys.argv[1:] = sizes.parse_known_args()
     options = harness.options("micro_index", __doc__)
-    sys.argv[:] = arguments  # a record names the whole command
+    sys.argv[:] = arguments  # a record contains the whole command
     sizes_by_mode = options.pick(full=[10_000, 1_000_000, 10_000_000], quick=[10_000, 1_000_000], smoke=[3_200])
     with tempfile.TemporaryDirectory(prefix="micro-index-", dir=options.scratch) as folder:
         indexes = {blocks: fill(Path(folder) / str(blocks), blocks, options.seed) for blocks in chosen.blocks or sizes_by_mode}

@@ -1,7 +1,7 @@
-"""Agents on timed engines over emulated links: job completion offline, agents a second online, and the gain of each step.
+"""Run agents on timed engines over emulated links: job completion offline, agents per second online, and the gain of each step.
 
-Engines compute for as long as a model of the hardware says, while every KV byte is really moved by the real client between the
-real daemons in network namespaces with shaped links, and checked. Needs root and iproute2, and says so where it cannot run.
+Computing time comes from a model of the hardware. The real client moves every KV byte between real servers in network namespaces
+with shaped links, and every byte is checked. Requires root and iproute2, and reports if they are missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Loads over the storage links of prefill and decode hosts, on emulated links: rates, single loads, layer groups, faults.
+"""Measure loads over the emulated storage links of prefill and decode hosts: rates, single loads, layer groups, faults.
 
-Real daemons and clients run in network namespaces whose links are shaped; every loaded byte is checked. Needs root and iproute2
-and says so where it cannot run. Figures are ratios of policies that ran in turn on the same bed.
+Real servers and clients run in network namespaces with shaped links, and every loaded byte is checked. Figures are ratios of
+policies that ran alternately on the same bed. Requires root and iproute2, and reports if they are missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A latency-critical flow beside KV on one emulated compute link: its latency and KV's rate, with a traffic class and without.
+"""Measure a latency-critical flow that shares an emulated compute link with KV traffic, with and without a traffic class.
 
-Real daemons and clients run in network namespaces whose links are shaped; loaded bytes are checked. Needs root and iproute2 and
-says so where it cannot run.
+Real servers and clients run in network namespaces with shaped links, and loaded bytes are checked. Requires root and iproute2,
+and reports if they are missing.
 """
 
 from __future__ import annotations

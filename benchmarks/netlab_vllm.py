@@ -1,12 +1,12 @@
-"""Time to the first token of two vLLM engines, one prefills and one decodes, over both storage links against one.
+"""Measure time to first token of a vLLM prefill engine and a vLLM decode engine, over both storage links against one.
 
-Real vLLM engines, daemons and clients run on emulated hosts: network namespaces with a storage and a compute link each. Each
-question is a context that lies in storage and a tail that nobody has seen; nothing of it is in any engine's cache or in any other
-host's memory. The prefill engine loads the context as its policy says, computes the tail and hands the prompt over; the answer of
-the decode engine with one token ends the measurement. Every policy gives the same tokens, or the benchmark ends.
+Real vLLM engines, servers and clients run on emulated hosts: network namespaces with a storage link and a compute link each. Each
+question is a context in storage plus a new tail; no engine cache and no other host's memory contains any of it. The prefill
+engine loads the context by its policy, computes the tail and hands the prompt over. The measurement ends with the decode engine's
+answer of one token. All policies must produce the same tokens.
 
-Links are slowed so that they and not the CPU are what is measured; a model this small would be computed sooner than it is loaded
-over them, so nothing is said of loading against computing here. Needs root and iproute2, and an interpreter that has vLLM.
+Links are slow enough to be the bottleneck instead of the CPU. Computing this small model is faster than loading over these links,
+so the figures do not compare loading with computing. Requires root, iproute2 and vLLM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MIB = 1 << 20
 BLOCK = 32
 MODEL = TinyModel(layers=8, heads=8, kv_heads=8)
 KV_BYTES = MODEL.layers * 2 * MODEL.kv_heads * MODEL.head_dim * 4
-"""A token's."""
+"""KV bytes per token."""
 PREFILL, DECODE, STORAGE = "prefill-0", "decode-0", "storage-0"
 POLICIES = ("prefill_only", "split", "shorter_queue")
 _CALL_S = 60.0
@@ -51,14 +51,14 @@ _CALL_S = 60.0
 
 @dataclass(slots=True)
 class Answer:
-    """One question's.
+    """Measurement of one question.
 
     Attributes:
-        seconds: to the first token.
-        load_seconds: of them, those in which the prefix was loaded.
-        handoff_seconds: of them, those in which the prompt was handed over; they overlap with the others.
-        bytes: of the prefix by path.
-        token: the first.
+        seconds: time to first token.
+        load_seconds: the part of it that loaded the prefix.
+        handoff_seconds: duration of the handoff, which overlaps with the load.
+        bytes: bytes of the prefix by path.
+        token: the first token.
     """
 
     seconds: float
@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass
 class Bed:
-    """Hosts, daemons and engines. A context manager."""
+    """Hosts, servers and engines, as a context manager."""
 
     links: LabBed
     context_tokens: int
@@ -94,7 +94,7 @@ class Bed:
         self.lab = self._stack.enter_context(NetLab(self.links.hosts()))
         metadata = self.lab.host(METADATA_HOST)
         fd = self._stack.enter_context((netns.NETNS_DIR / metadata.namespace).open("rb")).fileno()
-        # whoever asks sits beside the metadata server, whose links are free
+        # requests come from the metadata server's host, whose links are idle
         self._asking = self._stack.enter_context(ThreadPoolExecutor(4, initializer=netns.enter, initargs=(fd,)))
         place = DaemonHost(metadata.compute_ip, metadata.popen)
         self.cluster = self._stack.enter_context(LocalCluster(self._nodes(), self.folder / "store", metadata_host=place))
@@ -155,7 +155,7 @@ class Bed:
 
     # ---- questions ----
     def ask(self, prompt: Sequence[int], policy: str) -> Answer:
-        """Through both engines, with nothing of it in their caches."""
+        """Send one question through both engines with empty caches."""
         engines = [self.engines.engine(name) for name in (PREFILL, DECODE)]
         for engine in engines:
             self._asking.submit(engine.reset_prefix_cache).result()
@@ -180,7 +180,7 @@ class Bed:
         return {name.removeprefix("vllm:kvstore_").removesuffix("_total"): value for name, value in found.items()}
 
     def settle(self) -> None:
-        """All that was computed is in storage, and nowhere else."""
+        """Wait until all computed blocks are in storage, and evict them everywhere else."""
         self._asking.submit(self._settle).result()
 
     def _settle(self) -> None:
@@ -193,7 +193,7 @@ class Bed:
 
 
 def measure(options: Options, folder: Path) -> None:
-    """Contexts are computed and stored once; then each round asks each policy one question about each."""
+    """Compute and store the contexts once. Each round then sends one question per context with each policy."""
     extra = options.extra
     tokens = options.pick(full=2016, quick=1024, smoke=512)
     links = LabBed(1, 1, 1, extra.snic_mbit, extra.snic_mbit * 5, extra.snic_mbit * 5)
@@ -253,11 +253,11 @@ def measure(options: Options, folder: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the arguments of this script."""
 
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--snic-mbit", type=float, default=200.0, help="rate of each storage link (default 200); compute: 5x")
-        parser.add_argument("--load-mode", default="layerwise", help="of the prefill engine (default layerwise)")
+        parser.add_argument("--load-mode", default="layerwise", help="mode of the prefill engine (default layerwise)")
         parser.add_argument("--layer-group", type=int, default=0, help="layers read together (default 0: whole blocks)")
 
     options = harness.options("netlab_vllm", __doc__, arguments=arguments)

@@ -1,8 +1,8 @@
-"""The transport ``nixl`` against a bare NIXL loop over the same memory with the same descriptors, and against ``tcp``.
+"""Measure the transport ``nixl`` against a bare NIXL loop over the same memory and descriptors, and against ``tcp``.
 
-Two processes on this host, over UCX's TCP (the server pushes) and over CMA (the reader pulls). Ours finds keys, pins, answers
-with outcomes and verifies every checksum; the bare loop moves bytes and nothing else, or moves and sums them. ``tcp`` is the
-framed TCP connection. Without an RDMA device this says what the store adds to NIXL, not what RDMA would bring.
+Two processes on this host use UCX's TCP (the server pushes) and CMA (the reader pulls). The store's transport finds keys, pins
+blocks, answers with outcomes and verifies every checksum. The bare loop only moves bytes, or moves and sums them. ``tcp`` is the
+framed TCP connection. Without an RDMA device the figures show the store's overhead over NIXL, not the gain of RDMA.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NixlPlane:
         self.total = memory.nbytes
 
     def load(self, peer: str, *, verify: bool = True) -> None:
-        """Reads everything by one of the peers; every block must be a hit, and its bytes must have come as they should."""
+        """Read all blocks with one of the peers and check that every block is a hit with the right bytes and transport."""
         request = ReadRequest(NAMESPACE, self._keys, 0, self._blocks.shape.layers, 0, time.monotonic() + CALL_S)
         before = self.counters.get("transport_nixl_bytes_received_total")
         chosen = {"registered": self._registered, "unregistered": self._unregistered, "tcp": self._tcp}[peer]
@@ -80,7 +80,7 @@ class NixlPlane:
 
 
 def serve(count: int, shape: BlockShape, transports: str) -> None:
-    """Server process: prints its address, serves until its stdin ends."""
+    """Run the server process: print the address and serve until stdin closes."""
     provider = ArrayProvider(count, shape)
     port = NixlAgent(NixlOptions(transports=transports), regions=[Region(address_of(provider.blocks), provider.blocks.nbytes)])
     server = TcpServer(provider, one_sided=partial(NixlResponder, port))
@@ -92,7 +92,7 @@ def serve(count: int, shape: BlockShape, transports: str) -> None:
 
 
 def measure(options: Options, shape: BlockShape, total: int, transports: str, way: Way) -> None:
-    """One block size over one of UCX's transports."""
+    """Measure one block size over one of UCX's transports."""
     memory = np.zeros(total, np.uint8)
     with BareNixl(memory, shape.block_bytes, transports, way) as bare, NixlPlane(memory, shape, transports, way) as plane:
         rate = partial(harness.gigabytes_per_second, total)
@@ -119,12 +119,12 @@ def measure(options: Options, shape: BlockShape, total: int, transports: str, wa
             target=Target("peer", 0.9) if contestant in ("registered", "unverified") else None,
             transport="tcp" if contestant == "tcp" else "nixl",
             verified=contestant != "unverified",
-            notes="the destination is no lasting part of the agent's memory" if contestant == "unregistered" else "",
+            notes="the destination is registered for this load only" if contestant == "unregistered" else "",
         )
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all sizes and transports."""
     if sys.argv[1:2] == ["--serve"]:
         count, layers, layer_block_bytes = map(int, sys.argv[2:5])
         serve(count, BlockShape(layers, layer_block_bytes), "" if sys.argv[5] == "auto" else sys.argv[5])

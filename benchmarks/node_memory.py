@@ -1,12 +1,12 @@
-"""Memory per block: anonymous memory of a node, and of the metadata server with its index file, by how many blocks they hold.
+"""Measure memory per block: anonymous memory of a node, and of the metadata server with its index file.
 
 A node process with a small arena and an NVMe volume of tiny slots is filled in steps through the client. After each step, once
 all blocks are durable and published, the anonymous memory (``RssAnon``) of both processes is read. The figure is the slope of a
-linear fit, so that what an empty process takes does not count. Then the node is started again over its full volume
+linear fit, so that the memory of an empty process does not count. Then the node is restarted with its full volume
 ("recovered"). In a second store, whose volume holds a fraction of the blocks, eviction runs until the eviction policy remembers
-as many evicted keys as it ever does ("churned"): there the figure is what the process takes beyond an empty one, per block held.
+its maximum of evicted keys ("churned"); that figure is the memory beyond that of an empty process, per block held.
 
-``--breakdown`` fills a block table in this process, without a node, and says by ``tracemalloc`` which source lines hold how much.
+``--breakdown`` fills a block table in this process, without a node, and prints the bytes by source line (``tracemalloc``).
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ CHAIN_BLOCKS = 32
 BATCH_BLOCKS = 4096
 DRAM_BYTES = 64 << 20
 CHURN_FACTOR = 6
-"""Blocks stored per block that the churned volume holds: the volume itself, four evicted keys per block, and some more."""
+"""Blocks stored per block that the churned volume holds: the volume itself, four evicted keys per block, and a margin."""
 WANTED_BYTES = 400.0
 SETTLE_S = 1.0
 SHOWN_LINES = 25
 
 
 def rss_anon(daemon: Daemon) -> int:
-    """Bytes of anonymous memory of a process: its heap, without files that are mapped and without the shared arena."""
+    """Read the anonymous memory of a process in bytes: its heap without mapped files and the shared arena."""
     lines = Path(f"/proc/{daemon.process.pid}/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 @dataclass(slots=True)
 class Steps:
-    """What was read at each number of blocks."""
+    """Memory at each number of blocks."""
 
     blocks: list[int] = field(default_factory=list)
     node: list[int] = field(default_factory=list)
@@ -60,25 +60,25 @@ class Steps:
     index: list[int] = field(default_factory=list)
 
     def slope(self, values: list[int]) -> float:
-        """Bytes per block."""
+        """Slope of the fit in bytes per block."""
         return float(np.polyfit(self.blocks, values, 1)[0])
 
 
 class Bed:
-    """One store being filled, and the doors at which it is watched."""
+    """A store that is filled in steps, and the calls that observe it."""
 
     def __init__(self, store: LocalCluster) -> None:
         self._store = store
         self._metadata = metadata_pb2_grpc.MetadataStub(connect(store.metadata_address))
 
     def durable_blocks(self) -> int:
-        """Blocks on the volume."""
+        """Number of blocks on the volume."""
         stub = node_pb2_grpc.NodeStub(connect(self._store.node("bench").address))
         tiers = call(stub.GetNodeStats, node_pb2.GetNodeStatsRequest(), CALL_S).tiers
         return next(int(tier.blocks) for tier in tiers if "nvme" in tier.volume_id)
 
     def fill(self, client: KVClient, chains: Chains, blocks: int) -> None:
-        """Stores so many blocks, makes them durable, and waits until the index shows them."""
+        """Store ``count`` blocks, make them durable, and wait until the index contains them."""
         last = None
         for _ in range(-(-blocks // BATCH_BLOCKS)):
             last = chains.next()
@@ -92,7 +92,7 @@ class Bed:
         time.sleep(SETTLE_S)
 
     def read(self, steps: Steps) -> None:
-        """One more point of the fit."""
+        """Add a point to the fit."""
         stats = call(self._metadata.GetStats, metadata_pb2.GetStatsRequest(), CALL_S)
         steps.blocks.append(self.durable_blocks())
         steps.node.append(rss_anon(self._store.node("bench")))
@@ -106,7 +106,7 @@ def _node(blocks: int) -> NodeSpec:
 
 
 def measure_filled(options: Options, folder: Path, sizes: list[int]) -> None:
-    """A volume that has room for everything."""
+    """Measure with a volume that holds all blocks."""
     cache = spec(BLOCK_BYTES, LAYERS)
     chains = Chains(cache, BATCH_BLOCKS, options.seed, CHAIN_BLOCKS)
     steps = Steps()
@@ -123,13 +123,13 @@ def measure_filled(options: Options, folder: Path, sizes: list[int]) -> None:
         print(f"  node of no blocks {empty / 1e6:.0f} MB; at {steps.blocks} blocks: node {steps.node}, metadata {steps.metadata}")
         store.stop("bench")
         store.start_node("bench")
-        time.sleep(3 * SETTLE_S)  # its inventory is sent
+        time.sleep(3 * SETTLE_S)  # the node has sent its inventory
         recovered = (rss_anon(store.node("bench")) - empty) / bed.durable_blocks()
     keep(options, "node_memory", "Node: memory per block", "recovered", recovered, sizes[-1], WANTED_BYTES)
 
 
 def measure_churned(options: Options, folder: Path, blocks: int) -> None:
-    """A volume that evicts."""
+    """Measure with a volume that evicts."""
     cache = spec(BLOCK_BYTES, LAYERS)
     chains = Chains(cache, BATCH_BLOCKS, options.seed, CHAIN_BLOCKS)
     with cluster(_node(blocks), folder) as store:
@@ -143,7 +143,7 @@ def measure_churned(options: Options, folder: Path, blocks: int) -> None:
 
 
 def keep(options: Options, name: str, title: str, state: str, value: float, blocks: int, bound: float | None = None) -> None:
-    """The record of one figure."""
+    """Record one figure."""
     parameters: dict[str, str | int | float | bool] = {
         "state": state,
         "blocks": blocks,
@@ -155,7 +155,7 @@ def keep(options: Options, name: str, title: str, state: str, value: float, bloc
 
 
 def break_down(blocks: int) -> None:
-    """Where the bytes of a table are."""
+    """Print the bytes of a block table by source line."""
     gc.collect()
     tracemalloc.start(1)
     before = tracemalloc.take_snapshot()
@@ -174,11 +174,11 @@ def break_down(blocks: int) -> None:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--breakdown", action="store_true", help="say which source lines hold how much, and measure no process")
+    parser.add_argument("--breakdown", action="store_true", help="print the bytes by source line and exit")
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all figures."""
     options = harness.options("node_memory", __doc__, arguments=_arguments)
     if options.extra.breakdown:
         break_down(100_000)

@@ -1,10 +1,9 @@
-"""One NVMe slab by itself: cold loads against fio's reads, writes with their commit against fio's writes and fsync.
+"""Measure one NVMe slab alone: cold loads against fio's reads, committed writes against fio's writes and fsync.
 
-The loads are of every second slot, so that nothing merges: fio, too, reads single blocks at random. The store is of a run of
-slots, as a prefix is written, into slots that were written before (as on a volume that is full), and ends with the commit: slab
-synced, catalog synced. Checksums of all layers are verified on every load, and each byte is compared off the clock.
-fio works on a file beside the volume, with as many requests in flight as the volume has threads. Caches below O_DIRECT (a disk's
-own, a hypervisor's) serve both sides alike.
+Loads read every second slot, so that requests do not merge; fio also reads single blocks at random. A store writes a run of
+slots, like a prefix, into slots that were written before, as on a full volume. It ends with the commit: slab synced, catalog
+synced. Every load verifies the checksums of all layers; comparing all bytes is not timed. fio uses a file on the same filesystem
+with one request in flight per thread of the volume. Caches below O_DIRECT (of the disk or hypervisor) serve both sides equally.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ NAMESPACE = NamespaceId(b"benchmark-nvme-1")
 
 
 class Slabs:
-    """A volume with ``2 * blocks`` slots, half of which are stored and removed again each round; read by kvikio if given."""
+    """A volume with ``2 * blocks`` slots, half of which are stored and removed in each round; read through kvikio if given."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class Slabs:
             BlockRecord(NAMESPACE, BlockKey(at.to_bytes(16, "big")), None, at, self.shape, layer_checksums(row.data, self.shape))
             for at, row in enumerate(source)
         ]
-        # blocks to load lie in every second slot; the slots between them stay empty
+        # blocks to load occupy every second slot; the slots between them stay empty
         slots = self._allocate(2 * blocks)
         self.loaded = list(zip(slots[::2], self.records, (row.data for row in source), strict=True))
         if any(self.slab.write(self.loaded)):
@@ -79,13 +78,13 @@ class Slabs:
         return slots
 
     def load(self) -> float:
-        """GB/s of one cold load of all blocks."""
+        """Measure the GB/s of one cold load of all blocks."""
         self.target.fill(0)
         items = [(slot, record, row.data) for (slot, record, _), row in zip(self.loaded, self.target, strict=True)]
         outcomes: list[Outcome] = []
         rate = harness.gigabytes_per_second(self.nbytes, lambda: outcomes.extend(self.slab.read(items)))
         if outcomes != [Outcome.HIT] * self.blocks or not np.array_equal(self.source, self.target):
-            raise SystemExit("a load brought a wrong byte")
+            raise SystemExit("a load returned wrong bytes")
         return rate
 
 
@@ -103,7 +102,7 @@ class Stores:
         list(self.slab.recover())
 
     def store(self) -> float:
-        """GB/s of one store, durable when it ends."""
+        """Measure the GB/s of one durable store."""
         source = self._source
         rows = [row.data for row in source.source]
 
@@ -122,7 +121,7 @@ class Stores:
 
 
 def measure(options: Options, folder: Path, block_bytes: int, total: int) -> None:
-    """One block size."""
+    """Measure one block size."""
     loads = Slabs(folder, block_bytes, total // block_bytes, options.seed)
     stores = Stores(loads, folder)
     fio = Fio(folder / "fio", total)
@@ -159,7 +158,7 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all block sizes."""
     options = harness.options("nvme", __doc__)
     for block_bytes in options.pick(full=(1 << 20, 4 << 20), quick=(1 << 20,), smoke=(1 << 20,)):
         folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))

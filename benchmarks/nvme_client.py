@@ -1,11 +1,11 @@
-"""NVMe through the whole store: cold loads against fio's reads, stores made durable against fio's writes and fsync.
+"""Measure NVMe through the whole store: cold loads against fio's reads, durable stores against fio's writes and fsync.
 
-Each round stores a chain that nobody has seen, waits until it is durable, empties the DRAM tier, and loads the chain back from
-NVMe with O_DIRECT, checksums verified. fio does the same with as many bytes in blocks of the same size, as many in flight as the
-volume has I/O threads, on a file beside the volume. Caches below O_DIRECT (a disk's own, a hypervisor's) serve both sides alike.
+Each round stores a new chain, waits until it is durable, empties the DRAM tier, and loads the chain from NVMe with O_DIRECT and
+checksum verification. fio moves the same bytes in blocks of the same size on a file of the same filesystem, with one request in
+flight per I/O thread of the volume. Caches below O_DIRECT (of the disk or hypervisor) serve both sides equally.
 
-The limit is as many threads that copy, sum, read and write as many bytes, and know nothing of blocks: on few cores the sums and
-copies, which fio does not make, are what a store waits for.
+The limit is the same number of threads that copy, sum, read and write the same bytes without any notion of blocks. On few cores a
+store is bound by checksums and copies, which fio does not make.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IO_THREADS = 8
 
 
 def measure(options: Options, folder: Path, block_bytes: int, total: int) -> None:
-    """One block size."""
+    """Measure one block size."""
     cache = spec(block_bytes, LAYERS)
     blocks = total // block_bytes
     chains = Chains(cache, blocks, options.seed)
@@ -53,7 +53,9 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
         current: list[Chain] = []
 
         def store_durable() -> float:
-            control.evict(Tier.DRAM)  # in this order: what left NVMe first would be kept in DRAM, to be written again
+            control.evict(
+                Tier.DRAM
+            )  # this order matters: blocks evicted from NVMe first would stay dirty in DRAM and be written again
             control.evict(Tier.NVME)
             chain = chains.next()
             current[:] = [chain]
@@ -78,7 +80,7 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
         rounds: dict[str, list[float]] = {
             name: [] for name in ("store", "load", "bare write", "bare read", "fio write", "fio read")
         }
-        for count in range(-1, options.repetitions):  # a fixed order: a load needs its store before it
+        for count in range(-1, options.repetitions):  # fixed order: a load requires the store before it
             values = {"store": store_durable(), "load": load_cold()}
             values["bare write"] = harness.gigabytes_per_second(total, lambda: bare.write_durable(block_bytes))
             values["bare read"] = harness.gigabytes_per_second(total, lambda: bare.read(block_bytes))
@@ -111,7 +113,7 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all block sizes."""
     options = harness.options("nvme_client", __doc__)
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))
     try:

@@ -1,9 +1,9 @@
-"""What it costs to be seen: loads from this host's DRAM with metrics scraped and logs at info, against the same without.
+"""Measure the cost of observability: loads from this host's DRAM with and without metrics and info logs.
 
-Two stores run side by side, and clients in turn, each over the same blocks. *On*: ``/metrics`` of node and client, scraped every
-second, logs at info. *Off*: nothing served, logs at error; totals are counted all the same, as always. *Without spans*: as off,
-and the client's places where a span and a request's name would be are cut out. *Without accounts*: the same of what it counts
-and keeps of each load.
+Two stores run at the same time, and their clients load the same blocks alternately. *On*: ``/metrics`` of node and client are
+scraped every second, logs at info. *Off*: no metrics server, logs at error; totals are still counted. *Without spans*: like off,
+with the client's code for spans and request ids patched out. *Without accounts*: like off, with the client's accounting per load
+patched out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCRAPE_S = 1.0
 
 @contextmanager
 def scraping(*addresses: str) -> Iterator[None]:
-    """Asks for metrics all the time, as Prometheus would."""
+    """Periodic scrapes of metrics, like those of Prometheus."""
     stop = threading.Event()
 
     def scrape() -> None:
@@ -52,10 +52,10 @@ def scraping(*addresses: str) -> Iterator[None]:
 
 @contextmanager
 def without(what: str) -> Iterator[None]:
-    """Cuts out of the client what is there to be seen by: its spans, or its accounts."""
+    """Patch the spans or the accounting out of the client."""
 
     def nothing(*_: object, **__: object) -> AbstractContextManager[None]:
-        return nullcontext()  # a mock's own call would cost more than what it stands for
+        return nullcontext()  # calling a mock would cost more than the code it replaces
 
     with ExitStack() as stack:
         if what == "spans":
@@ -68,14 +68,14 @@ def without(what: str) -> Iterator[None]:
 
 
 def measure(options: Options, block_bytes: int, blocks: int, loads: int) -> None:
-    """One size of a load."""
+    """Measure one load size."""
     cache = spec(block_bytes, LAYERS)
     chains = Chains(cache, blocks, options.seed)
     chain = chains.next()
     room = room_for(blocks, block_bytes)
     buffer = np.zeros((blocks, block_bytes), np.uint8)
     with ExitStack() as stack:
-        stores: dict[str, LocalCluster] = {}  # all before the first client: gRPC's threads and forks do not go together
+        stores: dict[str, LocalCluster] = {}  # start all processes before the first client: gRPC's threads do not survive a fork
         for name, level, metrics in (("on", "info", "127.0.0.1:0"), ("off", "error", "none")):
             with mock.patch.dict(os.environ, {"KVSTORE_LOG__LEVEL": level}):
                 node = NodeSpec("bench", dram_bytes=room, settings=(("metrics_listen", metrics),))
@@ -134,7 +134,7 @@ def measure(options: Options, block_bytes: int, blocks: int, loads: int) -> None
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all load sizes."""
     options = harness.options("observe_cost", __doc__)
     sizes = options.pick(full=((64 << 10, 64, 400), (1 << 20, 128, 12)), quick=((64 << 10, 64, 10),), smoke=((64 << 10, 4, 2),))
     for block_bytes, blocks, loads in sizes:

@@ -1,9 +1,10 @@
-"""Planner and scheduler: decisions a second on one core, and what a decision costs when the cluster is 192 times as large.
+"""Measure planner and scheduler: decisions per second on one core, and the cost per decision in a cluster 192 times as large.
 
-A decision is all that one request needs: submitted, given a prefill and a decode engine by its groups' fetches (in which every
-engine reports), its read planned and charged, progress reported twice a part, prompt done, finished. Each engine is given one
-request a tick; every group fetches once a tick; a request is done three ticks later. There are two decode engines for a prefill
-engine; ``groups`` says whether the engines of a node form a group, or all of a role. Clusters run in turn within each round.
+A decision covers the whole life of a request: submit, assignment of a prefill and a decode engine by fetches of their groups
+(with a report of every engine), planning and charging the read, two progress reports per part, end of the prompt, end of the
+request. Per tick each engine gets one request and every group fetches once. A request ends three ticks later. There are two
+decode engines per prefill engine. ``groups`` is the grouping: the engines of one node, or all engines of one role. Each round
+runs all clusters.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ RELAYS = 4
 
 @dataclass(slots=True)
 class UnderWay:
-    """A request that has all it needs."""
+    """A request with its engines and its read plan."""
 
     pair: Pair
     plan: LoadPlan
 
 
 class Cluster:
-    """A scheduler, a planner and engines that do as they are told."""
+    """A scheduler, a planner and simulated engines."""
 
     def __init__(self, engines: int, groups: str, policy: str, seed: int) -> None:
         self.random = random.Random(seed)
@@ -67,7 +68,7 @@ class Cluster:
         self.count = engines
 
     def tick(self) -> int:
-        """One round of everything; returns how many requests were decided."""
+        """Run one tick and return the number of decided requests."""
         for _ in range(self.count):
             name, tokens = f"r{next(self.names)}", self.random.randrange(2_000, 60_000)
             self.asked[name] = tokens
@@ -83,18 +84,18 @@ class Cluster:
         return len(started)
 
     def pending_tokens(self, node: str) -> int:
-        """Of a node's queue, as the engines report it."""
+        """Queue report of a node, as engines send it."""
         state = self.planner.queues.state(node, self.now)
         return state.pending_tokens if state is not None else 0
 
     def plan(self, pair: Pair) -> LoadPlan:
-        """The read of a request that has its engines."""
+        """Plan the read of an assigned request."""
         blocks = self.asked.pop(pair.request_id) // BLOCK_TOKENS
         request = PlanRequest(pair.request_id, blocks, BLOCK_BYTES, BLOCK_TOKENS, pair.prefill.node, pair.decode.node)
         return self.planner.plan(request, self.now)
 
     def end(self, done: list[UnderWay]) -> None:
-        """Reports all that the clients and engines of these requests report."""
+        """Send all reports of the clients and engines of these requests."""
         for entry in done:
             plan_id = entry.plan.plan_id
             for part in entry.plan.parts:
@@ -106,7 +107,7 @@ class Cluster:
             self.scheduler.finish(entry.pair.request_id, entry.pair.generation)
 
     def microseconds(self, decisions: int) -> float:
-        """Time a decision, over about so many."""
+        """Measure the time per decision over about ``count`` decisions."""
         decided = 0
         begun = time.perf_counter()
         while decided < decisions:
@@ -115,7 +116,7 @@ class Cluster:
 
 
 def main() -> None:
-    """Command line of all benchmarks."""
+    """Measure all cluster sizes."""
     options = harness.options("planner", __doc__)
     decisions = options.pick(full=4_000, quick=1_200, smoke=12)
     large = options.pick(full=1_152, quick=1_152, smoke=24)
@@ -124,7 +125,7 @@ def main() -> None:
     for cluster in clusters.values():
         for _ in range(TICKS_A_REQUEST + 2):
             cluster.tick()
-    gc_tuning.freeze_startup_objects()  # as in the metadata server
+    gc_tuning.freeze_startup_objects()  # same setting as in the metadata server
     samples = harness.interleave(
         {repr(key): functools.partial(cluster.microseconds, decisions) for key, cluster in clusters.items()},
         options.repetitions,
@@ -133,13 +134,13 @@ def main() -> None:
         parameters: dict[str, str | int | float | bool] = {"engines": size, "policy": policy, "groups": groups}
         took = samples[repr((size, policy, groups))]
         options.keep(
-            Figure("planner_decisions", "Planner and scheduler: decisions a second, one core", parameters, "1/s"),
+            Figure("planner_decisions", "Planner and scheduler: decisions per second, one core", parameters, "1/s"),
             [1e6 / microseconds for microseconds in took],
             target=Target("value", 5_000),
         )
         if size == large:
             options.keep(
-                Figure("planner_growth", "Planner and scheduler: time a decision", parameters, "us", lower_is_better=True),
+                Figure("planner_growth", "Planner and scheduler: time per decision", parameters, "us", lower_is_better=True),
                 took,
                 peer=Reference("6 engines", samples[repr((6, policy, groups))]),
                 target=Target("peer", 2.0),

@@ -1,12 +1,12 @@
-"""Put and get of blocks in another process's memory over TCP, 16 a batch, against Mooncake Store in the same run.
+"""Measure puts and gets of blocks in another process's memory over TCP, 16 blocks per batch, against Mooncake Store.
 
-Ours: a client without a node of its own stores a batch to, and looks up and loads it from, the DRAM of a node in another
-process; checksums are made on the way in, and verified by the receiving side both ways. Mooncake Store: ``batch_put_from`` and
-``batch_get_into`` of its client against the memory that another process lends, over its TCP transport, without checksums. Both
-sides ask their metadata server for every get, keep the caller's memory apart from block to block, and compare what they got
-with what they put, outside of the time. A batch is a chain of its own.
+kvstore: a client without a local node stores each batch to the DRAM of a node in another process, then looks it up and loads it.
+The client computes checksums on a put, and the receiving side verifies them in both directions. Mooncake Store: its client's
+``batch_put_from`` and ``batch_get_into`` use another process's memory over its TCP transport, without checksums. Both sides
+query their metadata server for every get, use separate caller memory per block, and compare the bytes outside the measured time.
+Each batch is one chain.
 
-The limit is one bare socket pair that moves and sums as many bytes in as large batches, and knows nothing of blocks.
+The limit is one bare socket pair that moves and sums the same bytes in batches of the same size.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LAYERS = 32
 BATCH = 16
 
 Measured = tuple[Callable[[], float], Callable[[], float]]
-"""A put, and the get of what it put: GB/s."""
+"""GB/s of a put, and of the get of the same blocks."""
 
 
 def ours(client: KVClient, control: NodeControl, chains: Chains, total: int, block_bytes: int) -> Measured:
-    """Our side."""
+    """The side of kvstore."""
     buffer = np.zeros((total // block_bytes, block_bytes), np.uint8)
     current: list[Chain] = []
 
@@ -67,7 +67,7 @@ def ours(client: KVClient, control: NodeControl, chains: Chains, total: int, blo
 
 
 def theirs(mooncake: Mooncake, current: list[str], total: int, block_bytes: int) -> Measured:
-    """Mooncake's side; its client compares the bytes. ``current`` names what it holds."""
+    """The side of Mooncake Store, whose driver compares the bytes. ``current`` is the number of the stored batch."""
 
     def put() -> float:
         if current:
@@ -82,7 +82,7 @@ def theirs(mooncake: Mooncake, current: list[str], total: int, block_bytes: int)
 
 
 def measure(options: Options, mooncake: Mooncake | None, missing: str, block_bytes: int, total: int) -> None:
-    """One block size."""
+    """Measure one block size."""
     held: list[str] = []
     cache = spec(block_bytes, LAYERS)
     blocks = total // block_bytes
@@ -135,13 +135,13 @@ def measure(options: Options, mooncake: Mooncake | None, missing: str, block_byt
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all block sizes."""
     options = harness.options("put_get", __doc__)
     total = options.pick(full=512 << 20, quick=256 << 20, smoke=32 << 20)
     mooncake, missing = None, ""
     if options.mode != "smoke":
         try:
-            mooncake = Mooncake(4 * total)  # far from where it would begin to evict
+            mooncake = Mooncake(4 * total)  # large enough to avoid eviction
         except PeerMissingError as error:
             missing = str(error).splitlines()[0]
             print(f"WARNING: {error}", flush=True)

@@ -1,10 +1,10 @@
-"""What lookups pay for an admin server that is asked 200 times a second: p50 and p99 with and without, in the same run.
+"""Measure the effect of 200 requests per second to the admin server on lookups: p50 and p99 with and without, in the same run.
 
-A store as ``kvstore up`` starts it: metadata server, a node and an admin server, each a process; a client in this one looks up
-chains of 1,600 blocks, one after the other, and every answer is checked. In every other round a process beside it asks the admin
-server, two seconds before and all the time, at a fixed rate whatever it answers (open loop): what the web page and dashboards ask
-for, and some blocks and chains. Left out is
-``/v1/namespaces/ID/usage``, for which nodes count all their blocks. The processes' use of the processors is told beside.
+The store consists of the processes of ``kvstore up``: metadata server, node and admin server. A client looks up chains of 1,600
+blocks one after the other and checks every answer. In every other round a load generator sends requests to the admin server at a
+fixed rate (open loop), from two seconds before the lookups: the requests of the web page and dashboards, and single blocks and
+chains. ``/v1/namespaces/ID/usage`` is excluded because nodes count all their blocks for it. The notes contain the CPU use of each
+process.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ CHAINS = 8
 BLOCK_BYTES = 4_096
 RATE = 200.0
 SETTLED_S = 2.0
-"""So long it is asked before lookups are timed: the first questions of each kind are all answered anew, for a second or so."""
+"""Seconds of requests before lookups are timed. The first requests of each kind are not cached, for about a second."""
 REACHED = 0.99
-"""Of the rate, or it was no such load."""
+"""Required share of the rate. Below it the load was too low to count."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def processor_s(pid: int) -> float:
-    """Processor time of a process so far."""
+    """Read the CPU seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def requests(namespace_id: str, keys: list[BlockKey], seed: int) -> list[Asked]:
-    """A mix: what the page, dashboards and scripts ask for all the time, and six questions a second for some block or chain."""
+    """Requests in the mix of the web page, dashboards and scripts, with six requests per second for a block or chain."""
     draw = random.Random(seed)
     looks = [
         *("/v1/overview", "/v1/cluster", "/v1/nodes", "/v1/volumes", "/v1/activity", "/v1/namespaces", "/v1/loads/slow"),
@@ -64,12 +64,12 @@ def requests(namespace_id: str, keys: list[BlockKey], seed: int) -> list[Asked]:
 
 
 class Bed:
-    """The store, its client, and who asks the admin server."""
+    """The store, its client, and the load generator of the admin server."""
 
     def __init__(self, stack: ExitStack, options: harness.Options) -> None:
         cache = spec(BLOCK_BYTES, 4)
         room = room_for(CHAINS * CHAIN, BLOCK_BYTES)
-        # volumes and index in a folder of the options', or a temporary one
+        # volumes and index are in the folder of --scratch, or in a temporary one
         scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-rest-")))
         node = NodeSpec("bench", roles=("prefill", "decode", "storage"), dram_bytes=room, nvme_bytes=room)
         store = stack.enter_context(cluster(node, scratch))
@@ -88,10 +88,10 @@ class Bed:
         every = [key for keys in self.chains for key in keys]
         mix = requests(self.client.spec.namespace.hex(), every, options.seed)
         self.load = stack.enter_context(RestLoad(admin.address, mix, RATE))
-        self.pids |= {"who asks": self.load.pid, "client": os.getpid()}
+        self.pids |= {"load generator": self.load.pid, "client": os.getpid()}
 
     def lookups_ms(self, count: int) -> list[float]:
-        """Times of lookups, one after the other."""
+        """Measure sequential lookups."""
         times = []
         for number in range(count):
             keys = self.chains[number % CHAINS]
@@ -104,12 +104,12 @@ class Bed:
 
 
 def p99(times: list[float]) -> float:
-    """99th percentile."""
+    """Compute the 99th percentile."""
     return float(np.percentile(times, 99))
 
 
 def main() -> None:
-    """Command line."""
+    """Measure both figures."""
     options = harness.options("rest_cost", __doc__, repetitions=7)
     lookups = options.pick(full=3_000, quick=1_500, smoke=200)
     with ExitStack() as stack:
@@ -152,7 +152,7 @@ def main() -> None:
     parameters = {"requests_s": RATE, "keys": CHAIN, "lookups": lookups, "in_flight": 1}
     quiet = {name: some[-options.repetitions :] for name, some in times.items()}
     options.keep(
-        Figure("rest_lookup_p99", "Lookup p99 while the REST is asked", parameters, "ms", lower_is_better=True),
+        Figure("rest_lookup_p99", "Lookup p99 under REST load", parameters, "ms", lower_is_better=True),
         samples["with"],
         peer=Reference("nobody asks", samples["without"]),
         target=Target("peer", 1.05),
@@ -160,7 +160,7 @@ def main() -> None:
         notes=told,
     )
     options.keep(
-        Figure("rest_lookup_p50", "Lookup p50 while the REST is asked", parameters, "ms", lower_is_better=True),
+        Figure("rest_lookup_p50", "Lookup p50 under REST load", parameters, "ms", lower_is_better=True),
         [statistics.median(some) for some in quiet["with"]],
         peer=Reference("nobody asks", [statistics.median(some) for some in quiet["without"]]),
         transport="gRPC, loopback TCP",

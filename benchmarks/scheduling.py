@@ -1,12 +1,12 @@
-"""Request scheduling over gRPC, by a real metadata server process: requests a second, and what a router waits.
+"""Measure request scheduling over gRPC by a real metadata server process: requests per second, and the wait of a router.
 
-A request is all of it: a router asks and waits, a prefill and a decode group fetch it, say that its prompt is computed and that
-it is done. Routers (asyncio clients, as many requests in flight as are named) and leaders run in processes of their own. Of 6
-engines 2 are for prefill, each kind in one group, whose leaders report again as soon as they are answered (rate) or every 5 ms
-(wait). Engines are never full, so that nothing but the scheduler is waited for.
+A request runs through all steps: a router submits it and waits, a prefill and a decode group fetch it and report that its prompt
+is computed and that it is done. Routers (asyncio clients with a given number of requests in flight) and leaders run in separate
+processes. Two of the six engines are for prefill; the engines of a role form one group. Leaders report again after each answer
+(rate) or every 5 ms (wait). Engines are never full, so that requests wait for the scheduler only.
 
-Held against, in the same run: the same rules called directly (the pure scheduler without a planner), and a gRPC server that
-answers a constant to as many calls in flight, which is the limit of one call a request.
+The peer in the same run is the same set of rules, called directly without a planner. The limit is a gRPC server that answers with
+a constant, with the same number of calls in flight and one call per request.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ POLL_S = 0.005
 
 
 async def lead(client: AsyncSchedulerClient, group: str, pause_s: float) -> None:
-    """A leader whose engines are done with a request as soon as they know it."""
+    """Run a leader whose engines finish a request as soon as they get it."""
     role, count = GROUPS[group]
     room = ENOUGH if role == "decode" else 0
     engines = [
@@ -63,13 +63,13 @@ async def lead(client: AsyncSchedulerClient, group: str, pause_s: float) -> None
 
 
 async def lead_all(address: str, pause_s: float) -> None:
-    """All groups, until the process is ended."""
+    """Run the leaders of all groups until the process is stopped."""
     async with AsyncSchedulerClient(address) as client:
         await asyncio.gather(*(lead(client, group, pause_s) for group in GROUPS))
 
 
 def engines_process(address: str, pause_s: float) -> None:
-    """Leaders, in a process of their own."""
+    """Run the process of the leaders."""
     try:
         asyncio.run(lead_all(address, pause_s))
     except (KeyboardInterrupt, KVStoreError):
@@ -77,7 +77,7 @@ def engines_process(address: str, pause_s: float) -> None:
 
 
 async def ask(client: AsyncSchedulerClient, names: itertools.count[int], until_s: float, waits_s: list[float]) -> None:
-    """One request after the other."""
+    """Submit sequential requests."""
     while time.perf_counter() < until_s:
         begun_s = time.perf_counter()
         await client.assign(EngineRequest(f"r{next(names)}", TOKENS, HIT_TOKENS, 500), DEADLINE_S)
@@ -85,7 +85,7 @@ async def ask(client: AsyncSchedulerClient, names: itertools.count[int], until_s
 
 
 def router_process(address: str, pipe: Connection) -> None:
-    """Asks as told: (seconds, requests in flight) in, waits in seconds out."""
+    """Run the process of routers: read (seconds, requests in flight), write the waits in seconds."""
 
     async def ask_all(seconds: float, in_flight: int) -> list[float]:
         waits_s: list[float] = []
@@ -100,7 +100,7 @@ def router_process(address: str, pipe: Connection) -> None:
 
 
 class Bed:
-    """A server process, a process of leaders, and one of routers."""
+    """A server process, a process of leaders, and a process of routers."""
 
     def __init__(self, folder: Path, pause_s: float) -> None:
         ready = folder / f"ready-{pause_s}"
@@ -119,13 +119,13 @@ class Bed:
         self._router.start()
 
     def waits_s(self, seconds: float, in_flight: int) -> list[float]:
-        """What requests waited, within so many seconds."""
+        """Measure the waits of requests for ``seconds`` seconds."""
         self._pipe.send((seconds, in_flight))
         waits: list[float] = self._pipe.recv()
         return waits
 
     def close(self) -> None:
-        """Ends all three."""
+        """Stop all three processes."""
         self._pipe.send(None)
         self._router.join(10)
         self._engines.terminate()
@@ -135,7 +135,7 @@ class Bed:
 
 
 def pure_rate(seconds: float) -> float:
-    """Requests a second through the rules alone: submitted, fetched twice, computed, done."""
+    """Measure the requests per second of the rules alone: submitted, fetched twice, computed, done."""
     scheduler = Scheduler(SchedulerLimits(ENOUGH, ENOUGH))
     for group, (role, count) in GROUPS.items():
         for number in range(count):
@@ -156,7 +156,7 @@ def pure_rate(seconds: float) -> float:
 
 
 def bare_rate(bare: BareGrpc, seconds: float) -> float:
-    """Calls a second of a server that answers a constant."""
+    """Measure the calls per second of a server that answers with a constant."""
 
     async def ask_all() -> int:
         async with connect_aio(bare.address) as channel:
@@ -178,7 +178,7 @@ def bare_rate(bare: BareGrpc, seconds: float) -> float:
 
 
 def measure(opts: Options, folder: Path) -> None:
-    """Both figures."""
+    """Measure both figures."""
     seconds = opts.pick(full=1.5, quick=1.0, smoke=0.2)
     with ExitStack() as stack:
         busy, polled = Bed(folder, 0.0), Bed(folder, POLL_S)
@@ -204,7 +204,7 @@ def measure(opts: Options, folder: Path) -> None:
         opts.keep(
             Figure(
                 "scheduling_wait",
-                "What a router waits for its engines, p50",
+                "Wait of a router for its engines, p50",
                 {"engines": 6, "in_flight": 8, "poll_ms": POLL_S * 1e3},
                 "ms",
                 lower_is_better=True,
@@ -215,7 +215,7 @@ def measure(opts: Options, folder: Path) -> None:
 
 
 def main() -> None:
-    """Command line of all benchmarks."""
+    """Measure in a scratch folder."""
     opts = options("scheduling", __doc__)
     with tempfile.TemporaryDirectory(dir=opts.scratch) as folder:
         measure(opts, Path(folder))

@@ -1,8 +1,8 @@
-"""The simulator against the network lab: the same beds, agents, policies and scheduler, measured and simulated, error by row.
+"""Compare the simulator with the network lab: the same beds, agents, policies and scheduler, with the error of each row.
 
-Small beds of timed engines (1P1D to 2P2D), offline: all agents begin at once. Once bound by storage links, once, with appends so
-many times as long, by computing. Needs root and iproute2, and says so where it cannot run. Writes its table to ``simulate.md``
-and its data and plot to ``results/netlab``.
+Small beds of timed engines (1P1D to 2P2D) run offline: all agents start together. One workload is bound by storage links, the
+other one, with longer appends, by computing. Requires root and iproute2, and reports if they are missing. Writes the table to
+``simulate.md`` and the data and plot to ``results/netlab``.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from netlab.simulated import simulated
 BEDS = ((1, 1), (1, 2), (2, 1), (2, 2))
 POLICIES = ("prefill_only", "shorter_queue", "split")
 SNIC_MBIT, CNIC_TIMES, STORAGE_MBIT = 120.0, 8, 1920.0
-"""Slow, and time dilated, so that two cores can keep eight links busy."""
+"""Slow links and dilated time, so that two cores can keep eight links busy."""
 OUT = 0.25
-"""Of the generated tokens: the last request's answer has nothing to hide behind, and runs are short."""
+"""Factor of the generated tokens. It is small because nothing overlaps with the last answer of a short run."""
 APPEND = {"storage": 1.0, "compute": 64.0}
 
 
 def settings_of(bound: str) -> EngineSettings:
-    """The engines."""
+    """Settings of the engines."""
     return EngineSettings(dilation=1.5, in_flight=6 if bound == "compute" else 4)
 
 
 def measure(options: Options, prefill: int, decode: int, bound: str, agents: int) -> tuple[list[Row], str]:
-    """One bed under one bound: rows by policy, and what bounds it."""
+    """Measure one bed with one workload. Returns rows by policy, and the description of the bottleneck."""
     bed = LabBed(prefill, decode, 1, SNIC_MBIT, SNIC_MBIT * CNIC_TIMES, STORAGE_MBIT)
     settings = settings_of(bound)
     made = trajectories(PROFILE, agents * prefill, 2, options.seed, append_factor=APPEND[bound], out_factor=OUT)
@@ -65,11 +65,11 @@ def measure(options: Options, prefill: int, decode: int, bound: str, agents: int
 
 
 def main() -> None:
-    """Command line."""
+    """Measure the selected beds."""
 
     def arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--bounds", nargs="+", choices=list(BOUND), default=list(BOUND), help="which loads (default: both)")
-        parser.add_argument("--beds", nargs="+", help="which beds, as 1P2D (default: all)")
+        parser.add_argument("--bounds", nargs="+", choices=list(BOUND), default=list(BOUND), help="workloads (default: both)")
+        parser.add_argument("--beds", nargs="+", help="beds, for example 1P2D (default: all)")
 
     options = harness.options("simulate_lab", __doc__, repetitions=3, arguments=arguments)
     reason = available()

@@ -1,8 +1,8 @@
-"""The simulator against the DualPath paper: every figure of its evaluation that can be simulated, none of them tuned for.
+"""Compare the simulator with the DualPath paper: every figure of its evaluation that can be simulated, without tuning.
 
 Models, GPUs, efficiencies and links are the catalog's, the same for all rows; workloads are generated from the paper's Table 2.
-What is scaled: one turn in so many of each agent is simulated, at the same load (see ``--help`` of ``kvstore simulate``), and
-trajectories are drawn again for more agents than 500, as the paper does. Writes its table to ``simulate.md`` beside itself.
+Only every n-th turn of each agent is simulated, at the same load (see ``--help`` of ``kvstore simulate``). For more than 500
+agents trajectories are reused, as in the paper. Writes its table to ``simulate.md``.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ What is said of causes follows from how the model differs from a real cluster; o
 
 @dataclass(eq=False)
 class Bench:
-    """Workloads and results that rows share."""
+    """Workloads and results shared by rows."""
 
     options: Options
     lines: list[str] = field(default_factory=list)
@@ -93,12 +93,12 @@ class Bench:
 
     @functools.cache  # noqa: B019 - one bench a process
     def sessions(self, append: float = 1.0, profile: str = "agentic-64k") -> tuple[AgentSession, ...]:
-        """The trajectories, whole."""
+        """Generate the full trajectories."""
         workload = AgentWorkload(PROFILES[profile], self.trajectories, seed=self.options.seed)
         return tuple(sessions_of(workload, workload.block_tokens, append_factor=append, most_tokens=LONGEST))
 
     def load(self, agents: int, append: float = 1.0, every: int | None = None) -> tuple[AgentSession, ...]:
-        """So many agents that begin together."""
+        """Select agents that start together."""
         whole = self.sessions(append)
         return at_once(thinned((whole[index % len(whole)] for index in range(agents)), every or self.every))
 
@@ -106,11 +106,11 @@ class Bench:
     def offline(
         self, model: str, variant: str, agents: int, prefill: int | None = None, decode: int | None = None, append: float = 1.0
     ) -> SimResult:
-        """A batch of agents on a cluster."""
+        """Simulate a batch of agents on a cluster."""
         config = uniform(
             model_named(model),
             H100,
-            self.load(agents, append, max(1, round(self.every / append))),  # fewer turns fill the context: keep more of them
+            self.load(agents, append, max(1, round(self.every / append))),  # fewer turns fill the context, so keep more of them
             prefill_nodes=prefill,
             decode_nodes=decode,
             variant=VARIANTS[variant],
@@ -118,16 +118,16 @@ class Bench:
         return simulate(config)
 
     def gain(self, model: str, over: str, variant: str, agents: int, **cluster: float) -> float:
-        """Time until 95 % of the requests are done: of ``over`` as a multiple of that of ``variant``."""
+        """Compare the time until 95 % of the requests are done: ``over`` as a multiple of ``variant``."""
         first, second = (self.offline(model, name, agents, **cluster) for name in (over, variant))
         return first.most_done_s / second.most_done_s
 
     def heading(self, title: str) -> None:
-        """Begins a table."""
+        """Start a table."""
         self.lines += ["", f"## {title}", "", "| what | paper | simulated | difference |", "|---|---|---|---|"]
 
     def row(self, name: str, title: str, simulated: float, paper: float | None = None, unit: str = "x", about: str = "") -> None:
-        """One row, and its record."""
+        """Add a row and its record."""
         known = paper is not None
         difference = f"{simulated / paper - 1:+.0%}" if paper is not None else ""
         shown = f"{about}{paper:g}{unit}" if known else "-"
@@ -139,7 +139,7 @@ class Bench:
 
 
 def offline(bench: Bench) -> None:
-    """Figures 7 and 8."""
+    """Simulate figures 7 and 8."""
     bench.heading("Offline: all agents begin together (64K)")
     many = bench.agents
     for factor, paper in ((1, 1.84), (2, 1.87)):
@@ -168,7 +168,7 @@ def offline(bench: Bench) -> None:
 
 
 def ablation(bench: Bench) -> None:
-    """Section 7.4 and figure of balance."""
+    """Simulate section 7.4 and the figure of balance."""
     bench.heading("Ablation: 660B, mean of two batch sizes; gain over Basic")
     papers = {"+layerwise": 1.21, "+both paths": 1.62, "+scheduler": 1.84, "+split": None}
     for variant, paper in papers.items():
@@ -181,7 +181,7 @@ def ablation(bench: Bench) -> None:
 
 
 def prefill_to_decode(bench: Bench) -> None:
-    """Figure 9: P/D sweep on the small model."""
+    """Simulate figure 9: P/D sweep on the small model."""
     bench.heading("P:D on 27B: time of Basic 1P1D over that of each")
     clusters = ((1, 1), (1, 2), (2, 1))
     base = bench.offline(SMALL, "basic", bench.agents, 1, 1).most_done_s
@@ -201,7 +201,7 @@ def prefill_to_decode(bench: Bench) -> None:
 
 
 def append(bench: Bench) -> None:
-    """Longer appends: 660B."""
+    """Simulate longer appends with 660B."""
     bench.heading("Appended tokens times so many: 660B, Basic / DualPath")
     for factor, paper in ((1.0, 1.83), (1.5, 1.94), (2.0, 2.00), (3.0, 1.91)):
         gain = bench.gain(LARGE, "basic", DUAL, bench.agents, append=factor)
@@ -209,7 +209,7 @@ def append(bench: Bench) -> None:
 
 
 def online(bench: Bench) -> None:
-    """Figures 10 to 12."""
+    """Simulate figures 10 to 12."""
     bench.heading("Online: agents/s within mean TTFT 4 s and mean TPOT 50 ms")
     every = bench.options.pick(full=32, quick=64, smoke=200)
     pool = thinned(bench.sessions(), every)
@@ -231,7 +231,7 @@ def online(bench: Bench) -> None:
 
 
 def scale(bench: Bench) -> None:
-    """Table 3: many units as one."""
+    """Simulate table 3: many units as one."""
     units = bench.options.pick(full=8, quick=4, smoke=2)
     bench.heading(f"Scale: {2 * units}P{4 * units}D with {units} times the agents (paper: 48P96D, 24 times), time against 2P4D")
     seconds = []
@@ -243,7 +243,7 @@ def scale(bench: Bench) -> None:
 
 
 def main() -> None:
-    """Command line of all benchmarks."""
+    """Simulate all figures and write the table."""
     options = harness.options("simulate_paper", __doc__, repetitions=1)
     bench = Bench(options)
     parts: tuple[Callable[[Bench], None], ...] = (offline, ablation, prefill_to_decode, append, scale, online)

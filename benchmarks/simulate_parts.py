@@ -1,4 +1,4 @@
-"""The parts of ``simulate.md``: each is made by a script of its own and leaves the other as it is."""
+"""The two parts of ``simulate.md``. A separate script writes each part and keeps the other."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Final, Literal
 
 TABLE: Final = Path(__file__).resolve().parent / "simulate.md"
 LAB: Final = "# The simulator against the network lab"
-"""Begins the second part, and the file's only line of this text."""
+"""First line of the second part; no other line has this text."""
 
 
 def write(part: Literal["paper", "lab"], text: str) -> None:
-    """Puts a part in the place of what it was.
+    """Replace one part of the file.
 
     Args:
-        part: which; the one of the paper comes first.
-        text: that of the lab begins with ``LAB``.
+        part: name of the part; the paper's part comes first.
+        text: new text; that of the lab starts with ``LAB``.
     """
     before, _, after = (TABLE.read_text(encoding="utf-8") if TABLE.exists() else "").partition(LAB)
     paper, lab = (text, LAB + after if after else "") if part == "paper" else (before, text)

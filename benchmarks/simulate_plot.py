@@ -8,15 +8,15 @@ from harness import RESULTS, Record
 
 _PREFIX = "Simulated: "
 _NAMED = ("ablation", "balance", "append", "online")
-"""Rows that say what they are only below their heading."""
+"""Kinds of rows whose titles need the heading of their table."""
 
 
 def plot(records: Path, file: Path) -> None:
-    """Simulated over published, row by row; nothing where matplotlib is not installed.
+    """Plot simulated over published values by row. Does nothing if matplotlib is not installed.
 
     Args:
-        records: what ``simulate_paper.py`` has kept, JSON lines.
-        file: what to write.
+        records: records of ``simulate_paper.py``, JSON lines.
+        file: image to write.
     """
     try:
         import matplotlib as mpl

@@ -1,7 +1,7 @@
-"""A load over TCP from another process, through client and node, against bare sockets with as many bytes and streams.
+"""Measure a load over TCP from another process, through client and node, against bare sockets with the same bytes and streams.
 
-The client has no node of its own: it looks up, and reads over the data plane from the node that holds the blocks, straight into
-the caller's buffer. Measured with checksums verified on arrival (the default) and without.
+The client has no local node: it looks keys up and reads over the data plane from the node that holds the blocks, directly into
+the caller's buffer. Measured with checksum verification (the default) and without.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYERS = 32
 
 
 def measure(options: Options, block_bytes: int, total: int) -> None:
-    """One block size."""
+    """Measure one block size."""
     cache = spec(block_bytes, LAYERS)
     blocks = total // block_bytes
     chains = Chains(cache, blocks, options.seed)
@@ -65,7 +65,7 @@ def measure(options: Options, block_bytes: int, total: int) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all block sizes."""
     options = harness.options("tcp_load", __doc__)
     for block_bytes in options.pick(full=(1 << 20, 4 << 20), quick=(1 << 20,), smoke=(1 << 20,)):
         measure(options, block_bytes, options.pick(full=1 << 30, quick=512 << 20, smoke=8 << 20))

@@ -64,7 +64,7 @@ def test_stolen_time_is_read_from_its_source() -> None:
     assert harness.stolen_share((10, 100), (10, 100)) is None
     for share, shown in ((0.12, True), (0.0199, False), (None, False)):
         told = dataclasses.replace(record, stolen=share)
-        assert ("12% of the machine's time stolen by others" in harness.describe(told)) is shown
+        assert ("12% of processor time stolen by other guests" in harness.describe(told)) is shown
         assert ("12% stolen" in report.table([told])) is shown
         assert ("* stolen:" in report.circumstances([told])) is shown
 
@@ -110,5 +110,5 @@ def test_table_shows_measured_and_missed() -> None:
     assert "fio: 2 → **0.5 ×**" in met
     assert "**no**" in met
     assert "unverified" in alone
-    assert "peer not here" in alone
+    assert "peer not installed" in alone
     assert "Sample rate: why" in report.circumstances(kept)

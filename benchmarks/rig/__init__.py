@@ -1,7 +1,7 @@
-"""A real store for end-to-end benchmarks: daemons as processes, and blocks whose bytes follow from their keys.
+"""A real store for end-to-end benchmarks: server processes, and blocks whose bytes are computed from their keys.
 
-What a figure must not contain (making payloads, checking them, emptying a tier, waiting for the index) is done here, between the
-timed calls; every loaded byte is checked.
+These functions prepare payloads, check them, empty tiers and wait for the index between the timed calls, so that figures do not
+include this work. Every loaded byte is checked.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _TIERS = {Tier.DRAM: common_pb2.TIER_DRAM, Tier.NVME: common_pb2.TIER_NVME}
 
 
 def spec(block_bytes: int, layers: int) -> CacheSpec:
-    """A cache domain of blocks of one size."""
+    """Specification of a namespace with blocks of one size."""
     return CacheSpec(model="benchmark", block_tokens=BLOCK_TOKENS, layers=layers, layer_block_bytes=block_bytes // layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Keys of one chain (or of several of equal length, one after the other), and the payload that belongs to them."""
+    """Keys of one chain, or of several chains of equal length in sequence, and their payload."""
 
     keys: list[BlockKey]
     payload: Bytes
@@ -47,13 +47,13 @@ class Chain:
 
 
 class Chains:
-    """Makes chains that nobody has stored yet. The payload's memory is made once and rewritten for each.
+    """Generator of chains that no store contains yet. All chains share one payload buffer.
 
     Args:
-        cache: their domain.
-        blocks: blocks made at a time.
-        seed: of their tokens.
-        length: blocks of a chain; None: one chain of them all.
+        cache: their namespace.
+        blocks: blocks per call of ``next``.
+        seed: seed of their tokens.
+        length: blocks per chain; None: one chain of all blocks.
     """
 
     def __init__(self, cache: CacheSpec, blocks: int, seed: int, length: int | None = None) -> None:
@@ -65,63 +65,63 @@ class Chains:
         self._payload = np.zeros((blocks, cache.block_bytes), np.uint8)
 
     def next(self) -> Chain:
-        """Blocks nobody has seen; those made before must not be used any more."""
+        """Generate new chains. This overwrites the payload of the previous ones."""
         tokens = self._random.integers(0, 1 << 32, (self._blocks // self._length, self._length * BLOCK_TOKENS), np.uint32)
         keys = [key for row in tokens for key in self._keys.keys(row)]
         self._payloads.fill(keys, self._payload)
         return Chain(keys, self._payload)
 
     def check(self, chain: Chain, loaded: Bytes) -> None:
-        """Every byte is what its key says, or the benchmark ends."""
+        """Check every byte against its key. A wrong byte ends the benchmark."""
         if wrong := self._payloads.wrong_blocks(chain.keys, loaded):
             sys.exit(f"WRONG BYTES in {len(wrong)} of {len(loaded)} blocks, the first at {wrong[0]}")
 
 
 class NodeControl:
-    """A node's own doors that a benchmark needs beside the client's."""
+    """Administrative calls of a node that a benchmark needs in addition to the client."""
 
     def __init__(self, address: str) -> None:
         self._channel: grpc.Channel = connect(address)
         self._stub = node_pb2_grpc.NodeStub(self._channel)
 
     def evict(self, tier: Tier) -> int:
-        """Empties a tier; answers how many blocks left it."""
+        """Evict all blocks of a tier and return their number."""
         request = node_pb2.EvictRequest(operation_id=secrets.token_bytes(16), tier=_TIERS[tier])
         return int(call(self._stub.Evict, request, CALL_S).evicted_blocks)
 
     def empty(self, tier: Tier, blocks: int) -> None:
-        """Empties a tier of so many blocks; one that is on its way elsewhere leaves a moment later."""
+        """Evict ``blocks`` blocks from a tier. Retries, because blocks being copied to another tier are pinned for a moment."""
         deadline_s = time.monotonic() + CALL_S
         while (blocks := blocks - self.evict(tier)) > 0:
             if time.monotonic() > deadline_s:
-                sys.exit(f"{blocks} blocks do not leave {tier.name}")
+                sys.exit(f"{blocks} blocks were not evicted from {tier.name} within {CALL_S:g} s")
             time.sleep(0.005)
 
     def io_engines(self) -> str:
-        """What the node really reads and writes with."""
+        """I/O engines that the node uses."""
         return "; ".join(call(self._stub.GetNodeStats, node_pb2.GetNodeStatsRequest(), CALL_S).io_engines)
 
     def close(self) -> None:
-        """Closes the channel."""
+        """Close the channel."""
         self._channel.close()
 
 
 def stored(result: kvclient.StoreResult) -> None:
-    """Every block went in, or the benchmark ends: a skipped store would look fast."""
+    """Check that every block was stored. A skipped store would look fast, so it ends the benchmark."""
     if count := int(np.count_nonzero(result.outcomes != StoreOutcome.STORED)):
         sys.exit(f"{count} of {len(result.outcomes)} blocks were not stored: {result.error}")
 
 
 def loaded(result: kvclient.LoadResult, tier: Tier) -> None:
-    """Every block was a hit in the tier that is measured, or the benchmark ends."""
+    """Check that every block was a hit in the measured tier. Any other outcome ends the benchmark."""
     if count := int(np.count_nonzero(result.outcomes != Outcome.HIT)):
-        sys.exit(f"{count} of {len(result.outcomes)} blocks were no hit: {result.error}")
+        sys.exit(f"{count} of {len(result.outcomes)} blocks missed: {result.error}")
     if set(result.bytes_by_tier) != {tier}:
-        sys.exit(f"loaded from {result.bytes_by_tier}, not from {tier.name} alone")
+        sys.exit(f"loaded from {result.bytes_by_tier}, expected only {tier.name}")
 
 
 def found(client: kvclient.KVClient, keys: list[BlockKey]) -> kvclient.Lookup:
-    """A lookup that finds all keys; publishing is asynchronous, so it may take a moment."""
+    """Look keys up until the index finds all of them, because nodes publish asynchronously."""
     deadline_s = time.monotonic() + CALL_S
     while True:
         lookup = client.lookup(keys)
@@ -133,14 +133,14 @@ def found(client: kvclient.KVClient, keys: list[BlockKey]) -> kvclient.Lookup:
 
 
 OPTIONS = kvclient.ClientOptions(client_name="benchmark", default_deadline_s=CALL_S, strict=True)
-"""Failures raise: a benchmark must not measure misses."""
+"""Strict options: failures raise, because a benchmark must not measure misses."""
 
 
 def cluster(node: NodeSpec, scratch: Path | None) -> LocalCluster:
-    """Metadata server and one node as processes; volumes lie below ``scratch``."""
+    """Metadata server and one node as processes, with their volumes below ``scratch``."""
     return LocalCluster([node], scratch / f"store-{secrets.token_hex(4)}" if scratch else None)
 
 
 def room_for(blocks: int, block_bytes: int) -> int:
-    """Bytes of a tier that holds so many blocks with some slack for headers and alignment."""
+    """Bytes of a tier for ``blocks`` blocks, with slack for headers and alignment."""
     return int(blocks * (block_bytes + (64 << 10)) * 1.2) + (64 << 20)

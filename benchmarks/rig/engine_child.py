@@ -1,6 +1,6 @@
-"""A vLLM engine in a process of its own, for benchmarks that compare engines: it does what it is told, one JSON line each.
+"""A vLLM engine in a child process, controlled by one JSON line per command, for benchmarks that compare engines.
 
-The parent starts one child a contestant and lets only one of them work at a time. Everything that vLLM prints goes to stderr.
+The parent starts one child per contestant and lets only one of them work at a time. All output of vLLM goes to stderr.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A Llama with random weights: large enough that computing a token costs more than an engine's own steps.
+    """Size of a Llama with random weights, large enough that computing a token costs more than the engine's overhead.
 
-    ``layers * 2 * kv_heads * head_dim * 4`` bytes of KV a token, in float32.
+    A token has ``layers * 2 * kv_heads * head_dim * 4`` bytes of KV in float32.
     """
 
     layers: int = 8
@@ -37,17 +37,17 @@ class ModelSize:
 
     @property
     def kv_bytes(self) -> int:
-        """KV bytes of a token."""
+        """KV bytes per token."""
         return self.layers * 2 * self.kv_heads * self.head_dim * 4
 
 
 class EngineChild:
-    """The parent's end. A context manager.
+    """Parent side of an engine in a child process, as a context manager.
 
     Args:
-        model: its folder.
+        model: folder of the model.
         transfer: vLLM's ``kv_transfer_config``; None: no connector.
-        log: where the child's output goes.
+        log: file of the child's output.
         engine: further arguments of vLLM's ``LLM``.
     """
 
@@ -57,7 +57,7 @@ class EngineChild:
             **os.environ,
             "PYTHONPATH": os.pathsep.join((str(HERE.parent.parent), *sys.path)),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "0",  # with and without a connector the same core and as many threads
+            "VLLM_CPU_OMP_THREADS_BIND": "0",  # the same core and number of threads with and without a connector
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -70,14 +70,14 @@ class EngineChild:
         self._log = log
 
     def ask(self, what: str, **how: object) -> dict[str, Any]:
-        """One command and its answer."""
+        """Send one command and return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": what, **how}).encode() + b"\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the engine has ended:\n{self._log.read_text(errors='replace')[-3000:]}")
+            raise RuntimeError(f"the engine process exited:\n{self._log.read_text(errors='replace')[-3000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -95,7 +95,7 @@ class EngineChild:
 
 
 class _Engine:
-    """The child's end."""
+    """Child side: the engine that executes the commands."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         from vllm import LLM
@@ -114,14 +114,14 @@ class _Engine:
         )
         self._engine = self._llm.llm_engine
         self._numbers = iter(range(1 << 62))
-        self._taken_out: tuple[Any, Any] = (None, None)
+        self._detached: tuple[Any, Any] = (None, None)
         self._in_connector_s = 0.0
         self._inside = False
         if transfer is not None:
             self._watch_connector()
 
     def prompt(self, tokens: Sequence[int], max_tokens: int = 1) -> dict[str, Any]:
-        """One request alone: seconds until its last token."""
+        """Run one request alone and measure the seconds until its last token."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -131,7 +131,11 @@ class _Engine:
         return {"seconds": taken, "cached": answer.num_cached_tokens, "tokens": list(answer.outputs[0].token_ids)}
 
     def decode(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
-        """Several requests at once: mean seconds of the steps in which all decode, and of the connector's calls in them."""
+        """Decode several requests together.
+
+        Returns:
+            Mean seconds per step in which all requests decode (``seconds``), and of the connector's calls in it (``inside``).
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -155,18 +159,18 @@ class _Engine:
         return {"seconds": seconds, "inside": inside, "steps": steps + 1}
 
     def connector(self, *, on: bool) -> dict[str, Any]:
-        """Takes the engine's connector out, or puts it back: out, vLLM steps as one that was started without."""
+        """Detach or attach the engine's connector. Without it, vLLM steps like an engine started without a connector."""
         from vllm.distributed.kv_transfer import kv_transfer_state
 
         self.forget()
         scheduler = self._engine.engine_core.engine_core.scheduler
         if scheduler.connector is not None:
-            self._taken_out = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
-        scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = self._taken_out if on else (None, None)
+            self._detached = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
+        scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = self._detached if on else (None, None)
         return {}
 
     def _watch_connector(self) -> None:
-        """Adds up the time that vLLM's thread spends in the connector."""
+        """Sum the time that vLLM's thread spends in the connector."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         for connector in (self._engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()):
@@ -176,8 +180,8 @@ class _Engine:
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
-        def timed(*given: Any, **named: Any) -> Any:  # noqa: ANN401  # whatever vLLM calls
-            if self._inside:  # of another of its calls, which has the time already
+        def timed(*given: Any, **named: Any) -> Any:  # noqa: ANN401  # any signature that vLLM uses
+            if self._inside:  # nested call: the outer call measures it
                 return call(*given, **named)
             self._inside, began = True, time.perf_counter()
             try:
@@ -189,19 +193,19 @@ class _Engine:
         return timed
 
     def forget(self) -> dict[str, Any]:
-        """Lets all stores end, and empties the engine's own cache."""
+        """Wait for all stores and reset the engine's prefix cache."""
         while self._engine.engine_core.engine_core.scheduler.has_requests():
             self._engine.step()
         end = time.monotonic() + 20
         while not self._llm.reset_prefix_cache():
             if time.monotonic() > end:
-                raise RuntimeError("pages stay in use")
+                raise RuntimeError("the prefix cache was not reset within 20 s: pages are still in use")
             self._engine.step()
         return {}
 
 
 def make_model(folder: Path, size: ModelSize, longest: int) -> Path:
-    """Makes the model in a process of its own (a parent of engines loads no torch)."""
+    """Create the model in a child process, so that the parent does not load torch."""
     program = (
         "import sys,json; from pathlib import Path; from kvstore.lab.tiny_models import *;"
         "make_model(Path(sys.argv[1]), TinyModel(max_tokens=int(sys.argv[3]), **json.loads(sys.argv[2])))"
@@ -211,7 +215,7 @@ def make_model(folder: Path, size: ModelSize, longest: int) -> Path:
 
 
 def main() -> None:
-    """The child: commands from stdin until it ends."""
+    """Run the child: execute commands from stdin until it closes."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     engine = _Engine(json.loads(sys.argv[1]))
@@ -219,7 +223,7 @@ def main() -> None:
         command = json.loads(line)
         answer = getattr(engine, command.pop("do"))(**command)
         answers.write(json.dumps(answer) + "\n")
-    os._exit(0)  # vLLM's own end takes seconds and proves nothing here
+    os._exit(0)  # vLLM's own shutdown would add seconds
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The process that reads for ``gds_read.py``: a stand-in for the CUDA driver needs one of its own.
+"""Reading process of ``gds_read.py``, separate because a stub of the CUDA driver affects its whole process.
 
-Takes one JSON line ``{folder, block_bytes, total_bytes, seed, device, kvikio}``, opens a volume for each I/O engine, and answers
-with their names; then one load for each engine's name, answered with GB/s. Each byte that came is compared off the clock.
+It reads one JSON line ``{folder, block_bytes, total_bytes, seed, device, kvikio}``, opens a volume per I/O engine and answers
+with the engines' names. Then it runs one load per engine name received and answers with GB/s. Checks of the bytes are not timed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nvme import IO_THREADS, Slabs
 
 
 def device_load(slabs: Slabs, device: str) -> Callable[[], float]:
-    """Loads as ``Slabs.load`` does, into memory of a GPU."""
+    """Load like ``Slabs.load``, into GPU memory."""
     import numpy as np
     import torch
 
@@ -36,14 +36,14 @@ def device_load(slabs: Slabs, device: str) -> Callable[[], float]:
         outcomes: list[Outcome] = []
         rate = harness.gigabytes_per_second(slabs.nbytes, lambda: outcomes.extend(slabs.slab.read_device(items)))
         if outcomes != [Outcome.HIT] * slabs.blocks or not np.array_equal(slabs.source, rows.cpu().numpy()):
-            raise SystemExit("a load brought a wrong byte")
+            raise SystemExit("a load returned wrong bytes")
         return rate
 
     return load
 
 
 def main() -> None:
-    """Answers until its input ends."""
+    """Answer requests until stdin closes."""
     asked: dict[str, Any] = json.loads(sys.stdin.readline())
     folder, device = Path(asked["folder"]), str(asked["device"])
     counters = Counters()
@@ -62,7 +62,7 @@ def main() -> None:
         kvikio, found = choose_gds("auto", folder, threads=IO_THREADS, counters=counters)
         path = found.path.value
         if kvikio is None and path == "compat":
-            kvikio = load_kvikio(threads=IO_THREADS)  # the node would not: what it would cost is what is measured
+            kvikio = load_kvikio(threads=IO_THREADS)  # a node would not use kvikio here; this measures what it would cost
     volumes = {"posix": open_volume("posix", None)} | ({"kvikio": open_volume("kvikio", kvikio)} if kvikio else {})
     loads = {name: volume.load if device == "host" else device_load(volume, device) for name, volume in volumes.items()}
     names = {name: volume.slab.io_engine for name, volume in volumes.items()}
@@ -70,7 +70,7 @@ def main() -> None:
     for line in sys.stdin:
         print(json.dumps(loads[line.strip()]()), flush=True)
         if counters.get("gds_read_failures_total"):
-            raise SystemExit("kvikio failed, and posix read in its place: that is no figure of kvikio")
+            raise SystemExit("kvikio failed and reads fell back to posix; the figure would not measure kvikio")
     for volume in volumes.values():
         volume.slab.close()
 

@@ -1,7 +1,6 @@
-"""Asks an HTTP server at a fixed rate whatever it answers (open loop), in a process of its own.
+"""Load generator in a separate process: sends HTTP requests at a fixed rate, independent of the answers (open loop).
 
-Each request is due at its time and waits in line where all connections are taken: its latency counts from when it was due.
-Connections are kept.
+Each request has a due time and queues if all connections are busy. Its latency counts from the due time. Connections are reused.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Asked:
     body: str = ""
 
     def packed(self, address: str) -> bytes:
-        """As it travels."""
+        """Encode the request for the wire."""
         content = self.body.encode()
         lines = [f"{self.method} {self.path} HTTP/1.1", f"host: {address}", f"content-length: {len(content)}"]
         return "\r\n".join([*lines, "content-type: application/json", "", ""]).encode() + content
@@ -37,12 +36,12 @@ class Asked:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of the requests of one stretch."""
+    """Results of the requests of one measurement."""
 
     seconds: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
     statuses: dict[str, int] = field(default_factory=dict)
-    """Answers by status, and requests without one by why."""
+    """Number of answers by status, and of failed requests by reason."""
 
     @property
     def failed(self) -> int:
@@ -51,12 +50,12 @@ class Outcome:
 
 
 class RestLoad:
-    """The process, while it is there; a context manager that ends it.
+    """The load generator's process, as a context manager that stops it.
 
     Args:
-        address: of the server, ``host:port``.
-        requests: what to ask, in turn, again and again.
-        rate: requests a second.
+        address: the server's ``host:port``.
+        requests: requests to send, in rotation.
+        rate: requests per second.
     """
 
     def __init__(self, address: str, requests: Sequence[Asked], rate: float) -> None:
@@ -67,11 +66,11 @@ class RestLoad:
         self._tell(json.dumps([asdict(one) for one in requests]))
 
     def begin(self) -> None:
-        """It asks from now on."""
+        """Start sending requests."""
         self._tell("")
 
     def end(self) -> Outcome:
-        """It asks no more; answers under way are waited for."""
+        """Stop sending, and wait for outstanding answers."""
         self._tell("")
         assert self._process.stdout is not None
         return Outcome(**json.loads(self._process.stdout.readline()))
@@ -90,7 +89,7 @@ class RestLoad:
 
 
 class _Child:
-    """Inside the process."""
+    """Run the load generator inside the process."""
 
     def __init__(self, address: str, rate: float) -> None:
         self._address, self._rate = address, rate
@@ -98,7 +97,7 @@ class _Child:
         self._outcome = Outcome()
 
     async def run(self) -> None:
-        """A line begins, the next one ends; until there are no more."""
+        """Read lines from the parent: one starts a measurement, the next one stops it, until the input closes."""
         lines = asyncio.StreamReader(limit=1 << 22)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
         requests = [Asked(**one).packed(self._address) for one in json.loads(await lines.readline())]

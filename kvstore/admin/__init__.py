@@ -1,1 +1,1 @@
-"""The admin REST: what the store does and how to change it; a thin shell over the gRPC of metadata server and nodes."""
+"""Admin REST API: shows and changes the state of the store through the gRPC of metadata server and nodes."""

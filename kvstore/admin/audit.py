@@ -55,4 +55,4 @@ def audited(request: Request, counters: Counters, action: str, target: str, **as
             **({"result": result} if result else {}),
             "seconds": round(time.monotonic() - began_s, 3),
         }
-        logger.info("%s", json.dumps(line))  # ASCII and one line, whatever characters names contain
+        logger.info("%s", json.dumps(line))  # ASCII and one line, because names may contain any character

@@ -31,7 +31,7 @@ def run(config: AdminConfig) -> None:
 
 
 def store_endpoint(config: AdminConfig) -> StoreEndpoint:
-    """How an admin server reaches the store.
+    """Return the endpoint and credentials with which the admin server connects to the store.
 
     Raises:
         InvalidArgument: a token file cannot be read.

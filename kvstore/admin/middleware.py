@@ -118,7 +118,7 @@ class AdminMiddleware:
             error = late if isinstance(late, KVStoreError) else DeadlineExceeded("the request took too long")
         except KVStoreError as refused:
             error = refused
-        except Exception:  # the process edge: nothing may leave as a bare exception
+        except Exception:  # outermost layer of the process: no exception may reach the server
             logger.exception("request failed: unexpected error in a handler")
             error = Internal("internal error; the server's log has the details")
         else:
@@ -128,7 +128,7 @@ class AdminMiddleware:
             await problem(error, status)(scope, receive, answer)
 
     async def _serve(self, scope: Scope, receive: Receive, answer: _ResponseSender, headers: Headers) -> None:
-        # public paths have a limit of their own and their bodies are not read; rejected requests count toward no limit
+        # public paths have a separate limit and their bodies are not read; rejected requests count toward no limit
         caller = self._admit(scope, headers)
         scope.setdefault("state", {})["caller"] = caller
         answer.role = "" if caller is None else caller.role.value
@@ -181,7 +181,7 @@ class AdminMiddleware:
             except Exception:
                 if not messages:
                     raise
-                logger.exception("request failed: unexpected error in a handler")  # the handler has answered it
+                logger.exception("request failed: unexpected error in a handler")  # the handler has sent the response
             return messages
 
         messages, shared = await self._flights.run((scope["path"], scope["query_string"]), execute)

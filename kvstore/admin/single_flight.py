@@ -19,7 +19,7 @@ class SingleFlight(Generic[K, T]):
     async def run(self, key: K, execute: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
         """Execute, or join the execution in flight for this key.
 
-        An execution goes on if its caller is cancelled, because others may wait for it too; ``execute`` must have a timeout.
+        An execution continues if its caller is cancelled, because other callers may wait for it; ``execute`` must have a timeout.
 
         Returns:
             The result, and whether it was shared.
@@ -39,7 +39,7 @@ class SingleFlight(Generic[K, T]):
         if self._flights.get(key) is flight:
             del self._flights[key]
         if not flight.cancelled():
-            flight.exception()  # every caller may have left: the error is reported to none
+            flight.exception()  # every caller may have disconnected: the error is dropped
 
 
 async def _coroutine(execute: Callable[[], Awaitable[T]]) -> T:

@@ -1,4 +1,4 @@
-"""HTTP as operators speak it, to a real admin server."""
+"""HTTP client of an operator for a real admin server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """Response of the admin server."""
 
     status: int
     headers: dict[str, str]
@@ -28,14 +28,14 @@ class Answer:
 
 
 class AdminHttp:
-    """Asks one server."""
+    """Sends requests to one server."""
 
     def __init__(self, address: str, token: str = "") -> None:
         self.address = address
         self._token = token
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        """Header names have _ for -."""
+        """Send a request. ``_`` in the name of a header stands for ``-``."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if self._token:
             sent.setdefault("authorization", f"Bearer {self._token}")
@@ -67,7 +67,7 @@ class AdminHttp:
         return answer.json
 
     def all(self, path: str, limit: int) -> list[Any]:
-        """All pages of a list."""
+        """Return the entries of all pages of a list."""
         items: list[Any] = []
         cursor = ""
         while True:

@@ -1,4 +1,4 @@
-"""A store that works while a browser looks at it, and the browser."""
+"""A store under load, and the browser that shows its web page."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ OTHER = CacheSpec(model=HOSTILE, block_tokens=16, layers=4, layer_block_bytes=81
 BLOCKS = 60
 TOKENS = np.arange(BLOCKS * SPEC.block_tokens, dtype=np.uint32)
 MORE = np.arange(180 * SPEC.block_tokens, dtype=np.uint32) + len(TOKENS)
-"""So much that a slow check of the volume takes half a minute."""
+"""Enough blocks that a slow check of the volume takes half a minute."""
 PAUSE_S = 0.15
 WAIT_S = 30.0
 
 
 @dataclass
 class Working:
-    """Three hosts, of which two have volumes; loads go on until it is told to rest."""
+    """Three hosts, of which two have volumes, under load until ``rest`` is called."""
 
     cluster: LocalCluster
     http: AdminHttp
@@ -43,7 +43,7 @@ class Working:
     _resting: threading.Event = field(default_factory=threading.Event)
 
     def load(self, near: KVClient, far: KVClient) -> None:
-        """What is near, what nobody has, and now and then what another host has."""
+        """Load local blocks, missing blocks and, now and then, blocks of another host."""
         keys = list(near.keys(TOKENS))
         unknown = list(near.keys(TOKENS[::-1].copy()))
         out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
@@ -58,7 +58,7 @@ class Working:
                 self.http.post("/v1/volumes/host-2/dram/evict", {"to_percent": 0})
 
     def rest(self) -> None:
-        """Ends the loads; raises what they raised."""
+        """End the loads, and raise their error if there is one."""
         self._resting.set()
         self.work.result(WAIT_S)
 
@@ -70,7 +70,7 @@ def fill(client: KVClient, tokens: Any) -> None:
 
 
 def decide(cluster: LocalCluster) -> None:
-    """A load decision, over the storage links of two hosts."""
+    """Make a load decision over the storage links of two hosts."""
     wanted = metadata_pb2.PlanLoadRequest(
         operation_id=bytes(16), prefill_node="host-1", decode_node="host-2", blocks=640, block_bytes=1 << 20,
         block_tokens=32, budget_ms=60_000,
@@ -110,7 +110,7 @@ def working(folder: Path) -> Iterator[Working]:
 
 @contextmanager
 def browsing() -> Iterator[Any]:
-    """Debian's Chromium, or that of the path."""
+    """Return Debian's Chromium, or the one in ``PATH``."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="NO PLAYWRIGHT HERE: THE WEB PAGE IS NOT TESTED (pip install playwright)"
     )

@@ -1,4 +1,4 @@
-"""Checking a volume while its node serves: real damage in a real slab, found by the REST and by the command."""
+"""Checks of a volume while its node serves: the REST API and the command find real damage in a real slab."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Store:
     engine: KVClient
 
     def fill(self, seed: int) -> tuple[list[bytes], np.ndarray[Any, np.dtype[np.uint8]]]:
-        """A chain of its own, durable and in DRAM."""
+        """Store a separate chain, durable and in DRAM."""
         draw = np.random.default_rng(seed)
         keys = list(self.engine.keys(draw.integers(0, 1 << 32, BLOCKS * SPEC.block_tokens, np.uint32)))
         data = draw.integers(0, 256, (BLOCKS, SPEC.block_bytes), np.uint8)
@@ -39,7 +39,7 @@ class Store:
         return keys, data
 
     def damage(self, block: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """A bit flips in the slab, where the block lies."""
+        """Flip a bit of a block in the slab."""
         slab = self.cluster.volume_path("a") / "slab.kv"
         at = slab.read_bytes().index(block.tobytes()) + 5_000
         with slab.open("r+b") as file:
@@ -53,7 +53,7 @@ class Store:
         return self.http.get(CHECK)
 
     def command(self, *arguments: str, code: int = 0) -> str:
-        """What ``kvstore volumes check`` prints."""
+        """Return the output of ``kvstore volumes check``."""
         given = ["volumes", "check", "a/nvme0", *arguments, "--metadata", self.cluster.metadata_address]
         done = CliRunner().invoke(root, given)
         assert done.exit_code == code, (arguments, done.output, done.exception)
@@ -69,9 +69,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             yield Store(cluster, http, engine)
 
 
-def test_what_cannot_be_checked_is_refused(store: Store) -> None:
+def test_check_bad_requests_are_rejected(store: Store) -> None:
     assert store.http.get(CHECK)["state"] == "none"
-    assert "no check was begun" in store.command("--status")
+    assert "no check since the node started" in store.command("--status")
     assert store.http.ask("DELETE", CHECK).json["state"] == "none"
     store.http.post("/v1/volumes/a/dram/check", {}, 400)
     store.http.post("/v1/volumes/a/nvme7/check", {}, 404)
@@ -80,7 +80,7 @@ def test_what_cannot_be_checked_is_refused(store: Store) -> None:
     store.command("--status", "--cancel", code=2)
 
 
-def test_damage_is_found_taken_out_and_written_anew_where_dram_has_it(store: Store) -> None:
+def test_check_removes_damage_and_rewrites_from_dram(store: Store) -> None:
     warm, warm_data = store.fill(1)
     cold, cold_data = store.fill(2)
     store.damage(cold_data[7])
@@ -110,19 +110,19 @@ def test_damage_is_found_taken_out_and_written_anew_where_dram_has_it(store: Sto
     lines = [line for line in log.splitlines() if '"action": "volume.check"' in line and '"outcome": "done"' in line]
     assert "request_id=check-1" in lines[0]
     assert '"target": "a/nvme0"' in lines[0]
-    assert "2 bad and taken out" in store.cluster.node("a").log_path.read_text()
+    assert "bad=2, rewritten=" in store.cluster.node("a").log_path.read_text()
 
 
-def test_the_command_waits_and_says_by_its_exit_code_what_it_found(store: Store) -> None:
+def test_check_command_exit_code_reports_damage(store: Store) -> None:
     _, data = store.fill(3)
     assert "bad" not in store.command("--wait")
     store.damage(data[5])
     found = json.loads(store.command("--wait", "--json", code=1))
     assert (found["state"], found["bad_blocks"]) == ("done", 1)
-    assert "1 bad and taken out" in store.command("--status", code=1)
+    assert "1 corrupt and removed" in store.command("--status", code=1)
 
 
-def test_a_check_is_slow_if_asked_and_can_be_called_off(store: Store) -> None:
+def test_check_with_rate_limit_is_slow_and_cancellable(store: Store) -> None:
     store.command("--rate", "1")
     wait_until(lambda: store.http.get(CHECK)["checked_blocks"] > 0, "it has read once")
     assert store.http.get(CHECK)["state"] == "running"
@@ -134,11 +134,11 @@ def test_a_check_is_slow_if_asked_and_can_be_called_off(store: Store) -> None:
     assert "cancelled" in store.command("--cancel")
 
 
-def test_nothing_of_a_check_outlives_its_node(store: Store) -> None:
-    """The last one: it starts the node again."""
+def test_check_state_is_lost_when_node_restarts(store: Store) -> None:
+    """Must run last, because it restarts the node."""
     store.cluster.stop("a")
     store.cluster.start_node("a")
     wait_until(
         lambda: store.http.ask("GET", CHECK).status == 200 and store.http.get(CHECK)["state"] == "none", "the node is back"
     )
-    assert "no check was begun" in store.command("--status")
+    assert "no check since the node started" in store.command("--status")

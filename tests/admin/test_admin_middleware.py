@@ -1,4 +1,4 @@
-"""Who may ask, how much at once, and what is said where nothing can be: the gate, without a store behind it."""
+"""Middleware of the admin server, without a store: authorization, limits and error responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvstore.rpc.auth.tokens import tokens_file as watched
 
 ALICE, BOB = "operators-token-1", "readers-token-2-x"
 NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_ms=500)
-"""With a metadata server that is not there."""
+"""Serve the application without a metadata server."""
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ def problem(answer: httpx.Response, status: int, kind: str) -> Any:
     return body
 
 
-def test_tokens_stand_for_people(tokens: WatchedFile[TokenTable]) -> None:
+def test_token_table_returns_callers_of_tokens(tokens: WatchedFile[TokenTable]) -> None:
     alice, bob = tokens.get().caller(ALICE), tokens.get().caller(BOB)
     assert alice is not None
     assert bob is not None
@@ -85,14 +85,14 @@ def test_tokens_stand_for_people(tokens: WatchedFile[TokenTable]) -> None:
     ["", "# nobody\n", "operator alice\n", "admin alice 0123456789abcdef\n", "read bob short\n", "read b/b 0123456789abcdef\n",
      f"read a {ALICE}\noperator b {ALICE}\n", "read bob 0123456789abcdéf0\n"],
 )  # fmt: skip
-def test_files_of_tokens_that_are_none(tmp_path: Path, text: str) -> None:
+def test_tokens_file_invalid_is_rejected(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         watched(tokens_file(tmp_path, text))
     assert "0123456789" not in str(refused.value)
     assert ALICE not in str(refused.value)
 
 
-def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_file_readable_by_others_logs_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tokens_file(tmp_path, f"read bob {BOB}\n")
     watched(file)
     assert not caplog.records
@@ -104,8 +104,8 @@ def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest
         watched(tmp_path / "none")
 
 
-def test_whatever_is_no_file_of_tokens_is_refused_at_once(tmp_path: Path) -> None:
-    """A pipe that nobody writes to would hold up the start for ever, and a device never ends."""
+def test_tokens_file_not_regular_is_rejected_at_once(tmp_path: Path) -> None:
+    """A pipe without a writer would block the start, and reading a device never ends."""
     pipe, folder, huge = tmp_path / "pipe", tmp_path / "folder", tmp_path / "huge"
     os.mkfifo(pipe)
     folder.mkdir()
@@ -120,7 +120,7 @@ def test_whatever_is_no_file_of_tokens_is_refused_at_once(tmp_path: Path) -> Non
     assert watched(link).get().caller(BOB) is not None
 
 
-def test_doors_beyond_this_host_take_tokens_and_tls(tmp_path: Path) -> None:
+def test_remote_listen_requires_tokens_and_tls(tmp_path: Path) -> None:
     for listen in ("0.0.0.0:7470", "[::]:7470", "store.example:7470"):
         with pytest.raises(InvalidArgument, match="requires tokens"):
             AdminConfig(listen=listen, allow_insecure_remote=True).check()
@@ -135,7 +135,9 @@ def test_doors_beyond_this_host_take_tokens_and_tls(tmp_path: Path) -> None:
             AdminConfig(**wrong)  # type: ignore[arg-type]
 
 
-async def test_roles(tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureFixture) -> None:
+async def test_roles_limit_requests_and_changes_are_audited(
+    tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     change = {"url": "/v1/path-policy", "json": {"policy": "split"}}
     async with served(tokens=tokens) as (client, counters):
@@ -146,13 +148,13 @@ async def test_roles(tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureF
         bob, alice = {"authorization": f"Bearer {BOB}"}, {"authorization": f"bearer  {ALICE}"}
         problem(await client.put(**change, headers=bob), 403, "permission_denied")
         problem(await client.delete("/v1/anything", headers=bob), 403, "permission_denied")
-        # let in, and only then nobody answers
+        # authorized: the missing metadata server is the error
         problem(await client.get("/v1/nodes", headers=bob), 503, "unavailable")
         problem(
             await client.post("/v1/blocks/lookup", json={"namespace_id": "0" * 32, "keys": []}, headers=bob), 503, "unavailable"
         )
         problem(await client.put(**change, headers=alice), 503, "unavailable")
-        # public, whoever asks
+        # public: no token required
         assert (await client.get("/healthz")).json() == {"status": "ok"}
         problem(await client.get("/readyz"), 503, "unavailable")
         assert (await client.get("/v1/openapi.json")).status_code == 200
@@ -165,7 +167,7 @@ async def test_roles(tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureF
     assert not any(token in record.getMessage() for record in caplog.records for token in (ALICE, BOB))
 
 
-async def test_without_tokens_pages_from_elsewhere_are_refused() -> None:
+async def test_without_tokens_cross_origin_requests_are_rejected() -> None:
     async with served() as (client, _):
         problem(await client.get("/v1/nodes", headers={"host": "evil.example"}), 403, "permission_denied")
         problem(await client.get("/v1/nodes", headers={"host": "127.0.0.1.evil.example:7470"}), 403, "permission_denied")
@@ -177,7 +179,7 @@ async def test_without_tokens_pages_from_elsewhere_are_refused() -> None:
             problem(await client.get("/v1/nodes", headers={"host": host, "origin": f"http://{host}"}), 503, "unavailable")
 
 
-async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_limits_of_body_time_and_inflight_are_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(NOBODY.model_copy(update={"max_body_bytes": 1_024, "max_inflight": 1})) as (client, _):
         lookup = {"url": "/v1/blocks/lookup", "headers": {"content-type": "application/json"}}
         problem(await client.post(**lookup, content=b" " * 1_025), 413, "invalid_argument")
@@ -210,7 +212,7 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 async def listening(
     tokens: WatchedFile[TokenTable], config: AdminConfig
 ) -> AsyncIterator[tuple[str, int, Callable[[str], Awaitable[int]], Counters]]:
-    """A server on a real port; asks it for a path as the one who reads."""
+    """Serve on a real port, and yield a function that requests a path with the read token."""
     counters = Counters()
     rpc = StoreRpc(store_endpoint(config), counters)
     app = make_app(rpc, config, tokens, counters)
@@ -233,7 +235,7 @@ async def listening(
 
 
 def deaf(host: str, port: int, path: str) -> socket.socket:
-    """A connection that asks again and again and reads nothing."""
+    """Open a connection that sends many requests and reads no response."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     sock.connect((host, port))
@@ -245,14 +247,14 @@ def deaf(host: str, port: int, path: str) -> socket.socket:
 
 
 async def still(counters: Counters) -> None:
-    """Until the server answers nobody any more."""
+    """Wait until the server answers no more requests."""
     before = -1
     while (now := counters.get("admin_requests_total")) != before or not now:
         before = now
         await asyncio.sleep(0.2)
 
 
-async def test_who_reads_no_answers_takes_no_places(tokens: WatchedFile[TokenTable]) -> None:
+async def test_clients_that_stop_reading_block_no_others(tokens: WatchedFile[TokenTable]) -> None:
     async with listening(tokens, NOBODY.model_copy(update={"max_inflight": 2})) as (host, port, ask, counters):
         refused = [deaf(host, port, "/v1/nodes") for _ in range(4)]
         await still(counters)
@@ -264,7 +266,9 @@ async def test_who_reads_no_answers_takes_no_places(tokens: WatchedFile[TokenTab
             sock.close()
 
 
-async def test_who_takes_nothing_of_an_answer_is_left(tokens: WatchedFile[TokenTable], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_stops_reading_is_disconnected(
+    tokens: WatchedFile[TokenTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvstore.admin.middleware.TAKE_S", 0.1)
     async with listening(tokens, NOBODY) as (host, port, ask, counters):
         socks = [deaf(host, port, path) for path in ("/v1/nodes", "/v1/openapi.json")]
@@ -273,13 +277,13 @@ async def test_who_takes_nothing_of_an_answer_is_left(tokens: WatchedFile[TokenT
         for sock in socks:
             with suppress(ConnectionError):
                 while await loop.sock_recv(sock, 1 << 16):
-                    pass  # what was on its way; then its end
+                    pass  # data sent before the abort, then the end of the connection
             sock.close()
         assert counters.get("admin_answers_untaken_total") == 2
         assert await ask("/healthz") == 200
 
 
-async def test_refused_changes_leave_a_line(
+async def test_rejected_changes_are_logged(
     tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.admin.middleware._limited", LimitedLog(logging.getLogger("kvstore.admin.middleware")))
@@ -293,7 +297,7 @@ async def test_refused_changes_leave_a_line(
     assert "'DELETE /v1/nodes/a' requires the role operator; this token is 'bob' (read)" in lines[1]
 
 
-async def test_nobody_waits_for_the_body_of_what_is_public() -> None:
+async def test_public_path_body_is_not_awaited() -> None:
     async with served() as (client, _):
         scope = {"type": "http", "method": "POST", "path": "/healthz", "headers": [], "query_string": b"", "http_version": "1.1"}
         said: list[int] = []
@@ -311,7 +315,7 @@ async def test_nobody_waits_for_the_body_of_what_is_public() -> None:
         assert said[0] == 405
 
 
-async def test_of_a_million_errors_one_is_told() -> None:
+async def test_request_with_many_errors_gets_short_response() -> None:
     async with served() as (client, _):
         lookup = {"url": "/v1/blocks/lookup", "headers": {"content-type": "application/json"}}
         for text in ('"tokens": [' + "-1," * 300_000 + "1]", '"keys": [' + '"x",' * 300_000 + '"x"]'):
@@ -325,12 +329,14 @@ async def test_of_a_million_errors_one_is_told() -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/healthz"])
-async def test_a_probe_may_ask_without_wanting_the_body(path: str) -> None:
+async def test_probe_with_head_succeeds(path: str) -> None:
     async with served() as (client, _):
         assert (await client.head(path)).status_code == (await client.get(path)).status_code == 200
 
 
-async def test_what_is_not_there_and_what_nobody_meant(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unknown_paths_and_bugs_get_problem_responses(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with served() as (client, _):
         problem(await client.get("/v1/nothing"), 404, "not_found")
         refused = await client.delete("/v1/nodes")
@@ -364,7 +370,7 @@ async def test_what_is_not_there_and_what_nobody_meant(caplog: pytest.LogCapture
     assert "a secret of ours" in caplog.text, "the log has it"
 
 
-def test_cursors() -> None:
+def test_cursor_continues_after_last_entry() -> None:
     entries = [f"n{number}" for number in range(5)]
     shown, cursor = page_of("nodes", entries, str, None, 2)
     assert shown == ["n0", "n1"]
@@ -377,7 +383,7 @@ def test_cursors() -> None:
             after("nodes", wrong)
 
 
-def test_a_change_names_the_state_that_it_changes() -> None:
+def test_if_match_must_name_current_state() -> None:
     assert check_match('"split"', "split") == "split"
     assert check_match('"a", "split"', "split") == "split"
     assert check_match(" * ", "split") is None

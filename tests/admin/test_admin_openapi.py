@@ -1,4 +1,4 @@
-"""The OpenAPI document against a real store: no 5xx, no undocumented answer; and every field of it with an example."""
+"""The OpenAPI document against a real store: no 5xx, no undocumented response, and an example for every field."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ CHECKS = [
     response_schema_conformance,
 ]
 EXAMPLES = 5
-"""A generated request takes some ten milliseconds, and there are some thirty operations."""
+"""Each generated request costs about 10 ms, and there are about 30 operations."""
 SPEC = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096)
 NODE = "host-1"
-"""As the document's examples call it."""
+"""Name of the node in the examples of the document."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminHttp]:
             yield AdminHttp(address)
 
 
-def test_no_request_brings_a_5xx_or_an_undocumented_answer(http: AdminHttp) -> None:
+def test_openapi_generated_requests_get_documented_responses(http: AdminHttp) -> None:
     schema = schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
     tried = 0
     for result in schema.get_all_operations():
@@ -92,14 +92,14 @@ def test_no_request_brings_a_5xx_or_an_undocumented_answer(http: AdminHttp) -> N
         "/v1/loads/slow",
     ],
 )
-def test_answers_are_what_the_document_says(http: AdminHttp, path: str) -> None:
-    """With the names that there are, which generated requests do not find."""
+def test_openapi_responses_match_document(http: AdminHttp, path: str) -> None:
+    """Requests with names that exist in the store, which generated requests rarely use."""
     schema = schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
     answer = schema[path]["GET"].Case().call_and_validate(checks=CHECKS)
     assert answer.status_code == 200
 
 
-def test_known_names_too(http: AdminHttp) -> None:
+def test_openapi_requests_with_known_names_match_document(http: AdminHttp) -> None:
     schema = schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
     namespace = {"namespace_id": SPEC.namespace.hex()}
     node, volume = {"node_id": NODE}, {"node_id": NODE, "name": "nvme0"}
@@ -150,7 +150,7 @@ def test_known_names_too(http: AdminHttp) -> None:
     "path",
     ["/v1/cluster/", "/v1/nodes//", "/v1/blocks/", "/v1/volumes/host-1", "/v1/volumes/a/b/c", "/v1", "/healthz/", "//", "/%2e"],
 )
-def test_what_is_at_no_path_is_told_as_documented_and_nobody_is_sent_elsewhere(http: AdminHttp, path: str) -> None:
+def test_unknown_path_gets_documented_404_without_redirect(http: AdminHttp, path: str) -> None:
     answer = http.ask("GET", path)
     assert answer.status == 404, answer.raw
     assert answer.headers["content-type"] == "application/problem+json"
@@ -168,10 +168,10 @@ def test_what_is_at_no_path_is_told_as_documented_and_nobody_is_sent_elsewhere(h
         b"GET /v1/nodes HTTP/1.1\r\nhost 127.0.0.1\r\n\r\n",
         b"GET /v1/nodes HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: -1\r\n\r\n",
         b"POST /v1/blocks/lookup HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # somebody speaks TLS
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # a TLS client hello
     ],
 )
-def test_what_is_no_http_is_refused_as_all_else_is(http: AdminHttp, request_: bytes) -> None:
+def test_malformed_http_gets_problem_response(http: AdminHttp, request_: bytes) -> None:
     host, _, port = http.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
         connection.sendall(request_)
@@ -185,13 +185,13 @@ def test_what_is_no_http_is_refused_as_all_else_is(http: AdminHttp, request_: by
     assert http.get("/healthz") == {"status": "ok"}
 
 
-def test_an_upgrade_is_not_made(http: AdminHttp) -> None:
+def test_connection_upgrade_is_ignored(http: AdminHttp) -> None:
     answer = http.ask("GET", "/v1/nodes", connection="upgrade", upgrade="websocket", sec_websocket_version="13")
     assert answer.status == 200
     assert answer.json["items"]
 
 
-def test_every_field_has_an_example_that_fits(http: AdminHttp) -> None:
+def test_openapi_fields_have_examples(http: AdminHttp) -> None:
     document = http.get("/v1/openapi.json")
     schemas = document["components"]["schemas"]
     without = [
@@ -211,15 +211,15 @@ def test_every_field_has_an_example_that_fits(http: AdminHttp) -> None:
 
 
 def has_example(shape: dict[str, Any]) -> bool:
-    """Its own, or those of the schema that it refers to."""
+    """Whether a field has examples or refers to a schema."""
     return any(mark in json.dumps(shape) for mark in ('"examples": [', '"$ref"'))
 
 
-def test_over_tls_with_tokens_from_beyond_this_host(tmp_path: Path) -> None:
+def test_remote_request_over_tls_requires_token(tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "pki")
     tokens = tmp_path / "tokens"
     tokens.write_text("read bob readers-token-2-x\n")
-    cluster = LocalCluster([], tmp_path / "store")  # of which nothing else is started
+    cluster = LocalCluster([], tmp_path / "store")  # only the admin server is started
     settings = {"listen": "0.0.0.0:0", "tokens_file": str(tokens), "tls.cert": str(made.cert), "tls.key": str(made.key)}
     try:
         admin = cluster.start_admin(*settings.items())

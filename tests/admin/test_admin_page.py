@@ -1,4 +1,4 @@
-"""The web page of the admin server, in a real browser over a real store that works meanwhile."""
+"""The web page of the admin server, in a real browser, over a real store under load."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, address: str, *, quietly: bool = True, **how: Any) -> Iterator[Any]:
-    """A page. Nothing may have left its origin at the end and, where ``quietly``, nothing be complained of."""
+    """Open a page. On exit, check that it contacted only its origin and, if ``quietly``, logged nothing to the console."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **how})
     context.set_default_timeout(SOON_MS)
     page = context.new_page()
@@ -112,8 +112,8 @@ def page(browser: Any, store: Working) -> Iterator[Any]:
 
 
 def said(page: Any, where: str, text: str) -> None:
-    """Waits until an element says something; fails with what it says instead."""
-    from playwright.sync_api import TimeoutError as PlaywrightTimeoutError  # not above: it may not be there
+    """Wait until an element shows a text. On a timeout, fail with the text that it shows."""
+    from playwright.sync_api import TimeoutError as PlaywrightTimeoutError  # imported here, because playwright is optional
 
     try:
         page.locator(where).filter(has_text=text).first.wait_for()
@@ -124,11 +124,11 @@ def said(page: Any, where: str, text: str) -> None:
 
 
 def focused(page: Any) -> str:
-    """What has the focus, as it is read out: its label, its text or its id."""
+    """Return the label, the id or the text of the element that has the focus."""
     return str(page.evaluate("(e => e.getAttribute('aria-label') || e.id || e.textContent)(document.activeElement)"))
 
 
-def test_it_is_one_document_that_asks_nobody_else(store: Working) -> None:
+def test_page_is_one_document_without_other_origins(store: Working) -> None:
     answer = store.http.ask("GET", "/")
     document = answer.raw.decode()
     policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
@@ -142,7 +142,7 @@ def test_it_is_one_document_that_asks_nobody_else(store: Working) -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b| style=| on[a-z]+=", document)
 
 
-def test_it_shows_what_the_rest_says(page: Any, store: Working) -> None:
+def test_page_shows_values_of_rest_api(page: Any, store: Working) -> None:
     said(page, "#problems", "Nothing: 3 nodes answer")
     assert page.title() == "kvstore"
     nodes = store.http.get("/v1/nodes")["items"]
@@ -163,8 +163,8 @@ def test_it_shows_what_the_rest_says(page: Any, store: Working) -> None:
     page.locator("#ratio path[d*='L']").wait_for(state="attached")
 
 
-def test_nodes_that_are_not_shown_are_counted(page: Any) -> None:
-    """A large cluster, as far as the page is told."""
+def test_page_of_large_cluster_counts_nodes_not_shown(page: Any) -> None:
+    """The response that the page receives is changed to report a large cluster."""
 
     def larger(route: Any) -> None:
         answer = route.fetch()
@@ -175,7 +175,7 @@ def test_nodes_that_are_not_shown_are_counted(page: Any) -> None:
     said(page, "#nodes", "1,100 nodes are not shown")
 
 
-def test_names_stay_text(page: Any) -> None:
+def test_page_shows_hostile_names_as_text(page: Any) -> None:
     said(page, "#namespaces tbody tr", HOSTILE)
     assert page.locator("#namespaces img, #namespaces td b b, #explorer img").count() == 0
     row = page.locator("#namespaces tbody tr").filter(has_text=HOSTILE)
@@ -187,7 +187,7 @@ def test_names_stay_text(page: Any) -> None:
     assert page.title() == "kvstore"
 
 
-def test_the_explorer_says_which_blocks_hit_and_why_the_rest_misses(page: Any, store: Working) -> None:
+def test_explorer_shows_hits_and_reasons_of_misses(page: Any, store: Working) -> None:
     page.select_option("#explore-namespace", SPEC.namespace.hex())
     page.fill("#explore-chain", str([*TOKENS.tolist(), *range(100)]))
     page.get_by_role("button", name="Look up").click()
@@ -208,7 +208,7 @@ def test_the_explorer_says_which_blocks_hit_and_why_the_rest_misses(page: Any, s
     assert page.locator("#explored").inner_text() == ""
 
 
-def test_a_drain_is_confirmed_and_lifted_by_keyboard_alone(page: Any, store: Working) -> None:
+def test_drain_is_confirmed_and_cancelled_by_keyboard(page: Any, store: Working) -> None:
     def state() -> str:
         return str(store.http.get("/v1/nodes/host-3")["state"])
 
@@ -243,8 +243,8 @@ def test_a_drain_is_confirmed_and_lifted_by_keyboard_alone(page: Any, store: Wor
     assert state() == "active"
 
 
-def test_a_dialog_that_is_opened_at_once_after_another_can_be_confirmed(page: Any) -> None:
-    """The browser tells that one is closed a frame later: the next one may be open by then."""
+def test_dialog_opened_right_after_another_stays_open(page: Any) -> None:
+    """The browser reports the closing of a dialog one frame later, when the next dialog may be open."""
     opener = page.get_by_role("button", name="Drain node host-3 …", exact=True)
     opener.click()
     said(page, "#dialog-body", "takes no new blocks")
@@ -258,7 +258,7 @@ def test_a_dialog_that_is_opened_at_once_after_another_can_be_confirmed(page: An
     page.locator("dialog").wait_for(state="hidden")
 
 
-def test_a_quota_is_given_changed_and_taken_away(page: Any, store: Working) -> None:
+def test_quota_is_set_changed_and_removed(page: Any, store: Working) -> None:
     def quota() -> Any:
         return store.http.get("/v1/tenants/quota?tenant=team-a")["dram_bytes"]
 
@@ -288,7 +288,7 @@ def test_a_quota_is_given_changed_and_taken_away(page: Any, store: Working) -> N
     assert page.input_value("#dialog-dram") == "1536 MiB"
     page.fill("#dialog-dram", "1 GiB")
     page.locator("#dialog-yes").click()
-    said(page, "#tenants tbody tr", "0 B of 1.0 GiB")  # that it is set was said before
+    said(page, "#tenants tbody tr", "0 B of 1.0 GiB")  # the message "is set" is still there from before
     assert quota() == 1 << 30
     page.get_by_role("button", name="Remove the quota of team-a …").click()
     said(page, "#dialog-body", "Now: in DRAM 1.0 GiB at most")
@@ -298,7 +298,7 @@ def test_a_quota_is_given_changed_and_taken_away(page: Any, store: Working) -> N
     row.wait_for(state="hidden")
 
 
-def test_evictions_say_what_they_bring(page: Any, store: Working) -> None:
+def test_evictions_show_their_effect(page: Any, store: Working) -> None:
     page.get_by_role("button", name="Evict from host-2/nvme0 …").click()
     assert "is lost, and is computed anew" in page.locator("#dialog-body").inner_text()
     page.fill("#dialog-percent", "101")
@@ -318,7 +318,7 @@ def test_evictions_say_what_they_bring(page: Any, store: Working) -> None:
     assert "nvme" not in {one["tier"] for one in store.http.get(f"/v1/namespaces/{OTHER.namespace.hex()}/usage")["tiers"]}
 
 
-def test_what_stays_of_a_namespace_is_seen_and_set(page: Any, store: Working) -> None:
+def test_namespace_rule_is_shown_and_set(page: Any, store: Working) -> None:
     path = f"/v1/namespaces/{OTHER.namespace.hex()}"
     row = page.locator("#namespaces tbody tr").filter(has_text=HOSTILE)
     row.get_by_role("button", name="time to live").click()
@@ -348,7 +348,7 @@ def test_what_stays_of_a_namespace_is_seen_and_set(page: Any, store: Working) ->
     assert store.http.get(path)["ttl_s"] is None
 
 
-def test_a_namespace_is_invalidated_once_its_id_was_typed(page: Any, store: Working) -> None:
+def test_invalidate_requires_typed_namespace_id(page: Any, store: Working) -> None:
     namespace = OTHER.namespace.hex()
     page.locator("#namespaces tbody tr").filter(has_text=HOSTILE).get_by_role("button", name="Invalidate").click()
     assert page.locator("#dialog-yes").is_disabled()
@@ -366,7 +366,7 @@ def test_a_namespace_is_invalidated_once_its_id_was_typed(page: Any, store: Work
     assert store.http.get(f"/v1/namespaces/{namespace}/usage")["tiers"] == []
 
 
-def test_a_check_of_a_volume_is_followed_and_called_off(browser: Any, page: Any, store: Working) -> None:
+def test_volume_check_progress_is_shown_and_cancelled(browser: Any, page: Any, store: Working) -> None:
     check = "/v1/volumes/host-1/nvme0/check"
     page.get_by_role("button", name="Check host-1/nvme0 …").click()
     said(page, "#dialog-body", "No check was begun since its node was started.")
@@ -375,7 +375,7 @@ def test_a_check_of_a_volume_is_followed_and_called_off(browser: Any, page: Any,
     said(page, "#told", "host-1/nvme0 is checked")
     said(page, "#nodes .check", "of 240 blocks, none bad so far")
     with opened(browser, store.http.address) as other:
-        said(other, "#nodes .check", "check under way")  # who looks later sees it too
+        said(other, "#nodes .check", "check under way")  # a page that is opened later shows it too
     page.get_by_role("button", name="Check host-1/nvme0 …").click()
     said(page, "#dialog-body", "Check under way")
     page.keyboard.press("Escape")
@@ -390,7 +390,7 @@ def test_a_check_of_a_volume_is_followed_and_called_off(browser: Any, page: Any,
     assert store.http.get(check)["good_blocks"] == 240
 
 
-def test_path_policy_cap_and_index_are_seen_to(page: Any, store: Working) -> None:
+def test_path_policy_traffic_cap_and_index_are_changed(page: Any, store: Working) -> None:
     page.get_by_role("button", name="Path policy …").click()
     said(page, "#dialog-body", "Now: split.")
     page.select_option("#dialog-policy", "prefill_only")
@@ -420,17 +420,17 @@ def test_path_policy_cap_and_index_are_seen_to(page: Any, store: Working) -> Non
     assert asked.value.headers["if-match"] == f'"{store.http.get("/v1/index")["epoch"]}"'
 
 
-def test_what_cannot_be_set_or_changed_meanwhile_is_said_in_the_dialog(browser: Any, store: Working) -> None:
+def test_dialog_shows_rejected_and_conflicting_changes(browser: Any, store: Working) -> None:
     quota = "/v1/tenants/quota?tenant=team-b"
     store.http.put(quota, {"dram_bytes": 3 << 30}, if_match="*")
-    with opened(browser, store.http.address, quietly=False) as page:  # browsers complain of every 409 and 412
+    with opened(browser, store.http.address, quietly=False) as page:  # browsers log an error for every 409 and 412
         page.get_by_role("button", name="Traffic cap of node host-1 …").click()
         said(page, "#dialog-error", "this node was started without a cap")
         assert page.locator("#dialog-yes").is_disabled()
         page.keyboard.press("Escape")
         page.get_by_role("button", name="Remove the quota of team-b …").click()
         said(page, "#dialog-body", "Now: in DRAM 3.0 GiB at most")
-        store.http.put(quota, {"dram_bytes": 2 << 30}, if_match="*")  # somebody else
+        store.http.put(quota, {"dram_bytes": 2 << 30}, if_match="*")  # another operator
         page.locator("#dialog-yes").click()
         said(page, "#dialog-error", "it was changed meanwhile")
         said(page, "#dialog-body", "Now: in DRAM 2.0 GiB at most")
@@ -439,8 +439,8 @@ def test_what_cannot_be_set_or_changed_meanwhile_is_said_in_the_dialog(browser: 
         said(page, "#told", "team-b has no quota any more")
 
 
-def test_it_is_walked_through_by_keyboard(page: Any) -> None:
-    """While it is drawn anew every two seconds."""
+def test_page_keyboard_reaches_every_control(page: Any) -> None:
+    """The page refreshes every two seconds during the test."""
     walked = []
     for _ in range(60):
         page.keyboard.press("Tab")
@@ -458,13 +458,13 @@ def test_it_is_walked_through_by_keyboard(page: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_is_enough(browser: Any, store: Working, scheme: str) -> None:
+def test_page_contrast_is_sufficient(browser: Any, store: Working, scheme: str) -> None:
     with opened(browser, store.http.address, color_scheme=scheme) as page:
         said(page, "#slow tbody tr", "waited")
         texts = page.evaluate(CONTRAST)
         page.get_by_role("button", name="Drain node host-1 …").click()
         texts += page.evaluate(CONTRAST)
-        # what is shown where something is wrong, too
+        # also the elements that are shown only if something is wrong
         page.evaluate(TROUBLE)
         texts += page.evaluate(CONTRAST)
         grounds = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -473,7 +473,7 @@ def test_contrast_is_enough(browser: Any, store: Working, scheme: str) -> None:
     assert grounds == {"light": "rgb(245, 246, 248)", "dark": "rgb(14, 17, 22)"}[scheme]
 
 
-def test_a_phone_shows_it_without_overflow(browser: Any, store: Working) -> None:
+def test_page_on_phone_does_not_overflow(browser: Any, store: Working) -> None:
     with opened(browser, store.http.address, viewport={"width": 360, "height": 740}) as page:
         said(page, "#slow tbody tr", "waited")
         page.select_option("#explore-namespace", SPEC.namespace.hex())
@@ -493,15 +493,15 @@ def test_a_phone_shows_it_without_overflow(browser: Any, store: Working) -> None
             assert page.locator("dialog").evaluate("e => e.scrollWidth <= e.clientWidth"), opener
 
 
-def test_a_token_is_asked_for_and_used(browser: Any, store: Working, tmp_path: Path) -> None:
+def test_page_asks_for_token_and_uses_it(browser: Any, store: Working, tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(f"operator alice {OPERATOR}\nread bob {READER}\n")
     file.chmod(0o600)
-    beside = LocalCluster([], tmp_path / "admin")  # of which nothing but a second admin server is started
+    beside = LocalCluster([], tmp_path / "admin")  # only a second admin server is started
     try:
         settings = {"metadata": store.cluster.metadata_address, "tokens_file": str(file)}
         address = beside.start_admin(*settings.items()).address
-        with opened(browser, address, quietly=False) as page:  # browsers complain of every 401
+        with opened(browser, address, quietly=False) as page:  # browsers log an error for every 401
             said(page, "#dialog-title", "A token is required")
             assert "Authorization" not in page.locator("body").inner_text()
             page.fill("#dialog-token", "nobodys-token-3-xyz")
@@ -559,8 +559,8 @@ def test_images_for_the_readme(browser: Any, store: Working, pytestconfig: pytes
             assert (folder / f"{name}.png").stat().st_size < 200_000
 
 
-def test_a_server_that_is_away_is_said_and_asked_again(browser: Any, store: Working) -> None:
-    """The last one: it stops the admin server."""
+def test_page_admin_server_down_is_shown_and_retried(browser: Any, store: Working) -> None:
+    """Must run after the other tests, because it stops the admin server."""
     with opened(browser, store.http.address, quietly=False) as page:
         said(page, "#problems", "Nothing")
         store.rest()
@@ -575,8 +575,8 @@ def test_a_server_that_is_away_is_said_and_asked_again(browser: Any, store: Work
         said(page, "#problems", "Nothing: 3 nodes answer")
 
 
-def test_metadata_away_is_said_with_what_it_means(browser: Any, store: Working) -> None:
-    """After all others: loads have ended."""
+def test_page_metadata_server_down_shows_consequences(browser: Any, store: Working) -> None:
+    """Must run after all others, when the loads have ended."""
     with opened(browser, store.http.address, quietly=False) as page:
         said(page, "#nodes .badge", "active")
         address = store.cluster.metadata_address

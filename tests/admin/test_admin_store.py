@@ -1,4 +1,4 @@
-"""The admin REST over a real store: what it shows is what is there, and what it changes is changed."""
+"""The admin REST API over a real store: values that it shows, and changes that it makes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = np.arange(BLOCKS * SPEC.block_tokens, dtype=np.uint32)
 
 @dataclass
 class Store:
-    """Two nodes: ``a`` with a volume and a cap, ``b`` with DRAM alone."""
+    """Two nodes: ``a`` with a volume and a traffic cap, ``b`` with DRAM only."""
 
     cluster: LocalCluster
     http: AdminHttp
@@ -69,7 +69,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             yield made
 
 
-def test_an_overview_is_what_the_parts_say_and_asks_each_node_once(store: Store) -> None:
+def test_overview_matches_lists_and_queries_each_node_once(store: Store) -> None:
     def asked() -> list[int]:
         with urllib.request.urlopen(f"http://{store.cluster.node('a').metrics_address}/metrics", timeout=WAIT_S) as answer:
             text = answer.read().decode()
@@ -93,7 +93,7 @@ def test_an_overview_is_what_the_parts_say_and_asks_each_node_once(store: Store)
     assert {one["node_id"] for one in rest["volumes"]} == {"b"}
 
 
-def test_the_cluster_at_a_glance(store: Store) -> None:
+def test_cluster_healthy_reports_health_and_counts(store: Store) -> None:
     found = store.http.get("/v1/cluster")
     assert (found["health"], found["problems"]) == ("ok", [])
     assert (found["nodes_alive"], found["nodes_silent"], found["namespaces"]) == (2, 0, 2)
@@ -103,7 +103,7 @@ def test_the_cluster_at_a_glance(store: Store) -> None:
     assert index.etag == f'"{index.json["epoch"]}"' == f'"{found["index_epoch"]}"'
 
 
-def test_nodes_with_their_links(store: Store) -> None:
+def test_nodes_are_listed_with_links(store: Store) -> None:
     a, b = store.http.all("/v1/nodes", 1)
     assert (a["node_id"], a["alive"], a["volumes"]) == ("a", True, ["a/dram", "a/nvme0"])
     storage = a["nics"][0]
@@ -120,7 +120,7 @@ def test_nodes_with_their_links(store: Store) -> None:
     store.http.get(f"/v1/volumes?cursor={page['next_cursor']}", 400)
 
 
-def test_volumes(store: Store) -> None:
+def test_volumes_are_listed_with_usage(store: Store) -> None:
     volumes = {one["volume_id"]: one for one in store.http.all("/v1/volumes", 2)}
     assert sorted(volumes) == ["a/dram", "a/nvme0", "b/dram"]
     nvme = volumes["a/nvme0"]
@@ -132,7 +132,7 @@ def test_volumes(store: Store) -> None:
     store.http.get("/v1/volumes/a/nvme7", 404)
 
 
-def test_namespaces_usage_and_hits(store: Store) -> None:
+def test_namespaces_report_usage_and_hits(store: Store) -> None:
     before = store.http.get(f"/v1/namespaces/{store.namespace()}")
     assert store.engine.lookup(store.keys).hit_blocks == BLOCKS
     found = {one["namespace_id"]: one for one in store.http.all("/v1/namespaces", 1)}
@@ -153,7 +153,7 @@ def test_namespaces_usage_and_hits(store: Store) -> None:
     store.http.get(f"/v1/namespaces/{'0' * 32}", 404)
 
 
-def test_which_blocks_hit_and_why_the_rest_misses(store: Store) -> None:
+def test_lookup_reports_hits_and_reasons_of_misses(store: Store) -> None:
     longer = [*TOKENS.tolist(), *range(1000, 1000 + 2 * SPEC.block_tokens), 5]
     found = store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(), "tokens": longer})
     assert (found["blocks"], found["hit_blocks"]) == (BLOCKS + 2, BLOCKS)
@@ -177,7 +177,7 @@ def test_which_blocks_hit_and_why_the_rest_misses(store: Store) -> None:
     store.http.post("/v1/blocks/lookup", {"namespace_id": "0" * 32, "tokens": [1]}, 404)
 
 
-def test_decisions_queues_and_slow_loads(store: Store) -> None:
+def test_plans_decisions_queues_and_slow_loads_are_listed(store: Store) -> None:
     out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
     assert store.engine.load(store.engine.lookup(store.keys), out).hit_blocks == BLOCKS
     wanted = metadata_pb2.PlanLoadRequest(
@@ -209,7 +209,7 @@ def test_decisions_queues_and_slow_loads(store: Store) -> None:
     assert slow["items"] == sorted(slow["items"], key=lambda one: -one["seconds"])
 
 
-def test_what_the_nodes_have_done(store: Store) -> None:
+def test_activity_counts_loads_and_traffic(store: Store) -> None:
     before = {one["node_id"]: one for one in store.http.get("/v1/activity")["items"]}
     out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
     assert store.engine.load(store.engine.lookup(store.keys), out).hit_blocks == BLOCKS
@@ -234,7 +234,7 @@ def test_what_the_nodes_have_done(store: Store) -> None:
     assert [one["node_id"] for one in rest["items"]] == ["b"]
 
 
-def test_a_node_is_drained_and_takes_part_again(store: Store) -> None:
+def test_node_drain_is_cancelled_or_blocked(store: Store) -> None:
     assert (store.http.get("/v1/nodes/a")["state"], store.http.get("/v1/nodes/a")["drain"]) == ("active", None)
     done = store.http.post("/v1/nodes/a/drain", {"move": False})
     assert done["drain"]["move"] is False
@@ -256,7 +256,7 @@ def test_a_node_is_drained_and_takes_part_again(store: Store) -> None:
     store.http.post("/v1/nodes/nobody/undrain", status=404)
 
 
-def test_configuration_in_force_says_where_it_came_from(store: Store) -> None:
+def test_config_reports_values_and_sources(store: Store) -> None:
     metadata, admin = store.http.get("/v1/config")["processes"]
     assert (metadata["process"], admin["process"]) == ("metadata", "admin")
     shown = {one["key"]: one for one in metadata["settings"]}
@@ -267,7 +267,7 @@ def test_configuration_in_force_says_where_it_came_from(store: Store) -> None:
     assert node["node.dram"] == "32MiB"
 
 
-def test_a_volume_is_evicted_down_to_a_fill(store: Store) -> None:
+def test_volume_evict_reduces_fill_to_percentage(store: Store) -> None:
     store.fill(store.engine)
     volume = store.http.get("/v1/volumes/a/dram")
     done = store.http.post("/v1/volumes/a/dram/evict", {"to_percent": 0})
@@ -279,7 +279,7 @@ def test_a_volume_is_evicted_down_to_a_fill(store: Store) -> None:
     assert store.http.post("/v1/volumes/a/nvme0/evict", {"to_percent": 100})["evicted_blocks"] == 0
 
 
-def test_a_namespace_is_evicted_and_stored_again(store: Store) -> None:
+def test_namespace_invalidated_can_be_stored_again(store: Store) -> None:
     store.http.post(f"/v1/namespaces/{store.namespace()}/invalidate")
     store.fill(store.engine)
     only = store.http.post(f"/v1/namespaces/{store.namespace()}/evict", {"tiers": ["nvme"]})
@@ -294,7 +294,7 @@ def test_a_namespace_is_evicted_and_stored_again(store: Store) -> None:
     store.http.post(f"/v1/namespaces/{'0' * 32}/invalidate", status=404)
 
 
-def test_the_next_weights_are_another_namespace(store: Store) -> None:
+def test_new_weights_epoch_registers_another_namespace(store: Store) -> None:
     store.fill(store.engine)
     path = f"/v1/namespaces/{store.namespace()}/weights-epoch"
     made = store.http.post(path, {"weights_epoch": "next"})
@@ -309,7 +309,7 @@ def test_the_next_weights_are_another_namespace(store: Store) -> None:
     store.fill(store.engine)
 
 
-def test_the_path_policy_is_changed_by_whoever_saw_it_last(store: Store) -> None:
+def test_path_policy_change_requires_current_etag(store: Store) -> None:
     seen = store.http.ask("GET", "/v1/path-policy")
     assert seen.json == {"policy": "split", "configured": "split"}
     store.http.put("/v1/path-policy", {"policy": "prefill_only"}, 428)
@@ -322,7 +322,7 @@ def test_the_path_policy_is_changed_by_whoever_saw_it_last(store: Store) -> None
     assert store.http.put("/v1/path-policy", {"policy": "split"}, if_match="*") == {"policy": "split", "configured": "split"}
 
 
-def test_the_cap_is_changed_where_there_is_one(store: Store) -> None:
+def test_traffic_cap_change_requires_configured_cap(store: Store) -> None:
     seen = store.http.ask("GET", "/v1/nodes/a/traffic-cap")
     assert (seen.json["bytes_per_s"], seen.etag) == (10**10, '"10000000000"')
     changed = store.http.ask("PUT", "/v1/nodes/a/traffic-cap", {"bytes_per_s": 10**9}, if_match=seen.etag)
@@ -334,7 +334,7 @@ def test_the_cap_is_changed_where_there_is_one(store: Store) -> None:
     store.http.put("/v1/nodes/a/traffic-cap", {"bytes_per_s": -1}, 400, if_match="*")
 
 
-def test_anti_entropy_and_a_new_index_at_once(store: Store) -> None:
+def test_index_rebuild_keeps_blocks_and_namespaces(store: Store) -> None:
     store.fill(store.engine)
     assert store.http.post("/v1/nodes/a/anti-entropy") == {"node_id": "a", "repaired_ranges": 0}
     index = store.http.ask("GET", "/v1/index")
@@ -356,7 +356,7 @@ def test_anti_entropy_and_a_new_index_at_once(store: Store) -> None:
     assert len(store.http.get("/v1/namespaces")["items"]) >= 2, "specs are kept"
 
 
-def test_every_change_is_a_line_of_the_audit_log(store: Store) -> None:
+def test_changes_are_written_to_audit_log(store: Store) -> None:
     store.http.post("/v1/volumes/b/dram/evict", {"to_percent": 99}, x_request_id="audited-1")
     store.http.post("/v1/volumes/b/none/evict", {"to_percent": 99}, 404)
     log = store.cluster.node("admin").log_path.read_text()
@@ -369,8 +369,8 @@ def test_every_change_is_a_line_of_the_audit_log(store: Store) -> None:
     assert '"outcome": "not_found"' in lines[1]
 
 
-def test_a_node_that_is_silent_is_said_and_waited_for_by_nobody(store: Store) -> None:
-    """The last one: it kills a node."""
+def test_silent_node_is_reported_and_does_not_delay(store: Store) -> None:
+    """Must run last, because it kills a node."""
     store.cluster.kill("b")
     wait_until(lambda: store.http.get("/v1/cluster")["nodes_silent"] == 1, "b is silent")
     found = store.http.get("/v1/cluster")

@@ -1,4 +1,4 @@
-"""What may stay, by order of operators, in a store of real processes: set over HTTP or by command, kept, enforced, shown."""
+"""Quotas and retention rules in a store of real processes: set over HTTP or by command, kept, enforced and shown."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ BLOCK = spec_of("").block_bytes
 
 @dataclass
 class Store:
-    """Two nodes with a volume each; an engine of a tenant on either, and one of another tenant."""
+    """Two nodes with one volume each; an engine of one tenant on each node, and an engine of another tenant."""
 
     cluster: LocalCluster
     http: AdminHttp
     log: Path
     acme: KVClient
     far: KVClient
-    """Of the same tenant, on the other node."""
+    """Engine of the same tenant on the other node."""
     beta: KVClient
 
     def keys(self, client: KVClient, chain: int, blocks: int) -> list[Any]:
@@ -86,7 +86,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             yield Store(cluster, AdminHttp(admin.address), admin.log_path, acme, far, beta)
 
 
-def test_a_quota_holds_over_nodes_and_restarts_and_concerns_nobody_else(store: Store) -> None:
+def test_quota_spans_nodes_and_restarts_for_one_tenant(store: Store) -> None:
     http, quota = store.http, "/v1/tenants/quota?tenant=acme"
     assert store.fill(store.beta, 1, 60).durable
     assert store.fill(store.acme, 2, 60).durable
@@ -108,7 +108,7 @@ def test_a_quota_holds_over_nodes_and_restarts_and_concerns_nobody_else(store: S
     wait_until(within, "what is beyond it leaves")
     assert 0 < store.hits(store.acme, 2, 60) <= 40, "the head of the prompt is still there"
     assert store.hits(store.beta, 1, 60) == 60
-    for chain in range(3, 8):  # beyond it all the time, on both nodes: the newest stays, nobody sees an error
+    for chain in range(3, 8):  # beyond the quota on both nodes: the newest blocks stay, and no store fails
         for client in (store.acme, store.far):
             assert store.fill(client, chain, 15, durable=False).error is None
     wait_until(within, "both nodes together")
@@ -124,7 +124,7 @@ def test_a_quota_holds_over_nodes_and_restarts_and_concerns_nobody_else(store: S
     assert (last["target"], last["outcome"], last["asked"]["nvme_bytes"]) == ("acme", "done", 40 * BLOCK)
 
 
-def test_a_node_that_was_started_again_keeps_to_it_before_any_engine_comes(store: Store) -> None:
+def test_quota_restarted_node_enforces_before_engines_connect(store: Store) -> None:
     http, quota = store.http, "/v1/tenants/quota?tenant=beta"
     assert store.fill(store.beta, 1, 60).durable
     store.cluster.stop("a")
@@ -141,7 +141,7 @@ def test_a_node_that_was_started_again_keeps_to_it_before_any_engine_comes(store
     assert store.tenant("beta")["nvme"]["quota_bytes"] is None
 
 
-def test_the_same_by_command(store: Store) -> None:
+def test_quota_commands_set_show_and_remove(store: Store) -> None:
     store.command("tenants", "set", "gamma", "--nvme", "1GiB")
     listed = json.loads(store.command("tenants", "--json"))["items"]
     (gamma,) = [one for one in listed if one["tenant"] == "gamma"]
@@ -158,10 +158,10 @@ def test_the_same_by_command(store: Store) -> None:
     store.command("tenants", "unset", "")
 
 
-def test_what_nobody_uses_leaves_and_what_is_pinned_stays(store: Store) -> None:
+def test_rule_ttl_evicts_unused_and_pin_keeps_blocks(store: Store) -> None:
     http = store.http
     old, kept = spec_of("acme").namespace.hex(), spec_of("beta").namespace.hex()
-    for client, chain in ((store.acme, 21), (store.beta, 22)):  # their node may have been started again
+    for client, chain in ((store.acme, 21), (store.beta, 22)):  # the node may have restarted
         wait_until(lambda client=client, chain=chain: store.fill(client, chain, 10).held_blocks == 10, "there is a session")  # type: ignore[misc]
     path = f"/v1/namespaces/{old}/rule"
     shown = http.ask("GET", path)
@@ -182,7 +182,7 @@ def test_what_nobody_uses_leaves_and_what_is_pinned_stays(store: Store) -> None:
     (listed,) = [one for one in http.get("/v1/namespaces")["items"] if one["namespace_id"] == kept]
     assert (listed["ttl_s"], listed["pinned"]) == (None, True)
 
-    # a pin holds against what makes room; what is wrong goes all the same
+    # a pin prevents eviction, but not invalidation
     assert http.ask("POST", f"/v1/namespaces/{kept}/evict", {}).status == 409
     assert "unpin it first" in store.command("namespaces", "evict", kept, "--yes", code=3)
     http.post("/v1/volumes/a/nvme0/evict", {"to_percent": 0})
@@ -196,8 +196,8 @@ def test_what_nobody_uses_leaves_and_what_is_pinned_stays(store: Store) -> None:
     assert [one["outcome"] for one in store.audited("namespace.rule")][-1] == "done"
 
 
-def test_a_rule_of_what_the_index_has_forgotten_is_listed_and_lifted(store: Store) -> None:
-    """As after an index made anew in which nobody has opened the namespace yet."""
+def test_rule_of_forgotten_namespace_is_listed_and_removed(store: Store) -> None:
+    """The state after an index rebuild, before an engine has opened the namespace again."""
     http, orders = store.http, SettingsStore(MetadataConfig(index_path=store.cluster.index_path).orders_path)
     gone, path = "ab" * 16, f"/v1/namespaces/{'ab' * 16}/rule"
     orders.change(lambda known: known.with_rule(NamespaceId(bytes.fromhex(gone)), RuleSetting(60_000, True)))

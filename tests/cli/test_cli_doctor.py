@@ -81,7 +81,7 @@ def test_what_is_required_and_missing_is_an_error_with_a_remedy(tmp_path: Path) 
     assert missing["area"] == "memory"
     assert missing["mend"].startswith("--set node.dram=")
     assert said["facts"]["memory"]["total_bytes"] > 0
-    assert "something is missing that the configuration requires" in done.stderr
+    assert "a requirement of the configuration is missing" in done.stderr
 
 
 def test_a_running_node_says_what_it_really_uses(tmp_path: Path) -> None:

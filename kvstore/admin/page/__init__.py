@@ -1,7 +1,8 @@
-"""The web page of the admin server: one document with its styles and scripts in it, put together when the server starts.
+"""Web page of the admin server: one document that contains its styles and scripts, assembled when the server starts.
 
-It asks the REST of its own server and nothing else, as its Content-Security-Policy has browsers see to: they run no script and
-take no style but those whose digests it names, and make no markup of strings (Trusted Types), whatever the store's names hold.
+The page sends requests to the REST API of its own server only. Its Content-Security-Policy enforces this: browsers run only the
+scripts and apply only the styles whose digests it names, and never parse strings as markup (Trusted Types). Names in the store
+therefore cannot inject markup.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _SCRIPTS: Final = (
     "dom.js", "figures.js", "charts.js", "server.js", "cluster.js", "lists.js", "explorer.js", "dialogs.js", "checks.js",
     "orders.js", "tenants.js", "main.js",
 )  # fmt: skip
-"""In order: each uses what is declared in those before it, and all run as one."""
+"""Script files in load order: each uses declarations of the previous ones. They run as one script."""
 
 
 class WebPage:
-    """The document, and what goes with it."""
+    """The page's document and its response headers."""
 
     def __init__(self) -> None:
         folder = files(__package__)
@@ -53,10 +54,10 @@ class WebPage:
         }
 
     async def show(self) -> Response:
-        """The answer to a browser."""
+        """Respond with the document."""
         return Response(self._document, headers=self._headers, media_type="text/html")
 
 
 def _digest(text: str) -> str:
-    """As the policy names an inline script or style."""
+    """Return the source expression of an inline script or style for the Content-Security-Policy."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"

@@ -71,8 +71,9 @@ class Rules:
     ) -> models.Rule:
         """Replace the rule at every node. It survives restarts. Nodes receive it with their next heartbeat.
 
-        Times count from the last use that a node knows of: from its start, or from when the rule was set, at the earliest. What
-        is in use or pinned does not leave. Invalidating drops a pinned namespace too; evicting it is refused.
+        The time to live of a block counts from its last use that the node knows of, but not from before the node's start or the
+        time at which the rule was set. Blocks in use and pinned blocks are not evicted. Invalidating a namespace drops its blocks
+        even if it is pinned; evicting a pinned namespace is rejected.
         """
         with audited(
             request, self._counters, "namespace.rule", namespace_id, ttl_s=wanted.ttl_s, pinned=wanted.pinned

@@ -61,8 +61,8 @@ class Tenants:
     async def tenants(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Tenant]:
         """Tenants that hold blocks or have a quota, by name. Usage is from the last heartbeats of live nodes.
 
-        Blocks of namespaces that no node knows the tenant of (found at a node's start, and not known to the metadata server)
-        count for nobody.
+        Blocks of a namespace whose tenant no node knows (found at a node's start, and not known to the metadata server) count
+        toward no tenant.
         """
         after("tenants", cursor)
         shown, following = page_of("tenants", await self._queries.tenants(), lambda one: one.tenant, cursor, limit)
@@ -79,8 +79,8 @@ class Tenants:
     ) -> models.Quota:
         """Replace the quota over all nodes. It survives restarts. Nodes receive it with their next heartbeat.
 
-        A tenant beyond it loses its own coldest blocks, at once where they are not in use; its further stores make room among its
-        own blocks and are skipped as far as they cannot. Nobody sees an error.
+        If a tenant exceeds its quota, its coldest blocks that are not in use are evicted at once. Its later stores evict its own
+        blocks to make room, and blocks without room are skipped. Stores do not raise an error for this.
         """
         return await self._set(request, response, tenant, wanted, if_match, "tenant.quota.set")
 

@@ -176,8 +176,8 @@ class Changes:
     ) -> models.NamespaceEvicted:
         """Evict blocks from some tiers on every node. A pinned namespace is not evicted.
 
-        What is in use, or in DRAM and not durable yet, stays; engines may store what left again at once. Blocks in engines' own
-        pools of device memory are not touched.
+        Blocks that are in use, or in DRAM and not durable yet, are kept. Engines may store evicted blocks again at once. Blocks
+        in engines' own pools of device memory are not evicted.
         """
         with audited(request, self._counters, "namespace.evict", namespace_id, tiers=wanted.tiers) as result:
             answer = await self._commands.evict_namespace(bytes.fromhex(namespace_id), wanted.tiers)
@@ -187,9 +187,9 @@ class Changes:
     async def invalidate_namespace(self, request: Request, namespace_id: NamespaceId) -> models.NamespaceEvicted:
         """Drop all blocks from all tiers on every node, also dirty and pinned ones. For blocks with wrong content.
 
-        Stop the engines that made them first, or they store them again. Nodes that do not answer keep what they have: where the
-        answer is not complete, do it again once they are back; until then what they hold is served. Engines' own pools of device
-        memory end with their engines.
+        Stop the engines that wrote the blocks first, or they store them again. Nodes that do not answer keep their blocks and
+        continue to serve them: if the response is not complete, repeat the request after these nodes are back. Engines' own pools
+        of device memory are dropped only when their engines stop.
         """
         with audited(request, self._counters, "namespace.invalidate", namespace_id) as result:
             answer = await self._commands.invalidate_namespace(bytes.fromhex(namespace_id))
@@ -199,8 +199,8 @@ class Changes:
     async def bump_weights(self, request: Request, namespace_id: NamespaceId, wanted: models.BumpWeights) -> models.Bumped:
         """Register the namespace with the same spec and new weights, and drop the blocks of the old weights.
 
-        A namespace is its spec: engines change over when they are started with the new weights epoch, and until then go on in the
-        old one.
+        A namespace is identified by its spec. Engines use the new namespace after they are restarted with the new weights epoch;
+        until then they continue to use the old one.
         """
         with audited(
             request, self._counters, "namespace.weights_epoch", namespace_id,
@@ -218,9 +218,9 @@ class Changes:
     async def check_volume(self, request: Request, node_id: NodeId, name: VolumeName, wanted: BeginCheck) -> VolumeCheck:
         """Start a check in the background at a limited rate. `GET` the same path for its progress.
 
-        What is bad is taken out as a load would take it out: a miss from then on, and its slot rests until the node is started
-        again. Nothing of a check outlives the node's process. For volumes that no node has open there is
-        `kvstore volume check`, which also mends.
+        Corrupt blocks are removed as by a load: they become misses, and their slots are quarantined until the node restarts. The
+        state of a check is lost if the node restarts. For volumes that no node has open, use `kvstore volume check`, which also
+        repairs.
         """
         with audited(
             request, self._counters, "volume.check", f"{node_id}/{name}", bytes_per_s=wanted.bytes_per_s
@@ -230,18 +230,18 @@ class Changes:
         return done
 
     async def cancel_check(self, request: Request, node_id: NodeId, name: VolumeName) -> VolumeCheck:
-        """Cancel the check after its current read. Corrupt blocks found so far stay removed."""
+        """Cancel the check after its current read. Corrupt blocks that it has found stay removed."""
         with audited(request, self._counters, "volume.check.cancel", f"{node_id}/{name}") as result:
             done = await self._checks.cancel(node_id, name)
             result.update(state=done.state, checked_blocks=done.checked_blocks, bad_blocks=done.bad_blocks)
         return done
 
-    # ---- taking part ----
+    # ---- draining ----
     async def drain(self, request: Request, node_id: NodeId, wanted: models.SetDrain) -> models.Participation:
         """Drain a node until the drain is cancelled, also over restarts. `GET` the node for its progress.
 
-        Once it is drained it may be stopped: what it holds stays on its volumes and is found again when it is back; with `move`
-        others have it meanwhile.
+        A drained node may be stopped. Its blocks stay on its volumes and are found again after it restarts; with `move`, other
+        nodes also serve them until then.
         """
         with audited(request, self._counters, "node.drain", node_id, move=wanted.move) as result:
             status = await self._rpc.drain_node(node_id, move=wanted.move)
@@ -319,7 +319,7 @@ class Changes:
 
     # ---- the index ----
     async def anti_entropy(self, request: Request, node_id: NodeId) -> models.Compared:
-        """Repair ranges that differ. Ranges that change meanwhile are left to the next round."""
+        """Repair ranges that differ. Ranges that change during the repair are left to the next round."""
         with audited(request, self._counters, "node.anti_entropy", node_id) as result:
 
             async def ask(node: NodeRpc) -> pb.CompareIndexResponse:
@@ -332,8 +332,8 @@ class Changes:
     async def rebuild_index(self, request: Request, if_match: IfMatch = None) -> models.Rebuilding:
         """Rebuild the index with the epoch in If-Match (ETag of `GET /v1/index`); a repeated call drops nothing.
 
-        The metadata server is away for a moment; until all inventories are there, lookups find less than is held. No block is
-        lost.
+        The metadata server is unavailable for a moment. Until all nodes have sent their inventories, lookups find fewer blocks
+        than the nodes hold. No block is lost.
         """
         with audited(request, self._counters, "index.rebuild", "metadata") as result:
             epoch = (await self._rpc.server()).index_epoch
