@@ -88,7 +88,7 @@ class _Commands(Command, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        if cmd_name == "metadata":  # it is never a client
+        if cmd_name == "metadata":  # the command line is never a client
             wait_in_callers_threads()  # before the command imports gRPC
         module, _, name = _COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
@@ -129,7 +129,7 @@ def root() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 success, 1 failure, 2 usage error. Help texts list further exit codes."""
-    # its core prints C++ file names and line numbers beside the errors that we report anyway
+    # gRPC prints C++ file names and line numbers beside the errors that we report
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     root.main(args=None if arguments is None else list(arguments), prog_name="kvstore")
     raise SystemExit(0)

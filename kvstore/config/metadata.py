@@ -90,7 +90,7 @@ class MetadataConfig(MetadataSection):
 
     @property
     def orders_path(self) -> Path:
-        """File of the operators' orders. It lies beside the index folder, which may be deleted."""
+        """File of the operators' orders. It is stored beside the index folder, which may be deleted."""
         return self.index_path.with_name(f"{self.index_path.name}.orders.json")
 
     def check(self) -> Self:

@@ -1,4 +1,4 @@
-"""Where a configuration's values come from, and which source each value in force was taken from."""
+"""Sources of configuration values, and the source of each effective value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where one value came from."""
+    """Source of one value."""
 
     source: Literal["default", "file", "environment", "flag", "derived"]
     detail: str = ""
@@ -69,11 +69,11 @@ def load_config(
     Args:
         file: must exist if given; else the first of ``default_files`` that exists is read.
         environment: variables, e.g. ``os.environ``; those with ``KVSTORE_`` and a ``__`` count.
-        flags: what the command line sets, the last of equal keys wins.
+        flags: settings of the command line, the last of equal keys wins.
         default_files: where to look without ``file``.
 
     Returns:
-        The configuration, and for every leaf of it where its value came from.
+        The configuration, and the source of every value.
 
     Raises:
         InvalidArgument: a file cannot be read, a key is unknown, a value cannot be; names key and source.
@@ -200,7 +200,7 @@ _IN_OUR_WORDS = {
     "bool_parsing": "write true or false",
     "int_parsing": "write a whole number",
 }
-"""What pydantic says less clearly."""
+"""Validation messages that are clearer than those of pydantic."""
 
 
 def _wrong_value(error: ValidationError, in_force: Mapping[str, Setting]) -> InvalidArgument:

@@ -33,7 +33,7 @@ def parse_size(value: object) -> int:
     """Bytes of ``"64MiB"``, ``"1.5 GB"`` or ``4096``.
 
     Raises:
-        ValueError: it is no size, or no whole number of bytes.
+        ValueError: not a size, or not a whole number of bytes.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -48,7 +48,7 @@ def parse_duration_ms(value: object) -> int:
     """Milliseconds of ``"500ms"``, ``"2.5s"``, ``"1m"``.
 
     Raises:
-        ValueError: it is no duration, or has no unit.
+        ValueError: not a duration, or without a unit.
     """
     hint = 'a duration takes a unit: "500ms", "10s", "2m"'
     if not isinstance(value, str):

@@ -118,7 +118,7 @@ class Queries:
     async def overview(self, statuses: Sequence[NodeStatus], most: int) -> models.Overview:
         """Nodes with activity, volumes and their ``most`` slowest loads. Each node is queried once.
 
-        They are taken as a whole: ``known_nodes`` counts them, and there is no next page.
+        The result is not paged; ``known_nodes`` counts all nodes.
         """
 
         async def ask(node: NodeRpc) -> tuple[pb.DescribeNodeResponse, node_pb2.GetNodeStatsResponse, pb.ListSlowLoadsResponse]:
@@ -199,7 +199,7 @@ class Queries:
         """Retention rule of a namespace.
 
         Raises:
-            NotFound: the namespace is not registered and has no rule.
+            NotFound: the namespace is neither registered nor under a rule.
         """
         try:
             found = await self._rpc.namespace(namespace_id)

@@ -49,7 +49,7 @@ class StoreEndpoint:
         metadata: address of the metadata server.
         tls: TLS settings of the channels to metadata server and nodes.
         token: token for metadata server and nodes; None: no token.
-        read_token: token for queries to nodes; None: ``token``. A node's address is whatever was registered, so a query
+        read_token: token for queries to nodes; None: ``token``. The address of a node is not verified, so a query
             must not send a token that permits changes.
         timeout_s: timeout of a query.
         change_timeout_s: timeout of a change, such as an eviction.
@@ -212,8 +212,8 @@ class StoreRpc:
             status: the node.
             ask: the call, given stubs of the node.
             timeout_s: timeout; None: timeout of a query.
-            changes: send the token that permits changes. A query sends ``read_token`` if there is one, because a node's address
-                is whatever was registered.
+            changes: send the token that permits changes. A query sends ``read_token`` if there is one, because the
+                address of a node is not verified.
 
         Raises:
             Unavailable: the node does not report to the metadata server, or does not answer.

@@ -1,1 +1,1 @@
-"""What this host has, what of it is in use, what is missing and what mends it: facts in, findings out. Nothing is changed."""
+"""Host checks of ``kvstore doctor``: collect facts, derive findings, propose a fix for each problem. Read-only."""

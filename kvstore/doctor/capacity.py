@@ -1,4 +1,4 @@
-"""Findings on capacity: volumes that share a disk, memory of the index, NUMA of large arenas. Pure."""
+"""Findings on capacity: volumes that share a disk, memory of the index, NUMA of large arenas. Pure functions."""
 
 from __future__ import annotations
 

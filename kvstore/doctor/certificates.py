@@ -1,4 +1,4 @@
-"""Findings on the certificates that the configuration names: readable, of their key, and valid for how long. Pure."""
+"""Findings on the configured certificates: readable, matching their key, days until expiry. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvstore.doctor.facts import Facts, Wanted
 from kvstore.doctor.levels import Finding, Level
 
 SOON_S = 30 * 86_400.0
-"""A certificate that ends earlier is worth a warning."""
+"""A certificate that expires within this time gets a warning."""
 _DAY_S = 86_400
 
 
 def certificate_findings(facts: Facts, wanted: Wanted, now_s: float) -> Iterator[Finding]:
-    """One line for each file of certificates.
+    """Report each configured TLS section.
 
     Args:
-        facts: of the host.
-        wanted: whose sections name the files.
-        now_s: seconds since 1970.
+        facts: facts of the host.
+        wanted: requirements of the configuration; ``tls`` names the files.
+        now_s: current time in seconds since 1970.
     """
     for asked, found in zip(wanted.tls, facts.all("tls"), strict=False):
         area = "TLS"

@@ -1,4 +1,4 @@
-"""Asks the host: every probe in a process of its own, all at once, each for a bounded time. A probe that fails is a fact too."""
+"""Collect facts of the host. Probes run in parallel, each in a separate process with a timeout. A failed probe is a fact too."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NIXL = "kvstore.doctor.nixl_probe"
 
 
 def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float = GDS_S) -> Facts:
-    """Facts of this host. Takes as long as the slowest probe; raises nothing that a probe could cause.
+    """Collect the facts of this host. Takes as long as the slowest probe. A failing probe raises nothing.
 
     Args:
-        wanted: whose folders are looked at. With ``gds`` off, kvikio is not touched.
-        timeout_s: of each probe.
-        gds_timeout_s: of each measurement of GPUDirect Storage.
+        wanted: requirements of the configuration; its folders are probed. With ``gds`` off, kvikio is not loaded.
+        timeout_s: limit per probe.
+        gds_timeout_s: limit per measurement of GPUDirect Storage.
     """
     asked: dict[str, Callable[[], Section]] = {
         name: partial(run_probe, HOST, [name], timeout_s) for name in ("system", "gpu", "memory", "network", "disks")
@@ -32,7 +32,7 @@ def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float 
     for number, volume in enumerate(wanted.volumes):
         asked[f"volume:{number}"] = partial(run_probe, HOST, ["folder", str(volume.path)], timeout_s)
         if wanted.gds != "off":
-            # it bounds what it starts itself; what is added is for a folder that does not answer
+            # the probe limits its measurement itself; timeout_s is extra time for a folder that does not respond
             asked[f"gds:{number}"] = partial(run_probe, GDS, [str(volume.path), str(gds_timeout_s)], gds_timeout_s + timeout_s)
     if wanted.nixl is not None:
         asked["nixl"] = partial(run_probe, NIXL, [wanted.nixl.devices, wanted.nixl.transports], timeout_s)
@@ -47,7 +47,7 @@ def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float 
 
 
 def run_probe(module: str, arguments: Sequence[str], timeout_s: float) -> Section:
-    """Runs a module that prints what it found as JSON in its last line."""
+    """Run a probe module and parse the JSON object in its last output line."""
     try:
         ran = run_with_timeout([sys.executable, "-m", module, *arguments], timeout_s)
     except OSError as error:

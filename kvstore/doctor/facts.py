@@ -1,7 +1,6 @@
-"""Facts of a host, and what its configuration asks for: plain data, so that findings can be tested on hosts that do not exist.
+"""Facts of a host and requirements of its configuration: plain data, so that tests can describe any host.
 
-Facts come from processes that look at drivers, kernels and folders. Each is a JSON object by the name of its probe; a probe that
-failed has said nothing, and why is kept. Nothing is taken for granted about types.
+Each probe process returns one JSON object. A failed probe returns only an error. Readers check the type of every value.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ class WantedVolume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedNixl:
-    """NIXL, where the configuration does not switch it off."""
+    """Requirements for NIXL, unless the configuration disables it."""
 
     required: bool = False
     trusted: bool = True
-    """The operator has said that whoever reaches the node may read and write its memory."""
+    """The operator accepts that any host that reaches the node may read and write its memory."""
     ruled_out: str | None = None
-    """The setting that goes with no NIXL."""
+    """The setting that is incompatible with NIXL."""
     devices: str = ""
     transports: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedTls:
-    """Files of certificates that one section of the configuration names."""
+    """Certificate files of one section of the configuration."""
 
     section: str
     ca: Path | None = None
@@ -48,15 +47,15 @@ class WantedTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the configuration asks of the host."""
+    """Requirements of the configuration."""
 
     dram_bytes: int
     huge_pages: bool = False
     huge_pages_refused: bool = False
-    """The configuration says that there be none."""
+    """The configuration disables huge pages."""
     block_bytes: int = USUAL_BLOCK_BYTES
     defaults: Sequence[str] = ()
-    """Settings that follow from the host, each with its value and the reason."""
+    """Settings derived from the host, each with its value and the reason."""
     tls: Sequence[WantedTls] = ()
     gds: str = "auto"
     volumes: Sequence[WantedVolume] = ()
@@ -66,46 +65,46 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one probe found. Each look names what is expected; anything else is as if nothing had been said."""
+    """Result of one probe. Accessors return None or an empty value if the type of a value is not the expected one."""
 
     said: Mapping[str, Any]
     error: str | None = None
-    """Why the probe said nothing."""
+    """Why the probe failed; None: it did not."""
 
     def number(self, name: str) -> int | None:
-        """A whole number."""
+        """Integer value; None if missing."""
         value = self.said.get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def text(self, name: str) -> str | None:
-        """A string, not empty."""
+        """Non-empty string; None if missing."""
         value = self.said.get(name)
         return value if isinstance(value, str) and value else None
 
     def flag(self, name: str) -> bool | None:
-        """True or False."""
+        """Boolean value; None if missing."""
         value = self.said.get(name)
         return value if isinstance(value, bool) else None
 
     def texts(self, name: str) -> list[str]:
-        """Strings in a row."""
+        """List of strings."""
         value = self.said.get(name)
         return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
     def sections(self, name: str) -> list[Section]:
-        """Objects in a row."""
+        """List of objects."""
         value = self.said.get(name)
         return [Section(item) for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
     def pairs(self, name: str) -> dict[str, Any]:
-        """One object."""
+        """JSON object with any values."""
         value = self.said.get(name)
         return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What all probes found, by the probe's name; folders and nodes by name and a number."""
+    """Results of all probes by name. Probes of folders have a number, such as ``volume:0``."""
 
     sections: Mapping[str, Section] = field(default_factory=dict)
 
@@ -113,7 +112,7 @@ class Facts:
         return self.sections.get(probe, _NOT_ASKED)
 
     def all(self, prefix: str) -> list[Section]:
-        """The sections of ``prefix:0``, ``prefix:1`` and so on."""
+        """List the results of ``prefix:0``, ``prefix:1`` and so on."""
         found: list[Section] = []
         while (section := self.sections.get(f"{prefix}:{len(found)}")) is not None:
             found.append(section)

@@ -1,4 +1,4 @@
-"""From facts to findings: what is there, what is in use, what is missing, and the command that mends it. Pure."""
+"""Derive findings from facts: present, in use or missing, with the command that fixes each problem. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvstore.transport.nixl.agent import LOOPBACK
 
 NOFILE_LEAST = 8192
 TCP_BUFFER_LEAST = 4 << 20
-"""What one stream needs in flight on a link of 25 Gbit/s with a millisecond of delay, about."""
+"""Approximate bytes in flight of one stream on a link of 25 Gbit/s with 1 ms of delay."""
 HOST_LEAST = 2 << 30
-"""Memory that huge pages leave to everything else, at least; of large hosts, a tenth."""
+"""Minimum memory that huge pages leave to the host; a tenth of the memory on large hosts."""
 SHM = "/dev/shm"  # noqa: S108  # named, not used
 SHM_LEAST = 256 << 20
 SOME_VOLUME = "--set node.nvme=/mnt/nvme0/kvstore:1TiB   # a folder on a local NVMe disk, and how much of it"
 
 
 def findings(facts: Facts, wanted: Wanted) -> list[Finding]:
-    """Judges a host. Never raises, whatever the facts are."""
+    """List the findings on a host. Never raises, even on malformed facts."""
     looks = (
         _software, _gpu, _gds, _storage, _mounts, _memory, capacity_findings, _defaults, _limits, _network, _tls, _rdma,
         _nixl, _lab,
@@ -33,7 +33,7 @@ def findings(facts: Facts, wanted: Wanted) -> list[Finding]:
 
 
 def healthy(found: Sequence[Finding]) -> bool:
-    """Whether nothing is missing that the configuration requires."""
+    """Whether the host has everything that the configuration requires."""
     return all(finding.level is not Level.MISSING for finding in found)
 
 
@@ -97,7 +97,7 @@ def _gds(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         elif gds.flag("real") is True:
             yield Finding(area, Level.OK, f"{volume.path}: real ({gds.text('why')})")
         else:
-            # a host without a driver is no surprise; one with a driver was meant to be fast
+            # missing GDS is a problem only if the host has the GDS driver
             level = Level.MISSING if required else Level.WARNING if gds.pairs("facts") else Level.INFO
             yield Finding(
                 area, level, f"{volume.path}: {gds.text('path') or '?'} ({gds.text('why')}); posix is used",
@@ -116,7 +116,7 @@ def _storage(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
 
 
 def _no_volume(facts: Facts) -> str:
-    """That this configuration names no volume, though a node that was started with another one may have some."""
+    """Report that no volume is configured, and name the volumes of nodes that run with another configuration."""
     running = facts["running"].texts("volumes")
     if not running:
         return "no NVMe volume is configured"
@@ -147,7 +147,7 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
         what = "it serves what it holds, and stores nothing" if slab is not None else "no volume can be made there"
         make = "" if folder.flag("exists") else f"sudo mkdir -p {quoted} && "
         mend, why = f'{make}sudo chown "$USER" {quoted}', ""
-        if folder.flag("read_only"):  # whoever owns it
+        if folder.flag("read_only"):  # a read-only mount denies even the owner
             remount = f"sudo mount -o remount,rw {shlex.quote(folder.text('mount') or nearest)}"
             mend = remount if slab is not None else f"{SOME_VOLUME}; or, if it may be written to: {remount}"
             why = " (mounted read-only)"
@@ -169,7 +169,7 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
 
 
 def _cannot_be_opened(path: str, folder: Section) -> Finding | None:
-    """What keeps a node from the folder at all."""
+    """Report why a node cannot access the folder; None if it can."""
     nearest = folder.text("nearest") or path
     if (in_the_way := folder.text("in_the_way")) is not None:
         what = f"{path}: {in_the_way} is there, and no folder: a node does not start on it"
@@ -250,9 +250,9 @@ def _huge_pages(memory: Section, wanted: Wanted) -> Iterator[Finding]:
 
 
 def _reserve(what: str, memory: Section, wanted: Wanted, pages: int) -> tuple[str, str]:
-    """What to say and to do where ``pages`` huge pages in all would hold the arena.
+    """Message and fix if ``pages`` huge pages in total would hold the arena.
 
-    The kernel takes what it can get for them, at once, and gives it to nobody else: what the host needs is left to it.
+    The kernel reserves huge pages at once, and no other program can use them. The fix therefore leaves enough memory to the host.
     """
     size, free, reserved = (memory.number(f"huge_page{name}") or 0 for name in ("_bytes", "s_free", "s_total"))
     total, available = memory.number("total_bytes") or 0, memory.number("available_bytes") or 0
@@ -262,7 +262,7 @@ def _reserve(what: str, memory: Section, wanted: Wanted, pages: int) -> tuple[st
         return what, f"sudo sysctl -w vm.nr_hugepages={pages}"
     fits = (free + room) * size
     if wanted.dram_bytes > total:
-        fits = min(fits, total // 2)  # as is said of the arena itself
+        fits = min(fits, total // 2)  # the same limit as in the finding on the arena
     what = (
         f"{what}; reserving {show_size((pages - reserved) * size)} more of the {show_size(available)} available would not leave"
         f" {show_size(kept)} to the host"
@@ -282,7 +282,7 @@ def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         level = Level.WARNING if pins else Level.INFO
         what = f"memlock: {show_size(locked)}: too little to pin the arena" + ("" if pins else "; nothing here needs that")
         mend = _raise_limit(memory, "memlock", "unlimited", "LimitMEMLOCK=infinity; docker run --ulimit memlock=-1")
-        if most is not None and (most < 0 or most >= wanted.dram_bytes):  # whose user may raise it
+        if most is not None and (most < 0 or most >= wanted.dram_bytes):  # the user may raise the soft limit up to the hard limit
             mend = f"ulimit -S -l {'unlimited' if most < 0 else most >> 10}   # systemd: LimitMEMLOCK=infinity"
         yield Finding("limits", level, what, mend if pins else None)
     elif locked is not None:
@@ -305,9 +305,9 @@ def _tls(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
 
 
 def _raise_limit(memory: Section, name: str, most: str, elsewhere: str) -> str:
-    """Raises a hard limit of the shell that it is pasted to, and of what is started there.
+    """Command that raises a hard limit of the shell that runs it, and of programs started there.
 
-    A shell cannot: its own ``ulimit`` raises nothing beyond the hard limit, and one under sudo takes what it has with it.
+    ``ulimit`` cannot raise a hard limit, and a shell under sudo has limits separate from those of the calling shell.
     """
     if memory.flag("root_raises_limits") is False:
         return f"ulimit -H -a   # not even root may raise it here, but who starts this: systemd: {elsewhere}"
@@ -386,7 +386,7 @@ def _nixl(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
             f"--set node.nixl_{name}=" for name in ("transports", "devices") if getattr(asked, name) not in ("", LOOPBACK)
         )
         look = f"{named}   # as UCX finds them" if named else "ibv_devinfo   # whether a device is there; TCP does without"
-        if facts["network"].flag("sysfs") is False:  # whatever is named, UCX finds no device
+        if facts["network"].flag("sysfs") is False:  # UCX finds no device without sysfs
             look = "sudo mount -t sysfs sysfs /sys   # it is not there, and UCX finds its devices in it"
         mend = look if there else _install_nixl(facts)
         yield Finding(area, level, f"blocks move over TCP: {probe.text('why') or 'nothing was tried'}", mend)

@@ -1,4 +1,4 @@
-"""Which path from a volume to device memory is real, as a node would find it; a process of its own.
+"""Probe: whether a node could use GPUDirect Storage on a folder. Runs in a separate process.
 
 ``python -m kvstore.doctor.gds_probe FOLDER SECONDS`` prints one JSON object.
 """
@@ -13,7 +13,7 @@ from kvstore.tiers.io_engines.probe import GdsPath, glance_at_gds
 
 
 def main(folder: Path, timeout_s: float) -> None:
-    """Prints one JSON object."""
+    """Print one JSON object."""
     found = glance_at_gds(folder, timeout_s=timeout_s)
     said = {"path": found.path.value, "real": found.path is GdsPath.GDS, "why": found.why, "measured": found.measured}
     print(json.dumps(said | {"mend": found.mend, "facts": dict(found.facts)}), flush=True)

@@ -1,6 +1,6 @@
-"""The probes: each a function that looks at one side of this host, run in a process of its own that may hang or crash.
+"""Probes of the host. Each is a function that runs in a separate process, because it may hang or crash.
 
-``python -m kvstore.doctor.host_probes NAME [ARGUMENT]`` prints one JSON object. They read, and change nothing.
+``python -m kvstore.doctor.host_probes NAME [ARGUMENT]`` prints one JSON object. Probes are read-only.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LIBRARIES = {"libcuda": "libcuda.so.1", "libibverbs": "libibverbs.so.1", "librdm
 MODULES = ("torch", "kvikio", "nixl", "nixl_cu12", "nixl_cu13", "ucxx", "libucx")
 _PAGE = 4096
 _SYS_RESOURCE = 24
-"""The number of the capability that raises limits."""
+"""Number of CAP_SYS_RESOURCE, the capability to raise limits."""
 
 
 def system() -> dict[str, object]:
-    """Kernel, Python, memory, whose process this is."""
+    """Probe kernel, Python, memory and user."""
     return {
         "kernel": platform.release(),
         "machine": platform.machine(),
@@ -56,7 +56,7 @@ def _version(name: str) -> str | None:
 
 
 def gpu() -> dict[str, object]:
-    """Cards on the bus, the kernel's driver, and what the CUDA driver answers."""
+    """Probe GPUs on the bus, the kernel driver and the CUDA driver."""
     found: dict[str, object] = {"cards": nvidia_cards(), "driver": _first_line(Path("/proc/driver/nvidia/version"))}
     found["udev"] = os.access("/run/udev", os.R_OK)
     found["nvidia_fs"] = _first_line(Path("/proc/driver/nvidia-fs/version")) is not None
@@ -82,11 +82,11 @@ def gpu() -> dict[str, object]:
 
 
 def memory() -> dict[str, object]:
-    """RAM, huge pages, ``/dev/shm``, limits of this user's processes."""
+    """Probe RAM, huge pages, ``/dev/shm`` and the process limits of this user."""
     lines = [line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()]
     values = {words[0].rstrip(":"): int(words[1]) for words in lines}
     found: dict[str, object] = {
-        "total_bytes": memory_total(),  # a control group's limit, where that is less; what is available likewise
+        "total_bytes": memory_total(),  # the cgroup limit if it is lower; the same for the available memory
         "available_bytes": memory_available(),
         "huge_page_bytes": values.get("Hugepagesize", 0) << 10,
         "huge_pages_total": values.get("HugePages_Total", 0),
@@ -97,7 +97,7 @@ def memory() -> dict[str, object]:
     }
     for name, limit in (("memlock", resource.RLIMIT_MEMLOCK), ("nofile", resource.RLIMIT_NOFILE)):
         soft, hard = resource.getrlimit(limit)
-        found |= {f"{name}_soft": soft, f"{name}_hard": hard}  # -1: without limit
+        found |= {f"{name}_soft": soft, f"{name}_hard": hard}  # -1: unlimited
     try:
         shm = os.statvfs("/dev/shm")  # noqa: S108
     except OSError:
@@ -106,7 +106,7 @@ def memory() -> dict[str, object]:
 
 
 def _root_raises_limits() -> bool | None:
-    """Whether root here may raise limits of processes beyond what they are: containers take that away from it."""
+    """Whether root may raise the limits of processes here. Containers usually drop this capability."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
     return next((bool(int(line.split()[1], 16) >> _SYS_RESOURCE & 1) for line in lines if line.startswith("CapBnd:")), None)
 
@@ -117,7 +117,7 @@ def _chosen(path: Path) -> str | None:
 
 
 def network() -> dict[str, object]:
-    """Socket buffers, RDMA devices and their libraries, tools of the network lab."""
+    """Probe socket buffers, RDMA devices and libraries, and the tools of the network lab."""
     tcp = {name: (_first_line(Path(f"/proc/sys/net/ipv4/{name}")) or "").split() for name in ("tcp_rmem", "tcp_wmem")}
     devices = []
     for device in sorted(Path("/sys/class/infiniband").glob("*")):
@@ -144,7 +144,7 @@ def _loads(library: str) -> bool:
 
 
 def folder(path: str) -> dict[str, object]:
-    """A volume's folder, or the nearest one above it that exists: file system, room, O_DIRECT."""
+    """Probe the folder of a volume or its nearest existing parent: file system, free space, O_DIRECT."""
     wanted = Path(path).absolute()
     closed, there, in_the_way = _nearest(wanted)
     space = os.statvfs(there)
@@ -173,7 +173,7 @@ def folder(path: str) -> dict[str, object]:
 
 
 def _disk_of(device: int, sys: Path = Path("/sys/dev/block")) -> str | None:
-    """The disk that a file system's device is on, a partition's whole disk included; None: no disk of this host."""
+    """Disk of a file system's device, or of its partition; None: not a disk of this host."""
     place = sys / f"{os.major(device)}:{os.minor(device)}"
     try:
         found = place.resolve(strict=True)
@@ -183,7 +183,7 @@ def _disk_of(device: int, sys: Path = Path("/sys/dev/block")) -> str | None:
 
 
 def disks() -> dict[str, object]:
-    """NVMe disks, and where their file systems are mounted."""
+    """Probe NVMe disks and the mount points of their file systems."""
     mounted: dict[str, list[str]] = {}
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         words = line.split()
@@ -198,7 +198,7 @@ def disks() -> dict[str, object]:
 
 
 def certificates(ca: str, cert: str, key: str) -> dict[str, object]:
-    """Files of one side's TLS: whether they can be read and belong together, and when each certificate ends."""
+    """Probe TLS files of one section: readable, matching, and the expiry of each certificate."""
     for file in filter(None, (ca, cert, key)):
         try:
             Path(file).read_bytes()
@@ -211,7 +211,7 @@ def certificates(ca: str, cert: str, key: str) -> dict[str, object]:
         if ca:
             context.load_verify_locations(ca)
         if cert and key:
-            context.load_cert_chain(cert, key, password=lambda: "")  # a key with a pass phrase is refused, nobody is asked
+            context.load_cert_chain(cert, key, password=lambda: "")  # reject a key with a pass phrase instead of asking for it
     except (ssl.SSLError, OSError, ValueError) as error:
         which = ", ".join(filter(None, (ca, cert, key)))
         return {"broken": f"{which} cannot be used: {getattr(error, 'reason', None) or error}"}
@@ -224,17 +224,21 @@ def certificates(ca: str, cert: str, key: str) -> dict[str, object]:
 
 
 def _unescaped(path: str) -> str:
-    """A path as the kernel writes it, with octal blanks."""
+    """Decode a path of the kernel, which escapes blanks as octal."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
 def _nearest(wanted: Path) -> tuple[bool, Path, Path | None]:
-    """Whether a folder on the way may not be entered; the nearest folder that is there; what lies below it that is none."""
+    """Find the nearest existing folder of a path.
+
+    Returns:
+        Whether access to it is denied; the folder; and the entry below it that is not a folder, if any.
+    """
     there, in_the_way = Path("/"), None
     for place in (*reversed(wanted.parents), wanted):
         if not os.path.lexists(place):
             break
-        if not place.is_dir():  # also a link that leads nowhere: no folder can be made there
+        if not place.is_dir():  # also a dangling link: no folder can be created there
             in_the_way = place
             break
         there = place
@@ -244,7 +248,7 @@ def _nearest(wanted: Path) -> tuple[bool, Path, Path | None]:
 
 
 def _slab(path: Path) -> dict[str, object]:
-    """What a slab says of itself: its bytes, and why it is none."""
+    """Size of a slab, and the reason if it is not valid."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -257,7 +261,7 @@ def _slab(path: Path) -> dict[str, object]:
 
 
 def _direct_refused(slab: Path | None, there: Path) -> str | None:
-    """Why O_DIRECT cannot be used; None: it can. Without a slab, tried on a file without a name, which is gone at once."""
+    """Why O_DIRECT cannot be used; None: it can. Without a slab, tried on an unnamed temporary file."""
     import mmap
 
     flags = os.O_RDONLY if slab is not None else os.O_TMPFILE | os.O_RDWR
@@ -276,7 +280,7 @@ def _direct_refused(slab: Path | None, there: Path) -> str | None:
 
 
 def _mounted(path: Path) -> tuple[str, str]:
-    """Where the file system of a folder is mounted, and what it is."""
+    """Mount point, device and type of the file system of a folder."""
     best = ("", "?")
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         left, _, right = line.partition(" - ")

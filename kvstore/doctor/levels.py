@@ -1,4 +1,4 @@
-"""A finding, how much it matters, and how figures are shown in one."""
+"""Findings, their severity, and the format of sizes in them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     OK = "ok"
     INFO = "info"
-    """Not there, and not asked for."""
+    """Absent and not required."""
     WARNING = "warning"
-    """Works, but more slowly or less well than it could; or could not be found out."""
+    """Works, but slower or worse than possible; or could not be determined."""
     MISSING = "missing"
-    """The configuration requires it: a node would not start, or not do what it is to do."""
+    """Required by the configuration: a node would fail to start or to work as configured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line for a person."""
+    """One finding: area, severity, message and fix."""
 
     area: str
     level: Level
     what: str
     mend: str | None = None
-    """A line for a shell that mends it or looks closer, or ``--set …``, the setting to change; what else to know follows a #."""
+    """Shell command that fixes or inspects the problem, or ``--set …`` for a setting. A comment may follow a #."""
 
 
 def show_size(size: int) -> str:
-    """For people: three digits and a unit."""
+    """Format a size with three digits and a unit."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1000:
@@ -40,5 +40,5 @@ def show_size(size: int) -> str:
 
 
 def whole(size: int) -> str:
-    """A size for a setting: whole GiB, or MiB where it is less than one; not more than ``size``."""
+    """Round a size down for a setting: to whole GiB, or to MiB if it is less than 1 GiB."""
     return f"{size >> 30}GiB" if size >> 30 else f"{max(1, size >> 20)}MiB"

@@ -1,4 +1,4 @@
-"""Whether NIXL can be set up as a node would; a process of its own, because its libraries may end it.
+"""Probe: whether a node could set up NIXL. Runs in a separate process, because the libraries may crash it.
 
 ``python -m kvstore.doctor.nixl_probe DEVICES TRANSPORTS`` prints one JSON object.
 """
@@ -13,7 +13,7 @@ from kvstore.transport.nixl.agent import NixlAgent, NixlOptions
 
 
 def main(devices: str, transports: str) -> None:
-    """Prints one JSON object. Opens an agent, with nothing of value in its memory, and ends it."""
+    """Open an agent on memory without data, close it, and print one JSON object."""
     port = NixlAgent(NixlOptions(devices=devices, transports=transports, bounce_bytes=1 << 20), name="doctor")
     why = ""
     try:

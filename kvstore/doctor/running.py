@@ -1,4 +1,4 @@
-"""Findings on running servers: required servers that do not answer, and the I/O engines in use. Pure."""
+"""Findings on running servers: required servers that do not answer, and the I/O engines in use. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Answer(StrEnum):
 
     GIVEN = "given"
     REFUSED = "refused"
-    """The server runs and rejects the token."""
+    """The server runs but rejects the token."""
     NONE = "none"
 
 
@@ -41,7 +41,7 @@ class RunningMetadata:
     setting: str
     """The setting with its address, e.g. ``client.metadata``."""
     required: bool
-    """The address is configured; it is not the default."""
+    """The address is configured, not the default."""
     answer: Answer = Answer.GIVEN
     error: str | None = None
     nodes: int = 0
@@ -50,7 +50,7 @@ class RunningMetadata:
 
 @dataclass(frozen=True, slots=True)
 class RunningNode:
-    """What a node said, or why it said nothing."""
+    """Status of a node, or the error if it did not answer."""
 
     address: str
     node_id: str = ""
@@ -63,7 +63,7 @@ class RunningNode:
     volumes: Sequence[str] = ()
     """NVMe volumes."""
     open_files: int | None = None
-    """Limit of open files of its process; None: unknown or unlimited."""
+    """Limit of open files of the node's process; None: unknown or unlimited."""
 
 
 def metadata_findings(servers: Sequence[RunningMetadata]) -> Iterator[Finding]:
@@ -114,10 +114,10 @@ def nodes_findings(
 
 
 def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[Finding]:
-    """What a running node has in use.
+    """Report the I/O paths that a running node uses.
 
     Args:
-        node: what it said.
+        node: its answer.
         gds_required: its configuration asks for GPUDirect Storage.
     """
     area = f"node {node.node_id}" if node.node_id else "node"

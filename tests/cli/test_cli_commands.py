@@ -1,4 +1,4 @@
-"""Commands: help that teaches, errors in one line, and the daemons as real processes."""
+"""Commands: help with examples, errors in one line, and daemons as real processes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ LEAVES = [
 
 @pytest.fixture(autouse=True)
 def _root_logger_as_before() -> Iterator[None]:
-    """Commands set up logs of the whole process."""
+    """Restore the logging of the process, which commands change."""
     logger = logging.getLogger()
     handlers, level = list(logger.handlers), logger.level
     yield
@@ -111,7 +111,7 @@ def run(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.
     )
 
 
-def test_the_root_names_every_command() -> None:
+def test_root_help_names_every_command() -> None:
     shown = CliRunner().invoke(root, ["--help"])
     assert shown.exit_code == 0
     for name in COMMANDS:
@@ -119,13 +119,13 @@ def test_the_root_names_every_command() -> None:
 
 
 @pytest.mark.parametrize("command", LEAVES, ids=" ".join)
-def test_every_command_teaches_by_example(command: list[str]) -> None:
+def test_command_help_has_examples(command: list[str]) -> None:
     shown = CliRunner().invoke(root, [*command, "--help"])
     assert shown.exit_code == 0
     assert f"  Examples:\n    kvstore {' '.join(command)}" in shown.stdout
 
 
-def test_naming_commands_imports_none_of_them() -> None:
+def test_root_import_loads_no_heavy_modules() -> None:
     code = "import sys, kvstore.cli.app; print([m for m in ('grpc', 'rich', 'pydantic', 'numpy', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
@@ -159,7 +159,7 @@ def test_naming_commands_imports_none_of_them() -> None:
         (["status", "--metadata", "127.0.0.1:1", "--set", "client.deadline=300ms"], 1, "connection refused"),
     ],
 )
-def test_errors_take_one_line_and_tell_use_from_failure(arguments: list[str], code: int, words: str) -> None:
+def test_command_error_one_line_and_exit_code(arguments: list[str], code: int, words: str) -> None:
     done = run(*arguments)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
@@ -168,7 +168,7 @@ def test_errors_take_one_line_and_tell_use_from_failure(arguments: list[str], co
     assert last.startswith("Error: ")
 
 
-def test_a_file_that_is_no_trace_is_named_with_its_line(tmp_path: Path) -> None:
+def test_replay_invalid_trace_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "letters.jsonl"
     path.write_text("dear sir\n")
     shown = CliRunner().invoke(root, ["replay", str(path)])
@@ -180,7 +180,7 @@ def test_a_file_that_is_no_trace_is_named_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"), [((), "15 to 30 minutes"), (("--quick",), "--quick keeps"), (("dram_hit",), "Running 1 benchmarks")]
 )
-def test_bench_says_what_it_is_going_to_do_first(arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_announces_run_first(arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = subprocess.run
     ran: list[list[str]] = []
 
@@ -198,14 +198,14 @@ def test_bench_says_what_it_is_going_to_do_first(arguments: tuple[str, ...], sai
     assert "RESULTS.md" in shown.output
 
 
-def test_benchmarks_are_those_of_the_checkout() -> None:
+def test_bench_list_matches_checkout() -> None:
     known = benchmarks(benchmark_folder())
     shown = CliRunner().invoke(root, ["bench", "--list"])
     assert shown.exit_code == 0
     assert [line.split()[0] for line in shown.stdout.splitlines()] == list(known)
 
 
-def test_logs_are_set_up_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_set_up_twice_print_once(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logs(LogSection(level="info"))
     set_up_logs(LogSection(level="warning", format="json"))
     assert sum(isinstance(handler, StderrHandler) for handler in logging.getLogger().handlers) == 1
@@ -217,7 +217,7 @@ def test_logs_are_set_up_once(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_many_lines_of_a_log_become_few_and_a_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_limit_suppresses_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logs(LogSection(level="warning"))
     logger = logging.getLogger("kvstore.x")
     with first_lines(3):
@@ -230,7 +230,7 @@ def test_many_lines_of_a_log_become_few_and_a_count(capsys: pytest.CaptureFixtur
     assert lines[4].endswith("after")
 
 
-def test_json_logs_carry_errors() -> None:
+def test_json_logs_include_errors() -> None:
     try:
         int("broken")
     except ValueError:
@@ -240,8 +240,8 @@ def test_json_logs_carry_errors() -> None:
     assert "ValueError: invalid literal" in entry["error"]
 
 
-def test_no_log_line_is_another_ones_words(capsys: pytest.CaptureFixture[str]) -> None:
-    """What strangers send is logged as they send it: it must be no record of its own, and no control sequence."""
+def test_logs_remote_input_forges_no_record(capsys: pytest.CaptureFixture[str]) -> None:
+    """Remote input in a message must not look like another record or contain control sequences."""
 
     def bug(words: str) -> None:
         raise ValueError(words)
@@ -268,16 +268,16 @@ def test_no_log_line_is_another_ones_words(capsys: pytest.CaptureFixture[str]) -
             r"\u2028\u202ered",
             "ERROR   kvstore.x: a bug",
         ]
-        assert lines[2] == "  Traceback (most recent call last):"  # ours still has its lines
+        assert lines[2] == "  Traceback (most recent call last):"  # the formatter still prints the traceback
         assert len(lines) > 5
 
 
-def test_a_stack_is_indented_like_a_traceback() -> None:
+def test_logs_stack_is_indented() -> None:
     record = logging.LogRecord("a", logging.INFO, "f", 1, "here", (), None, sinfo="Stack:\n  File x")
     assert ConsoleFormatter().format(record).splitlines()[1:] == ["  Stack:", "    File x"]
 
 
-def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
+def test_up_ctrl_c_stops_store(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvstore.cli", "up", "--data-dir", str(tmp_path), "--dram", "64MiB", "--nvme", "64MiB"]
     settings = ["--set", "metadata.listen=127.0.0.1:0", "--set", "node.node_id=here", "--set", "admin.listen=127.0.0.1:0"]
     process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -326,7 +326,7 @@ def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     assert f"kvstore volume check {tmp_path / 'here-nvme'}" in parent.stderr
 
 
-def test_volume_check_of_an_open_volume_names_its_node(tmp_path: Path) -> None:
+def test_volume_check_open_volume_names_node(tmp_path: Path) -> None:
     slab = NvmeSlab.open(tmp_path / "volume", volume_id=VolumeId("here/nvme0"), capacity_bytes=32 << 20)
     done = run("volume", "check", str(tmp_path / "volume"))
     slab.close()
@@ -335,14 +335,14 @@ def test_volume_check_of_an_open_volume_names_its_node(tmp_path: Path) -> None:
     assert "`kvstore volumes check here/nvme0`, or stop the node first" in done.stderr
 
 
-def test_a_daemon_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
+def test_daemon_start_failure_one_line(tmp_path: Path) -> None:
     done = run("metadata", "--listen", "0.0.0.0:0", "--index", str(tmp_path / "index"))
     assert done.returncode == 1
     assert "requires TLS" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_up_on_a_taken_address_names_it_and_quotes_no_earlier_run(tmp_path: Path) -> None:
+def test_up_address_in_use_names_address(tmp_path: Path) -> None:
     (tmp_path / "metadata.log").write_text("Error: of an earlier run\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -357,8 +357,8 @@ def test_up_on_a_taken_address_names_it_and_quotes_no_earlier_run(tmp_path: Path
     assert ".cc:" not in done.stderr
 
 
-def test_up_hands_its_settings_on_to_its_daemons(tmp_path: Path) -> None:
-    """Those that it does not know itself, too: a store without what was required of it would seem to have it."""
+def test_up_settings_reach_daemons(tmp_path: Path) -> None:
+    """Settings of daemons that ``up`` does not use itself are passed on too."""
     command = ("up", "--data-dir", str(tmp_path / "data"), "--set", "metadata.listen=127.0.0.1:0")
     required = run(*command, "--nvme", "0", "--set", "node.gds=required")
     assert required.returncode == 1
@@ -373,14 +373,14 @@ def test_up_hands_its_settings_on_to_its_daemons(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_demo_that_is_told_to_end_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_demo_signalled_removes_its_files(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "kvstore.cli", "demo", "--sessions", "100"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # whoever runs the tests under nohup hands down "ignored"
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # under nohup, the signal would be ignored
     )
     try:
         sockets = socket_folder_of_children(process.pid)
@@ -395,7 +395,7 @@ def test_a_demo_that_is_told_to_end_leaves_nothing_behind(tmp_path: Path, number
 
 
 def socket_folder_of_children(pid: int) -> Path:
-    """Where the first daemon that ``pid`` starts is told to write its ready file."""
+    """Folder of the ready file of the first daemon that ``pid`` starts."""
     deadline_s = time.monotonic() + 30
     while time.monotonic() < deadline_s:
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -407,14 +407,14 @@ def socket_folder_of_children(pid: int) -> Path:
 
 
 @pytest.mark.parametrize("command", [["replay", "trace.jsonl"], ["demo"]])
-def test_settings_that_have_no_effect_are_refused(command: list[str]) -> None:
+def test_settings_without_effect_are_rejected(command: list[str]) -> None:
     refused = CliRunner().invoke(root, [*command, "--set", "log.level=error", "--set", "node.dram=1"])
     assert refused.exit_code == 2
     assert "--set node.dram has no effect here" in refused.output
 
 
-def test_the_table_of_the_dual_path_demo_fits_a_terminal() -> None:
-    """Piped, it has 80 columns: no figure may be cut off."""
+def test_dual_path_demo_table_fits_terminal() -> None:
+    """A pipe has 80 columns, and no figure may be cut."""
     links = {"prefill-0": [1.0], "decode-0": [1.0]}
     results = [
         PolicyResult(policy, (seconds,) * 3, rate, {"prefill": 1, "decode": 3}, wrong, links)

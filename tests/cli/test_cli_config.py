@@ -1,4 +1,4 @@
-"""The configuration: precedence, provenance, and errors that say what to mend."""
+"""Configuration: precedence, provenance, and errors with a fix."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def load(
     ("text", "size"),
     [("64MiB", 64 << 20), ("4GB", 4 * 10**9), (" 1.5 KiB ", 1536), ("0", 0), (17, 17), ("1tib", 1 << 40), ("12b", 12)],
 )
-def test_sizes(text: object, size: int) -> None:
+def test_parse_size_valid(text: object, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", -1, "1.5", "4 QiB", "1e3", True, None, 1.5, "9" * 40])
-def test_what_is_no_size(text: object) -> None:
+def test_parse_size_invalid_raises(text: object) -> None:
     with pytest.raises(ValueError, match="a size"):
         parse_size(text)
 
@@ -65,23 +65,23 @@ def test_parse_memory_percent_is_a_part_of_the_host() -> None:
 
 
 @pytest.mark.parametrize(("text", "ms"), [("500ms", 500), ("2.5s", 2500), ("1m", 60_000), ("2h", 7_200_000), ("0ms", 0)])
-def test_durations(text: str, ms: int) -> None:
+def test_parse_duration_valid(text: str, ms: int) -> None:
     assert parse_duration_ms(text) == ms
 
 
 @pytest.mark.parametrize("text", ["", "5", 5, "5 days", "-1s", "0.5ms", None])
-def test_what_is_no_duration(text: object) -> None:
+def test_parse_duration_invalid_raises(text: object) -> None:
     with pytest.raises(ValueError, match="a duration"):
         parse_duration_ms(text)
 
 
 @given(st.integers(0, 1 << 50))
-def test_what_is_shown_reads_back(number: int) -> None:
+def test_shown_values_parse_back(number: int) -> None:
     assert parse_size(format_size(number)) == number
     assert parse_duration_ms(format_duration_ms(number)) == number
 
 
-def test_later_sources_win_and_every_leaf_knows_its_own(tmp_path: Path) -> None:
+def test_sources_precedence_and_provenance(tmp_path: Path) -> None:
     text = '[node]\ndram = "2GiB"\npolicy = "lru"\nlease = "7s"\n[node.tls]\nca = "/ca.pem"\n'
     config, provenance = load(
         text,
@@ -116,7 +116,7 @@ def test_mounts_are_named_by_volume_and_path(tmp_path: Path) -> None:
     assert [mount.volume for mount in build_config.node_config(two).mounts] == ["s1/nvme0", "s2/nvme0"]
 
 
-def test_variables_that_others_make_are_left_alone() -> None:
+def test_environment_foreign_variables_are_ignored() -> None:
     config, _ = load(environment={"KVSTORE_PORT": "tcp://10.0.0.1:7400", "KVSTORE_SERVICE_HOST": "x", "KVSTOREX__A": "1"})
     assert config == Config()
 
@@ -150,7 +150,7 @@ def test_variables_that_others_make_are_left_alone() -> None:
         ("node.write_behind_to=a/b", "invalid node id"),
     ],
 )
-def test_wrong_settings_say_what_to_mend(flag: str, hint: str) -> None:
+def test_invalid_settings_name_fix(flag: str, hint: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         load(flags=(flag,))
     assert hint in str(caught.value)
@@ -168,7 +168,7 @@ def test_wrong_settings_say_what_to_mend(flag: str, hint: str) -> None:
         (("node.nvme=/nowhere/v:1",), "(size=1)"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(flags: tuple[str, ...], hint: str) -> None:
+def test_implausible_settings_are_rejected(flags: tuple[str, ...], hint: str) -> None:
     config, _ = load(flags=flags)
     with pytest.raises(InvalidArgument) as caught:
         build_config.node_config(config)
@@ -176,7 +176,7 @@ def test_settings_that_cannot_be_meant_are_refused(flags: tuple[str, ...], hint:
 
 
 @pytest.mark.parametrize("node_id", ["", ".", "..", ".a", "../../evil", "a b", "ü", "a/b", "a\n", "a" * 65, "metadata"])
-def test_what_names_no_node(node_id: str) -> None:
+def test_node_id_invalid_is_rejected(node_id: str) -> None:
     with pytest.raises(ValidationError):
         Config.model_validate({"node": {"node_id": node_id}})
     with pytest.raises(InvalidArgument):
@@ -184,7 +184,7 @@ def test_what_names_no_node(node_id: str) -> None:
 
 
 @pytest.mark.parametrize("node_id", ["a", "host-1.rack_2", "0", "-", "A" * 64, "metadata-1"])
-def test_what_names_a_node(node_id: str) -> None:
+def test_node_id_valid_is_accepted(node_id: str) -> None:
     config, _ = load(flags=(f"node.node_id={node_id}",))
     assert build_config.node_config(config).node_id == NodeSpec(node_id).node_id == node_id
 
@@ -210,7 +210,7 @@ def test_errors_name_their_source(tmp_path: Path) -> None:
         ("[node.dram]\na = 3\n", "did you mean 'node.dram'"),
     ],
 )
-def test_wrong_files_say_what_to_mend(text: str, hint: str, tmp_path: Path) -> None:
+def test_invalid_files_name_fix(text: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as caught:
         load(text, folder=tmp_path)
     assert hint in str(caught.value)
@@ -218,14 +218,14 @@ def test_wrong_files_say_what_to_mend(text: str, hint: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", [b"[node", b"\xff\xfe", b"x = " + b"[" * 100_000, b"#" * (2 << 20)])
-def test_files_that_are_no_configuration(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_files_are_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "kvstore.toml"
     path.write_bytes(content)
     with pytest.raises(InvalidArgument, match=r"kvstore\.toml"):
         load_config(path, {})
 
 
-def test_a_named_file_must_exist_and_default_ones_need_not(tmp_path: Path) -> None:
+def test_config_file_missing_fails_only_if_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="No such file"):
         load_config(tmp_path / "none.toml", {})
     second = tmp_path / "b.toml"

@@ -1,4 +1,4 @@
-"""``kvstore doctor`` as people run it: on this host, piped and on a terminal, with and without a node that runs."""
+"""``kvstore doctor`` on this host: piped, on a terminal, with and without a running node."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ COMMAND = [sys.executable, "-m", "kvstore.cli", "doctor"]
 
 @pytest.fixture(autouse=True)
 def socket_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this test's nodes have their sockets, and the doctor looks for them: not those of whoever else uses this host."""
-    place = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths are short
+    """Socket folder of this test, so that the doctor ignores other nodes of the host."""
+    place = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths must be short
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
     yield place / "kvstore"
     shutil.rmtree(place, ignore_errors=True)
@@ -39,13 +39,13 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def finding(done: subprocess.CompletedProcess[str], area: str, words: str = "") -> dict[str, Any]:
-    """The one finding of an area with some words in it."""
+    """Return the only finding of an area that contains the given words."""
     found = [one for one in json.loads(done.stdout)["findings"] if one["area"] == area and words in one["what"]]
     assert len(found) == 1, done.stdout
     return found[0]
 
 
-def test_on_this_host_it_says_what_there_is_and_exits_well(tmp_path: Path) -> None:
+def test_doctor_this_host_exits_0(tmp_path: Path) -> None:
     done = run(tmp_path, "--dram", "16MiB")
     assert done.returncode == 0, done.stdout + done.stderr
     *lines, last = done.stdout.splitlines()
@@ -71,8 +71,8 @@ def test_on_this_host_it_says_what_there_is_and_exits_well(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_required_and_missing_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    """More memory than any host has: that this is not there is sure."""
+def test_doctor_missing_requirement_fails_with_fix(tmp_path: Path) -> None:
+    """Request more memory than any host has."""
     done = run(tmp_path, "--dram", "900TiB", "--json")
     assert done.returncode == 1
     said: dict[str, Any] = json.loads(done.stdout)
@@ -84,7 +84,7 @@ def test_what_is_required_and_missing_is_an_error_with_a_remedy(tmp_path: Path) 
     assert "a requirement of the configuration is missing" in done.stderr
 
 
-def test_a_running_node_says_what_it_really_uses(tmp_path: Path) -> None:
+def test_doctor_running_node_reports_io_paths(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", dram_bytes=16 << 20, nvme_bytes=32 << 20)], tmp_path / "store") as store:
         volume = f"{store.volume_path('a')}:32MiB"
         known = run(tmp_path, "--metadata", store.metadata_address, "--nvme", volume, "--dram", "16MiB", "--json")
@@ -102,12 +102,12 @@ def test_a_running_node_says_what_it_really_uses(tmp_path: Path) -> None:
     assert "missing  node: 127.0.0.1:1: no answer" in gone.stdout
 
 
-def test_metadata_away_nodes_are_found_by_their_sockets(tmp_path: Path, socket_dir: Path) -> None:
+def test_doctor_without_metadata_finds_nodes_by_socket(tmp_path: Path, socket_dir: Path) -> None:
     nodes = [NodeSpec(name, dram_bytes=16 << 20, nvme_bytes=32 << 20) for name in ("a", "b")]
     with LocalCluster(nodes, tmp_path / "store", socket_dir=socket_dir) as store:
         address = store.metadata_address
         store.kill("metadata")
-        store.kill("b")  # its socket stays
+        store.kill("b")  # a killed node leaves its socket
         done = run(tmp_path, "--metadata", address, "--dram", "16MiB", "--json")
     assert done.returncode == 1
     said = json.loads(done.stdout)
@@ -120,7 +120,7 @@ def test_metadata_away_nodes_are_found_by_their_sockets(tmp_path: Path, socket_d
     assert "no NVMe volume is configured" not in done.stdout
 
 
-def test_token_of_a_node_missing_or_wrong_is_said(tmp_path: Path, socket_dir: Path) -> None:
+def test_doctor_node_token_rejected_is_reported(tmp_path: Path, socket_dir: Path) -> None:
     tokens, good, bad = (tmp_path / name for name in ("tokens", "good", "bad"))
     for path, text in ((tokens, "operator alice 0123456789abcdef0\n"), (good, "0123456789abcdef0"), (bad, "fedcba98765432100")):
         path.write_text(text)
@@ -172,8 +172,8 @@ def test_certificate_of_another_key_is_missing(tmp_path: Path) -> None:
     assert "KEY_VALUES_MISMATCH" in finding(done, "TLS", "[node.tls]")["what"]
 
 
-def test_gds_that_is_only_pretended_is_told_and_refused_where_required(tmp_path: Path) -> None:
-    """A driver with an imagined device: kvikio, where it is installed, reads into its memory, rightly, through host memory."""
+def test_doctor_gds_compatibility_mode_is_reported(tmp_path: Path) -> None:
+    """On a fake CUDA device, kvikio (if installed) reads correct data, but through host memory."""
     stub = build_stub(tmp_path, with_device=True)
     if stub is None:
         pytest.skip("NOT TESTED WITH A DRIVER: there is no C compiler for the stand-in of libcuda.so.1")
@@ -198,7 +198,7 @@ def test_gds_that_is_only_pretended_is_told_and_refused_where_required(tmp_path:
             assert "nvidia-fs" in gds["mend"]
 
 
-def test_on_a_terminal_it_is_a_table(tmp_path: Path) -> None:
+def test_doctor_on_terminal_prints_table(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     command = [*COMMAND, "--dram", "16MiB"]
@@ -208,7 +208,7 @@ def test_on_a_terminal_it_is_a_table(tmp_path: Path) -> None:
         while True:
             try:
                 piece = os.read(ours, 65536)
-            except OSError:  # how a terminal says that the other end is closed
+            except OSError:  # error of a terminal whose other end is closed
                 break
             if not piece:
                 break

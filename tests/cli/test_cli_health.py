@@ -1,4 +1,4 @@
-"""``kvstore health``: true while a daemon serves, and only then."""
+"""``kvstore health`` succeeds only while a daemon serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def health(*arguments: str) -> Result:
     return CliRunner().invoke(root, ["health", *arguments])
 
 
-def test_a_server_with_mutual_tls_and_a_node_are_asked_on_their_own_ways(tmp_path: Path) -> None:
+def test_health_mutual_tls_metadata_and_node(tmp_path: Path) -> None:
     tls = make_certificates(tmp_path / "pki").settings()
     with LocalCluster([NodeSpec("a", settings=tls)], tmp_path / "store", metadata_settings=tls) as cluster:
         metadata = [f"metadata.{name}={value}" for name, value in (*tls, ("listen", cluster.metadata_address))]
@@ -39,7 +39,7 @@ def test_a_server_with_mutual_tls_and_a_node_are_asked_on_their_own_ways(tmp_pat
         assert gone.output.startswith("Error: node: ")
 
 
-def test_an_admin_server_serves_while_the_metadata_server_answers_it(tmp_path: Path) -> None:
+def test_health_admin_follows_metadata_server(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("read bob readers-token-2-x\n")
     ours = make_certificates(tmp_path / "pki").settings()
@@ -64,7 +64,7 @@ def test_an_admin_server_serves_while_the_metadata_server_answers_it(tmp_path: P
 
 @pytest.fixture
 def front() -> Iterator[tuple[str, list[int]]]:
-    """Something that answers as a router does; the status is the caller's to choose."""
+    """Fake router that answers with the status in the list."""
     status = [200]
 
     class Handler(BaseHTTPRequestHandler):
@@ -82,17 +82,17 @@ def front() -> Iterator[tuple[str, list[int]]]:
         server.shutdown()
 
 
-def test_a_router_serves_while_an_engine_is_there(front: tuple[str, list[int]]) -> None:
+def test_health_router_follows_engines(front: tuple[str, list[int]]) -> None:
     address, status = front
     port = address.rpartition(":")[2]
-    everywhere = ("--set", f"router.listen=0.0.0.0:{port}")  # asked by way of loopback
+    everywhere = ("--set", f"router.listen=0.0.0.0:{port}")  # queried through loopback
     assert health("router", *everywhere).output == "router: serves\n"
     status[0] = 503
     without = health("router", *everywhere)
     assert (without.exit_code, without.output) == (1, "Error: router: running, but not serving\n")
 
 
-def test_what_cannot_be_found_is_said() -> None:
+def test_health_unknown_address_is_reported() -> None:
     nowhere = health("metadata", "--set", "metadata.listen=127.0.0.1:0")
     assert nowhere.exit_code == 1
     assert "any free port" in nowhere.output

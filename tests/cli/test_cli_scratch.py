@@ -1,4 +1,4 @@
-"""What a demo that was killed leaves behind is removed by the next run; nothing else is."""
+"""The next demo removes files of a killed demo, and no others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def owner(prefix: str, place: Path) -> tuple[subprocess.Popen[str], Path]:
 
 
 @pytest.mark.parametrize("prefix", ["kvstore-", "kvstore-dual-", "kvs-"])
-def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path, prefix: str) -> None:
+def test_scratch_of_killed_run_is_removed(tmp_path: Path, prefix: str) -> None:
     process, left = owner(prefix, tmp_path)
     with process:
         assert sweep(tmp_path) == [], "its owner lives"
@@ -45,7 +45,7 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path, prefix: str
     assert not folder.path.exists()
 
 
-def test_nothing_else_is_touched(tmp_path: Path) -> None:
+def test_scratch_other_files_are_kept(tmp_path: Path) -> None:
     process, left = owner("kvstore-", tmp_path)
     process.kill()
     process.communicate(timeout=30)
@@ -53,7 +53,7 @@ def test_nothing_else_is_touched(tmp_path: Path) -> None:
     for folder in strangers:
         folder.mkdir()
         (folder / "kept").touch()
-    for name in ("kvstore-notes", "mine"):  # not names of ours, even with our file
+    for name in ("kvstore-notes", "mine"):  # foreign names, even with the marker file
         (tmp_path / name / ".kvstore-owner").touch()
     (strangers[1] / ".kvstore-owner").symlink_to(left / ".kvstore-owner")
     linked = tmp_path / "kvstore-linked__"

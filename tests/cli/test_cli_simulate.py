@@ -1,4 +1,4 @@
-"""``kvstore simulate`` as people use it, on small runs."""
+"""``kvstore simulate`` on small runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.simulate.reports import plot
 SMALL = ["simulate", "--model", "ds-27b", "--profile", "agentic-32k", "--agents", "24", "--every", "24"]
 
 
-def test_it_compares_policies_and_writes_json(tmp_path: Path) -> None:
+def test_simulate_compares_policies_and_writes_json(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     shown = CliRunner().invoke(root, [*SMALL, "--sweep-pd", "1:1,1:2", "--json", str(out)])
     assert shown.exit_code == 0, shown.output
@@ -29,7 +29,7 @@ def test_it_compares_policies_and_writes_json(tmp_path: Path) -> None:
     assert all(result["finished"] == result["requests"] > 0 for result in written["results"])
 
 
-def test_storage_that_is_slower_than_the_links_it_feeds_is_said_to_be_the_bound() -> None:
+def test_simulate_slow_storage_is_named_as_bound() -> None:
     def told(*more: str) -> str:
         shown = CliRunner().invoke(
             root, [*SMALL, "--prefill", "1", "--decode", "1", "--snic", "6.25", "--policies", "split", *more]
@@ -45,10 +45,10 @@ def test_storage_that_is_slower_than_the_links_it_feeds_is_said_to_be_the_bound(
     assert "loads up to 1.60 times as fast" in told("--storage", "10")
     both = told("--storage", "10", "--cnic", "1")
     assert "1.60 times" in both
-    assert "CNIC write would need" in both or "CNIC read would need" in both  # the compute links are no less of a bound for it
+    assert "CNIC write would need" in both or "CNIC read would need" in both  # the compute links limit it equally
 
 
-def test_json_alone_goes_to_stdout() -> None:
+def test_simulate_json_to_stdout_prints_only_json() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "kvstore.cli", *SMALL, "--policies", "ladder", "--json", "-"],
         capture_output=True,
@@ -60,7 +60,7 @@ def test_json_alone_goes_to_stdout() -> None:
     assert ladder == ["basic", "+layerwise", "+both paths", "+scheduler", "+split"]
 
 
-def test_a_recorded_trace(tmp_path: Path) -> None:
+def test_simulate_recorded_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [{"timestamp": i, "input_length": 1024, "output_length": 4, "hash_ids": [1, 2]} for i in range(20)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -69,13 +69,13 @@ def test_a_recorded_trace(tmp_path: Path) -> None:
     assert "20 sessions, 20 requests" in shown.output
 
 
-def test_online_capacity_is_shown() -> None:
+def test_simulate_online_shows_capacity() -> None:
     shown = CliRunner().invoke(root, [*SMALL, "--online", "--policies", "prefill_only", "--snic", "2"])
     assert shown.exit_code == 0, shown.output
     assert "agents/s" in shown.output
 
 
-def test_models_are_listed() -> None:
+def test_simulate_lists_models() -> None:
     shown = CliRunner().invoke(root, ["simulate", "--list-models"])
     assert shown.exit_code == 0
     assert "ds-660b" in shown.output
@@ -95,13 +95,13 @@ def test_models_are_listed() -> None:
         (["--gpus", "6", "--model", "llama-2-70b"], 1, "multiple of an engine's"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(arguments: list[str], code: int, words: str) -> None:
+def test_simulate_error_one_line(arguments: list[str], code: int, words: str) -> None:
     shown = CliRunner().invoke(root, [*SMALL, *arguments])
     assert shown.exit_code == code
     assert words in shown.output
 
 
-def test_a_plot_is_a_png_or_says_what_it_takes(tmp_path: Path) -> None:
+def test_simulate_plot_writes_png_or_names_extra(tmp_path: Path) -> None:
     out = tmp_path / "out.png"
     shown = CliRunner().invoke(root, [*SMALL, "--sweep-pd", "1:1,1:2", "--plot", str(out)])
     if importlib.util.find_spec("matplotlib") is None:
@@ -112,7 +112,7 @@ def test_a_plot_is_a_png_or_says_what_it_takes(tmp_path: Path) -> None:
         assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_it_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulate_plot_without_matplotlib_fails_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(Unsupported, match="plots"):
         plot.require_matplotlib()

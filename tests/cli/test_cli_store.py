@@ -1,4 +1,4 @@
-"""Commands that look at a running store and change it: the same answers as the REST, in forms for people and for scripts."""
+"""Commands that query and change a running store: the same answers as the REST API, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[31mevil\r\n\u202e\x9b2J"
 
 @dataclass
 class Store:
-    """A node ``a`` with a volume, where an engine stores, and ``b`` with DRAM alone."""
+    """Start node ``a`` with a volume and blocks of an engine, and node ``b`` with DRAM only."""
 
     cluster: LocalCluster
     rest: str
@@ -58,7 +58,7 @@ class Store:
         return keys
 
     def run(self, *arguments: str, give: str = "", code: int = 0) -> Result:
-        """The command in this process, without a terminal."""
+        """Run the command in this process, without a terminal."""
         done = CliRunner().invoke(root, [*arguments, "--metadata", self.cluster.metadata_address], input=give)
         assert done.exit_code == code, (arguments, done.output, done.exception)
         return done
@@ -67,7 +67,7 @@ class Store:
         return json.loads(self.run(*arguments, "--json", give=give).stdout)
 
     def get(self, path: str, body: Any = None) -> Any:
-        """What the REST says."""
+        """Query the REST API."""
         request = urllib.request.Request(f"http://{self.rest}/v1{path}", None if body is None else json.dumps(body).encode())
         request.add_header("content-type", "application/json")
         with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
@@ -86,7 +86,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 class Terminal:
-    """The command on a terminal of its own."""
+    """Command that runs on a new terminal."""
 
     def __init__(self, *arguments: str, columns: int = 140) -> None:
         self.master, self.slave = pty.openpty()
@@ -103,7 +103,7 @@ class Terminal:
         )
 
     def until(self, pattern: str) -> str:
-        """Waits for what is shown from here on; what was shown until then."""
+        """Wait for new output that matches, and return the output up to it."""
         end_s = time.monotonic() + WAIT_S
         fresh = ""
         while not re.search(pattern, fresh):
@@ -115,7 +115,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def end(self) -> int:
-        """Its exit code, once it has ended; all that it said is in ``shown``."""
+        """Wait for the exit and return the exit code. ``shown`` has the whole output."""
         end_s = time.monotonic() + WAIT_S
         while self.process.poll() is None:
             assert time.monotonic() < end_s, self.shown[-2000:]
@@ -142,14 +142,14 @@ class Terminal:
 
 
 def steady(found: Any) -> Any:
-    """Without what changes by itself."""
+    """Remove fields that change with time."""
     if isinstance(found, dict):
         moving = ("heartbeat_age_s", "ago_s", "uptime_s", "expires_in_s")
         return {name: steady(value) for name, value in found.items() if name not in moving}
     return [steady(one) for one in found] if isinstance(found, list) else found
 
 
-def test_json_is_what_the_rest_says(store: Store) -> None:
+def test_json_equals_rest_answer(store: Store) -> None:
     plan(store)
     keys = [key.hex() for key in store.engine.keys(np.asarray(TOKENS, np.uint32))]
     longer = [*TOKENS, *range(10_000, 10_000 + SPEC.block_tokens)]
@@ -181,7 +181,7 @@ def test_json_is_what_the_rest_says(store: Store) -> None:
 
 
 def plan(store: Store) -> None:
-    """A plan under way, and its decision."""
+    """Create a plan in progress and its decision."""
     wanted = metadata_pb2.PlanLoadRequest(
         operation_id=bytes(16),
         prefill_node="a",
@@ -209,7 +209,7 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("command", LISTINGS, ids=lambda command: " ".join(command.split()[:2]))
-def test_plain_lines_where_nobody_looks(store: Store, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_without_terminal_is_plain_lines(store: Store, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan(store)
     store.fill()
     monkeypatch.setenv("COLUMNS", "20")
@@ -220,7 +220,7 @@ def test_plain_lines_where_nobody_looks(store: Store, command: str, monkeypatch:
     assert "…" not in shown
 
 
-def test_the_real_command_in_a_pipe_and_on_a_terminal(store: Store) -> None:
+def test_output_pipe_and_terminal(store: Store) -> None:
     command = ("nodes", "--metadata", store.cluster.metadata_address)
     piped = subprocess.run(
         [sys.executable, "-m", "kvstore.cli", *command], capture_output=True, text=True, timeout=WAIT_S, check=True
@@ -235,7 +235,7 @@ def test_the_real_command_in_a_pipe_and_on_a_terminal(store: Store) -> None:
         assert re.search(r"\ba +active", terminal.shown)
 
 
-def test_evicting_asks_first_and_takes_no_for_an_answer(store: Store) -> None:
+def test_evict_not_confirmed_changes_nothing(store: Store) -> None:
     store.fill()
     refused = store.run("volumes", "evict", "a/dram", "--to", "0", code=3)
     assert "--yes" in refused.stderr
@@ -257,7 +257,7 @@ def test_evicting_asks_first_and_takes_no_for_an_answer(store: Store) -> None:
     assert store.get("/volumes/a/nvme0")["blocks"] == 0
 
 
-def test_a_long_name_does_not_make_every_row_long(store: Store) -> None:
+def test_table_long_name_is_cut(store: Store) -> None:
     long = CacheSpec(model="m" * 300, weights_epoch="w" * 512, block_tokens=16, layers=1, layer_block_bytes=512, tenant="t" * 300)
     with KVClient.connect(store.cluster.metadata_address, long):
         done = store.run("namespaces")
@@ -266,7 +266,7 @@ def test_a_long_name_does_not_make_every_row_long(store: Store) -> None:
     assert store.json("namespaces", "show", long.namespace.hex())["spec"]["weights_epoch"] == "w" * 512
 
 
-def test_changes_are_made(store: Store) -> None:
+def test_change_commands_take_effect(store: Store) -> None:
     store.fill()
     done = store.json("volumes", "evict", "a/dram", "--to", "0", "--yes")
     assert (done["evicted_blocks"], done["used_bytes"]) == (BLOCKS, 0)
@@ -310,7 +310,7 @@ def test_exit_codes(store: Store, command: str, code: int) -> None:
     assert store.run(*command.split(), code=code).stderr.splitlines()[-1].startswith("Error: ")
 
 
-def test_nobody_there(store: Store) -> None:
+def test_metadata_unreachable_fails(store: Store) -> None:
     done = CliRunner().invoke(root, ["nodes", "--metadata", "127.0.0.1:1", "--set", "client.deadline=300ms"])
     assert done.exit_code == 1
     assert "cannot reach the metadata server at 127.0.0.1:1: connection refused" in done.stderr
@@ -339,7 +339,7 @@ def test_top_once(store: Store) -> None:
 
 
 @pytest.mark.parametrize("end", ["q", "ctrl-c"])
-def test_top_lives_on_a_terminal_and_leaves_it_as_it_was(store: Store, end: str) -> None:
+def test_top_on_terminal_restores_it(store: Store, end: str) -> None:
     with Terminal("top", "--interval", "500ms", "--metadata", store.cluster.metadata_address) as terminal:
         terminal.until(r"now: name")
         assert terminal.shown.startswith(ESCAPE + "[?1049h")
@@ -366,7 +366,7 @@ def test_top_lives_on_a_terminal_and_leaves_it_as_it_was(store: Store, end: str)
         assert termios.tcgetattr(terminal.slave) == terminal.attributes
 
 
-def test_shells_complete_names(store: Store) -> None:
+def test_completion_offers_names(store: Store) -> None:
     def completed(words: str) -> list[str]:
         done = subprocess.run(
             [sys.executable, "-m", "kvstore.cli"],
@@ -391,7 +391,7 @@ def test_shells_complete_names(store: Store) -> None:
 
 
 class Liar(metadata_pb2_grpc.MetadataServicer, admin_pb2_grpc.MetadataAdminServicer):
-    """A metadata server whose every name is an attack on terminals."""
+    """Metadata server whose names all contain terminal control sequences."""
 
     def ListNodes(self, request: Any, context: Any) -> metadata_pb2.ListNodesResponse:  # noqa: N802
         volume = common_pb2.VolumeInfo(volume_id=HOSTILE, tier=common_pb2.TIER_DRAM, capacity_bytes=1)
@@ -434,7 +434,7 @@ def harmless(shown: str) -> bool:
     return not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown)
 
 
-def test_names_that_attack_terminals_are_shown_as_what_they_are(liar: str) -> None:
+def test_names_with_control_sequences_are_escaped(liar: str) -> None:
     told = 0
     for command in (
         "status",
@@ -461,7 +461,7 @@ def test_names_that_attack_terminals_are_shown_as_what_they_are(liar: str) -> No
         assert ESCAPE + "[31m" not in terminal.shown
 
 
-def test_figures_of_latencies() -> None:
+def test_top_latency_figures() -> None:
     times = Times(100, 1.0, {0.001: 60, 0.01: 39, float("inf"): 1})
     assert [times.quantile(part) for part in (0.5, 0.6, 0.99, 1.0)] == [0.001, 0.001, 0.01, float("inf")]
     assert Times().quantile(0.5) is None
@@ -477,17 +477,17 @@ def test_figures_of_latencies() -> None:
         (str(2**32 - 1), None, [2**32 - 1]),
     ],
 )
-def test_ids_as_people_have_them(text: str, keys: Sequence[str] | None, tokens: Sequence[int] | None) -> None:
+def test_parse_ids_formats(text: str, keys: Sequence[str] | None, tokens: Sequence[int] | None) -> None:
     assert chain_of(text) == (keys, tokens)
 
 
-def test_what_cannot_be_printed_is_an_escape() -> None:
+def test_clean_escapes_unprintable_characters() -> None:
     assert clean("plain näme") == "plain näme"
     assert clean("\x1b[31m\n\u202e\udc80") == "\\x1b[31m\\n\\u202e\\udc80"
 
 
-def test_a_change_that_does_not_reach_every_node_says_so(store: Store) -> None:
-    """The last one: it kills a node."""
+def test_change_node_unreachable_is_reported(store: Store) -> None:
+    """Last test of the module, because it kills a node."""
     store.cluster.kill("b")
     end_s = time.monotonic() + WAIT_S
     while store.get("/cluster")["nodes_silent"] == 0:

@@ -1,4 +1,4 @@
-"""What commands and the client library say about a metadata server that they do not reach: the reason, and what to do."""
+"""Errors of commands and the client library for an unreachable metadata server: reason and advice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN = "operators-token-1"
 
 @dataclass(frozen=True)
 class Secured:
-    """A metadata server with mutual TLS and tokens; nobody else."""
+    """Start a metadata server with mutual TLS and tokens, without nodes."""
 
     address: str
     ours: CertificateFiles

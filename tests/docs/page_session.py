@@ -1,16 +1,16 @@
-"""A page of the documentation, followed as a reader does: files saved, commands run, outputs compared, in a folder of its own.
+"""Follow a documentation page like a reader: save files, run commands and compare outputs in a temporary folder.
 
-What a fenced block is for stands above it, for readers as well:
+Readers and tests use a fenced block according to its title:
 
 * ``sh`` without a title is run by bash and must succeed;
-* ``sh title="In a separate terminal"`` is started and goes on, until a comment ``<!-- test: Ctrl-C -->`` (the last one that was
-  started, or the one that begins with what follows ``Ctrl-C``) or the end of the page;
+* ``sh title="In a separate terminal"`` is started and runs until a comment ``<!-- test: Ctrl-C -->`` (ends the last
+  terminal, or the one whose command begins with the text after ``Ctrl-C``) or the end of the page;
 * ``sh title="This is refused"`` must fail;
-* ``sh title="Not run by the tests: WHY"`` is left out here;
-* a title that is a file's name: the block is saved;
-* ``text title="It prints"``: what the block before printed, line by line; … stands for anything.
+* ``sh title="Not run by the tests: WHY"`` is skipped;
+* a file name as title: the block is saved to this file;
+* ``text title="It prints"``: expected output of the preceding block, by line; … matches any text.
 
-Ports that the pages name are replaced by free ones.
+Ports of the page are replaced by free ones.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ _DEFAULTS: Final = {
     "KVSTORE_ADMIN__METADATA": 7400,
     "KVSTORE_ADMIN__LISTEN": 7470,
 }
-"""Settings whose defaults name a port."""
+"""Settings with a port in the default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ctrl-C in the terminal whose command begins so; empty: in the last one."""
+    """Press Ctrl-C in the terminal whose command begins with this text; empty: in the last one."""
 
     command: str
     line: int
 
 
 def steps(page: Path) -> list[Fence | Stop]:
-    """What a page has its reader do, in order."""
+    """List the steps of a page in order."""
     text = page.read_text(encoding="utf-8")
     stops = [Stop(found[1], number) for number, line in enumerate(text.splitlines(), start=1) if (found := _STOP.fullmatch(line))]
     return sorted([*fences(text), *stops], key=lambda step: step.line)
 
 
 def kind(fence: Fence) -> str:
-    """What a block is for: ``run``, ``terminal``, ``refused``, ``unrun``, ``file`` or ``prints``.
+    """Classify a block: ``run``, ``terminal``, ``refused``, ``unrun``, ``file`` or ``prints``.
 
     Raises:
-        ValueError: its title says none of these.
+        ValueError: the title is unknown.
     """
     match fence.language, fence.title:
         case "sh", "":
@@ -90,7 +90,7 @@ def kind(fence: Fence) -> str:
 
 
 class Session:
-    """A reader at one page. A context manager: at its end all terminals are ended."""
+    """Session of a reader on one page. A context manager that ends all terminals on exit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,7 +98,7 @@ class Session:
         self._ports: dict[int, int] = {}
         self._terminals: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         self._printed: str | None = None
-        """By the last command; None: a terminal was opened last."""
+        """Output of the last command; None: the last step opened a terminal."""
         programs = folder / "bin"
         programs.mkdir()
         for name, call in (("python", sys.executable), ("kvstore", f"{sys.executable} -m kvstore.cli")):
@@ -123,7 +123,7 @@ class Session:
         self._run.close()
 
     def follow(self, step: Fence | Stop) -> None:
-        """Does one step. Fails where the page promises what does not happen."""
+        """Run one step. Fail if the result differs from the page."""
         if isinstance(step, Stop):
             self._stop(step.command)
             return
@@ -141,7 +141,7 @@ class Session:
                 self._compare(text)
 
     def _here(self, text: str) -> str:
-        """With this session's ports."""
+        """Replace the ports of a text by those of this session."""
         return re.sub(r"(?<=:)(7\d{3}|8000)\b", lambda found: str(self._port(int(found[0]))), text)
 
     def _port(self, named: int) -> int:
@@ -187,7 +187,7 @@ class Session:
         assert process.wait(WAIT_S) == 0, said.read_text(errors="replace")
 
     def _compare(self, expected: str) -> None:
-        """What was printed by a command, or what a terminal that was just opened prints in time."""
+        """Output of the last command, or of the terminal that was just opened, up to a timeout."""
         end_s = time.monotonic() + WAIT_S
         wanted = [re.sub(r"\\?\s+", r"\\s+", re.escape(line.strip())).replace("…", ".*") for line in expected.splitlines()]
         pattern = re.compile(r"[^\n]*\n(?:.*\n)*?[^\n]*?".join(wanted))

@@ -1,4 +1,4 @@
-"""The ``kvstore`` commands in a piece of shell, without running it."""
+"""Find the ``kvstore`` commands in shell code without running it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _COMMENT = re.compile(r"(?m)(^|\s)#(\s.*)?$")
 
 
 def kvstore_commands(shell: str) -> Iterator[list[str]]:
-    """Arguments of each call, whatever stands before it (variables, ``sudo``, ``docker compose exec``).
+    """List the arguments of each call, also after variables, ``sudo`` or ``docker compose exec``.
 
     Raises:
-        ValueError: a quotation without an end.
+        ValueError: a quotation mark is not closed.
     """
     if "kvstore" not in shell:
         return

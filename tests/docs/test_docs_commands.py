@@ -1,4 +1,4 @@
-"""What the documentation tells people to do works: pages are followed, and what cannot be run here is held to what exists."""
+"""Instructions of the documentation work: tests run the pages, and check names in commands that cannot run here."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvstore.observe.metric_definitions import METRICS
 DOCS = included.DOCS
 ALL = sorted(DOCS.rglob("*.md"))
 SHOWN = ("mermaid", "toml", "python")
-"""Languages of blocks that a page may show without having its reader run something."""
+"""Languages of blocks that contain no commands."""
 
 
 def has_commands(page: Path) -> bool:
-    """Whether a reader of the page runs something that the tests can run."""
+    """Whether the page has commands that the tests can run."""
     return any(
         fence.language == "sh" and not fence.title.startswith(NOT_RUN) for fence in fences(page.read_text(encoding="utf-8"))
     )
@@ -52,27 +52,27 @@ def ids(pages: list[Path]) -> list[str]:
 
 
 def texts(page: Path) -> Iterator[tuple[str, str]]:
-    """What a page says, itself and by what it includes; with the file that says it."""
+    """Texts of a page and of the files that it includes, each with its file."""
     yield page.name, page.read_text(encoding="utf-8")
     yield from ((str(source), text) for source, text in included.sources(page))
 
 
 def shells(text: str) -> Iterator[str]:
-    """Blocks of commands: fenced and indented ones."""
+    """Find blocks of commands, both fenced and indented."""
     yield from (fence.text for fence in fences(text) if fence.language in {"sh", ""})
     plain = "".join(line for line, outside in outside_fences(text) if outside)
     yield from (re.sub("(?m)^    ", "", found[0]) for found in _INDENTED.finditer(plain))
 
 
 def spans(text: str) -> Iterator[str]:
-    """Code within prose."""
+    """Find inline code in prose."""
     prose = "".join(line for line, outside in outside_fences(text) if outside and not line.startswith("    "))
     yield from (found[1] for found in _CODE.finditer(prose))
 
 
-# ---------------------------------------------------------------- followed
+# ---------------------------------------------------------------- pages that the tests run
 @pytest.mark.parametrize("page", FOLLOWED, ids=ids(FOLLOWED))
-def test_a_page_can_be_followed(page: Path, tmp_path: Path) -> None:
+def test_page_can_be_followed(page: Path, tmp_path: Path) -> None:
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         pytest.skip(f"not on this machine: {', '.join(missing)}")
@@ -84,8 +84,8 @@ def test_a_page_can_be_followed(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ALL, ids=ids(ALL))
-def test_what_is_not_run_says_why(page: Path) -> None:
-    """Every command of a page of ours is run, or says that it is not; on other pages nothing is to be followed."""
+def test_page_skipped_commands_have_reason(page: Path) -> None:
+    """Each command of a followed page runs or states why not. Pages that are not followed need neither."""
     for fence in fences(page.read_text(encoding="utf-8")):
         if page not in FOLLOWED and fence.language in SHOWN:
             continue
@@ -93,9 +93,9 @@ def test_what_is_not_run_says_why(page: Path) -> None:
             assert len(fence.title) > len(NOT_RUN)
 
 
-# ---------------------------------------------------------------- held to what exists
+# ---------------------------------------------------------------- names that must exist
 @pytest.mark.parametrize("page", ALL, ids=ids(ALL))
-def test_commands_exist_with_their_flags(page: Path) -> None:
+def test_page_commands_and_flags_exist(page: Path) -> None:
     for source, text in texts(page):
         for shell in shells(text):
             for words in kvstore_commands(shell):
@@ -108,14 +108,14 @@ def test_commands_exist_with_their_flags(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ALL, ids=ids(ALL))
-def test_names_in_prose_exist(page: Path) -> None:
+def test_page_names_in_prose_exist(page: Path) -> None:
     wrong = []
     for source, text in texts(page):
         for span in spans(text):
             setting = _SETTING.fullmatch(span)
             if (
                 setting is not None and setting[1] not in SETTINGS | SECTIONS and not source.startswith("deploy/")
-            ):  # values of the chart
+            ):  # values of the Helm chart
                 wrong.append(f"{source}: the setting {span}")
             command = _COMMAND.match(span)
             if command is not None and command[1] not in root.list_commands(click.Context(root)):
@@ -127,7 +127,7 @@ def test_names_in_prose_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ALL, ids=ids(ALL))
-def test_configurations_are_read(page: Path, tmp_path: Path) -> None:
+def test_page_configurations_are_valid(page: Path, tmp_path: Path) -> None:
     for _, text in texts(page):
         for number, fence in enumerate(fence for fence in fences(text) if fence.language == "toml"):
             tomllib.loads(fence.text)
@@ -144,7 +144,7 @@ def _is_variable(name: str) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- and a wrong one is found
+# ---------------------------------------------------------------- errors are detected
 @pytest.mark.parametrize(
     "shell",
     [
@@ -155,12 +155,12 @@ def _is_variable(name: str) -> bool:
         "kvstore status # fine\nkvstore nodes; kvstore volumes evict host-1/nvme0 --down 50  # not fine\n",
     ],
 )
-def test_a_command_that_does_not_exist_is_found(shell: str) -> None:
+def test_unknown_command_is_detected(shell: str) -> None:
     with pytest.raises(click.UsageError):
         collections.deque(map(parse, kvstore_commands(shell)), maxlen=0)
 
 
-def test_a_page_that_promises_too_much_is_found(tmp_path: Path) -> None:
+def test_page_wrong_output_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     (tmp_path / "run").mkdir()
     page.write_text(

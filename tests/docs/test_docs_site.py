@@ -1,4 +1,4 @@
-"""The site is built as ``make docs`` builds it, without a warning, whole, and without anything from another address."""
+"""The site of ``make docs`` builds without warnings, is complete and loads nothing from other addresses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstore.observe.metric_definitions import METRICS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src", "object": "data"}
-"""Elements for which a browser asks without being told to, and by which attribute."""
+"""Elements that a browser loads automatically, with the attribute that has the address."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page(HTMLParser):
-    """What a page asks for by itself."""
+    """Addresses that a browser loads automatically for a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -57,11 +57,11 @@ class Page(HTMLParser):
 
 
 def words(site: Path, page: str) -> str:
-    """The text of a page."""
+    """Extract the text of a page."""
     return html.unescape(re.sub(r"<[^>]+>", "", (site / page).read_text(encoding="utf-8")))
 
 
-def test_nothing_comes_from_another_address(site: Path) -> None:
+def test_site_loads_nothing_from_other_addresses(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 20
     for page in pages:
@@ -74,12 +74,12 @@ def test_nothing_comes_from_another_address(site: Path) -> None:
     assert re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//[^)\"']*", styles) == []
 
 
-def test_no_directive_is_left(site: Path) -> None:
+def test_site_has_no_unprocessed_directive(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not re.search(r"<!-- (?:include|generated):|<p>:::", page.read_text(encoding="utf-8")), page
 
 
-def test_the_reference_is_whole(site: Path) -> None:
+def test_site_reference_is_complete(site: Path) -> None:
     python = words(site, "reference/python.html")
     assert [name for name in kvclient.__all__ if name not in python] == []
     commands = words(site, "reference/command-line.html")

@@ -1,4 +1,4 @@
-"""Findings on hosts that do not exist: what is said of them, what mends it, and what makes a configuration fail."""
+"""Findings on invented hosts: messages, fixes and unmet requirements."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ LARGE = Wanted(dram_bytes=64 * GIB, volumes=(VOLUME,), gds="required", huge_page
 
 
 def facts(base: dict[str, dict[str, Any]], **changes: dict[str, Any] | str) -> Facts:
-    """A host with something changed: fields of a probe, or why the probe failed. ``volume_0`` stands for ``volume:0``."""
+    """Change the facts of a host: fields of a probe, or its error. ``volume_0`` means ``volume:0``."""
     sections = {name: Section(said) for name, said in base.items()}
     for probe, change in changes.items():
         name = probe.replace("_", ":")
@@ -91,7 +91,7 @@ SETTINGS = frozenset(load_config(default_files=())[1])
 
 
 def assert_mends_can_be_pasted(found: Iterable[Finding]) -> None:
-    """Each is a line that a shell takes, without a place for words to be filled in, or names settings there are."""
+    """Assert that each fix is a valid shell line without placeholders, or names existing settings."""
     for mend in (finding.mend for finding in found if finding.mend is not None):
         line = mend.partition("   #")[0]
         words = shlex.split(line)
@@ -104,7 +104,7 @@ def assert_mends_can_be_pasted(found: Iterable[Finding]) -> None:
         assert re.search(r"…|\b(PATH|SIZE|ADDR|HOST|PORT)\b", line) is None, mend
 
 
-def test_a_laptop_lacks_nothing_that_it_needs() -> None:
+def test_findings_laptop_has_no_missing() -> None:
     found = findings(facts(LAPTOP), SMALL)
     assert healthy(found)
     assert {finding.level for finding in found} == {Level.OK, Level.INFO}
@@ -113,7 +113,7 @@ def test_a_laptop_lacks_nothing_that_it_needs() -> None:
     assert of(found, "network lab").mend == "sudo kvstore demo --dual-path"
 
 
-def test_a_server_with_everything_is_fine() -> None:
+def test_findings_complete_server_is_ok() -> None:
     found = findings(facts(SERVER), LARGE)
     assert {finding.level for finding in found} == {Level.OK}, found
     assert "real (6.5 GB/s measured)" in of(found, "GPUDirect Storage").what
@@ -182,9 +182,7 @@ def test_a_server_with_everything_is_fine() -> None:
         ({"network": {"tools": ["ip"]}}, "network lab", "tc not installed", Level.INFO, "apt install iproute2"),
     ],
 )  # fmt: skip
-def test_one_thing_amiss_is_found_with_what_mends_it(
-    changes: dict[str, Any], area: str, words: str, level: Level, mend: str | None
-) -> None:
+def test_findings_one_problem_has_fix(changes: dict[str, Any], area: str, words: str, level: Level, mend: str | None) -> None:
     found = findings(facts(SERVER, **changes), LARGE)
     finding = of(found, area, words)
     assert finding.level is level
@@ -195,8 +193,8 @@ def test_one_thing_amiss_is_found_with_what_mends_it(
 
 
 @pytest.mark.parametrize("gib", [3, 10, 22, 23, 100])
-def test_huge_pages_leave_memory_to_the_host(gib: int) -> None:
-    """Whatever is asked for: what a mend reserves leaves 2 GiB, and taking what is proposed leads to what can be reserved."""
+def test_huge_pages_fix_leaves_memory_to_host(gib: int) -> None:
+    """For any arena size, a fix leaves 2 GiB to the host, and the proposed arena size can be reserved."""
     host = facts(LAPTOP, memory={"total_bytes": 23 * GIB, "available_bytes": 22 * GIB})
     finding = of(findings(host, Wanted(dram_bytes=gib * GIB, huge_pages=True)), "memory", "too few")
     assert_mends_can_be_pasted([finding])
@@ -209,13 +207,13 @@ def test_huge_pages_leave_memory_to_the_host(gib: int) -> None:
     assert pages * (2 << 20) <= 22 * GIB - 2.3 * GIB
 
 
-def test_without_room_for_any_huge_pages_none_are_proposed() -> None:
+def test_huge_pages_without_memory_are_not_proposed() -> None:
     for memory in ({"available_bytes": GIB}, {"available_bytes": None}, {"available_bytes": None, "total_bytes": None}):
         finding = of(findings(facts(LAPTOP, memory=memory), Wanted(dram_bytes=GIB, huge_pages=True)), "memory", "too few")
         assert (finding.mend or "").startswith("--set node.huge_pages=false")
 
 
-def test_without_sys_no_device_is_looked_for() -> None:
+def test_nixl_without_sysfs_proposes_mount() -> None:
     base = SERVER | {"nixl": {"works": False, "why": "NIXL_ERR_BACKEND"}, "network": SERVER["network"] | {"sysfs": False}}
     finding = of(findings(facts(base), LARGE), "NIXL")
     assert (finding.mend or "").startswith("sudo mount -t sysfs sysfs /sys")
@@ -232,7 +230,7 @@ def test_without_sys_no_device_is_looked_for() -> None:
         ("off", {"path": "gds", "real": True, "why": "measured", "facts": {"devices": 1}}, Level.INFO),
     ],
 )
-def test_gds_matters_as_far_as_it_is_asked_for(gds: str, said: dict[str, Any], level: Level) -> None:
+def test_gds_level_follows_setting(gds: str, said: dict[str, Any], level: Level) -> None:
     wanted = Wanted(dram_bytes=GIB, volumes=(VOLUME,), gds=gds)
     assert of(findings(facts(SERVER | {"gds:0": said}), wanted), "GPUDirect Storage").level is level
 
@@ -258,7 +256,7 @@ def test_gds_matters_as_far_as_it_is_asked_for(gds: str, said: dict[str, Any], l
         (WantedNixl(required=True, ruled_out="tls"), {"works": True}, "node.tls does not go with it", Level.MISSING),
     ],
 )
-def test_nixl_matters_as_far_as_it_is_asked_for(
+def test_nixl_level_follows_setting(
     base: dict[str, dict[str, Any]], asked: WantedNixl | None, said: dict[str, Any] | str, words: str, level: Level
 ) -> None:
     host = {name: section for name, section in base.items() if name != "nixl"}
@@ -268,14 +266,14 @@ def test_nixl_matters_as_far_as_it_is_asked_for(
     assert healthy(found) is (level is not Level.MISSING)
 
 
-def test_gds_required_without_a_volume_or_a_measurement_is_missing() -> None:
+def test_gds_required_without_volume_or_probe_is_missing() -> None:
     for wanted in (Wanted(dram_bytes=GIB, gds="required"), Wanted(dram_bytes=GIB, gds="required", volumes=(VOLUME,))):
         found = findings(facts(LAPTOP), wanted)
         assert not healthy(found)
         assert_mends_can_be_pasted(found)
 
 
-def test_volumes_and_mounts_keep_apart() -> None:
+def test_volumes_and_mounts_are_separate() -> None:
     other = WantedVolume(Path("/mnt/b"), GIB, direct=False)
     base = SERVER | {
         "volume:1": SERVER["volume:0"] | {"direct": "Invalid argument"},
@@ -286,7 +284,7 @@ def test_volumes_and_mounts_keep_apart() -> None:
     mounts = (Path("/m/a"), Path("/m/b"), Path("/m/c"))
     found = findings(facts(base), Wanted(dram_bytes=GIB, volumes=(VOLUME, other), mounts=mounts))
     assert of(found, "storage", "/mnt/a: O_DIRECT").level is Level.OK
-    assert of(found, "storage", "/mnt/b: O_DIRECT is refused").level is Level.INFO  # buffered by choice
+    assert of(found, "storage", "/mnt/b: O_DIRECT is refused").level is Level.INFO  # direct I/O is switched off
     assert of(found, "GPUDirect Storage", "/mnt/b").level is Level.WARNING
     assert of(found, "storage", "/m/a").level is Level.OK
     assert of(found, "storage", "/m/b").level is Level.WARNING
@@ -302,7 +300,7 @@ def test_folders_with_blanks_are_quoted() -> None:
     assert of(found, "storage", "mount /m/b c").mend == "sudo mount '/m/b c'   # as /etc/fstab names it"
 
 
-# ---- a running node ----
+# ---- running nodes ----
 
 FINE = RunningNode(
     "127.0.0.1:1",
@@ -312,7 +310,7 @@ FINE = RunningNode(
 )
 
 
-def test_a_node_that_is_well() -> None:
+def test_running_node_healthy_is_ok() -> None:
     assert {finding.level for finding in node_findings(FINE)} == {Level.OK}
 
 
@@ -330,13 +328,13 @@ def test_a_node_that_is_well() -> None:
         ("GPUDirect Storage of a/nvme0: compat (no GDS)", True, Level.MISSING),
     ],
 )
-def test_what_a_node_really_uses_is_judged(line: str, required: bool, level: Level) -> None:
+def test_running_node_io_paths_have_levels(line: str, required: bool, level: Level) -> None:
     found = list(node_findings(RunningNode("x", "a", (line,)), gds_required=required))
     assert of(found, "node a", line).level is level
     assert_mends_can_be_pasted(found)
 
 
-def test_a_node_s_troubles_are_counted_and_silence_is_told() -> None:
+def test_running_node_errors_and_silence_are_reported() -> None:
     counters = {"nvme_read_errors_total": 2, "gds_pretended_total": 1, "nvme_sync_errors_total": 0, "lookups_total": 9}
     found = list(node_findings(RunningNode("x", "a", (), counters)))
     assert [finding.what for finding in found] == ["since it started: gds_pretended 1, nvme_read_errors 2"]
@@ -346,7 +344,7 @@ def test_a_node_s_troubles_are_counted_and_silence_is_told() -> None:
     assert_mends_can_be_pasted([*found, silent])
 
 
-# ---- what fits together ----
+# ---- capacity ----
 
 TWO = [WantedVolume(Path("/mnt/a"), 100 * GIB), WantedVolume(Path("/mnt/b"), 100 * GIB)]
 
@@ -367,7 +365,7 @@ def test_volumes_on_one_file_system_are_added_up() -> None:
     assert_mends_can_be_pasted(found)
 
 
-def test_volumes_that_are_there_already_need_no_room() -> None:
+def test_existing_volumes_need_no_free_space() -> None:
     found = findings(
         two_volumes(GIB, (7, 7), ("nvme0n1", "nvme0n1"), slab=100 * GIB), Wanted(dram_bytes=GIB, volumes=TWO, gds="off")
     )
@@ -405,7 +403,7 @@ def test_large_arena_without_huge_pages_is_a_warning(refused: bool, gib: int, le
     assert_mends_can_be_pasted(found)
 
 
-def test_large_host_with_small_arena_is_told_what_it_could_have() -> None:
+def test_large_host_small_arena_gets_proposal() -> None:
     disks = {
         "nvme": [{"name": "nvme1n1", "bytes": 7 << 40, "mounts": []}, {"name": "nvme0n1", "bytes": 1 << 40, "mounts": ["/"]}]
     }
@@ -418,18 +416,18 @@ def test_large_host_with_small_arena_is_told_what_it_could_have() -> None:
     assert_mends_can_be_pasted([*found, numa])
 
 
-def test_no_volume_beside_a_running_one_is_no_contradiction() -> None:
+def test_no_volume_configured_names_running_volumes() -> None:
     found = findings(facts(LAPTOP | {"running": {"volumes": ["vm/nvme0"]}}), SMALL)
     words = "the configuration of this command names no NVMe volume; nodes that run here have vm/nvme0"
     assert of(found, "storage").what == of(found, "GPUDirect Storage").what == words
 
 
-def test_defaults_are_told_with_their_reason() -> None:
+def test_defaults_are_reported_with_reason() -> None:
     found = findings(facts(LAPTOP), Wanted(dram_bytes=GIB, defaults=("node.load_threads = 8 (why)",)))
     assert of(found, "defaults").what == "node.load_threads = 8 (why)"
 
 
-# ---- who answers ----
+# ---- servers ----
 
 
 @pytest.mark.parametrize(
@@ -444,14 +442,14 @@ def test_defaults_are_told_with_their_reason() -> None:
          Level.WARNING, "answers, but rejects the call: a token"),
     ],
 )  # fmt: skip
-def test_metadata_server_that_is_required_and_silent_is_missing(server: RunningMetadata, level: Level, words: str) -> None:
+def test_metadata_configured_without_answer_is_missing(server: RunningMetadata, level: Level, words: str) -> None:
     (finding,) = metadata_findings([server])
     assert finding.level is level
     assert words in finding.what
     assert_mends_can_be_pasted([finding])
 
 
-def test_node_that_refuses_the_token_runs() -> None:
+def test_node_rejecting_token_counts_as_running() -> None:
     node = RunningNode("unix:/x", error="a token is required (client.token_file is not set)", answer=Answer.REFUSED)
     (finding,) = node_findings(node)
     assert finding.level is Level.WARNING
@@ -461,25 +459,25 @@ def test_node_that_refuses_the_token_runs() -> None:
     assert_mends_can_be_pasted([finding])
 
 
-def test_node_that_is_named_and_silent_is_missing() -> None:
+def test_node_configured_without_answer_is_missing() -> None:
     (finding,) = node_findings(RunningNode("unix:/x", error="no", answer=Answer.NONE, required=True))
     assert finding.level is Level.MISSING
 
 
-def test_no_node_and_closed_folders_are_told() -> None:
+def test_no_node_and_closed_folders_are_reported() -> None:
     (nothing,) = nodes_findings([], ["/run/kvstore"], [])
     assert nothing.level is Level.INFO
     (closed,) = nodes_findings([], ["/run/kvstore"], ["/run/kvstore"])
     assert (closed.level, closed.mend) == (Level.WARNING, "sudo kvstore doctor")
 
 
-def test_node_with_few_open_files_is_warned_of() -> None:
+def test_node_low_open_files_limit_is_warning() -> None:
     found = list(node_findings(RunningNode("x", "a", open_files=1024)))
     assert of(found, "node a", "limit of open files: 1024").level is Level.WARNING
     assert_mends_can_be_pasted(found)
 
 
-# ---- whatever the facts are ----
+# ---- malformed facts ----
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -489,7 +487,7 @@ JSON = st.recursive(
 
 
 @given(data=st.data())
-def test_no_facts_make_it_fail(data: st.DataObject) -> None:
+def test_findings_malformed_facts_never_raise(data: st.DataObject) -> None:
     sections = {}
     for name, said in SERVER.items():
         keys = sorted(said)
@@ -507,5 +505,5 @@ def test_no_facts_make_it_fail(data: st.DataObject) -> None:
     ("size", "shown"),
     [(0, "0 B"), (999, "999 B"), (8 << 20, "8 MiB"), (212_992, "208 KiB"), (141 << 30, "141 GiB"), (5 << 40, "5 TiB")],
 )
-def test_sizes_are_for_people(size: int, shown: str) -> None:
+def test_show_size_format(size: int, shown: str) -> None:
     assert show_size(size) == shown

@@ -1,4 +1,4 @@
-"""The probes on this very host: they answer, in time, and change nothing; whatever one of them does, the others are heard."""
+"""Probes on this host: they answer in time, change nothing, and a failing probe does not affect the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvstore.tiers.nvme.slab import NvmeSlab
 SMALL = Wanted(dram_bytes=1 << 20)
 
 
-def test_every_probe_answers_here() -> None:
+def test_probes_answer_on_this_host() -> None:
     facts = collect(SMALL)
     assert {name: section.error for name, section in facts.sections.items()} == dict.fromkeys(
         ("system", "gpu", "memory", "network", "disks")
@@ -43,7 +43,7 @@ def test_every_probe_answers_here() -> None:
     assert findings(facts, SMALL)
 
 
-def test_transports_that_this_host_has_not_are_found_out_by_trying() -> None:
+def test_nixl_probe_unavailable_transport_fails() -> None:
     wanted = Wanted(dram_bytes=1 << 20, nixl=WantedNixl(required=True, devices="no-such-device", transports="tcp"))
     probe = collect(wanted, timeout_s=60.0)["nixl"]
     assert probe.error is None
@@ -52,13 +52,13 @@ def test_transports_that_this_host_has_not_are_found_out_by_trying() -> None:
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """All that lies in a folder, with what a change would change."""
+    """List the files of a folder with the attributes that a change would affect."""
     paths = [folder, *folder.rglob("*")]
     return {str(path): (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path in paths if (stat := path.stat())}
 
 
-def test_looking_at_folders_changes_nothing(tmp_path: Path) -> None:
-    """A volume, an empty folder, one that is not there, a file."""
+def test_folder_probe_changes_nothing(tmp_path: Path) -> None:
+    """Probe a volume, an empty folder, a missing folder and a file."""
     slab = NvmeSlab.open(tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=32 << 20)
     assert list(slab.recover()) == []
     slab.close()
@@ -76,7 +76,7 @@ def test_looking_at_folders_changes_nothing(tmp_path: Path) -> None:
     assert (volume.number("slab_bytes") or 0) > 32 << 20
     assert [section.flag("exists") for section in (volume, empty, missing, file)] == [True, True, False, False]
     assert missing.text("nearest") == str(tmp_path)
-    assert volume.text("direct") == empty.text("direct")  # by a slab or by a file without a name: the same file system
+    assert volume.text("direct") == empty.text("direct")  # tried on a slab or an unnamed file of the same file system
     assert len(facts.all("gds")) == 4
     assert facts.all("mount")[0].flag("roster") is True
 
@@ -93,7 +93,7 @@ def certificates_found(*files: Path | str) -> Section:
     return Section(host_probes.certificates(*map(str, files)))
 
 
-def test_certificates_that_fit_tell_when_they_end(tmp_path: Path) -> None:
+def test_certificates_valid_have_expiry(tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     found = certificates_found(made.ca, made.cert, made.key)
     ca, cert = found.sections("certificates")
@@ -111,7 +111,7 @@ def test_certificates_that_fit_tell_when_they_end(tmp_path: Path) -> None:
     assert now_s < ends
 
 
-def test_certificates_that_do_not_fit_are_told(tmp_path: Path) -> None:
+def test_certificates_mismatched_are_reported(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     made, other = make_certificates(tmp_path), make_certificates(tmp_path / "other")
     wanted = Wanted(dram_bytes=1, tls=[WantedTls("node", made.ca, made.cert, other.key)])
@@ -126,8 +126,8 @@ def test_certificates_that_do_not_fit_are_told(tmp_path: Path) -> None:
         assert finding.level is Level.MISSING
 
 
-def test_sockets_of_nodes_are_told_from_left_ones(tmp_path: Path) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths are short
+def test_node_sockets_stale_ones_have_error(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths must be short
     try:
         with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as left:
             listening.bind(str(folder / "a.sock"))
@@ -147,7 +147,7 @@ def volume_found(path: Path) -> Section:
     return Section(host_probes.folder(str(path)))
 
 
-def test_what_is_no_folder_is_in_the_way(tmp_path: Path) -> None:
+def test_folder_probe_file_in_path_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     for name, below in (("file", ""), ("file", "under/it"), ("nowhere", "")):
@@ -160,7 +160,7 @@ def test_what_is_no_folder_is_in_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 20_000, bytes(20_000)])
-def test_a_slab_that_is_none_is_told(content: bytes, tmp_path: Path) -> None:
+def test_slab_invalid_is_reported(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "slab.kv").write_bytes(content)
     assert volume_found(tmp_path).text("slab_damage")
     wanted = Wanted(dram_bytes=1 << 20, volumes=[WantedVolume(tmp_path, 1 << 20)], gds="off")
@@ -168,15 +168,15 @@ def test_a_slab_that_is_none_is_told(content: bytes, tmp_path: Path) -> None:
     assert levels == {Level.MISSING}
 
 
-def test_a_slab_that_is_a_folder_is_told(tmp_path: Path) -> None:
+def test_slab_that_is_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "slab.kv").mkdir()
     assert volume_found(tmp_path).text("slab_damage") == "Is a directory"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed who may not enter")
 @pytest.mark.parametrize("below", ["", "a/b"])
-def test_a_folder_that_may_not_be_entered_is_a_fact(below: str, tmp_path: Path) -> None:
-    """Seen by a child that becomes nobody: a new interpreter of that user might not find its modules."""
+def test_folder_without_access_is_reported(below: str, tmp_path: Path) -> None:
+    """Probe in an unprivileged child process, because a new interpreter of that user may not find its modules."""
     top = Path(tempfile.mkdtemp())
     reading, writing = os.pipe()
     try:
@@ -202,8 +202,8 @@ def test_a_folder_that_may_not_be_entered_is_a_fact(below: str, tmp_path: Path) 
     assert found.flag("exists") is (below == "")
 
 
-def test_a_file_system_that_is_mounted_read_only_is_seen_to_be_so(tmp_path: Path) -> None:
-    """In a namespace of mounts of its own, with a blank in the name."""
+def test_file_system_read_only_is_reported(tmp_path: Path) -> None:
+    """Use a new mount namespace, and a path with a blank."""
     place = tmp_path / "read only"
     place.mkdir()
     script = 'mount -t tmpfs -o ro none "$1" || exit 77; exec "$0" -m kvstore.doctor.host_probes folder "$1/volume"'
@@ -217,10 +217,10 @@ def test_a_file_system_that_is_mounted_read_only_is_seen_to_be_so(tmp_path: Path
     assert volume_found(tmp_path).flag("read_only") is False
 
 
-def test_a_volume_that_is_read_only_is_seen_to_be_so(tmp_path: Path) -> None:
+def test_volume_read_only_is_reported(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     facts = collect(Wanted(dram_bytes=1, volumes=[WantedVolume(tmp_path / "closed", 1)], gds="off"))
-    assert facts.all("volume")[0].flag("writable") is (os.geteuid() == 0)  # root may write anyway
+    assert facts.all("volume")[0].flag("writable") is (os.geteuid() == 0)  # root may write regardless of the mode
     assert facts.all("gds") == []
 
 
@@ -236,7 +236,7 @@ def test_a_volume_that_is_read_only_is_seen_to_be_so(tmp_path: Path) -> None:
         ("", "failed with code 0: it said nothing"),
     ],
 )
-def test_a_probe_that_fails_is_a_fact(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_failure_has_error(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_probe.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     section = run_probe("broken_probe", [], 1.0 if "sleep" in code else 60.0)
@@ -244,13 +244,13 @@ def test_a_probe_that_fails_is_a_fact(code: str, said: str, tmp_path: Path, monk
     assert section.said == {}
 
 
-def test_chatter_before_the_answer_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_output_before_answer_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "loud_probe.py").write_text("print('a library says hello'); print('{\"a\": 1}')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert run_probe("loud_probe", [], 60.0).number("a") == 1
 
 
-def test_when_all_probes_fail_there_are_findings_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_probes_failed_still_has_findings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(collecting, "HOST", "no.such.module")
     monkeypatch.setattr(collecting, "GDS", "no.such.module")
     monkeypatch.setattr(collecting, "NIXL", "no.such.module")

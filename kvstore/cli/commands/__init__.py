@@ -1,1 +1,1 @@
-"""Subcommands of ``kvstore``, grouped by what they act on."""
+"""Subcommands of ``kvstore``, grouped by the object that they act on."""

@@ -1,4 +1,4 @@
-"""From the configuration to the settings that servers and clients take."""
+"""Convert the configuration to the settings of servers and clients."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _PASSWORD = re.compile(r"(://)[^/@\s]*@")
 
 
 def token(section: ClientSection | NodeSection) -> TokenSource | None:
-    """The token that a process shows to metadata server and nodes, or None.
+    """Read the token that a process sends to metadata server and nodes; None: no token.
 
     Raises:
-        InvalidArgument: the file cannot be read, or holds none.
+        InvalidArgument: the file cannot be read or contains no token.
     """
     return TokenSource.of(file=section.token_file)
 
 
 def effective_settings(config: Config, provenance: Provenance | None, *sections: str) -> tuple[EffectiveSetting, ...]:
-    """What a process shows of its configuration; passwords in addresses are masked.
+    """List the settings that a process publishes. Passwords in addresses are masked.
 
     Args:
-        config: all of it.
-        provenance: where values came from; None: nobody knows, and nothing is shown.
-        sections: beginnings of the keys that concern the process.
+        config: the whole configuration.
+        provenance: sources of the values; None: unknown, and no settings are published.
+        sections: key prefixes that apply to the process.
     """
     if provenance is None:
         return ()
@@ -53,14 +53,14 @@ def effective_settings(config: Config, provenance: Provenance | None, *sections:
 
 
 def metadata_config(config: Config, provenance: Provenance | None = None) -> MetadataConfig:
-    """Configuration of the metadata server."""
+    """Build the configuration of the metadata server."""
     config, provenance = _settled(config, provenance)
     settings = effective_settings(config, provenance, "data_dir", "metadata.", "log.", "observe.")
     return MetadataConfig(**dict(config.metadata), settings=settings).check()
 
 
 def node_config(config: Config, provenance: Provenance | None = None) -> NodeConfig:
-    """Configuration of this host's node daemon."""
+    """Build the configuration of this host's node."""
     config, provenance = _settled(config, provenance)
     section = config.node
     return NodeConfig(
@@ -73,12 +73,12 @@ def node_config(config: Config, provenance: Provenance | None = None) -> NodeCon
 
 
 def router_config(config: Config) -> RouterConfig:
-    """Configuration of the router."""
+    """Build the configuration of the router."""
     return RouterConfig(**dict(config.router), client=config.client).check()
 
 
 def admin_config(config: Config, provenance: Provenance | None = None) -> AdminConfig:
-    """Configuration of the admin server."""
+    """Build the configuration of the admin server."""
     shown = ("admin.", "client.tls.", "client.token_file", "client.read_token_file", "log.")
     return AdminConfig(
         **dict(config.admin), client=config.client, settings=effective_settings(config, provenance, *shown)
@@ -86,7 +86,7 @@ def admin_config(config: Config, provenance: Provenance | None = None) -> AdminC
 
 
 def events_config(config: Config, endpoint: str) -> EventsConfig:
-    """Configuration of the event publisher."""
+    """Build the configuration of the event publisher."""
     return EventsConfig(**dict(config.events) | {"zmq": endpoint}, client=config.client).check()
 
 
@@ -100,10 +100,10 @@ def _rate(link: LinkSpeed | None) -> int:
 
 
 def set_up_traces(config: Config, service: str, **attributes: str) -> None:
-    """Switches traces on in this process where the configuration says so.
+    """Enable tracing in this process if configured.
 
     Raises:
-        InvalidArgument: they cannot be.
+        InvalidArgument: tracing cannot be enabled.
     """
     section = config.observe
     try:
@@ -122,13 +122,13 @@ def set_up_traces(config: Config, service: str, **attributes: str) -> None:
 
 
 def set_up_process(config: Config, service: str) -> None:
-    """Logs and traces of a daemon's process."""
+    """Set up logs and tracing of a daemon."""
     set_up_logs(config.log)
     set_up_traces(config, service)
 
 
 def client_options(config: Config, name: str) -> ClientOptions:
-    """Bounds of a client of ours."""
+    """Build the limits of a client."""
     return ClientOptions(
         client_name=name,
         default_deadline_s=config.client.deadline_ms / 1000,

@@ -1,4 +1,4 @@
-"""Options that commands share: where the configuration comes from."""
+"""Configuration options that commands share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _R = TypeVar("_R")
 
 
 def setting_option(*names: str, key: str, metavar: str, help: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:  # noqa: A002
-    """A named flag for one setting: the same as ``--set key=value``."""
+    """Create a flag for one setting, equivalent to ``--set key=value``."""
 
     def note(ctx: click.Context, _parameter: click.Parameter, value: object) -> None:
         if value is not None:
@@ -30,7 +30,7 @@ def setting_option(*names: str, key: str, metavar: str, help: str) -> Callable[[
 
 
 def with_config(command: Callable[Concatenate[Config, _P], _R]) -> Callable[_P, _R]:
-    """Adds ``--config`` and ``--set``, and passes the configuration in force as the first argument; sets up logs."""
+    """Add ``--config`` and ``--set``, set up logs and pass the effective configuration as the first argument."""
 
     @_config_options
     @functools.wraps(command)
@@ -43,7 +43,7 @@ def with_config(command: Callable[Concatenate[Config, _P], _R]) -> Callable[_P, 
 
 
 def with_quiet_config(command: Callable[Concatenate[Config, _P], _R]) -> Callable[_P, _R]:
-    """As ``with_config``, for commands whose output is for people: logs begin at warnings unless ``log.level`` is set."""
+    """Like ``with_config``, for interactive commands: the log level is warning unless ``log.level`` is set."""
 
     @_config_options
     @functools.wraps(command)
@@ -59,7 +59,7 @@ def with_quiet_config(command: Callable[Concatenate[Config, _P], _R]) -> Callabl
 
 
 def with_provenance(command: Callable[Concatenate[Config, Provenance, _P], _R]) -> Callable[_P, _R]:
-    """As ``with_config``, for commands that also tell where values came from."""
+    """Like ``with_config``, for commands that also report the sources of values."""
 
     @_config_options
     @functools.wraps(command)
@@ -71,10 +71,10 @@ def with_provenance(command: Callable[Concatenate[Config, Provenance, _P], _R]) 
 
 
 def configuration(ctx: click.Context) -> tuple[Config, Provenance]:
-    """The configuration in force for a command that has the shared options.
+    """Return the effective configuration of a command that has the shared options.
 
     Raises:
-        click.UsageError: a setting is unknown or wrong.
+        click.UsageError: a setting is unknown or invalid.
     """
     file = ctx.meta.get(_FILE_KEY)
     try:
@@ -84,14 +84,14 @@ def configuration(ctx: click.Context) -> tuple[Config, Provenance]:
 
 
 def refuse_unused(hint: str, *used: str) -> None:
-    """Refuses what ``--set`` gives to a command that has no use for it: accepted in silence, it would seem to have an effect.
+    """Reject settings of ``--set`` that the command ignores, because the user would expect an effect.
 
     Args:
-        hint: what to do instead.
-        used: beginnings of the settings that the command heeds.
+        hint: advice for the user.
+        used: prefixes of the settings that the command uses.
 
     Raises:
-        click.UsageError: another one was given.
+        click.UsageError: another setting was given.
     """
     ctx = click.get_current_context()
     unused = [setting.key for setting in _settings_of(ctx) if not setting.key.startswith(used)]
@@ -100,13 +100,13 @@ def refuse_unused(hint: str, *used: str) -> None:
 
 
 def handed_on(decided: Mapping[str, str]) -> list[str]:
-    """The ``--config`` and ``--set`` of a command that starts daemons, as arguments of these; the environment they inherit.
+    """Convert ``--config`` and ``--set`` to arguments of the daemons that a command starts. Daemons inherit the environment.
 
     Args:
-        decided: settings that the command decides itself -> what to do instead.
+        decided: settings that the command chooses itself, each with advice for the user.
 
     Raises:
-        click.UsageError: one of those was given: accepted in silence, it would seem to have an effect.
+        click.UsageError: one of these settings was given, and would have no effect.
     """
     ctx = click.get_current_context()
     file = ctx.meta.get(_FILE_KEY)
@@ -128,7 +128,7 @@ def _settings_of(ctx: click.Context) -> list[Setting]:
 
 
 def _note_file(ctx: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
-    if value is not None or _FILE_KEY not in ctx.meta:  # a group's holds for its commands, unless they name another
+    if value is not None or _FILE_KEY not in ctx.meta:  # a command's file overrides that of its group
         ctx.meta[_FILE_KEY] = value
 
 

@@ -20,7 +20,7 @@ _UNIT_FOLDER: Final = Path("/run/kvstore")
 
 
 def data_dir(config: Config) -> Path:
-    """Folder of what outlives the processes."""
+    """Default folder of persistent data."""
     if config.data_dir is not None:
         return config.data_dir
     home = os.environ.get("XDG_DATA_HOME")
@@ -28,7 +28,7 @@ def data_dir(config: Config) -> Path:
 
 
 def run_dir(name: str) -> Path:
-    """A short, private folder for the unix sockets of one daemon: socket paths are limited to 107 bytes."""
+    """Short private folder for the unix sockets of one daemon. Socket paths are limited to 107 bytes."""
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)
     if plain != name or len(plain) > _MAX_FOLDER_NAME:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
@@ -43,19 +43,19 @@ def run_dirs() -> Path:
 
 
 def short_run_dirs() -> Path:
-    """As ``run_dirs``, or a folder in /tmp if the paths of sockets below it would be too long."""
+    """Return ``run_dirs``, or a folder in /tmp if socket paths below it would be too long."""
     usual = run_dirs()
     return usual if len(str(usual)) <= _MAX_RUN_DIRS else Path("/tmp") / f"kvstore-{os.getuid()}"  # noqa: S108  # made with 0700
 
 
 def node_socket(config: Config) -> Path:
-    """The unix socket of the configured node."""
+    """Unix socket of the configured node."""
     node_id = config.node.node_id or socket.gethostname()
     return (config.node.run_dir or run_dir(node_id)) / f"{node_id}.sock"
 
 
 def socket_folders(config: Config) -> list[Path]:
-    """Folders with sockets of nodes: the configured one, those of this user, and that of the systemd unit."""
+    """Folders with sockets of nodes: of the configuration, of this user and of the systemd unit."""
     folders = [node_socket(config).parent, _UNIT_FOLDER]
     with contextlib.suppress(OSError):
         folders += sorted(run_dirs().iterdir())

@@ -1,4 +1,4 @@
-"""Help texts that keep their examples: click would re-wrap them."""
+"""Help texts with examples, which click would re-wrap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _KEEP_LINES = "\b\n"
 
 
 class Command(click.Command):
-    """A command whose help keeps paragraphs with indented lines as they are written."""
+    """Command whose help does not re-wrap paragraphs with indented lines."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         plain = self.help
@@ -22,11 +22,11 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """Commands below a name, that does something by itself too: lists what the others show and change."""
+    """Group of commands that lists its objects if called without a command."""
 
 
 def keep_examples(text: str) -> str:
-    """Marks paragraphs that have an indented line, such as examples, so that click leaves their lines alone."""
+    """Mark paragraphs with an indented line, such as examples, so that click does not re-wrap them."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(
         _KEEP_LINES + paragraph if any(line.startswith("  ") for line in paragraph.split("\n")) else paragraph

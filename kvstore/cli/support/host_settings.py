@@ -17,10 +17,10 @@ from kvstore.transport.link_speed import LinkSpeed, link_speed
 
 
 def settle(config: Config, provenance: Provenance) -> tuple[Config, Provenance]:
-    """Fills in every setting that is unset and follows from the host or from other settings.
+    """Fill in every setting that is unset and follows from the host or from other settings.
 
     Args:
-        config: as configured.
+        config: configuration without derived values.
         provenance: the source of each value.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Logs of all programs: set up in one place, on standard error."""
+"""Logging of all programs, on standard error."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvstore.config.model import LogSection
 from kvstore.observe.context import plan_id, request_id
 
 _TALKATIVE = ("httpx",)
-"""Libraries that log each call at level info: a program that calls others every second would log little else."""
+"""Libraries that log each call at level info, which would dominate the log."""
 
 _SHARP = re.compile("[\x7f-\x9f\u2028\u2029]")
-"""What JSON lets through, though terminals obey it or some readers end a line at it."""
+"""Characters that JSON does not escape, but that terminals interpret or readers treat as line ends."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, the request and plan it is about, and the error if any."""
+    """Format a record as one line of JSON: time (UTC), level, logger, message, request, plan and error."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
@@ -42,10 +42,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """For people: time, level, logger and message, with the request and plan it is about behind it.
+    """Format a record as plain text: time, level, logger and message, followed by request and plan.
 
-    A record is one line, and nothing in it reaches the terminal as a control sequence: what others send is logged, too. Only a
-    traceback has further lines. They are indented, whatever its error says: none of them passes for a record.
+    Messages can contain remote input. A record is therefore one line without control sequences. Only a traceback has further
+    lines. All of them are indented, so that none can be mistaken for a record.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class ConsoleFormatter(logging.Formatter):
         about = " ".join(f"{name}={value}" for name, value in _about().items())
         line = self.formatMessage(record)
         lines = [f"{line} [{about}]" if about else line]
-        if record.exc_info:  # what another formatter left in exc_text is not as ours
+        if record.exc_info:  # another formatter may have cached a different text in exc_text
             lines += _indented(self.formatException(record.exc_info))
         if record.stack_info:
             lines += _indented(self.formatStack(record.stack_info))
@@ -69,7 +69,7 @@ def _indented(lines: str) -> list[str]:
 
 
 def _about() -> dict[str, str]:
-    """What is worked for at the moment: a record is formatted in the thread, and the context, that logs it."""
+    """Current request and plan. A record is formatted in the thread and context that log it."""
     found = {"request_id": request_id.get(), "plan_id": plan_id.get()}
     return {name: value for name, value in found.items() if value}
 
@@ -81,14 +81,14 @@ else:
 
 
 class StderrHandler(_TextHandler):
-    """Writes to what ``sys.stderr`` is at the time, so that a redirection is followed."""
+    """Handler that writes to the current ``sys.stderr``, so that it follows redirection."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:
-        """Standard error."""
+        """Return the current standard error."""
         return sys.stderr
 
     @stream.setter
@@ -97,7 +97,7 @@ class StderrHandler(_TextHandler):
 
 
 def set_up_logs(section: LogSection) -> None:
-    """Sends all logs of this process to standard error, as the configuration asks. May be called again."""
+    """Send all logs of this process to standard error in the configured format. May be called again."""
     handler = StderrHandler()
     handler.setFormatter(JsonFormatter() if section.format == "json" else ConsoleFormatter())
     root = logging.getLogger()
@@ -109,7 +109,7 @@ def set_up_logs(section: LogSection) -> None:
 
 
 class _FirstLines(logging.Filter):
-    """Lets so many records pass, and counts the others."""
+    """Filter that passes a limited number of records and counts the others."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _FirstLines(logging.Filter):
 
 @contextmanager
 def first_lines(most: int) -> Iterator[None]:
-    """While it lasts, no more than ``most`` lines are logged; at its end one more says how many were not shown."""
+    """Context manager that logs at most ``most`` records, and at the end the number of suppressed ones."""
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, StderrHandler)]
     limit = _FirstLines(most)
     for handler in handlers:

@@ -1,7 +1,7 @@
-r"""What commands print: tables on a terminal, plain aligned lines elsewhere, JSON where it is asked for.
+r"""Output of commands: tables on a terminal, plain aligned lines elsewhere, JSON on request.
 
-Names come from outside: whatever cannot be printed is shown as its escape (``\x1b``), so that nothing that a node, a namespace
-or a model is called reaches the terminal as a control sequence.
+Names of nodes, namespaces and models are untrusted. Unprintable characters are shown as escapes (``\x1b``), so that no name
+reaches the terminal as a control sequence.
 """
 
 from __future__ import annotations
@@ -17,37 +17,38 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 NOTHING: Final = "-"
-"""In a column that has nothing to say, so that every line has as many columns."""
+"""Placeholder of an empty cell, so that every line has the same number of columns."""
 _LONGEST_CELL: Final = 40
 _UNITS: Final = ("B", "KiB", "MiB", "GiB")
 
 
 def clean(text: str) -> str:
-    """A text of one line, with everything that is no printable character shown as its escape."""
+    """Convert a text to one line, with unprintable characters as escapes."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def short(text: str) -> str:
-    """A name, cut where it would make every row of a table as wide as itself."""
+    """Cut a name that is too long for a column."""
     return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 
 
 def as_json(found: BaseModel | dict[str, object]) -> None:
-    """Prints an answer as the REST gives it, or plain data."""
+    """Print an answer in the JSON form of the REST API, or plain data."""
     data = found if isinstance(found, dict) else found.model_dump(mode="json")
-    click.echo(json.dumps(data, indent=2).replace("\x7f", "\\u007f"))  # the one control character that JSON lets through
+    click.echo(json.dumps(data, indent=2).replace("\x7f", "\\u007f"))  # the only control character that JSON does not escape
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints rows below a heading.
+    """Print rows below a heading.
 
-    On a terminal a table whose cells wrap; elsewhere a line each, columns apart by two spaces or more, nothing cut, no colours.
+    On a terminal, print a table whose cells wrap. Elsewhere, print one uncut line per row without colours, with at least two
+    spaces between columns.
 
     Args:
-        columns: their names.
-        rows: cells, as many in each as there are columns; empty ones are shown as ``-``.
+        columns: names of the columns.
+        rows: one cell per column; empty cells are shown as ``-``.
     """
     cells = [[clean(cell) or NOTHING for cell in row] for row in rows]
     if sys.stdout.isatty():
@@ -58,13 +59,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, columns apart by two spaces or more."""
+    """Format rows as lines with at least two spaces between columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> None:
-    """Prints what is known of one thing: a line each."""
+    """Print the properties of one object, one per line."""
     known = [(name, clean(value) or NOTHING) for name, value in pairs]
     width = max(len(name) for name, _ in known)
     for name, value in known:
@@ -73,17 +74,17 @@ def facts(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def line(text: str) -> None:
-    """Prints a line."""
+    """Print a line."""
     click.echo(clean(text))
 
 
 def note(text: str) -> None:
-    """What goes with a listing, and is no line of it."""
+    """Print a note on a listing to standard error."""
     click.echo(clean(text), err=True)
 
 
 def size(count: float) -> str:
-    """A number of bytes, rounded for people; in one word, so that columns stay apart."""
+    """Format a number of bytes, rounded, without a space so that columns can be split."""
     for unit in _UNITS:
         if count < 1024:
             return f"{count:.0f}{unit}" if unit == "B" else f"{count:.1f}{unit}"
@@ -92,7 +93,7 @@ def size(count: float) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
-    """A bandwidth, as links are named: powers of ten."""
+    """Format a bandwidth with decimal units, as in names of links."""
     for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
         if bytes_per_s < 1000:
             return f"{bytes_per_s:.0f}{unit}" if unit == "B/s" else f"{bytes_per_s:.1f}{unit}"
@@ -101,7 +102,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time, rounded for people."""
+    """Format a duration, rounded."""
     if seconds < 1:
         return f"{seconds * 1000:.1f}ms"
     if seconds < 120:
@@ -112,7 +113,7 @@ def duration(seconds: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """Percent; nothing where there is no whole."""
+    """Format a percentage; empty if the total is 0."""
     return f"{100 * part / whole:.0f}%" if whole else ""
 
 

@@ -1,4 +1,4 @@
-"""Kinds of command-line values that click does not know, as callbacks of their options."""
+"""Parsers of option values that click does not support, as option callbacks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from kvstore.replay.capacity import StoreCapacity
 
 LEAST_VOLUME: Final = 16 << 20
-"""A smaller volume holds a few blocks at most: nearly always a number without its unit."""
+"""Minimum capacity of a volume. A smaller number usually lacks its unit."""
 
 
 def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """``64KiB``, ``4MiB``, or a number of bytes."""
+    """Parse ``64KiB``, ``4MiB`` or a number of bytes."""
     if value is None:
         return None
     try:
@@ -29,7 +29,7 @@ def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int |
 
 
 def some_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """As ``size``, but not 0."""
+    """Parse a size other than 0."""
     found = size(ctx, param, value)
     if found == 0:
         raise click.BadParameter("takes more than 0 bytes", ctx, param)
@@ -37,7 +37,7 @@ def some_size(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
 
 def some_seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """``500ms``, ``90s``, ``10m``: seconds, not 0."""
+    """Parse ``500ms``, ``90s`` or ``10m`` to seconds, but not 0."""
     if value is None:
         return None
     try:
@@ -50,7 +50,7 @@ def some_seconds(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 def volume_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """As ``size``: 0 for no volume, else room for some blocks at least."""
+    """Parse the capacity of a volume: 0 for no volume, else at least the minimum."""
     found = size(ctx, param, value)
     if found is not None and 0 < found < LEAST_VOLUME:
         raise click.BadParameter(
@@ -62,7 +62,7 @@ def volume_size(ctx: click.Context, param: click.Parameter, value: str | None) -
 
 
 def result_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """A file to be written at the end, ``-`` for standard output: refused at once where it could not be."""
+    """Parse the path of an output file, ``-`` for standard output. Reject a path that cannot be written."""
     if value is None or value == Path("-"):
         return value
     if not value.parent.is_dir():
@@ -73,8 +73,8 @@ def result_file(ctx: click.Context, param: click.Parameter, value: Path | None) 
 
 
 def capacity(ctx: click.Context, param: click.Parameter, value: str | None) -> StoreCapacity | None:
-    """``dram=1GiB,nvme=20GiB``."""
-    from kvstore.replay.capacity import parse_capacity  # only replays need it
+    """Parse ``dram=1GiB,nvme=20GiB``."""
+    from kvstore.replay.capacity import parse_capacity  # only replay needs it
 
     if value is None:
         return None

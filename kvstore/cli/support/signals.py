@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP as orderly exits: without a handler they end Python at once, and nothing is cleaned up."""
+"""Orderly exit on SIGTERM and SIGHUP. Without a handler, they end Python at once without cleanup."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def orderly_exit() -> Iterator[None]:
-    """While it lasts, SIGTERM and SIGHUP end the program as an exception does: with 128 + their number, after cleaning up.
+    """Context manager in which SIGTERM and SIGHUP raise SystemExit with 128 + their number, so that cleanup runs.
 
-    Later signals are ignored, or they would interrupt the cleaning up. Main thread only.
+    Later signals are ignored, because they would interrupt the cleanup. Main thread only.
     """
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -22,7 +22,7 @@ def orderly_exit() -> Iterator[None]:
             signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    # what nohup had ignored stays so
+    # a signal ignored by nohup stays ignored
     earlier = {number: signal.signal(number, on_signal) for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield

@@ -1,7 +1,6 @@
-"""How commands ask a running store: over gRPC, by what the admin REST asks it with (``kvstore.admin``), with its own options.
+"""Client of commands that query or change a running store over gRPC, with the calls of the admin REST API.
 
-Exit codes of these commands: 0 done; 1 failed, also where nothing answers; 2 used wrongly; 3 refused, or not there; 4 done in
-part.
+Exit codes of these commands: 0 done, 1 failed or no answer, 2 usage error, 3 rejected or not found, 4 partly done.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 EXIT_REFUSED: Final = 3
-"""What was asked for is not there, or is refused."""
+"""Exit code: not found or rejected."""
 EXIT_IN_PART: Final = 4
-"""Nodes did not answer, or blocks stay: done again later it may be done whole."""
+"""Exit code: nodes did not answer or blocks remain; a later retry may complete the change."""
 CODES: Final = "0 done, 1 failed or no answer, 2 used wrongly, 3 refused or not there, 4 done in part"
 _REFUSALS: Final = frozenset(
     {
@@ -54,14 +53,14 @@ _MOST_COMPLETED: Final = 500
 
 
 class Refusal(click.ClickException):
-    """An error in one line that is the store's answer, not a failure to get one."""
+    """Error that the store returned, as opposed to a failed call. Printed in one line."""
 
     exit_code = EXIT_REFUSED
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A running store, while a question lasts."""
+    """Connection to a running store during a query."""
 
     rpc: StoreRpc
     queries: Queries
@@ -75,21 +74,21 @@ yes_option = click.option("--yes", "-y", is_flag=True, help="Does not ask first.
 
 
 def store_options(command: Callable[..., T]) -> Callable[..., T]:
-    """``--metadata``, ``--config`` and ``--set``; passes the configuration in force first, and says in the help how it exits."""
+    """Add ``--metadata``, ``--config`` and ``--set``, pass the effective configuration first, and document the exit codes."""
     made = metadata_option(with_quiet_config(command))
     made.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\nExits with {CODES}."
     return made
 
 
 def lists(ctx: click.Context, *given: object) -> bool:
-    """Whether a group was called by itself, to list.
+    """Whether a group was called without a command, to list.
 
     Args:
-        ctx: of the group.
-        given: its own options, which mean nothing to the commands below it.
+        ctx: context of the group.
+        given: options of the group, which its commands ignore.
 
     Raises:
-        click.UsageError: one was given with such a command: accepted in silence, it would seem to have an effect.
+        click.UsageError: an option was given with a command, and would have no effect.
     """
     if ctx.invoked_subcommand is not None and any(given):
         raise click.UsageError(f"put options behind '{ctx.invoked_subcommand}', which they are for", ctx)
@@ -97,17 +96,16 @@ def lists(ctx: click.Context, *given: object) -> bool:
 
 
 def ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
-    """Asks, on an event loop of its own.
+    """Run a query on a new event loop.
 
     Args:
-        config: where the metadata server is (``client.metadata``), by what TLS and token
-            (``client.tls``, ``client.token_file``), and how long answers may take
-            (``admin.timeout``, and no longer than ``client.deadline``; ``admin.change_timeout``).
-        question: what to ask.
+        config: address (``client.metadata``), TLS and token (``client.tls``, ``client.token_file``) of the metadata server, and
+            timeouts (``admin.timeout``, limited by ``client.deadline``; ``admin.change_timeout``).
+        question: the query, given a connection.
 
     Raises:
-        Refusal: the store says no, or has no such thing.
-        click.ClickException: the metadata server was not reached, for the reason that it names.
+        Refusal: the store rejected the call, or did not find the object.
+        click.ClickException: the metadata server was not reached; the message has the reason.
         KVStoreError: any other failure.
     """
     try:
@@ -116,7 +114,7 @@ def ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
         if error.kind in _REFUSALS:
             raise Refusal(clean(str(error))) from error
         raise
-    except (ValueError, KeyError) as error:  # a tier, a side or an id that there is none of
+    except (ValueError, KeyError) as error:  # an unknown tier, side or id
         _log.debug("an answer has another shape", exc_info=True)
         raise click.ClickException("an answer cannot be understood: is that server of another version?") from error
 
@@ -142,7 +140,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
     )
     try:
         try:
-            await rpc.server()  # else a node that does not answer could not be told from a server that does not
+            await rpc.server()  # distinguishes an unresponsive node from an unresponsive server
         except (Unavailable, DeadlineExceeded) as error:
             raise click.ClickException(f"{clean(str(error))}. {_advice(config, error)}") from error
         return await question(Store(rpc, Queries(rpc), Commands(rpc), VolumeChecks(rpc)))
@@ -151,7 +149,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
 
 
 def _advice(config: Config, error: KVStoreError) -> str:
-    """What to do about a metadata server that was not reached."""
+    """Advice on a metadata server that was not reached."""
     if "TLS" in error.message or "certificate" in error.message:
         return "TLS settings: docs/how-to/security.md. Another address: --metadata HOST:PORT."
     here = "`kvstore up` starts a store on this machine. " if config.client.metadata == ClientSection().metadata else ""
@@ -159,10 +157,10 @@ def _advice(config: Config, error: KVStoreError) -> str:
 
 
 def confirm(what: str, *, yes: bool) -> None:
-    """Asks before something is lost; without a terminal nobody can be asked, and ``--yes`` has to say it.
+    """Ask for confirmation before data is lost. Without a terminal, ``--yes`` is required.
 
     Raises:
-        Refusal: nobody said yes.
+        Refusal: the user did not confirm.
     """
     if yes:
         return
@@ -173,13 +171,13 @@ def confirm(what: str, *, yes: bool) -> None:
 
 
 def tell_unreached(unreached: list[Unreached]) -> None:
-    """Says which nodes an answer is without."""
+    """Report the nodes that are missing from an answer."""
     for one in unreached:
         note(f"without node {one.node_id}: {one.detail} ({one.kind})")
 
 
 def end_of(done: NamespaceEvicted) -> None:
-    """Exits with ``EXIT_IN_PART`` where a change at many nodes is not complete."""
+    """Exit with ``EXIT_IN_PART`` if a change at several nodes is incomplete."""
     tell_unreached(done.unreached)
     if not done.complete:
         sys.exit(EXIT_IN_PART)
@@ -187,7 +185,7 @@ def end_of(done: NamespaceEvicted) -> None:
 
 # ---- completion ----
 def complete_nodes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of nodes, where a metadata server answers at once."""
+    """Complete ids of nodes if the metadata server answers at once."""
 
     async def ids(store: Store) -> list[str]:
         return list(await store.rpc.nodes())
@@ -196,7 +194,7 @@ def complete_nodes(ctx: click.Context, _param: click.Parameter, incomplete: str)
 
 
 def complete_volumes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ids of volumes."""
+    """Complete ids of volumes."""
 
     async def ids(store: Store) -> list[str]:
         return [volume.volume_id for _, volume in await store.queries.known_volumes()]
@@ -205,7 +203,7 @@ def complete_volumes(ctx: click.Context, _param: click.Parameter, incomplete: st
 
 
 def complete_namespaces(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ids of namespaces."""
+    """Complete ids of namespaces."""
 
     async def ids(store: Store) -> list[str]:
         return [one.namespace_id.hex() for one in (await store.rpc.namespaces(b"", _MOST_COMPLETED)).namespaces]
@@ -214,13 +212,13 @@ def complete_namespaces(ctx: click.Context, _param: click.Parameter, incomplete:
 
 
 def _completed(ctx: click.Context, ids: Callable[[Store], Awaitable[list[str]]], incomplete: str) -> list[CompletionItem]:
-    """Those that begin so. A shell puts them into a command line: nothing is offered that is more than a plain name."""
+    """Filter names by prefix. Only plain names are offered, because the shell inserts them into a command line."""
     try:
         config, _ = configuration(ctx)
         quick = config.client.model_copy(update={"deadline_ms": int(_COMPLETION_S * 1000)})
         found = ask(config.model_copy(update={"client": quick}), ids)
     except (KVStoreError, click.ClickException, OSError):
-        return []  # a completion that fails offers nothing
+        return []  # a failed completion offers no names
     return [
         CompletionItem(name)
         for name in sorted(found)

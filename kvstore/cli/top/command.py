@@ -1,4 +1,4 @@
-"""``kvstore top``: what a running store does, live, like top(1)."""
+"""``kvstore top``: live view of a running store, like top(1)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LEAST_S: Final = 0.5
 MOST_S: Final = 60.0
 _MOST_KEYS: Final = 64
 _USUAL: Final = (80, 24)
-"""Columns and lines of a terminal that does not say."""
-_ENTER: Final = "\x1b[?1049h\x1b[?25l"  # another screen, no cursor
+"""Columns and lines of a terminal that does not report its size."""
+_ENTER: Final = "\x1b[?1049h\x1b[?25l"  # alternate screen, hidden cursor
 _LEAVE: Final = "\x1b[?25h\x1b[?1049l"
 _KEYS: Final = "q quit  sort by: n name  l loads  b bytes  t time  d dram  u queue"
 _INVERSE, _BOLD, _PLAIN = "\x1b[7m", "\x1b[1m", "\x1b[m"
@@ -84,12 +84,12 @@ def top(config: Config, *, interval: float, once: bool, sort: str, as_json: bool
 
 
 def _is_live() -> bool:
-    """Whether there is a terminal that frames can be drawn on, and keys come from."""
+    """Whether standard input and output are a terminal that can draw frames and send keys."""
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 async def look(config: Config, store: Store) -> Look:
-    """Asks everybody once.
+    """Query the metadata server and all nodes once.
 
     Raises:
         KVStoreError: the metadata server does not answer.
@@ -122,7 +122,7 @@ async def _one(config: Config, store: Store, interval_s: float) -> Figures:
 
 
 async def _live(config: Config, store: Store, interval_s: float, order: str) -> None:
-    """Until q, Ctrl-C or SIGTERM. One look at a time, however long it takes; keys are heeded meanwhile."""
+    """Show frames until q, Ctrl-C or SIGTERM. Keys work during a query, and only one query runs at a time."""
     from kvstore.cli.top.stats import ORDERS, figures
 
     before: Look | None = None
@@ -163,11 +163,11 @@ async def _look_after(config: Config, store: Store, wait_s: float) -> Look:
 
 
 def _draw(found: Figures | None, order: str, said: str) -> None:
-    """One frame, cut to the terminal as it is now: nothing scrolls."""
+    """Draw one frame, cut to the current size of the terminal so that it does not scroll."""
     from kvstore.cli.top.stats import HEADING, ORDERS, rows, summary
 
     columns, lines = (given or usual for given, usual in zip(os.get_terminal_size(sys.stdout.fileno()), _USUAL, strict=True))
-    columns = max(columns - 1, 0)  # behind the last column, what clears the rest of the line would clear a character
+    columns = max(columns - 1, 0)  # after the last column, the clear-line sequence would clear a character
     shown = [] if found is None else [output.clean(line)[:columns] for line in summary(found)]
     foot = output.clean(said or f"{_KEYS}  (now: {ORDERS[order][0]})")[:columns]
     if found is not None:
@@ -184,26 +184,26 @@ def _draw(found: Figures | None, order: str, said: str) -> None:
 
 @contextmanager
 def _screen() -> Iterator[None]:
-    """A screen of its own, keys as they are pressed; as it was afterwards, however it ends."""
+    """Use the alternate screen and unbuffered keys, and always restore the terminal."""
     terminal = sys.stdin.fileno()
     kept = termios.tcgetattr(terminal)
     try:
         tty.setcbreak(terminal)
         raw = termios.tcgetattr(terminal)
-        raw[6][termios.VSUSP] = b"\0"  # stopped, it would leave the terminal as it is
+        raw[6][termios.VSUSP] = b"\0"  # a stopped process could not restore the terminal
         termios.tcsetattr(terminal, termios.TCSANOW, raw)
         sys.stdout.write(_ENTER)
         yield
     finally:
         termios.tcsetattr(terminal, termios.TCSANOW, kept)
-        with suppress(OSError):  # a terminal that is gone
+        with suppress(OSError):  # the terminal was closed
             sys.stdout.write(_LEAVE)
             sys.stdout.flush()
 
 
 @contextmanager
 def _keys(pressed: asyncio.Queue[str]) -> Iterator[None]:
-    """Puts keys, and signals as keys, into the queue; those too many are dropped."""
+    """Queue keys, and signals as keys. Drop them if the queue is full."""
     loop = asyncio.get_running_loop()
     terminal = sys.stdin.fileno()
 
@@ -216,7 +216,7 @@ def _keys(pressed: asyncio.Queue[str]) -> Iterator[None]:
             typed = os.read(terminal, _MOST_KEYS)
         except OSError:
             typed = b""
-        for key in typed.decode(errors="replace") or "q":  # the terminal is gone
+        for key in typed.decode(errors="replace") or "q":  # the terminal was closed
             press(key)
 
     signals = {signal.SIGINT: "q", signal.SIGTERM: "q", signal.SIGHUP: "q", signal.SIGWINCH: " "}

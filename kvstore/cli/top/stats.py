@@ -1,4 +1,4 @@
-"""What ``kvstore top`` shows, made of two looks at a store: rates, shares and latencies of the time between them. Pure."""
+"""Figures of ``kvstore top``: rates, shares and latencies between two samples of a store. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from kvstore.control_api.schemas.store import Activity, Cluster, LoadTimes, Node, Unreached, Volume
 
 REACHES: Final = ("dram", "nvme", "peer", "none")
-"""Where loads came from, at the farthest; ``none``: nothing hit."""
+"""Farthest source of a load; ``none``: no hit."""
 PLANE: Final = ("served", "taken", "fetched", "written")
 TIERS: Final = ("hbm", "dram", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A store at one time."""
+    """Sample of a store at one time."""
 
     at_s: float
-    """Monotonic."""
+    """Monotonic time of the sample in seconds."""
     cluster: Cluster
     counters: Mapping[str, int]
-    """Of the metadata server."""
+    """Counters of the metadata server."""
     nodes: Sequence[Node]
     volumes: Sequence[Volume]
     activities: Mapping[str, Activity]
@@ -35,22 +35,22 @@ class Look:
 
 @dataclass(slots=True)
 class Times:
-    """Loads between two looks, and how long they took."""
+    """Loads between two samples, and their durations."""
 
     loads: int = 0
     total_s: float = 0.0
     buckets: dict[float, int] = field(default_factory=dict)
-    """Upper bound, seconds (infinite: longer than all others) -> loads."""
+    """Loads by upper bound of the bucket in seconds; the last bound is infinite."""
 
     def add(self, other: Times) -> None:
-        """Takes others in."""
+        """Add the loads of other times."""
         self.loads += other.loads
         self.total_s += other.total_s
         for bound, loads in other.buckets.items():
             self.buckets[bound] = self.buckets.get(bound, 0) + loads
 
     def quantile(self, part: float) -> float | None:
-        """Upper bound of the bucket in which the load of that rank lies; infinite: above them all; None: there was none."""
+        """Upper bound of the bucket that contains the load of this rank; infinite: the last bucket; None: no loads."""
         left = part * self.loads
         for bound, loads in sorted(self.buckets.items()):
             left -= loads
@@ -61,7 +61,7 @@ class Times:
 
 @dataclass(slots=True)
 class Line:
-    """A node between two looks. Rates are bytes a second; queue in bytes."""
+    """Figures of a node between two samples. Rates are in bytes per second, the queue is in bytes."""
 
     node_id: str
     state: str
@@ -71,20 +71,20 @@ class Line:
     loaded: dict[str, float]
     plane: dict[str, float]
     links: dict[str, float]
-    """``storage in``, ``storage out``, ``compute in``, ``compute out``; what the kernel does not tell is left out."""
+    """``storage in``, ``storage out``, ``compute in``, ``compute out``; without links that the kernel does not report."""
     fill: dict[str, tuple[int, int]]
-    """Tier -> bytes used and there."""
+    """Used and total bytes by tier."""
     queue: int
 
     @property
     def bytes_per_s(self) -> float:
-        """What it brought to engines, from wherever."""
+        """Bytes per second loaded to engines from all sources."""
         return sum(self.loaded.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A store between two looks."""
+    """Figures of a store between two samples."""
 
     seconds: float
     cluster: Cluster
@@ -96,7 +96,7 @@ class Figures:
 
     @property
     def all_times(self) -> Times:
-        """Loads of all reaches."""
+        """Sum the loads of all reaches."""
         return _sum(self.times.values())
 
 
@@ -108,17 +108,17 @@ ORDERS: Final[Mapping[str, tuple[str, Callable[[Line], tuple[float, str]]]]] = {
     "d": ("dram", lambda line: (-_fill(line.fill.get("dram")), line.node_id)),
     "u": ("queue", lambda line: (-float(line.queue), line.node_id)),
 }
-"""Key -> name of an order of nodes, and what it sorts by."""
+"""Sort orders by key: name and sort value of a node."""
 
 
 def figures(before: Look, after: Look) -> Figures:
-    """What happened between two looks. A node that was started again meanwhile counts from there."""
+    """Compute the figures between two samples. If a node restarted in between, its counts begin at the restart."""
     seconds = max(after.at_s - before.at_s, 1e-3)
     times: dict[str, Times] = {reach: Times() for reach in REACHES}
     lines = []
     for node in after.nodes:
         now = after.activities.get(node.node_id)
-        seen = before.activities.get(node.node_id, now)  # new to us: how long it took for what it has done, nobody knows
+        seen = before.activities.get(node.node_id, now)  # no rates for a new node: the period of its counts is unknown
         was = None if now is None or seen is None or seen.uptime_s > now.uptime_s else seen
         by_reach = {} if now is None else _times(now.loads, [] if was is None else was.loads)
         for reach, found in by_reach.items():
@@ -137,7 +137,7 @@ def figures(before: Look, after: Look) -> Figures:
 
 
 def as_data(found: Figures) -> dict[str, object]:
-    """For JSON."""
+    """Convert the figures to JSON."""
     return {
         "seconds": found.seconds,
         "cluster": found.cluster.model_dump(mode="json"),
@@ -162,7 +162,7 @@ def as_data(found: Figures) -> dict[str, object]:
 
 
 def summary(found: Figures) -> list[str]:
-    """The store as a whole, in lines."""
+    """Format the summary of the store as lines."""
     cluster, all_times = found.cluster, found.all_times
     links = _added(line.links for line in found.lines)
     plane = _added(line.plane for line in found.lines)
@@ -200,7 +200,7 @@ HEADING: Final = (
 
 
 def rows(found: Figures, order: str) -> list[tuple[str, ...]]:
-    """A line for each node, in the order of a key of ``ORDERS``."""
+    """Format one line per node, sorted by a key of ``ORDERS``."""
     return [
         (
             line.node_id,
@@ -233,7 +233,10 @@ def _line(
     volumes: Sequence[Volume],
     seconds: float,
 ) -> Line:
-    """Of its process, what was is of the same life or None; NICs count on when it is started again (``seen``)."""
+    """Compute the line of a node.
+
+    Process counters need an earlier sample of the same process (``was``, or None). NIC counters survive a restart (``seen``).
+    """
     mine = [volume for volume in volumes if volume.node_id == node.node_id]
     return Line(
         node_id=node.node_id,
@@ -314,7 +317,7 @@ def _finite(bound: float | None) -> float | None:
 
 
 def _bound(times: Times, part: float) -> str:
-    """The bucket in which a quantile lies: its bounds, for the time was not measured any closer."""
+    """Format the bounds of the bucket that contains a quantile. The histogram is not finer."""
     found = times.quantile(part)
     if found is None:
         return output.NOTHING

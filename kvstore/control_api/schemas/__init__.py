@@ -1,1 +1,1 @@
-"""JSON schemas of the control API: what queries return and commands accept."""
+"""JSON schemas of the control API: results of queries and arguments of commands."""

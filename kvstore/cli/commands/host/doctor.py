@@ -57,7 +57,7 @@ def doctor(config: Config, *, block_size: int | None, as_json: bool) -> None:
 
     It looks at the GPU and its driver, GPUDirect Storage, the volumes of the configuration, memory, limits, networks, RDMA,
     certificates, at the metadata server that the configuration names, and at the nodes that run on this host. Nodes are found by
-    their unix sockets, so a metadata server that is away hides none.
+    their unix sockets, so they are found without a metadata server.
 
     Examples:
       kvstore doctor

@@ -22,7 +22,7 @@ from kvstore.rpc.diagnosis import Target
 
 _ANSWER_S: Final = 2.0
 _REASON_S: Final = 1.0
-"""To find out why the metadata server does not take a node's reports: twice within the time of a container's probe."""
+"""Timeout of the call that finds why the metadata server rejects a node; two fit into the timeout of a container probe."""
 _EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # asked by way of loopback
 
 
@@ -32,7 +32,7 @@ _EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # 
 def health(config: Config, *, daemon: str) -> None:
     """Check whether a daemon of this host serves.
 
-    The daemon's own configuration tells where it is: a node by its unix socket, the others by their listen address, with TLS if
+    The address is part of the daemon's configuration: the unix socket of a node, the listen address of the others, with TLS if
     configured. A daemon does not serve while it starts (a node reads its catalogs first) or stops. A router without engines and
     an admin server without metadata server do not serve either.
 
@@ -66,7 +66,7 @@ def health(config: Config, *, daemon: str) -> None:
 
 
 def _found(config: Config, settings: NodeConfig) -> NodeConfig:
-    """The node to ask: the configured one, or the only one that has a socket on this host if the configuration names none.
+    """Find the node to query: the configured one, or the only one that has a socket on this host if the configuration names none.
 
     Daemons under systemd get their names from the unit's environment, which commands do not see.
     """
@@ -80,7 +80,7 @@ def _found(config: Config, settings: NodeConfig) -> NodeConfig:
 
 
 def _from_here(listen: str) -> str:
-    """Address at which this host reaches a listener."""
+    """Address of a listener as seen from this host."""
     host, _, port = listen.rpartition(":")
     if port == "0":
         raise click.ClickException(f"it listens on any free port ({listen}); configure a fixed port")
@@ -88,13 +88,13 @@ def _from_here(listen: str) -> str:
 
 
 def _why_unheard(settings: NodeConfig, address: str) -> str | None:
-    """Why the metadata server does not take a node's reports; None: it takes them.
+    """Why the metadata server rejects the reports of a node; None: it accepts them.
 
-    The node's own health service says whether; the reason is found by a call that is made as the node makes its calls.
+    The health service of the node has the state. A call with the node's credentials finds the reason.
 
     Args:
-        settings: of the node.
-        address: of its unix socket.
+        settings: settings of the node.
+        address: address of its unix socket.
     """
     from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
     from kvstore.rpc.client import call, connect
@@ -105,7 +105,7 @@ def _why_unheard(settings: NodeConfig, address: str) -> str | None:
         if _grpc_serves(address, None, METADATA_SERVICE):
             return None
     except NotFound:
-        return None  # it is starting, or has just ended
+        return None  # the node is starting or has just ended
     token = TokenSource.of(file=settings.token_file)
     target = Target(
         server="the metadata server",
@@ -115,7 +115,7 @@ def _why_unheard(settings: NodeConfig, address: str) -> str | None:
         tls_settings="[node.tls]",
         token_setting="node.token_file",  # noqa: S106  # its name
     )
-    # a question that only nodes may ask, about a boot that does not exist
+    # a call that only nodes may make, with an unknown boot
     request = metadata_pb2.CompareDigestsRequest(node_id=settings.node_id, boot_id=bytes(16), volume_id=settings.node_id)
     try:
         with connect(settings.metadata, tls=settings.tls.resolve(), token=token) as channel:
@@ -128,10 +128,10 @@ def _why_unheard(settings: NodeConfig, address: str) -> str | None:
 
 
 def _grpc_serves(address: str, identity: TlsConfig | None, service: str = "") -> bool:
-    """Asks by the standard health service; a server that wants certificates is shown its own.
+    """Query the standard gRPC health service. A server with mutual TLS gets its own certificate.
 
     Raises:
-        NotFound: the server knows no such service.
+        NotFound: the server does not have the service.
         KVStoreError: no answer; its message says why the server was not reached.
     """
     from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -147,9 +147,9 @@ def _grpc_serves(address: str, identity: TlsConfig | None, service: str = "") ->
 
 
 def _http_serves(address: str, path: str, identity: TlsConfig | None) -> bool:
-    """Asks by HTTP; a server that wants certificates is shown its own.
+    """Query the health of a server over HTTP. A server with mutual TLS gets its own certificate.
 
-    Whose certificate it shows does not matter: it is asked on this host, and told nothing.
+    The server certificate is not verified, because the query stays on this host and contains no secrets.
 
     Raises:
         OSError, HTTPException: no answer.

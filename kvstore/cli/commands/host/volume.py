@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _LOG_LINES = 10
-"""A damaged volume has a line for every bad slot; the summary counts them."""
+"""Maximum number of lines on bad slots; the summary counts all of them."""
 
 
 @click.group()
@@ -67,7 +67,7 @@ def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json:
 
 
 def _in_use(path: Path) -> str | None:
-    """Who has a volume open, and how it is checked meanwhile; None: that cannot be found out."""
+    """Name the process that has a volume open, and how to check the volume online; None: unknown."""
     from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, newest_superblock
     from kvstore.tiers.nvme.volume_open import LOCK_FILE, SLAB_FILE
 
@@ -87,7 +87,7 @@ def _in_use(path: Path) -> str | None:
 
 
 def _suggest_volumes(path: Path) -> None:
-    """Refuses a data folder of ``kvstore up``, which is no volume, and names the volumes in it."""
+    """Reject a data folder of ``kvstore up``, which is not a volume, and name the volumes in it."""
     from kvstore.tiers.nvme.volume_open import SLAB_FILE
 
     if (path / SLAB_FILE).exists():
@@ -98,7 +98,7 @@ def _suggest_volumes(path: Path) -> None:
 
 
 def report_json(found: CheckReport) -> dict[str, Any]:
-    """A report as plain data."""
+    """Convert a report to plain data."""
     return {
         "path": str(found.path),
         "volume_id": found.volume_id,

@@ -28,10 +28,10 @@ _APART: Final = re.compile(r"[\s,;\[\]\"']+")
 
 
 def chain_of(text: str) -> tuple[list[str] | None, list[int] | None]:
-    """Keys, or tokens, as people have them: apart by blanks, commas or lines, or as a list of JSON. One of the two is None.
+    """Parse keys or token ids, separated by blanks, commas or lines, or as a JSON list. One of the two results is None.
 
     Raises:
-        click.UsageError: they are neither, both, none or too many.
+        click.UsageError: the input is empty, too long, mixed or invalid.
     """
     words = [word for word in _APART.split(text.lower()) if word]
     if not words:
@@ -139,7 +139,7 @@ def _where(replicas: list[Replica]) -> str:
 
 
 def _read(file: Path | None) -> str:
-    """What is given in a file or on standard input; so many bytes at most."""
+    """Read a file or standard input, up to a limit in bytes."""
     if file is None or file == Path("-"):
         if file is None and sys.stdin.isatty():
             return ""

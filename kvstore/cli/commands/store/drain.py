@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from kvproto.v1 import metadata_pb2
 
 EXIT_BLOCKED = 3
-"""The node can do no more, and stopping it would lose blocks; as where it is refused: it is not to be stopped."""
+"""Exit code: the drain is blocked, and stopping the node would lose blocks. The same code as for a rejected call."""
 EXIT_TIMEOUT = 4
-"""It was not drained in time; it goes on."""
+"""Exit code: timeout. The drain continues."""
 _POLL_S = 0.3
 _SAY_EVERY_S = 5.0
 _argument = click.argument("node", shell_complete=complete_nodes)
@@ -40,7 +40,7 @@ def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float |
     """Drain a node: it rejects stores, serves loads and makes all blocks durable.
 
     Engines on its host keep loading and stop storing. A drained node may be stopped. Without --move, its blocks stay on its
-    volumes and are misses until it is back. With --move, other nodes serve them meanwhile. A drain survives restarts; kvstore
+    volumes and are misses until it is back. With --move, other nodes serve them. A drain survives restarts; kvstore
     undrain cancels it.
 
     Examples:
@@ -157,7 +157,7 @@ class _Line:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None and self._terminal and self._shown:
-            click.echo()  # the line stays as it is
+            click.echo()  # the status line is unchanged
 
     def __call__(self, text: str, *, last: bool) -> None:
         now_s = time.monotonic()

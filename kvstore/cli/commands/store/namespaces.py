@@ -39,8 +39,8 @@ async def find(store: Store, text: str) -> Namespace:
     """The namespace with an id or id prefix.
 
     Raises:
-        click.BadParameter: it is no beginning of an id.
-        Refusal: there is none, or there are several.
+        click.BadParameter: not an id prefix.
+        Refusal: no namespace or several namespaces match.
     """
     wanted = _digits(text)
     return _only([one async for one in store.queries.namespaces() if one.namespace_id.startswith(wanted)], wanted)
@@ -50,8 +50,8 @@ async def _find_ruled(store: Store, text: str) -> bytes:
     """Like ``find``, but return the id, and also find namespaces that have a rule and are not registered.
 
     Raises:
-        click.BadParameter: it is no beginning of an id.
-        Refusal: there is none, or there are several.
+        click.BadParameter: not an id prefix.
+        Refusal: no namespace or several namespaces match.
     """
     wanted = _digits(text)
     known = {one.namespace_id async for one in store.queries.namespaces()}
@@ -64,7 +64,7 @@ def _digits(text: str) -> str:
     """Parse an id prefix.
 
     Raises:
-        click.BadParameter: it is none.
+        click.BadParameter: not an id prefix.
     """
     wanted = text.lower()
     if not re.fullmatch(f"[0-9a-f]{{{LEAST_DIGITS},{_ID_DIGITS}}}", wanted):
@@ -276,7 +276,7 @@ def unpin(config: Config, *, namespace: str, as_json: bool) -> None:
 
 
 def _rule(config: Config, namespace: str, wanted: Callable[[Rule], tuple[float | None, bool]], *, as_json: bool) -> None:
-    """Change the retention rule of a namespace unless it was changed meanwhile."""
+    """Change the retention rule of a namespace unless it was changed concurrently."""
 
     async def change(store: Store) -> Rule:
         found = await _find_ruled(store, namespace)

@@ -38,9 +38,9 @@ _POLL_S = 0.3
 def nodes(config: Config, *, as_json: bool) -> None:
     """List the nodes with state, roles, usage by tier, links and queues.
 
-    Links are storage and compute, with what the planner reckons that they carry. The figure is configured, measured, or the speed
-    of the link as the kernel reports it; `(assumed)` marks one that nobody knows. The queue is what the planner has planned to be
-    read over the storage link and has not been told of yet.
+    Links are storage and compute, with the bandwidth that the planner uses: configured, measured or reported by the kernel.
+    `(assumed)` marks an unknown bandwidth. The queue counts the bytes of planned reads over the storage link that
+    are not reported as finished.
 
     Examples:
       kvstore nodes
@@ -70,7 +70,7 @@ def nodes(config: Config, *, as_json: bool) -> None:
 @json_option
 @store_options
 def show_node(config: Config, *, node: str, as_json: bool) -> None:
-    """Show a node: what the metadata server knows of it, and what it reports.
+    """Show a node: its record at the metadata server, and its own statistics.
 
     Examples:
       kvstore nodes show host-1
@@ -102,7 +102,7 @@ def volumes(config: Config, *, node: str | None, as_json: bool) -> None:
 
     async def found(store: Store) -> list[Volume]:
         if node is not None:
-            await store.rpc.node(node)  # none of that id is an error, not an empty list
+            await store.rpc.node(node)  # an unknown id is an error, not an empty list
         return await store.queries.volumes(await store.queries.known_volumes(node))
 
     known = ask(config, found)
@@ -168,15 +168,15 @@ def evict(config: Config, *, volume: str, percent: int, yes: bool, as_json: bool
 def check(config: Config, *, volume: str, wait: bool, look: bool, cancel: bool, rate: int | None, as_json: bool) -> None:
     """Verify the checksums of every block of the running VOLUME (NODE/NAME) in the background.
 
-    What is bad is taken out as a load would take it out, and is a miss from then on. A node that is started again knows of no
-    check. Volumes that no node has open are for kvstore volume check, which also mends.
+    Bad blocks are removed, as by a load, and are misses afterwards. A restarted node has no record of earlier
+    checks. For volumes that no node has open, use kvstore volume check, which also repairs.
 
     Examples:
       kvstore volumes check host-1/nvme0 --wait
       kvstore volumes check host-1/nvme0 --rate 50MB
       kvstore volumes check host-1/nvme0 --status --json | jq .bad_blocks
 
-    With --wait or --status, 1 says that it found bad or unreadable blocks, or failed; 4 that it was cancelled.
+    Exit codes with --wait or --status: 1 the check failed or found bad or unreadable blocks, 4 it was cancelled.
     """
     if look + cancel + (wait or rate is not None) > 1:
         raise click.UsageError("--status, --cancel and --wait or --rate exclude each other")

@@ -19,7 +19,7 @@ _argument = click.argument("tenant")
 
 
 def _bound(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
-    """A size, ``any`` (no bound), or not given."""
+    """Parse a size or ``any`` (no quota); None: not given."""
     return value if value == _ANY else param_types.size(ctx, param, value)
 
 
@@ -91,7 +91,7 @@ def set_quota(config: Config, *, tenant: str, dram: int | str | None, nvme: int 
 @json_option
 @store_options
 def unset_quota(config: Config, *, tenant: str, as_json: bool) -> None:
-    """Takes TENANT's quota away, in both tiers.
+    """Remove the quota of TENANT in both tiers.
 
     Examples:
       kvstore tenants unset team-a

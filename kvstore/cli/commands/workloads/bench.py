@@ -48,7 +48,7 @@ def bench(*, names: tuple[str, ...], only_list: bool, quick: bool) -> None:
 
 
 def _ahead(count: int, *, whole: bool, quick: bool, folder: Path) -> str:
-    """What is going to happen, before it does: the suite takes a while, and leaves its traces in the checkout."""
+    """Message before the run: the suite runs for minutes and writes files to the checkout."""
     if quick:
         takes = "--quick keeps each short"
     elif whole:
@@ -62,10 +62,10 @@ def _ahead(count: int, *, whole: bool, quick: bool, folder: Path) -> str:
 
 
 def benchmark_folder() -> Path:
-    """Where the benchmarks lie.
+    """Find the folder of the benchmarks.
 
     Raises:
-        click.ClickException: this is no source checkout.
+        click.ClickException: not a source checkout.
     """
     folder = Path(kvstore.__file__).resolve().parent.parent / "benchmarks"
     if not (folder / "run_all.py").is_file():
@@ -74,7 +74,7 @@ def benchmark_folder() -> Path:
 
 
 def benchmarks(folder: Path) -> dict[str, str]:
-    """Names of the scripts, with the first line of what each says of itself, as ``run_all.py`` lists them."""
+    """List the scripts with the first line of their docstrings, as ``run_all.py --list`` does."""
     command = [sys.executable, str(folder / "run_all.py"), "--list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIST_S)
     return dict(line.split("\t", 1) for line in listed.stdout.splitlines())

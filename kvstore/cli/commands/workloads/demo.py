@@ -1,4 +1,4 @@
-"""``kvstore demo``: the store at work, in half a minute."""
+"""``kvstore demo``: run a small store for half a minute."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def demo(
 ) -> None:
     """Start a small store, run an agentic workload on it and check every loaded byte.
 
-    The store is real: a metadata server, a prefill host, a decode host and a storage host, each a process of its own, over
+    The store is real: a metadata server, a prefill host, a decode host and a storage host, each a separate process, with
     sockets, shared memory and files of this machine. The workload is generated from published statistics of production
     agents. Everything is removed at the end.
 
@@ -88,7 +88,7 @@ def demo(
 
 
 def _dual_path(json_file: Path | None) -> None:
-    """Emulated hosts, three policies, a table and the links' bandwidth over time."""
+    """Run three policies on emulated hosts. Print a table and the bandwidth of the links over time."""
     from rich.console import Console
 
     from kvstore.netlab.lab import available
@@ -123,7 +123,7 @@ def _dual_path(json_file: Path | None) -> None:
 
 
 def dual_table(plan: DualDemoPlan, results: Sequence[PolicyResult]) -> Table:
-    """What each policy did, beside the first of them. Fits 80 columns."""
+    """Build a table that compares each policy with the first one. It fits 80 columns."""
     from rich.table import Table
 
     base = statistics.median(results[0].single_s)

@@ -1,4 +1,4 @@
-"""``kvstore simulate``: what dual-path loading would bring on a cluster, before it is bought."""
+"""``kvstore simulate``: estimate the gain of dual-path loading on a cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _DEFAULT_POLICIES = "prefill_only,shorter_queue,split,oracle"
 _LADDER = "ladder"
 _REQUESTS = 6_000
-"""About as many are simulated by default: a few seconds a policy."""
+"""Approximate number of simulated requests by default; a few seconds per policy."""
 
 
 def _variants(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
@@ -39,7 +39,7 @@ def _variants(ctx: click.Context, param: click.Parameter, value: str) -> list[st
 
 
 def _clusters(ctx: click.Context, param: click.Parameter, value: str | None) -> list[tuple[int, int]]:
-    """``1:1,1:2``."""
+    """Parse P:D ratios, such as ``1:1,1:2``."""
     if value is None:
         return []
     try:
@@ -53,7 +53,7 @@ def _clusters(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The command line, by the names of its options."""
+    """Options of the command line by name."""
 
     model: str
     gpu: str
@@ -132,23 +132,23 @@ class _Options:
 )
 @click.option("--list-models", is_flag=True, help="Names models and what they ask of storage, and ends.")
 def simulate(*, list_models: bool, **options: object) -> None:
-    """Simulates a cluster that serves agents, with one path to storage and with two.
+    """Simulate a cluster that serves agents, with one path to storage and with two.
 
-    Answers two questions: what would my cluster gain from loading over the storage links of decode nodes too, and which P:D
-    should I buy? Planner and scheduler are the store's own; links are shared fairly; computing takes what a roofline says.
-    The first policy is what the others are compared with.
+    It estimates the gain from loading over the storage links of decode nodes too, and the best P:D ratio. It runs the planner and
+    scheduler of the store. Links are shared fairly, and a roofline model gives compute times. All policies are compared with
+    the first one.
 
     Policies:
-      prefill_only    every prefill node loads over its own storage link: what others do
-      round_robin     prefill and decode side in turns
+      prefill_only    every prefill node loads over its own storage link (the baseline)
+      round_robin     prefill and decode side alternate
       shorter_queue   the side with less to read (the DualPath paper)
       split           one request over both sides and idle nodes, so that all parts end together
-      oracle          no loading at all: the ceiling; more bandwidth cannot do better
-      ladder          basic, +layerwise, +both paths, +scheduler, +split, each with all before it
+      oracle          loads finish at once: the upper bound
+      ladder          basic, +layerwise, +both paths, +scheduler, +split, each added to those before it
 
-    If 'oracle' is hardly faster, computing is the limit: buy prefill nodes. If 'split' is far from 'oracle', the storage
-    links are: any node helps, prefill or decode. Runs are thinned (--every) to one turn in many of every agent, at the same
-    load; times in tables are scaled back. Gains compare the times until 95 % of the requests are done, because a few very
+    If 'oracle' is hardly faster, compute is the limit: buy prefill nodes. If 'split' is far from 'oracle', the storage links are
+    the limit: buy prefill or decode nodes. Runs simulate a sample of the turns of each agent (--every) at the same load; times
+    in tables are scaled back. Gains compare the times until 95 % of the requests are done, because a few very
     long sessions end last on any cluster.
 
     Examples:
@@ -237,7 +237,7 @@ def _online(options: _Options, config: SimConfig, every: int, console: Console) 
 
 
 def _workload(options: _Options) -> tuple[tuple[AgentSession, ...], int, str]:
-    """Sessions that all begin at once, one turn in how many, and a name."""
+    """Sessions that begin at once, the sampling interval of their turns, and a name."""
     from kvstore.simulate.sessions import at_once, sessions_of, thinned
     from kvstore.workload.generator import PROFILES, AgentWorkload
     from kvstore.workload.traces import open_trace
