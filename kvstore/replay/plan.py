@@ -15,7 +15,7 @@ from kvstore.workload.chains import BlockKeys
 from kvstore.workload.requests import TraceInfo, TraceRequest
 
 MAX_DISTINCT_BLOCKS = 1 << 23
-"""Their keys and chains take about two gigabytes of memory."""
+"""Maximum number of distinct blocks. Their keys and chains require about two gigabytes of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Workload:
 
     @property
     def unique_blocks(self) -> int:
-        """Distinct blocks: the size of an unlimited store."""
+        """Number of distinct blocks: the size of an unlimited store."""
         return len(self.keys)
 
     @property
     def largest_request(self) -> int:
-        """Blocks of the longest prompt."""
+        """Number of blocks of the longest prompt."""
         return max((len(chain) for chain in self.chains), default=0)
 
     def requests(self) -> Iterator[list[BlockKey]]:

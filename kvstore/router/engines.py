@@ -48,7 +48,7 @@ class EngineConfig:
                 raise InvalidArgument(f"an engine's {kind} may contain only letters, digits and _ . : -", got=text)
         try:
             parts = urlsplit(self.url)
-            wrong = parts.port == 0  # also whether it is a number
+            wrong = parts.port == 0  # also rejects a port that is not a number
         except ValueError:
             raise InvalidArgument("an engine's address must be http://host:port", got=self.url) from None
         if (

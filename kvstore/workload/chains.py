@@ -35,7 +35,7 @@ class ChainTable:
         return len(self._children)
 
     def intern(self, session: str, ids: BlockIds) -> ChainIds:
-        """Chain ids of a request, one per id; new ones are the highest and at the end."""
+        """Return the chain ids of a request, one per id; new ones are the highest and come last."""
         chain = np.empty(len(ids), dtype=np.int64)
         at = self._repeated(session, ids, chain)
         node = int(chain[at - 1]) if at else -1
@@ -83,13 +83,13 @@ class BlockKeys:
         return len(self._keys)
 
     def keys(self, session: str, ids: BlockIds) -> list[BlockKey]:
-        """Keys of a request's blocks, from the head of its chain."""
+        """Return the keys of a request's blocks, from the head of its chain."""
         return self.keys_of(self.intern(session, ids))
 
     def intern(self, session: str, ids: BlockIds) -> ChainIds:
         """Chain ids of a request; derives its new keys. See ``ChainTable.intern``."""
         chain = self._table.intern(session, ids)
-        known = int(np.searchsorted(chain >= len(self._keys), 1))  # new ones are at the end
+        known = int(np.searchsorted(chain >= len(self._keys), 1))  # new ones come last
         if known < len(chain):
             parent = self._keys[int(chain[known - 1])] if known else None
             self._keys += self._chain.keys(self._tokens(ids[known:]), parent=parent, first_block=known)

@@ -29,9 +29,9 @@ from kvstore.workload.requests import BlockIds, TraceInfo, TraceRequest
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_REQUESTS = 10_000_000
 MAX_BLOCKS = 1 << 28
-"""Of all requests together: more than any recorded trace has; they need two gigabytes of memory."""
+"""Maximum blocks of all requests together, more than in any recorded trace. They require two gigabytes of memory."""
 _MAX_TRACE_NAME = MAX_NAME_BYTES // 2
-"""Bytes: a replay's namespace contains the name, after a prefix."""
+"""Maximum bytes of a trace's name: a replay's namespace contains it after a prefix."""
 _MAX_INT = (1 << 63) - 1
 
 _Row = dict[str, Any]
@@ -153,7 +153,7 @@ def _parse_mooncake(row: _Row, position: int) -> TraceRequest:
         if type(value) is not int or not 0 <= value <= _MAX_INT:
             raise InvalidArgument(f"a block id is no whole number from 0 to {_MAX_INT}", value=_shown(value))
     return TraceRequest(
-        session=f"request-{position}",  # the trace does not say which requests belong together
+        session=f"request-{position}",  # the trace does not group requests into sessions
         turn=0,
         timestamp_ms=_count(row, "timestamp"),
         input_tokens=_count(row, "input_length"),
@@ -190,7 +190,7 @@ def _parse_rle(row: _Row, position: int, block_tokens: int) -> TraceRequest:
 
 
 def _expand(runs: object) -> BlockIds:
-    """Expand ``[[first, count], …]``; sizes are added up before anything is allocated."""
+    """Expand ``[[first, count], …]`` after checking the total size, before allocation."""
     if not isinstance(runs, list):
         raise InvalidArgument("'h' is missing or no list")
     total = 0

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 START_S = 300
-"""Of any one test: engines that are started in it, or before it, take half a minute, and several times that on a machine whose
-processors others have."""
+"""Timeout per test in seconds. Engine start takes half a minute, and several times that on a busy machine."""
 
 # Set before any engine is imported: no hub, no telemetry, one thread per engine, and engines in this process by default.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
@@ -32,16 +31,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("default"))  # engines warn of much that is not ours
+            item.add_marker(pytest.mark.filterwarnings("default"))  # engines emit many warnings that do not concern the store
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(START_S))
 
 
 @pytest.fixture(scope="module")
 def model_folder() -> Iterator[Path]:
-    """Where a model lies that an engine of another process reads, with no folder of pytest's above it.
+    """Folder for the model of an engine in another process, outside pytest's folders.
 
-    Whatever pytest is begun while that engine starts writes into those, at two levels: as if one of them had been moved.
+    A pytest run that starts at the same time writes into pytest's folders at two levels, which looks as if one had been moved.
     """
     with tempfile.TemporaryDirectory(prefix="kvstore-model-") as folder:
         yield Path(folder)
@@ -79,7 +78,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def fragile(tmp_path: Path) -> Iterator[LocalCluster]:
-    """A store to be broken."""
+    """A store that the test may break."""
     from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
     with LocalCluster([NodeSpec("n", dram_bytes=32 * _MIB, nvme_bytes=64 * _MIB)], tmp_path / "store") as cluster:

@@ -1,4 +1,4 @@
-"""Models, prompts and greedy answers for tests of the transformers hook. As a script: another process that stores."""
+"""Models, prompts and greedy answers for tests of the transformers hook. As a script: a second process that stores answers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Connect = Callable[..., PrefixStore]
 
 
 def saved(family: str, folder: Path) -> Path:
-    """Folder of a tiny model, the same in every process."""
+    """Create the folder of a tiny model, with equal weights in every process."""
     return make_model(folder / family, TinyModel(Family(family), hidden=128, head_dim=32, window=WINDOW, max_tokens=2048))
 
 
 def tiny(family: str, folder: Path) -> Any:
-    """The model itself."""
+    """Load the model."""
     return AutoModelForCausalLM.from_pretrained(saved(family, folder)).eval()
 
 
 def prompt(seed: int = 0, tokens: int = PROMPT, rows: int = 1) -> torch.Tensor:
-    """Random printable text as ids ``[rows, tokens]``."""
+    """Return random printable text as ids ``[rows, tokens]``."""
     return torch.randint(32, 127, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
@@ -60,9 +60,9 @@ def with_local_prefix(model: Any, ids: torch.Tensor, tokens: int) -> list[list[i
 def answer(
     store: PrefixStore, ids: torch.Tensor, mask: torch.Tensor | None = None, *, shown: bool = True, **how: Any
 ) -> tuple[list[list[int]], int]:
-    """An answer with the store, and how many columns came from there.
+    """Return an answer computed with the store, and the number of columns that were loaded.
 
-    Returns once all of it is stored, and (``shown``) lookups show it: what a node stores is published a moment later.
+    Waits until the answer is stored and, with ``shown``, until lookups find it: nodes publish blocks with a short delay.
     """
     with store.cache(ids, mask) as cache:
         tokens = greedy(store.model, ids, mask, past_key_values=cache, **how)
@@ -73,7 +73,7 @@ def answer(
 
 
 def until_all_shown(store: PrefixStore, *caches: StoredCache) -> None:
-    """Waits until the index shows what caches stored."""
+    """Wait until the index has what the caches stored."""
     assert store.flush(30)
     for cache in caches:
         for chain in cache._chains:
@@ -81,7 +81,7 @@ def until_all_shown(store: PrefixStore, *caches: StoredCache) -> None:
 
 
 def until_shown(store: PrefixStore, keys: list[BlockKey]) -> None:
-    """Waits until the index shows blocks."""
+    """Wait until the index has the blocks."""
     pause = threading.Event()
     for _ in range(600):
         if store._client.lookup(keys).hit_blocks == len(keys):
@@ -91,7 +91,7 @@ def until_shown(store: PrefixStore, keys: list[BlockKey]) -> None:
 
 
 def padded(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of prompts, padded on the left. Each is the beginning of the same text."""
+    """Return a batch of prompts, padded on the left. All are prefixes of the same text."""
     ids, mask = torch.full((len(lengths), max(lengths)), PAD), torch.zeros((len(lengths), max(lengths)), dtype=torch.long)
     for row, tokens in enumerate(lengths):
         ids[row, max(lengths) - tokens :], mask[row, max(lengths) - tokens :] = prompt(seed, max(lengths))[0, :tokens], 1
@@ -99,7 +99,7 @@ def padded(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    """Answers prompts and stores them: ``generate_bed.py METADATA NODE FOLDER FAMILY …``."""
+    """Answer prompts and store them: ``generate_bed.py METADATA NODE FOLDER FAMILY …``."""
     parser = argparse.ArgumentParser()
     for name in ("metadata", "node", "folder"):
         parser.add_argument(name)

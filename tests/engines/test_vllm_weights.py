@@ -1,4 +1,4 @@
-"""KV belongs to the weights that computed it: engines that hold other weights share none."""
+"""KV belongs to the weights that computed it: engines with different weights share none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def driver(model_folder: Path) -> VllmDriver:
 
 @pytest.fixture(scope="module")
 def right(driver: VllmDriver) -> list[tuple[int, ...]]:
-    """Answers of the model without a store."""
+    """Return the model's answers without a store."""
     alone = driver.open(None)
     try:
         return alone.tokens(PROMPTS)
@@ -71,7 +71,7 @@ def test_weights_that_were_made_up_are_nobody_elses(
 def test_weights_files_replaced_after_load_keep_their_kv(
     driver: VllmDriver, store: StoreAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files of an engine are overwritten when it has loaded them: its KV is that of the weights that it holds."""
+    """After the files of a running engine are overwritten, its KV still belongs to the weights in memory."""
     from kvclient.engines.vllm.connector import KVStoreConnector
 
     others = make_model(tmp_path / "others", TinyModel(Family.LLAMA, hidden=128, head_dim=32, max_tokens=4096, seed=7))
@@ -147,7 +147,7 @@ def test_weights_changed_in_place_begin_an_epoch(
 
 
 def test_weights_digest_sees_one_element_of_any_tensor(driver: VllmDriver, store: StoreAddress) -> None:
-    """Of linear layers, whose kernels keep the weights, it sees columns."""
+    """For linear layers, whose kernels keep the weights, the digest covers columns."""
     from vllm.model_executor.layers.linear import LinearBase
 
     engine = driver.open(store)
@@ -175,7 +175,7 @@ def test_weights_digest_sees_one_element_of_any_tensor(driver: VllmDriver, store
 
 
 def ask(engine: VllmEngine, adapter: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Answers under an adapter, and how much of each prompt came from the store."""
+    """Return answers with an adapter, and how many tokens of each prompt were loaded."""
     from vllm import SamplingParams
 
     engine._loaded.clear()
@@ -187,7 +187,7 @@ def ask(engine: VllmEngine, adapter: Any, prompts: Sequence[Sequence[int]] = PRO
 
 
 def test_an_adapter_that_was_read_anew_is_another(driver: VllmDriver, store: StoreAddress, tmp_path: Path) -> None:
-    """An adapter's files change while it is evicted: vLLM reads the new ones, whose KV is not that of the old ones."""
+    """An adapter's files change while it is evicted: vLLM reads the new files, whose KV differs."""
     from vllm.lora.request import LoRARequest
 
     folders = [tmp_path / name for name in ("a", "b", "c")]
@@ -218,7 +218,7 @@ def test_an_adapter_that_was_read_anew_is_another(driver: VllmDriver, store: Sto
     assert (counts["adapters_unknown"], counts["store_blocks"]) == (4, stored), "neither is stored"
     engine.close()
 
-    for name, content in kept.items():  # as another host still has it at the same place
+    for name, content in kept.items():  # another host still has the old files at the same path
         (folders[0] / name).write_bytes(content)
     alone = driver.open(None, **LORA)
     right = ask(alone, first, new)[0]
@@ -257,7 +257,7 @@ OLD, NEW = "1" * 40, "2" * 40
 
 
 def test_model_files_of_a_hub_are_identified_by_commit(tmp_path: Path) -> None:
-    """Also where it was fetched by this very engine: transformers does not say which commit it read."""
+    """The commit is unknown even if this engine fetched the files: transformers does not report which commit it read."""
     hub = tmp_path / "models--user--model"
     drawn = iter(range(9))
 

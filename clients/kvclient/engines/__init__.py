@@ -1,1 +1,1 @@
-"""Hooks by which inference engines use the store: one package an engine, each loaded only by who names it."""
+"""Hooks that connect inference engines to the store: one package per engine, imported only on use."""

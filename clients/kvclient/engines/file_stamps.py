@@ -1,8 +1,8 @@
-"""Detects files that were replaced while this process ran, so that it may have read others.
+"""Detects files that were replaced while this process ran, which it may have read before the replacement.
 
-An engine reads its files first; a digest of them is made later. A replacement between the two (files written or renamed, a folder
-above them moved, a link changed) sets a time of change (ctime), which no program can choose. If none of these times is newer than
-the process, it has read what is there now.
+An engine reads its files first and digests them later. A replacement in between (files written or renamed, a parent folder moved,
+a link changed) sets a change time (ctime), which no program can choose. If none of these times is newer than the process, the
+process has read the current files.
 
 An engine that runs inside the process that has just written its model calls ``mark_engine_start``.
 """
@@ -17,31 +17,31 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/stat")
 _START_FIELD = 22 - 3
-"""The process's start time, counted from the field after its name, which may contain anything."""
+"""Index of the process's start time among the fields after its name, which may contain any character."""
 _TICK_S = 0.02
-"""File times are those of the kernel's last tick, so they may be early by at most this much."""
+"""File times are those of the kernel's last tick, so they may be early by at most this many seconds."""
 _MAX_LINKS = 40
-"""The kernel's own limit."""
+"""The kernel's limit of links in a path."""
 
 
 _marked_s = 0.0
 
 
 def mark_engine_start() -> None:
-    """Declare that an engine is about to be made in this process, so that it reads what was written before.
+    """Declare that an engine is about to be created in this process, so that it reads the files written so far.
 
-    For processes that make both model and engine. Without it no KV of such an engine is shared, since the model's files are newer
-    than the process.
+    For processes that create both model and engine. Without this call, such an engine shares no KV, because the model's files are
+    newer than the process.
     """
-    global _marked_s  # of the process, as is what it has read
-    time.sleep(_TICK_S)  # what was written just now is certainly older than this
+    global _marked_s  # of the process, which counts as the time of its reads
+    time.sleep(_TICK_S)  # files written just now are certainly older than this
     _marked_s = time.time()
 
 
 def process_start_s() -> float:
-    """When an engine of this process may have begun to read, in seconds of the clock of file times.
+    """Return when an engine of this process may have begun to read, in seconds of the file system clock.
 
-    That is the start of the process, or the last ``mark_engine_start``; 0 if the system does not tell.
+    That is the start of the process, or the last ``mark_engine_start``; 0 if unknown.
     """
     try:
         fields = _STATUS.read_text().rpartition(")")[2].split()
@@ -53,15 +53,15 @@ def process_start_s() -> float:
 
 
 def replaced_since(paths: Iterable[Path], moment_s: float) -> Path | None:
-    """Find something on the way to the given files that was replaced since a moment.
+    """Find a file, folder or link on the given paths that was replaced since a moment.
 
-    Examined are the files and folders given, each link that leads to them, and whether a folder above them was moved, which
-    changes the folder and its parent. A change of only one of the two does not count; a change of both cannot be told from a
-    move. On network file systems the times are those of the server. Not detected are mounts that cover or uncover something,
-    writes through a memory map of a file that was written before, and replacements before the clock was set forward.
+    It examines the files and folders, each link that leads to them, and whether a parent folder was moved, which changes the
+    folder and its parent. A change of only one of the two does not count; a change of both is indistinguishable from a move. On
+    network file systems the times are those of the server. It does not detect mounts that cover or uncover a path, writes through
+    a memory map of a file that was written before, or replacements before the clock was set forward.
 
     Args:
-        paths: files, or folders of which every entry that came or went counts; folders first.
+        paths: files, or folders whose added and removed entries count too; folders first.
         moment_s: seconds since the epoch.
 
     Raises:
@@ -86,7 +86,7 @@ def replaced_since(paths: Iterable[Path], moment_s: float) -> Path | None:
 
 
 def _steps(path: Path) -> Iterator[tuple[Path, int]]:
-    """Yield each folder, link and file on the way to a path, with the number of steps left after it.
+    """Yield each folder, link and file on a path, with the number of remaining steps.
 
     Raises:
         OSError: the links form a cycle.

@@ -1,11 +1,11 @@
 """A digest of weights as a model holds them in memory.
 
-It does not depend on how the weights were loaded, and files that change later do not matter. Two models with equal digests
-compute equal KV, if their code and configuration are equal too.
+It does not depend on how the weights were loaded or on later changes of their files. Two models with equal digests compute equal
+KV if their code and configuration are equal too.
 
-Tensors in host memory are hashed whole. Of a tensor on a device two things are hashed: 4 KiB of samples, spread evenly, and the
-sum of all its bytes as integers. So every tensor counts, a change of any single element shows, and no more than a few KiB per
-tensor cross the bus. Only changes that keep the sum and miss every sample go unnoticed, such as two rows that swap places.
+Tensors in host memory are hashed whole. For a tensor on a device the digest covers 4 KiB of evenly spread samples, and the sum of
+all its bytes as integers. So every tensor counts, every change of a single element is detected, and only a few KiB per tensor
+cross the bus. Only changes that keep the sum and miss every sample go undetected, such as two rows that swap places.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def held_digest(values: Iterable[tuple[str, object]], *, whole: bool | None = No
 
     Args:
         values: name and value of each. Their order does not matter.
-        whole: hash all bytes of every tensor, or the samples and the sum of every tensor; None: whole in host memory only.
+        whole: True: hash all bytes of every tensor; False: only samples and sum; None: whole in host memory, samples and sum on
+            devices.
 
     Raises:
         InvalidArgument: a tensor is not in memory (offloaded), or its bytes cannot be read.
@@ -43,7 +44,7 @@ def held_digest(values: Iterable[tuple[str, object]], *, whole: bool | None = No
         try:
             for piece in _pieces(value, whole=whole):
                 digest.update(piece if isinstance(piece, bytes) else piece.data)
-        except (RuntimeError, TypeError, RecursionError) as error:  # a kind of tensor that does not show its bytes
+        except (RuntimeError, TypeError, RecursionError) as error:  # a kind of tensor that does not expose its bytes
             raise InvalidArgument(
                 "the weights cannot be read: name them with weights_epoch",
                 parameter=name,
@@ -75,7 +76,7 @@ def _pieces(value: object, *, whole: bool | None) -> Iterator[Piece]:
         yield f"|sequence {len(value)}".encode()
         for part in value:
             yield from _pieces(part, whole=whole)
-    elif isinstance(value, torch.ScriptObject):  # parameters packed for a kernel: what they are saved as
+    elif isinstance(value, torch.ScriptObject):  # parameters packed for a kernel: hash their saved form
         yield f"|packed {value._type()}".encode()
         yield from _pieces(value.__getstate__(), whole=whole)
     else:
@@ -87,7 +88,7 @@ def _tensor_pieces(tensor: torch.Tensor, *, whole: bool | None) -> Iterator[Piec
     if tensor.device.type == "meta":
         raise InvalidArgument("the weights are offloaded: name them with weights_epoch", shape=tuple(tensor.shape))
     yield f"|{tensor.dtype}|{tuple(tensor.shape)}".encode()
-    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper (quantized, sharded): the tensors within
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper (quantized, sharded): hash the inner tensors
         names, context = tensor.__tensor_flatten__()
         yield f"|{type(tensor).__name__} {context!r}".encode()
         for name in names:
@@ -107,12 +108,12 @@ def _tensor_pieces(tensor: torch.Tensor, *, whole: bool | None) -> Iterator[Piec
 
 
 def _summary(tensor: torch.Tensor) -> Iterator[Piece]:
-    """Yield samples and the sum of a tensor, computed where it lies. A transposed tensor is not copied."""
+    """Yield samples and the sum of a tensor, computed on its device. A transposed tensor is not copied."""
     if not tensor.numel():
         return
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
-    flat = tensor.permute(order).contiguous().view(-1)  # as the elements lie in memory
+    flat = tensor.permute(order).contiguous().view(-1)  # elements in memory order
     yield f"|{order}".encode()
     step = max(1, flat.numel() * flat.element_size() // _SAMPLE_BYTES) | 1  # odd, so that samples drift over the columns
     yield flat[::step].contiguous().view(torch.uint8).cpu().numpy()

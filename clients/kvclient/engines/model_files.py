@@ -1,12 +1,11 @@
-"""Digests of a model's files: what identifies weights that an engine has not shown, or not yet.
+"""Digests of a model's files: identify weights that an engine has not loaded yet or does not expose.
 
-Adapters, lists (``*.json``) and code (``*.py``) are read whole. Of large weight files the digest covers sizes, the beginning of
+Adapters, lists (``*.json``) and code (``*.py``) are read whole. For large weight files the digest covers sizes, the beginning of
 each file, 256 samples of 4 KiB, and a sample of every tensor of a safetensors file. A copy on another host has the same digest, a
-fine-tune another one. A change of a few numbers of a large tensor in place does not show: name it with ``weights_epoch``.
+fine-tune has another one. The digest may miss an in-place change of a few numbers of a large tensor: set ``weights_epoch`` then.
 
-Files say something about an engine's weights only if the engine has read them. Weights that were made up (``dummy``) or that came
-from a daemon, a server or an unknown loader get a digest that no other engine has, and so do files that were replaced after the
-engine may have begun to read them.
+Files identify an engine's weights only if the engine has read them. Generated weights (``dummy``) and weights from a daemon, a
+server or an unknown loader get a unique digest. So do files that were replaced after the engine may have begun to read them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SAMPLES = 256
 _MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format."""
 _PLAIN_FORMATS = {"auto", "safetensors"}
-"""The same loader, if there are safetensors. If there are files in Mistral's format, ``auto`` reads those."""
+"""The same loader if safetensors exist. If files in Mistral's format exist, ``auto`` reads those."""
 _MISTRAL = "consolidated*.safetensors"
 _FILE_FORMATS = {
     *_PLAIN_FORMATS,
@@ -51,32 +50,32 @@ _FILE_FORMATS = {
 _IGNORED_LISTS = {
     "added_tokens.json",
     "chat_template.json",
-    "config.json",  # hashed elsewhere, as it is in force
+    "config.json",  # hashed separately, with its current content
     "generation_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
 }
-"""Lists that do not change KV. Any other may decide which weights are read, how, and how images are prepared."""
+"""Lists that do not change KV. Any other may affect which weights are read, how they are read, and how images are prepared."""
 _LISTS = (".json", ".py")
 _MAX_LIST_BYTES = 64 << 20
 _SNAPSHOTS, _COMMIT = "snapshots", re.compile(r"[0-9a-f]{40}")
-"""Layout of a hub's cache: one folder per commit, which never changes, and references, which do."""
+"""Layout of a hub's cache: one immutable folder per commit, and mutable references."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where an engine says that it loads its model from.
+    """The location from which an engine says that it loads its model.
 
     Attributes:
-        model: a folder, a file, or the name of a model of a hub.
+        model: a folder, a file, or a model name of a hub.
         load_format: the engine's name for its loader.
         loader: further options of the loader; empty: none.
         revision: commit of the hub, if the engine knows it.
         requested_revision: revision that the user asked for; empty: the newest.
         elsewhere: location of the weights, if it is not that of the model.
-        cache: folder that the hub's files were fetched to; empty: the usual one.
+        cache: folder of the hub's downloaded files; empty: the default one.
     """
 
     model: str
@@ -89,7 +88,10 @@ class ModelFiles:
 
     @property
     def load_options(self) -> str:
-        """How the weights are read, empty for the usual way. Equal names do not share KV across different load options."""
+        """Options that change how the weights are read; empty: defaults.
+
+        Equal names with different load options do not share KV.
+        """
         load_format = self.load_format.lower()
         plain = load_format in _PLAIN_FORMATS and not self.loader
         if plain and (load_format == "auto" or not any(self.folder.glob(_MISTRAL))):
@@ -100,7 +102,7 @@ class ModelFiles:
         """Identify the weights, with the lists and the code beside them.
 
         Args:
-            make_unique: makes a text that no other engine has, for weights that cannot be identified.
+            make_unique: returns a globally unique text, for weights that cannot be identified.
 
         Raises:
             OSError: a file cannot be read.
@@ -131,7 +133,7 @@ class ModelFiles:
         return "", f"replaced after the process started, until the next start: {newer}"
 
     def _commit(self) -> str:
-        """The commit of the hub that was read; empty: none, or the engine may have read another one before this one came.
+        """Return the hub commit that was read; empty: none, or the engine may have read an older commit.
 
         Raises:
             OSError: the hub's files cannot be read.
@@ -151,24 +153,24 @@ class ModelFiles:
 
     @property
     def folder(self) -> Path:
-        """The model's files: the folder given, or the hub's cache. A path without files if there are none."""
+        """Return the model's files: the given folder, or the hub's cache. A path without files if none exist."""
         if Path(self.model).exists():
             return Path(self.model)
         try:
-            from huggingface_hub import try_to_load_from_cache  # comes with every engine
+            from huggingface_hub import try_to_load_from_cache  # every engine depends on it
 
             found = try_to_load_from_cache(
                 self.model, "config.json", cache_dir=self.cache or None, revision=self.requested_revision or None
             )
-        except (ImportError, ValueError):  # a path is no name of a hub
+        except (ImportError, ValueError):  # a path is not the name of a hub's model
             found = None
         return Path(found).parent if isinstance(found, str) else Path(os.devnull)
 
 
 def replaced_path(folder: Path) -> Path | None:
-    """Find something in a model's folder, or above it, that may have been replaced since this process read it.
+    """Find an entry in a model's folder, or above it, that may have been replaced since this process read it.
 
-    Call it after the digest, so that a replacement meanwhile is seen.
+    Call it after the digest, so that it also detects a replacement during the digest.
 
     Raises:
         OSError: a file cannot be examined.
@@ -180,7 +182,7 @@ def replaced_path(folder: Path) -> Path | None:
 
 
 def sampled_digest(folder: Path) -> str:
-    """Digest the weights in a folder and the lists beside them, or one file; empty if there are none.
+    """Digest the weights in a folder and the lists beside them, or one file; empty if none exist.
 
     Raises:
         OSError: a file cannot be read.

@@ -1,6 +1,6 @@
-"""Options common to the hooks of all engines, read from the mapping that the engine passes, checked and typed.
+"""Options common to the hooks of all engines: read from the engine's mapping, checked and typed.
 
-vLLM hands over ``kv_connector_extra_config``, SGLang ``--hicache-storage-backend-extra-config``, transformers users keyword
+vLLM passes ``kv_connector_extra_config``, SGLang ``--hicache-storage-backend-extra-config``, transformers users keyword
 arguments. Each hook adds its own keys. An unknown key is an error that lists the known ones.
 """
 
@@ -23,31 +23,31 @@ _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "float": 
 
 @dataclass(frozen=True, slots=True)
 class HookOptions:
-    """Choices common to all hooks.
+    """Options common to all hooks.
 
     Attributes:
-        metadata: address of the metadata server, ``host:port``; empty: none, only the local node is asked.
+        metadata: address of the metadata server, ``host:port``; empty: none, the hook uses only the local node.
         node: address of this host's node (``unix:/path`` or ``host:port``), ``auto``: found through the metadata server;
             ``none``: no node, blocks travel over TCP.
-        model: name of the model in the namespace; empty: as the engine calls it. Hosts that should share KV give the same.
-        weights_epoch: which weights; a new one after every update, or KV of the old weights would be served.
-        tenant: whose KV it is. Nothing crosses tenants.
+        model: name of the model in the namespace; empty: the engine's name of it. Hosts that share KV must use the same name.
+        weights_epoch: version of the weights. Change it after every update, or KV of the old weights is served.
+        tenant: owner of the KV. KV is not shared between tenants.
         salt: further text that separates namespaces.
         hash_algorithm: ``xxh3-128``, or ``sha256-128`` if the users of a namespace do not trust each other.
         load: whether prefixes are loaded.
         store: whether new blocks are stored.
-        connect_deadline_s: how long the engine's start may wait for the store; after that it goes on without until the store
-            answers, or fails where ``require_store`` is set.
+        connect_deadline_s: limit of the engine's wait for the store at its start. After that the engine runs without the store
+            until it answers, or fails if ``require_store`` is set.
         lookup_deadline_s: bound of a lookup.
         load_deadline_s: bound of a load; the engine computes the rest.
         store_deadline_s: bound of a store, waiting for space included; the rest is skipped.
         verify: when the engine itself compares checksums: ``auto``, ``always``, ``never``; see ``ClientOptions``.
         require_store: fail at the start if the store does not answer, instead of serving without it until it does.
-        tls_ca: PEM file of the certificates that the store's must descend from; empty: no TLS.
+        tls_ca: PEM file of the CA certificates that sign the store's; empty: no TLS.
         tls_cert: PEM file of this client's certificate, if the store requires one.
         tls_key: its key.
         tls_server_name: name expected in the store's certificates, if it is not the host name.
-        token_file: file with the token that the store is shown; empty: none. (Not the token itself: engines log their options.)
+        token_file: file with the token for the store; empty: none. (Not the token itself: engines log their options.)
     """
 
     metadata: str = "127.0.0.1:7400"
@@ -83,18 +83,18 @@ class HookOptions:
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
         if not self.metadata and self.node in {"", "auto", "none"}:
             raise InvalidArgument("a hook takes the address of a metadata server, of a node, or both", metadata=self.metadata)
-        self.client_options()  # its own checks
+        self.client_options()  # validates the client's options
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], known_elsewhere: tuple[str, ...] = ()) -> Self:
-        """Make options of the mapping that an engine passes.
+        """Create options from the mapping that an engine passes.
 
         Args:
             given: option -> value, as parsed from JSON or YAML.
-            known_elsewhere: keys that the hook itself understands, or the engine.
+            known_elsewhere: keys that the hook or the engine handles.
 
         Raises:
-            InvalidArgument: an unknown key, or a value that is no such thing.
+            InvalidArgument: an unknown key or an invalid value.
         """
         names = {field.name for field in fields(cls)}
         unknown = sorted(set(given) - names - set(known_elsewhere))
@@ -105,10 +105,10 @@ class HookOptions:
         return cls(**{name: value for name, value in given.items() if name in names})
 
     def client_options(self) -> ClientOptions:
-        """The client's options that follow; a hook may ``dataclasses.replace`` more of them.
+        """Return the corresponding client options; a hook may ``dataclasses.replace`` further ones.
 
         Raises:
-            InvalidArgument: an impossible one.
+            InvalidArgument: an option is invalid.
         """
         return ClientOptions(
             connect_deadline_s=self.connect_deadline_s,
@@ -132,21 +132,21 @@ class HookOptions:
         shard_rank: int = 0,
         shard_count: int = 1,
     ) -> CacheSpec:
-        """The namespace.
+        """Return the namespace.
 
         Args:
-            model: the engine's name of the model, unless the user gave another.
+            model: the engine's name of the model, used unless the user set another.
             block_tokens: tokens of a block.
-            layers: of the model, or of the group that shares block tables.
+            layers: number of layers of the model, or of the group that shares block tables.
             layer_block_bytes: bytes of one block in one layer.
-            dtype: of the cache.
+            dtype: dtype of the cache.
             layout: everything else that makes the bytes of equal blocks differ.
-            layout_version: of the hook's own arrangement.
-            shard_rank: of the tensor-parallel ranks that hold different KV.
-            shard_count: how many of them.
+            layout_version: version of the hook's own layout.
+            shard_rank: index among the tensor-parallel ranks that hold different KV.
+            shard_count: number of these ranks.
 
         Raises:
-            InvalidArgument: impossible values.
+            InvalidArgument: invalid values.
         """
         return CacheSpec(
             model=self.model or model,
@@ -165,14 +165,14 @@ class HookOptions:
         )
 
     def with_epoch(self, weights_epoch: str) -> Self:
-        """The same after a weight update."""
+        """Return the same options for the weights after an update."""
         return replace(self, weights_epoch=weights_epoch)
 
     def tls(self) -> TlsConfig | None:
-        """The TLS identity, if any.
+        """Return the TLS identity, if any.
 
         Raises:
-            InvalidArgument: a certificate without its key, or the other way round.
+            InvalidArgument: a certificate without its key, or a key without its certificate.
         """
         if not (self.tls_ca or self.tls_cert or self.tls_key or self.tls_server_name):
             return None
@@ -180,15 +180,15 @@ class HookOptions:
         return TlsConfig(ca=ca, cert=cert, key=key, server_name=self.tls_server_name or None)
 
     def connect(self, spec: CacheSpec, options: ClientOptions | None = None, *, device: ArenaPinner | None = None) -> KVClient:
-        """A client of the store in one namespace. Make it after forking.
+        """Connect to the store in one namespace. Call it after forking.
 
         Args:
             spec: the namespace.
-            options: instead of ``client_options()``.
-            device: whose copies bring blocks to and from the engine's device; None: blocks are in host memory.
+            options: used instead of ``client_options()``.
+            device: copies blocks to and from the engine's device; None: blocks are in host memory.
 
         Raises:
-            KVStoreError: the store does not answer and ``require_store`` is set, or an option is impossible.
+            KVStoreError: the store does not answer and ``require_store`` is set, or an option is invalid.
         """
         return KVClient.connect(
             self.metadata or None,

@@ -1,4 +1,4 @@
-"""KV tensors as blocks of the store, and back: for hooks that live in torch, and for anybody with a model of their own.
+"""Conversion between KV tensors and blocks of the store, for torch-based hooks and for custom models.
 
     layout = KVLayout.of(layers, block_tokens=64)                 # layers: [(keys, values), …], each [batch, heads, tokens, dim]
     client = KVClient.connect("127.0.0.1:7400", layout.spec("my-model"))
@@ -9,8 +9,8 @@
     layers = import_blocks(room[: result.hit_blocks], layout)
 
 A Layer Block is the keys of one layer, ``[heads, block_tokens, key_dim]``, then its values, ``[heads, block_tokens, value_dim]``,
-both contiguous and in the dtype of the cache. Keys are taken as they lie in the cache: with positions applied where the model
-applies them before it caches, as nearly all do. A block is valid at its place in its chain only, which is what its key says.
+both contiguous and in the dtype of the cache. Keys are copied as they are in the cache: with positions applied if the model
+applies them before caching, as nearly all do. A block is valid only at its depth in its chain, which its key encodes.
 
 This module imports torch.
 """
@@ -33,12 +33,12 @@ KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer: ``[batch, heads, tokens, dim]``; number of heads and dim may differ between the two."""
 
 _NAME_ROOM = 200
-"""A layout's name that would be longer is told by its digest."""
+"""Maximum length of a layout's name. A longer name is replaced by its digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one token of one layer is made of: ``heads * dim`` elements of keys, and as many of values."""
+    """Shape of one token in one layer: ``heads * dim`` elements of keys, and likewise of values."""
 
     key_heads: int
     key_dim: int
@@ -47,10 +47,10 @@ class LayerShape:
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> LayerShape:
-        """The shape of a layer's cache.
+        """Return the shape of a layer's cache.
 
         Raises:
-            InvalidArgument: not ``[batch, heads, tokens, dim]`` of one batch and one length.
+            InvalidArgument: the tensors are not ``[batch, heads, tokens, dim]`` of one batch and one length.
         """
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
             raise InvalidArgument(
@@ -62,24 +62,24 @@ class LayerShape:
 
     @property
     def elements(self) -> int:
-        """Elements of one token."""
+        """Elements per token."""
         return self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def name(self) -> str:
-        """Short and unambiguous: ``2x64`` where keys and values are alike, else ``1x512+1x64``."""
+        """Short, unambiguous name: ``2x64`` if keys and values have equal shapes, else ``1x512+1x64``."""
         keys, values = f"{self.key_heads}x{self.key_dim}", f"{self.value_heads}x{self.value_dim}"
         return keys if keys == values else f"{keys}+{values}"
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """How the KV of a model becomes blocks. Immutable; equal layouts of equal models are interchangeable.
+    """How the KV of a model is arranged in blocks. Immutable; equal layouts of equal models are interchangeable.
 
     Attributes:
-        block_tokens: tokens of a block.
-        dtype: of every layer's cache.
-        layers: in order. Where they are not all alike, a block is one opaque Layer Block of all layers one after the other.
+        block_tokens: tokens per block.
+        dtype: the dtype of every layer's cache.
+        layers: the layers in order. If their shapes differ, a block is one opaque Layer Block of all layers in sequence.
 
     Raises:
         InvalidArgument: no layers, or a block of no tokens.
@@ -95,14 +95,14 @@ class KVLayout:
 
     @classmethod
     def of(cls, layers: Sequence[KV], block_tokens: int) -> KVLayout:
-        """The layout of a cache at hand, of any length.
+        """Return the layout of an existing cache of any length.
 
         Args:
-            layers: keys and values of each.
-            block_tokens: tokens of a block.
+            layers: keys and values of each layer.
+            block_tokens: tokens per block.
 
         Raises:
-            InvalidArgument: layers of several dtypes, or tensors of another shape.
+            InvalidArgument: layers of several dtypes, or tensors of the wrong shape.
         """
         dtypes = {tensor.dtype for pair in layers for tensor in pair}
         if len(dtypes) != 1:
@@ -111,37 +111,37 @@ class KVLayout:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of a Full Block."""
+        """Bytes per Full Block."""
         return sum(layer.elements for layer in self.layers) * self.block_tokens * self.dtype.itemsize
 
     @property
     def uniform(self) -> bool:
-        """Whether all layers are alike, so that each is a Layer Block."""
+        """Whether all layers have the same shape, so that each is a Layer Block."""
         return len(set(self.layers)) == 1
 
     @property
     def dtype_name(self) -> str:
-        """As specs have it: ``float32``, ``bfloat16``."""
+        """Name of the dtype in specs: ``float32``, ``bfloat16``."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def name(self) -> str:
-        """The layout as a namespace has it."""
+        """Name of the layout in a namespace."""
         shapes = self.layers[0].name if self.uniform else ",".join(layer.name for layer in self.layers)
         if len(shapes) > _NAME_ROOM:
             shapes = hashlib.sha256(shapes.encode()).hexdigest()[:32]
         return f"torch/{shapes}"
 
     def spec(self, model: str, options: HookOptions | None = None, extra_layout: str = "") -> CacheSpec:
-        """The namespace.
+        """Return the namespace.
 
         Args:
-            model: whose KV it is; two models of one name and shape would be served each other's.
-            options: whose choices it follows; None: the defaults.
-            extra_layout: whatever else makes equal tokens have other bytes.
+            model: name of the model; two models of equal name and shape would share KV.
+            options: the hook's options; None: the defaults.
+            extra_layout: anything else that changes the bytes of equal tokens.
 
         Raises:
-            InvalidArgument: impossible values.
+            InvalidArgument: invalid values.
         """
         layers = len(self.layers) if self.uniform else 1
         return (options or HookOptions()).spec(
@@ -155,14 +155,14 @@ class KVLayout:
         )
 
     def room(self, blocks: int) -> torch.Tensor:
-        """Memory for so many blocks: uint8 ``[blocks, block_bytes]`` on the CPU, with nothing in particular in it."""
+        """Allocate uninitialized memory for blocks: uint8 ``[blocks, block_bytes]`` on the CPU."""
         return torch.empty((blocks, self.block_bytes), dtype=torch.uint8)
 
     def check(self, layers: Sequence[KV]) -> None:
-        """Holds tensors against the layout.
+        """Check tensors against the layout.
 
         Raises:
-            InvalidArgument: another number of layers, another shape or dtype.
+            InvalidArgument: wrong number of layers, shape or dtype.
         """
         if len(layers) != len(self.layers):
             raise InvalidArgument("another number of layers than the layout has", got=len(layers), wants=len(self.layers))
@@ -174,13 +174,13 @@ class KVLayout:
                 )
 
     def pieces(self, blocks: torch.Tensor) -> list[KV]:
-        """Views of blocks, one pair a layer: keys ``[blocks, heads, block_tokens, key_dim]`` and values. No bytes are copied.
+        """Return views of blocks per layer: keys ``[blocks, heads, block_tokens, key_dim]`` and values. No bytes are copied.
 
         Args:
-            blocks: uint8 ``[blocks, block_bytes]``, rows of any stride that the dtype's size divides.
+            blocks: uint8 ``[blocks, block_bytes]``, with any row stride that is a multiple of the dtype's size.
 
         Raises:
-            InvalidArgument: not so.
+            InvalidArgument: the memory has another shape or alignment.
         """
         if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] != self.block_bytes:
             raise InvalidArgument(
@@ -191,7 +191,7 @@ class KVLayout:
             )
         try:
             rows = blocks.view(self.dtype)
-        except RuntimeError as error:  # how torch says that bytes are not aligned for it
+        except RuntimeError as error:  # torch's error for bytes that are not aligned for the dtype
             raise InvalidArgument("the memory of the blocks is not aligned for the dtype", dtype=self.dtype) from error
         pairs, at = [], 0
         for shape in self.layers:
@@ -213,21 +213,21 @@ def export_blocks(
     blocks: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Copies full blocks out of a cache.
+    """Copy full blocks out of a cache.
 
     Args:
-        layers: keys and values of each, ``[batch, heads, tokens, dim]``, on any device. Not changed; must not change meanwhile.
-        layout: as they are laid out.
-        row: which sequence of the batch.
-        first_token: where in ``tokens`` the first block begins.
-        blocks: how many; None: all full ones from there on. What is behind the last full block is not copied.
-        out: where to, uint8 ``[blocks, block_bytes]``; None: new memory.
+        layers: keys and values of each layer, ``[batch, heads, tokens, dim]``, on any device. Must not change during the call.
+        layout: layout of the cache.
+        row: index of the sequence in the batch.
+        first_token: index in ``tokens`` of the start of the first block.
+        blocks: number of blocks; None: all full blocks from there. Tokens after the last full block are not copied.
+        out: destination, uint8 ``[blocks, block_bytes]``; None: new memory.
 
     Returns:
-        uint8 ``[blocks, block_bytes]`` on the CPU: what ``KVClient.store`` takes.
+        uint8 ``[blocks, block_bytes]`` on the CPU, as ``KVClient.store`` expects it.
 
     Raises:
-        InvalidArgument: tensors that are not as the layout says, or fewer tokens than asked for.
+        InvalidArgument: the tensors do not match the layout, or have too few tokens.
     """
     layout.check(layers)
     tokens = min(keys.shape[2] for keys, _ in layers)
@@ -251,19 +251,19 @@ def export_blocks(
 def import_blocks(
     blocks: torch.Tensor, layout: KVLayout, *, tokens: int | None = None, devices: Sequence[torch.device | str] | None = None
 ) -> list[KV]:
-    """Makes the tensors of a cache out of consecutive blocks.
+    """Create cache tensors from consecutive blocks.
 
     Args:
-        blocks: uint8 ``[blocks, block_bytes]``: as ``KVClient.load`` filled them. Only pass blocks that were hits.
-        layout: as they are laid out.
-        tokens: how many tokens are wanted, if not all: the leading ones.
-        devices: where each layer's tensors go; None: where the blocks are.
+        blocks: uint8 ``[blocks, block_bytes]``: as filled by ``KVClient.load``. Pass only blocks that were hits.
+        layout: layout of the blocks.
+        tokens: number of leading tokens to return; None: all.
+        devices: the device of each layer's tensors; None: that of the blocks.
 
     Returns:
         Keys and values of each layer: new contiguous tensors ``[1, heads, tokens, dim]``.
 
     Raises:
-        InvalidArgument: memory that is not as the layout says, more tokens than it has, or another number of devices.
+        InvalidArgument: the memory does not match the layout, has too few tokens, or the number of devices is wrong.
     """
     count = blocks.shape[0] * layout.block_tokens
     tokens = count if tokens is None else tokens
@@ -278,7 +278,7 @@ def import_blocks(
 
 
 def _joined(part: torch.Tensor, tokens: int) -> torch.Tensor:
-    """``[blocks, heads, block_tokens, dim]`` as ``[1, heads, tokens, dim]``, contiguous and never a view of ``part``."""
+    """Return ``[blocks, heads, block_tokens, dim]`` as ``[1, heads, tokens, dim]``, contiguous and never a view of ``part``."""
     heads, block_tokens, dim = part.shape[1:]
     joined = torch.empty((1, heads, tokens, dim), dtype=part.dtype, device=part.device)
     whole = tokens // block_tokens

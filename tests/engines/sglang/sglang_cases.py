@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def backend_extra(cluster: LocalCluster, model: str, node: str = "n", **changes: object) -> dict[str, object]:
-    """``--hicache-storage-backend-extra-config`` of our backend: in place and chained, unless told otherwise."""
+    """Return ``--hicache-storage-backend-extra-config`` of our backend: in place and chained by default."""
     given = {
         "backend_name": "kvstore",
         "module_path": "kvclient.engines.sglang.backend",
@@ -30,7 +30,7 @@ def backend_extra(cluster: LocalCluster, model: str, node: str = "n", **changes:
 
 
 def hashes(chain: str, count: int) -> list[str]:
-    """Page hashes of a chain, as SGLang makes them: each over the one before."""
+    """Return the page hashes of a chain as SGLang computes them: each over the previous one."""
     made, before = [], b""
     for page in range(count):
         before = hashlib.sha256(before + f"{chain}/{page}".encode()).digest()
@@ -39,23 +39,23 @@ def hashes(chain: str, count: int) -> list[str]:
 
 
 def prefixed(prefix: Sequence[str]) -> Any:
-    """What SGLang says of a batch that comes after some pages."""
+    """Return SGLang's description of a batch that follows some pages."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
     return HiCacheStorageExtraInfo(prefix_keys=list(prefix))
 
 
 def positions(pages: Sequence[int], page_tokens: int = PAGE) -> torch.Tensor:
-    """Positions of pages in a host pool."""
+    """Return positions of pages in a host pool."""
     return torch.cat([torch.arange(page * page_tokens, (page + 1) * page_tokens) for page in pages])
 
 
 def randomise(pool: Any, seed: int) -> None:
-    """Fills a host pool."""
+    """Fill a host pool."""
     generator = torch.Generator().manual_seed(seed)
     pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=generator))
 
 
 def contents(pool: Any, pages: Sequence[int], page_tokens: int = PAGE) -> torch.Tensor:
-    """Copies of pages, flat."""
+    """Return flat copies of pages."""
     return torch.stack([pool.get_data_page(page * page_tokens, flat=True).clone() for page in pages])

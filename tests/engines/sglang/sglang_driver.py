@@ -1,7 +1,6 @@
-"""SGLang's tree as an engine for the connector kit: its "model" makes the KV of a page from all tokens up to it.
+"""SGLang's tree as an engine for the connector kit: its "model" computes the KV of a page from all tokens up to it.
 
-An answer is computed from every byte of a prompt's KV, as device memory holds it after loads, so that a wrong
-byte gives another answer.
+An answer depends on every byte of a prompt's KV in device memory after loads, so a wrong byte gives another answer.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ VISIBLE_S = 2.0
 
 
 def page_hashes(prompt: Sequence[int]) -> list[str]:
-    """SGLang's hashes of the whole pages of a prompt, one token left to compute."""
+    """Return SGLang's hashes of the whole pages of a prompt, leaving one token to compute."""
     from sglang.srt.mem_cache.utils import get_hash_str
 
     whole = (len(prompt) - 1) // PAGE * PAGE
@@ -34,7 +33,7 @@ def page_hashes(prompt: Sequence[int]) -> list[str]:
 
 
 def page_kv(page_hash: str) -> torch.Tensor:
-    """KV of a page, ``[K and V of each layer, tokens, heads, head_dim]``."""
+    """Return the KV of a page, ``[K and V of each layer, tokens, heads, head_dim]``."""
     generator = torch.Generator().manual_seed(int(page_hash[:15], 16))
     return torch.randn((2 * LAYERS, PAGE, HEADS, HEAD_DIM), generator=generator)
 
@@ -69,7 +68,7 @@ class Alone:
 
 
 class TreeEngine:
-    """The engine with a store behind SGLang's tree."""
+    """The engine with a store below SGLang's tree."""
 
     def __init__(self, extra: Mapping[str, object]) -> None:
         self._extra = extra
@@ -125,7 +124,7 @@ class TreeEngine:
         return int(found.device_prefix_len + found.host_hit_length)
 
     def flush(self, timeout_s: float) -> bool:
-        """Backups are waited for already; here, until lookups show them, or will not."""
+        """Wait until lookups find the backups, or a timeout. The backups themselves have already completed."""
         ends_s = time.monotonic() + min(timeout_s, VISIBLE_S)
         stored, self._stored = self._stored, []
         for hashes in stored:
@@ -153,7 +152,7 @@ class TreeEngine:
 
 @dataclass(frozen=True)
 class SGLangDriver:
-    """Opens trees with the backend."""
+    """Creates trees with the backend."""
 
     model: str = "kit"
     block_tokens: int = PAGE

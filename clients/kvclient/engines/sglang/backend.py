@@ -1,7 +1,7 @@
-"""The storage backend that SGLang's HiCache loads: a thin face over the pools. Nothing here raises into SGLang's threads.
+"""The storage backend that SGLang's HiCache loads: a facade over the pools. Nothing here raises into SGLang's threads.
 
-SGLang calls from several background threads at once: one asks what is there, one brings pages into host memory, one takes them
-from there. A failure is a miss, or a page that is not stored; it is counted and logged, and SGLang computes the page.
+SGLang calls it from several background threads: one looks up pages, one loads them into host memory, one stores them. A failure
+counts as a miss or as a page that is not stored. It is counted and logged, and SGLang computes the page.
 
     --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "kvstore", "module_path": "kvclient.engines.sglang.backend",
@@ -41,14 +41,14 @@ _Answer = TypeVar("_Answer")
 
 
 class KVStoreHiCache(HiCacheStorage):
-    """HiCache's third tier in the store.
+    """HiCache's third tier, backed by the store.
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``; its ``extra_config`` holds the options.
-        _arguments: what SGLang hands to backends beside that: nothing.
+        _arguments: further arguments that SGLang passes to backends; unused.
 
     Raises:
-        InvalidArgument: an option that is unknown or impossible. SGLang then does not attach the backend.
+        InvalidArgument: an option is unknown or invalid. SGLang then does not attach the backend.
     """
 
     def __init__(self, storage_config: Any, _arguments: object = None) -> None:  # noqa: ANN401
@@ -66,7 +66,7 @@ class KVStoreHiCache(HiCacheStorage):
         """Register the host pool of the KV and connect to the store; fail if ``require_store`` is set and it does not answer.
 
         Raises:
-            KVStoreError: pages that fit no namespace, or the store does not answer and ``require_store`` is set.
+            KVStoreError: the pages fit no namespace, or the store does not answer and ``require_store`` is set.
         """
         super().register_mem_pool_host(mem_pool_host)
         self._pools.register(KV, mem_pool_host)
@@ -75,13 +75,13 @@ class KVStoreHiCache(HiCacheStorage):
             self._pools.pool(KV, chained=self._chained)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401
-        """A further host pool (or the first one again, by its name)."""
+        """Register another host pool (or the first one again, by its name)."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._pools.register(str(host_pool_name), host_pool)
 
     # ---- pages in host memory, in place ----
     def batch_exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages can be served."""
+        """Return how many leading pages the store can serve."""
         if not self._has_kv:
             return 0
         return self._guarded("exists", lambda: self._kv().held(keys, _prefix(extra_info)), 0)
@@ -89,13 +89,13 @@ class KVStoreHiCache(HiCacheStorage):
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Brings pages into host memory; which are there."""
+        """Load pages into host memory. Return which were loaded."""
         return self._guarded("get", lambda: self._get(KV, self._chained, keys, host_indices, extra_info), [False] * len(keys))
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Stores pages from host memory; which the store holds."""
+        """Store pages from host memory. Return which the store holds."""
         return self._guarded("set", lambda: self._set(KV, self._chained, keys, host_indices, extra_info), [False] * len(keys))
 
     # ---- several pools ----
@@ -105,20 +105,20 @@ class KVStoreHiCache(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """How many leading pages all pools together can restore."""
+        """Return how many leading pages all pools together can restore."""
         transfers = pool_transfers or ()
         return self._guarded("exists", lambda: self._exists(keys, transfers, extra_info), PoolTransferResult.empty())
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Brings pages of each pool; which are there."""
+        """Load pages of each pool. Return which were loaded."""
         return {one.name: self._move(one, "get", self._get, extra_info) for one in transfers}
 
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Stores pages of each pool; which the store holds."""
+        """Store pages of each pool. Return which the store holds."""
         return {one.name: self._move(one, "set", self._set, extra_info) for one in transfers}
 
     # ---- flat pages ----
@@ -128,7 +128,7 @@ class KVStoreHiCache(HiCacheStorage):
         target_locations: Sequence[torch.Tensor] | None = None,
         target_sizes: object = None,  # noqa: ARG002  # SGLang's signature
     ) -> list[torch.Tensor | None]:
-        """Brings flat pages into tensors; those that came, else None."""
+        """Load flat pages into tensors. Return the loaded ones, None for each of the others."""
 
         def work() -> list[torch.Tensor | None]:
             pool, pages = self._kv(), list(target_locations or ())
@@ -145,7 +145,7 @@ class KVStoreHiCache(HiCacheStorage):
         target_locations: object = None,  # noqa: ARG002  # SGLang's signature
         target_sizes: object = None,  # noqa: ARG002
     ) -> bool:
-        """Stores flat pages; whether the store holds all of them."""
+        """Store flat pages. Return whether the store holds all of them."""
 
         def work() -> bool:
             pool = self._kv()
@@ -160,7 +160,7 @@ class KVStoreHiCache(HiCacheStorage):
         target_location: torch.Tensor | None = None,
         target_sizes: object = None,  # noqa: ARG002  # SGLang's signature
     ) -> torch.Tensor | None:
-        """One flat page, or None."""
+        """Load one flat page; None: a miss."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def set(
@@ -170,20 +170,20 @@ class KVStoreHiCache(HiCacheStorage):
         target_location: object = None,  # noqa: ARG002  # SGLang's signature
         target_sizes: object = None,  # noqa: ARG002
     ) -> bool:
-        """Stores one flat page."""
+        """Store one flat page."""
         return self.batch_set([key], None if value is None else [value])
 
     def exists(self, key: str) -> bool:
-        """Whether a page can be served; where pages are chained, only at the head of its chain."""
+        """Check whether the store can serve a page. For chained pages this works only at the head of the chain."""
         return self.batch_exists([key]) > 0
 
-    # ---- life ----
+    # ---- lifecycle ----
     def clear(self) -> None:
-        """From here on, nothing stored before is found by this engine. It stays in the store until it is evicted."""
+        """Stop this engine from finding anything stored before. The stored pages remain until they are evicted."""
         self._guarded("clear", self._pools.clear, None)
 
     def get_stats(self) -> StorageMetrics:
-        """Pages and bandwidth of the operations since the last call, for SGLang's metrics."""
+        """Return pages and bandwidth of the operations since the last call, for SGLang's metrics."""
         metrics = StorageMetrics()
         loads, stores = self._activity.taken("get"), self._activity.taken("set")
         metrics.prefetch_pgs.extend(loads.pages)
@@ -193,18 +193,18 @@ class KVStoreHiCache(HiCacheStorage):
         return metrics
 
     def counters(self) -> Mapping[str, int]:
-        """Totals by name, the store's client's among them."""
+        """Return totals by name, including those of the store's client."""
         return self._pools.counters()
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Waits until what was stored on this host's node is durable; False: not in time, or nothing there is."""
+        """Wait until the pages stored on this host's node are durable. False: timeout, or nothing durable exists."""
         return self._guarded("flush", lambda: self._pools.flush(timeout_s), False)
 
     def close(self) -> None:
-        """Lets go of the store; SGLang calls it when the backend is detached."""
+        """Disconnect from the store. SGLang calls it when the backend is detached."""
         self._guarded("close", self._pools.close, None)
 
-    # ---- how ----
+    # ---- internals ----
     def _kv(self) -> Any:  # noqa: ANN401
         return self._pools.pool(KV, chained=self._chained)
 
@@ -235,7 +235,7 @@ class KVStoreHiCache(HiCacheStorage):
         return self._guarded(kind, lambda: move(name, chained, keys, transfer.host_indices, extra_info), [False] * len(keys))
 
     def _chains(self, transfer: PoolTransfer) -> bool:
-        """Whether a pool's pages are chains: those of pools that have pages at some points only are not."""
+        """Check whether a pool's pages form chains. Pools that have pages only at some positions do not."""
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
             self._trailing.add(str(transfer.name))
         return self._chained and str(transfer.name) not in self._trailing
@@ -251,7 +251,7 @@ class KVStoreHiCache(HiCacheStorage):
         pools: list[tuple[str, LeadingPages | TrailingPages]] = []
         for one in transfers:
             if one.hit_policy == PoolHitPolicy.BLOCK_GROUPS or not leading:
-                continue  # these never gate the hit; without a verdict SGLang learns nothing of them
+                continue  # these never limit the hit, but SGLang needs a result for each pool
             pool = self._pools.pool(str(one.name), chained=self._chains(one))
             if one.hit_policy == PoolHitPolicy.TRAILING_PAGES and isinstance(pool.store, SinglePages):
                 pools.append((one.name, TrailingPages(pool.store.probe(leading), max(1, len(one.keys or ())))))

@@ -1,7 +1,7 @@
-"""SGLang's host pools as pages of bytes, in place if the pool shows its memory, or else as copies.
+"""SGLang's host pools as pages of bytes: in place if the pool exposes its memory, otherwise as copies.
 
-A pool tells the pieces of memory of each page (``get_page_buffer_meta``): K and V of all layers, or of each. They are handed to
-the store in place. A pool that does not show its memory in its layout gives and receives flat copies of pages instead.
+A pool reports the memory pieces of each page (``get_page_buffer_meta``): K and V of all layers together, or of each layer. The
+store reads and writes these pieces in place. If a pool does not expose its memory in its layout, flat copies of pages are used.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvclient import BlockBuffer, BlockShape, DenseBlocks, InvalidArgument
 from kvclient.memory.buffers import as_block_buffer
 
 Deliver = Callable[[Sequence[bool]], None]
-"""Tells which pages of a buffer are good, so that they are put where they belong."""
+"""Called with the pages of a buffer that are valid, to copy them to their destination."""
 
 
 class PagePieces:
-    """Pages in scattered pieces of memory, as blocks; nothing is copied.
+    """Blocks whose bytes are scattered pieces of memory; nothing is copied.
 
     Args:
-        pointers: addresses ``[pages, pieces]``, each readable and writable for as long as this lives.
+        pointers: addresses ``[pages, pieces]``, readable and writable for the lifetime of this object.
         sizes: bytes of each piece of a page.
-        shape: of a block: as many layers as pieces, or one.
+        shape: shape of a block: one layer per piece, or one layer.
     """
 
     def __init__(self, pointers: npt.NDArray[np.int64], sizes: Sequence[int], shape: BlockShape) -> None:
@@ -41,7 +41,7 @@ class PagePieces:
         base = int(pointers.min())
         self._starts = (pointers - base).tolist()
         self._ends = (ends - base).tolist()
-        # One view from the first piece to the end of the last: a piece is a slice of it, and what lies between is never touched.
+        # One view from the first piece to the end of the last. Each piece is a slice of it; the gaps are never accessed.
         self._memory = np.asarray(_Stretch(base, int(ends.max()) - base)).data
 
     @property
@@ -60,31 +60,31 @@ class PagePieces:
 
 
 class _Stretch:
-    """A stretch of memory, told to numpy by its address."""
+    """A range of memory, exposed to numpy by its address."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 def _in_place(good: Sequence[bool]) -> None:
-    """Nothing to do: loaded pages are in place."""
+    """Do nothing: loaded pages are already in place."""
 
 
 class HostPages:
     """The pages of one host pool.
 
     Args:
-        pool: SGLang's; kept, for the memory is its.
-        zero_copy: whether pages may be moved without a copy, where the pool tells how they lie.
+        pool: SGLang's pool; kept referenced, because it owns the memory.
+        zero_copy: whether to move pages without a copy, if the pool exposes their layout.
 
     Raises:
-        InvalidArgument: sizes that make no block.
+        InvalidArgument: the sizes do not form a block.
     """
 
     def __init__(self, pool: Any, *, zero_copy: bool) -> None:  # noqa: ANN401  # SGLang's pools have no common type to import
         self._pool = pool
         self.page_tokens = int(getattr(pool, "logical_page_size", pool.page_size))
-        """Positions of the host pool that one page takes."""
+        """Positions of the host pool per page."""
         pages = int(getattr(pool, "size", 0)) // int(pool.page_size)
         self._positions = pages * self.page_tokens if pages else 1 << 62
         self._sizes = _piece_sizes(pool, self.page_tokens) if zero_copy else None
@@ -92,7 +92,7 @@ class HostPages:
         self._interleaved = getattr(pool, "layout", "") == "layer_first" and len(sizes) == 2 * getattr(pool, "layer_num", 0)
         even = len(set(sizes)) == 1
         self.shape = BlockShape(len(sizes), sizes[0]) if even else BlockShape(1, sum(sizes))
-        """Of a page as a block: a piece a layer, where pieces are equal."""
+        """Shape of a page as a block: one layer per piece if all pieces are equal."""
 
     @property
     def in_place(self) -> bool:
@@ -100,14 +100,14 @@ class HostPages:
         return self._sizes is not None
 
     def source(self, indices: torch.Tensor, count: int) -> BlockBuffer:
-        """Pages to read from.
+        """Return the pages to read from.
 
         Args:
-            indices: positions in the pool, ``page_tokens`` of them a page.
-            count: how many pages.
+            indices: positions in the pool, ``page_tokens`` per page.
+            count: number of pages.
 
         Raises:
-            InvalidArgument: another number of positions, or pages of another size than the pool said.
+            InvalidArgument: wrong number of positions, or pages of another size than the pool reported.
         """
         self._check(indices, count)
         if self._sizes is not None:
@@ -116,7 +116,7 @@ class HostPages:
         return as_block_buffer(pages, self.shape, count, writable=False)
 
     def target(self, indices: torch.Tensor, count: int) -> tuple[BlockBuffer, Deliver]:
-        """Pages to write to, and what is to be told afterwards. Arguments and errors as for ``source``."""
+        """Return the pages to write to and the function to call afterwards. Arguments and errors as for ``source``."""
         self._check(indices, count)
         if self._sizes is not None:
             return self._pieces(indices, count), _in_place
@@ -130,10 +130,10 @@ class HostPages:
         return as_block_buffer(pages, self.shape, count), deliver
 
     def flat(self, pages: Sequence[object], *, writable: bool) -> BlockBuffer:
-        """Flat pages of the caller's (tensors of a page's bytes each) as blocks.
+        """Present the caller's flat pages (tensors of one page each) as blocks.
 
         Raises:
-            InvalidArgument: pages of another size, or the pool's pages are stored in pieces, in another order.
+            InvalidArgument: wrong page size, or the pool stores its pages as pieces, whose order differs.
         """
         if self._sizes is not None:
             raise InvalidArgument("pages are stored as they lie in host memory: flat pages are other bytes (interface_v1)")
@@ -157,17 +157,17 @@ class HostPages:
         if list(lengths) != list(sizes) * count or len(pointers) != len(lengths):
             raise InvalidArgument("pages of another size than the pool's", pieces=len(pointers), pages=count)
         table = np.asarray(pointers, np.int64).reshape(count, len(sizes))
-        if self._interleaved:  # K and V of each layer in turn: all K first, as they lie
+        if self._interleaved:  # K and V of each layer in turn: all K first, in memory order
             table = np.concatenate([table[:, 0::2], table[:, 1::2]], axis=1)
         return _regular(table, self.shape) or PagePieces(table, sizes, self.shape)
 
 
 def _regular(table: npt.NDArray[np.int64], shape: BlockShape) -> DenseBlocks | None:
-    """Pages one behind the other, as SGLang allots them while memory is fresh: one array, which moves with less ado.
+    """Return adjacent pages as one array, which is faster to move. SGLang allocates adjacent pages while memory is fresh.
 
     Args:
         table: addresses ``[pages, pieces]``.
-        shape: of a page, a layer a piece.
+        shape: shape of a page, one layer per piece.
     """
     pages, pieces = table.shape
     if not table.size or pieces != shape.layers:
@@ -186,10 +186,10 @@ def _regular(table: npt.NDArray[np.int64], shape: BlockShape) -> DenseBlocks | N
 
 
 def _piece_sizes(pool: Any, page_tokens: int) -> tuple[int, ...] | None:  # noqa: ANN401  # see HostPages
-    """Bytes of each piece of a page; None where the pool, in its layout, does not tell."""
+    """Return the bytes of each piece of a page; None if the pool does not report them in its layout."""
     try:
         meta = pool.get_page_buffer_meta(torch.arange(page_tokens))
-    except (AttributeError, NotImplementedError, ValueError):  # how pools say so
+    except (AttributeError, NotImplementedError, ValueError):  # how pools report that they do not support it
         return None
     return tuple(int(size) for size in meta[1]) or None if meta else None
 

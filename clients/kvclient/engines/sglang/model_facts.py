@@ -1,7 +1,7 @@
 """Identifies the model of an SGLang engine by its configuration and weight files, from the server's arguments.
 
-SGLang tells a storage backend the model's name and no more. The server's arguments are in the same process; without them (host
-pools and controllers that are driven without a server) nothing is known, and whoever does so gives a ``weights_epoch``.
+SGLang passes only the model's name to a storage backend. The server's arguments are available in the same process. Without a
+server (host pools and controllers used directly) nothing is known, and the user must set ``weights_epoch``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARGUMENTS = (
     "quantization_param_path",
     "torchao_config",
 )
-"""Arguments that change the KV of the same files."""
+"""Arguments that change the KV computed from the same files."""
 _DRAFT = "speculative_draft_"
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _MOST_CONFIG_BYTES = 16 << 20
@@ -34,7 +34,7 @@ _DIGEST_CHARS = 16
 
 
 def server_arguments() -> Any:  # noqa: ANN401  # SGLang's ServerArgs
-    """Arguments of the server of this process; None: no server."""
+    """Return the arguments of this process's server; None: no server."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
@@ -44,11 +44,11 @@ def server_arguments() -> Any:  # noqa: ANN401  # SGLang's ServerArgs
 
 
 def model_text(arguments: Any, *, draft: bool, sample: bool, nobody_elses: Callable[[], str]) -> str:  # noqa: ANN401
-    """Digest the model and the adapters that SGLang was started with, since its hashes contain only their names and paths.
+    """Digest the model and the adapters that SGLang was started with, because its hashes contain only their names and paths.
 
     Args:
-        arguments: SGLang's, or None.
-        draft: also of the draft model, if there is one: pools beside the model's own may hold its KV.
+        arguments: SGLang's arguments, or None.
+        draft: include the draft model, if there is one: additional pools may hold its KV.
         sample: read the weight files; False if the user names the weights.
         nobody_elses: makes a text that no other engine has, for weights that cannot be identified.
 
@@ -87,7 +87,7 @@ def _of_files(arguments: Any, whose: str, *, sample: bool, nobody_elses: Callabl
     try:
         with (source.folder / "config.json").open("rb") as file:
             config = json.loads(file.read(_MOST_CONFIG_BYTES))
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # one file (GGUF), or read from elsewhere
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # one file (GGUF), or read from another source
         config = None
     if isinstance(config, dict):
         config = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
@@ -95,17 +95,17 @@ def _of_files(arguments: Any, whose: str, *, sample: bool, nobody_elses: Callabl
 
 
 def _adapter_paths(given: Any) -> Iterator[str]:  # noqa: ANN401  # as it was typed, or as SGLang understood it
-    """Folders of the adapters that a server was started with."""
+    """Return the folders of the adapters that a server was started with."""
     for one in (given.values() if isinstance(given, Mapping) else given) or ():
         path = one.get("lora_path") if isinstance(one, Mapping) else getattr(one, "lora_path", one)
         yield str(path).rpartition("=")[2]
 
 
 def _of_adapter(path: str, nobody_elses: Callable[[], str]) -> str:
-    """Weights and configuration of an adapter."""
+    """Return a digest of an adapter's weights and configuration."""
     config = Path(path) / "adapter_config.json"
     if not config.is_file() or not (weights := sampled_digest(Path(path))):
-        return f"{path}:{nobody_elses()}"  # of a hub, say
+        return f"{path}:{nobody_elses()}"  # a hub name, for example
     told = f"{path}:{weights}:{hashlib.sha256(config.read_bytes()[:_MOST_CONFIG_BYTES]).hexdigest()}"
     if (newer := replaced_path(Path(path))) is None:
         return told

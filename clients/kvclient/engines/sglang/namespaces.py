@@ -1,7 +1,7 @@
-"""Namespaces of SGLang's pages: everything in its configuration and host pools that changes bytes and that page hashes leave out.
+"""Namespaces of SGLang's pages: all configuration and host pool properties that change bytes and are not in page hashes.
 
-A page hash says which tokens came before, under which adapter and salt, and nothing of the model or of how its KV is laid out.
-Equal namespaces mean that pages may be exchanged. The data-parallel rank is no part of it: the KV of equal tokens is equal there.
+A page hash identifies the preceding tokens, adapter and salt, but not the model or its KV layout. Engines with equal namespaces
+may exchange pages. The data-parallel rank is not part of the namespace: equal tokens have equal KV on all such ranks.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from kvclient.engines.options import HookOptions
 from kvclient.engines.sglang.host_pages import HostPages
 
 KV = "kv"
-"""SGLang's name of the pool that holds (or stands for) the attention layers' KV."""
+"""SGLang's name of the pool that holds (or represents) the attention layers' KV."""
 _SHARDED_STATE = ("mamba",)
-"""Pools that tensor-parallel ranks shard even where they share the model's KV (MLA)."""
+"""Pools that tensor-parallel ranks shard even if the ranks hold the same KV (MLA)."""
 _OPAQUE = ("uint8",)
-"""Tells nothing of the numbers: SGLang keeps every kind of fp8 as bytes."""
+"""A dtype that does not identify the number format: SGLang stores every kind of fp8 as bytes."""
 _FIELDS = ("start_layer", "end_layer", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_dim")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of the model's KV a rank holds.
+    """The part of the model's KV that a rank holds.
 
     Attributes:
-        tp_rank: of ``tp_size`` tensor-parallel ranks.
-        pp_rank: of ``pp_size`` pipeline stages.
-        cp_rank: of ``cp_size`` context-parallel ranks of the attention, each with a slice of every page.
-        dcp_rank: of ``dcp_size`` ranks that share a page's positions while decoding.
+        tp_rank: one of ``tp_size`` tensor-parallel ranks.
+        pp_rank: one of ``pp_size`` pipeline stages.
+        cp_rank: one of ``cp_size`` context-parallel attention ranks, each with a slice of every page.
+        dcp_rank: one of ``dcp_size`` ranks that share a page's positions while decoding.
     """
 
     tp_rank: int
@@ -44,7 +44,7 @@ class Shard:
 
     @classmethod
     def of(cls, config: Any, *, replicated: bool) -> Shard:  # noqa: ANN401  # SGLang's HiCacheStorageConfig
-        """That of a pool whose KV is the same on all tensor-parallel ranks, or not."""
+        """Return the part for a pool, whose KV is either equal on all tensor-parallel ranks or sharded."""
         return cls(
             tp_rank=0 if replicated else int(config.tp_rank),
             tp_size=1 if replicated else int(config.tp_size),
@@ -58,17 +58,17 @@ class Shard:
 
     @property
     def count(self) -> int:
-        """How many parts there are."""
+        """Number of parts."""
         return self.tp_size * self.pp_size * self.cp_size * self.dcp_size
 
     @property
     def rank(self) -> int:
-        """Which this is."""
+        """Index of this part."""
         return ((self.pp_rank * self.cp_size + self.cp_rank) * self.dcp_size + self.dcp_rank) * self.tp_size + self.tp_rank
 
     @property
     def text(self) -> str:
-        """For the layout: two ways to cut a model into as many parts are two layouts."""
+        """Text for the layout: two ways of splitting a model into equally many parts are different layouts."""
         return f"tp{self.tp_size}.pp{self.pp_size}.cp{self.cp_size}.dcp{self.dcp_size}"
 
 
@@ -84,21 +84,21 @@ def page_spec(
     key_tokens: int,
     model_text: str = "",
 ) -> CacheSpec:
-    """The namespace of one pool's pages.
+    """Return the namespace of one pool's pages.
 
     Args:
-        options: the user's.
-        config: SGLang's.
+        options: the user's options.
+        config: SGLang's configuration.
         pool: the host pool.
-        pages: the same as pages of bytes.
+        pages: the pool's pages as bytes.
         name: SGLang's name of the pool.
-        chained: whether pages are stored as chains: the same page has another place in each of the two ways.
-        cache_dtype: what the cache was set to hold, for pools of opaque bytes; empty: unknown.
+        chained: whether pages are stored as chains; a page's depth differs between the two ways.
+        cache_dtype: the configured dtype of the cache, for pools of opaque bytes; empty: unknown.
         key_tokens: tokens between two page hashes.
-        model_text: what computes the KV, beyond the model's name; empty: unknown.
+        model_text: digest of the model beyond its name; empty: unknown.
 
     Raises:
-        InvalidArgument: no model is named, or sizes are out of bounds.
+        InvalidArgument: the model name is missing, or sizes are out of bounds.
     """
     if not (options.model or config.model_name):
         raise InvalidArgument("SGLang names no model: name it in the backend's configuration", option="model")
@@ -126,5 +126,5 @@ def page_spec(
 
 
 def _is_sharded(name: str, pool: Any) -> bool:  # noqa: ANN401  # see page_spec
-    """Whether ranks hold different parts although the model's own KV is on all of them: state, or a draft model with heads."""
+    """Check whether ranks hold different parts although all hold the model's whole KV: state, or a draft model with heads."""
     return name in _SHARDED_STATE or isinstance(getattr(pool, "head_num", None), int)

@@ -1,4 +1,4 @@
-"""Options of the HiCache backend: those of every hook, and its own."""
+"""Options of the HiCache backend: the common hook options and its own."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 
 _ENGINES = ("backend_name", "module_path", "class_name", "interface_v1", "allocator", "tp_lcm_size", "file_storage_path")
-"""What SGLang itself reads, or leaves, in ``--hicache-storage-backend-extra-config``."""
+"""Keys of ``--hicache-storage-backend-extra-config`` that SGLang itself reads or adds."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """What ``--hicache-storage-backend-extra-config`` may hold.
+    """The options in ``--hicache-storage-backend-extra-config``.
 
     Attributes:
-        hook: options common to all hooks. ``hash_algorithm`` is what SGLang's page hashes are.
-        zero_copy: pages move between SGLang's host memory and the store without a copy between (SGLang's ``interface_v1``).
-        chained: pages are stored as chains, which is fast and needs ``hicache_storage_pass_prefix_keys``; otherwise each page is
-            stored by itself. Unless given, as ``zero_copy``, since SGLang tells prefixes to its ``interface_v1`` alone.
-        mend_prefixes: with ``chained``: make SGLang tell all pages before what it asks for; see ``prefixes``.
-        kv_cache_dtype: what the cache holds, where it is not what SGLang was started with (``--kv-cache-dtype``).
+        hook: options common to all hooks. ``hash_algorithm`` is that of SGLang's page hashes.
+        zero_copy: pages move between SGLang's host memory and the store without an extra copy (SGLang's ``interface_v1``).
+        chained: pages are stored as chains, which is fast and requires ``hicache_storage_pass_prefix_keys``; otherwise each
+            page is stored separately. Default: as ``zero_copy``, because SGLang passes prefixes only through its
+            ``interface_v1``.
+        mend_prefixes: with ``chained``: patch SGLang to report all pages before a batch; see ``prefix_patch``.
+        kv_cache_dtype: dtype of the cache, if it differs from SGLang's ``--kv-cache-dtype``.
     """
 
     hook: HookOptions = field(default_factory=HookOptions)
@@ -34,10 +35,10 @@ class BackendOptions:
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> Self:
-        """Options from the extra configuration, as SGLang hands it to the backend.
+        """Parse the extra configuration that SGLang passes to the backend.
 
         Raises:
-            InvalidArgument: an unknown key, or a value that is no such thing.
+            InvalidArgument: an unknown key or an invalid value.
         """
         own = {"chained": bool, "mend_prefixes": bool, "kv_cache_dtype": str}
         hook = HookOptions.from_mapping(given, known_elsewhere=(*_ENGINES, *own))

@@ -1,11 +1,11 @@
-"""SGLang's page hashes as block keys, and the place of a page in its chain.
+"""SGLang's page hashes as block keys, and the position of a page in its chain.
 
-SGLang names a page by SHA-256 over the hash of the page before it and its own tokens; a cache salt or an adapter seeds the chain.
-So equal hashes mean equal prefixes, as the store's keys do, but they say nothing of the model or the rank: the first 16 bytes,
-masked with the namespace, are the key (nodes and the index hold a key once, whatever namespace it is of).
+SGLang identifies a page by SHA-256 over the previous page's hash and the page's tokens; a cache salt or an adapter seeds the
+chain. Equal hashes therefore mean equal prefixes, as with the store's keys, but they do not identify the model or the rank. The
+key is the first 16 bytes, masked with the namespace, because nodes and the index hold a key once across all namespaces.
 
-Which page comes before, and how many there are, cannot be seen from a hash. SGLang tells it where
-``hicache_storage_pass_prefix_keys`` is set: the hashes of all pages before a batch.
+A hash does not reveal the previous page or the depth. With ``hicache_storage_pass_prefix_keys``, SGLang passes the hashes of all
+pages before a batch.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class PageKeys:
         self._mask = np.frombuffer(namespace, np.uint64)
 
     def of(self, hashes: Sequence[str]) -> list[BlockKey]:
-        """Keys of pages.
+        """Return the keys of pages.
 
         Args:
             hashes: SHA-256 in hexadecimal digits, as SGLang writes them.
 
         Raises:
-            InvalidArgument: one is no such thing.
+            InvalidArgument: a hash is invalid.
         """
         try:
             digests = bytes.fromhex("".join(hashes))
         except ValueError as error:
             raise InvalidArgument("a page's key is no SHA-256 in hexadecimal digits") from error
-        # White space is let through above, and two wrong lengths may make a right sum.
+        # The check above accepts white space, and two wrong lengths may add up to the right sum.
         if len(digests) != _DIGEST_BYTES * len(hashes) or set(map(len, hashes)) - {2 * _DIGEST_BYTES}:
             raise InvalidArgument("a page's key is no SHA-256 in hexadecimal digits")
         heads = np.frombuffer(digests, np.uint64).reshape(-1, _DIGEST_BYTES // 8)[:, : _KEY_BYTES // 8]
@@ -56,8 +56,8 @@ class Prefix:
     """All pages before a batch.
 
     Args:
-        hashes: theirs, from the head of the chain; None: SGLang does not tell. At the head it tells either nothing or no pages,
-            so for reading, where a wrong guess only misses, nothing is taken for the head.
+        hashes: their hashes, from the head of the chain; None: SGLang did not pass them. At the head of a chain SGLang passes
+            None or an empty list, so reads treat None as the head: a wrong guess is only a miss.
     """
 
     def __init__(self, hashes: Sequence[str] | None) -> None:
@@ -66,5 +66,5 @@ class Prefix:
 
     @property
     def depth(self) -> int:
-        """Position of the page behind it."""
+        """Depth of the page after the prefix."""
         return len(self.hashes)

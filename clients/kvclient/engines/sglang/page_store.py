@@ -1,12 +1,12 @@
 """The two ways of storing pages.
 
-**Chained**: as the store means it: each page after its parent, at its depth. One lookup tells how much of a prompt is there, one
-call moves a batch. It takes to know what comes before a batch.
+**Chained**, the store's regular way: each page follows its parent at its depth. One lookup finds the longest stored prefix of a
+prompt, and one call moves a batch. This requires the keys of all pages before a batch.
 
-**Single**: each page is a chain of its own, with nothing before it: what is left where nobody tells, or where only some pages of
-a chain exist (the state of a sliding window or a recurrent layer at certain points). Looking for them costs a call a page.
+**Single**: each page is a chain of its own, without a parent. This is used if the preceding pages are unknown, or if only some
+pages of a chain exist (the state of a sliding window or a recurrent layer at certain positions). Lookups cost one call per page.
 
-Both answer page by page, prefix first: SGLang uses leading pages only, so behind the first failure nothing is tried.
+Both return results per page, prefix first. SGLang uses only leading pages, so both stop at the first failure.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from kvclient.engines.sglang.page_keys import PageKeys, Prefix
 from kvclient.memory.buffers import pick_blocks
 
 _MOST_KEYS = 65_536
-"""Of one lookup: the store's bound."""
+"""Maximum pages per lookup: the store's limit."""
 _LOOKUPS_KEPT = 32
 
 
 class PageStore(Protocol):
-    """Pages of one namespace, named by their hashes. Thread-safe; failures of the store are misses.
+    """Pages of one namespace, named by their hashes. Thread-safe; failures of the store count as misses.
 
-    Every method raises ``InvalidArgument`` for what is no page hash, or a buffer that does not fit.
+    Every method raises ``InvalidArgument`` for an invalid page hash or a buffer of the wrong size.
     """
 
     def held(self, hashes: Sequence[str], prefix: Prefix) -> int:
-        """How many leading pages can be served, as far as is known."""
+        """Return how many leading pages can be served, as far as is known."""
 
     def load(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:
-        """Brings pages into a buffer; which of them are there, complete and checked."""
+        """Load pages into a buffer. Return which are present, complete and verified."""
 
     def store(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:
-        """Stores pages; which of them the store holds now."""
+        """Store pages. Return which the store now holds."""
 
 
 class ChainedPages:
-    """Pages as chains.
+    """Stores pages as chains.
 
     Args:
         client: of their namespace.
@@ -66,7 +66,7 @@ class ChainedPages:
     def load(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:
         keys = self._keys.of(hashes)
         found = self._recent.find(keys) or self._look_up(keys, prefix)
-        # All of it is asked for, whatever the index says: the node of this host knows better what it has.
+        # Load all pages regardless of the index: this host's node knows its own blocks better.
         wanted = Lookup(keys, len(keys), found.runs, found.parent, found.depth)
         result = self._client.load(wanted, buffer, deadline_s=self._load_deadline_s)
         flags: list[bool] = (result.outcomes == Outcome.HIT).tolist()
@@ -74,7 +74,7 @@ class ChainedPages:
 
     def store(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:
         if not prefix.told:
-            return [False] * len(hashes)  # at a guessed place it would stand in the way of the right one
+            return [False] * len(hashes)  # at a guessed position the page would block the correct one
         parent = self._keys.of(prefix.hashes[-1:])
         result = self._client.store(
             self._keys.of(hashes),
@@ -86,7 +86,7 @@ class ChainedPages:
         return _leading(result.held_blocks, len(hashes))
 
     def _look_up(self, keys: list[BlockKey], prefix: Prefix) -> Lookup:
-        """The lookup of a batch within its chain."""
+        """Look up a batch within its chain."""
         chain = [*self._keys.of(prefix.hashes), *keys]
         found = self._client.lookup(chain[:_MOST_KEYS])
         part = Lookup(chain, found.hit_blocks, found.runs, error=found.error).part(prefix.depth, len(chain))
@@ -95,7 +95,7 @@ class ChainedPages:
 
 
 class _RecentLookups:
-    """The latest lookups: SGLang asks what is there, and a moment later loads it, batch by batch."""
+    """The latest lookups: SGLang first looks up a prompt and shortly afterwards loads it, batch by batch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class _RecentLookups:
                 self._kept.popitem(last=False)
 
     def find(self, keys: list[BlockKey]) -> Lookup | None:
-        """The part of a kept lookup that is about exactly these keys."""
+        """Return the part of a kept lookup that covers exactly these keys."""
         with self._lock:
             kept = list(self._kept.values())
         for places, lookup in reversed(kept):
@@ -140,13 +140,16 @@ class SinglePages:
         self._lookup_deadline_s = lookup_deadline_s
 
     def held(self, hashes: Sequence[str], prefix: Prefix) -> int:  # noqa: ARG002  # what comes before matters to chains only
-        """By bisection: they are stored prefix first, so where one is, those before it mostly are; a load finds which left."""
+        """Search by bisection; a load finds pages that are missing in between.
+
+        Pages are stored prefix first, so a stored page implies most earlier ones.
+        """
         has = self.probe(hashes)
         if not hashes or not has(0):
             return 0
         low, high, last = 0, len(hashes), len(hashes) - 1
         while high - low > 1:
-            middle = last if high > last else (low + high) // 2  # first the last: most often all are there
+            middle = last if high > last else (low + high) // 2  # test the last one first: usually all are stored
             if has(middle):
                 low = middle
             else:
@@ -154,19 +157,19 @@ class SinglePages:
         return low + 1
 
     def probe(self, hashes: Sequence[str]) -> Probe:
-        """Answers about pages one by one.
+        """Answer queries about pages one at a time.
 
         Raises:
-            InvalidArgument: no page hashes.
+            InvalidArgument: a hash is invalid.
         """
         return Probe(self._client, self._keys.of(hashes), self._lookup_deadline_s)
 
     def load(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:  # noqa: ARG002  # see held
-        """First all at once from this host's node, then one by one, from wherever each is said to lie."""
+        """Load all pages from this host's node in one call, then the missing ones individually from the nodes in the index."""
         keys, ends_s = self._keys.of(hashes), time.monotonic() + self._load_deadline_s
         flags = [False] * len(keys)
         if self._client.local_node is not None:
-            # With nobody named to fetch them from: a node that fetched them as a chain would note wrong places.
+            # Without sources to fetch from: a node that fetched these pages as a chain would record wrong parents.
             result = self._client.load(Lookup(keys, len(keys)), buffer, deadline_s=self._load_deadline_s)
             flags = (result.outcomes == Outcome.HIT).tolist()
         for at, there in enumerate(flags):
@@ -184,12 +187,12 @@ class SinglePages:
 
 
 class Probe:
-    """Whether single pages can be served. Each is asked for once, all within one deadline; after it, nothing is there.
+    """Return whether single pages can be served. Each is looked up once, all within one deadline; later ones count as misses.
 
     Args:
-        client: whom to ask.
-        keys: of the pages.
-        deadline_s: seconds from now on.
+        client: client of their namespace.
+        keys: keys of the pages.
+        deadline_s: seconds from now.
     """
 
     def __init__(self, client: KVClient, keys: Sequence[BlockKey], deadline_s: float) -> None:

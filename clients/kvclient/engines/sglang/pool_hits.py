@@ -1,7 +1,7 @@
-"""How much of a prompt several pools can restore together. Pure.
+"""Computes how much of a prompt several pools can restore together. No I/O.
 
-A model with sliding windows or recurrent layers keeps pools beside its KV whose pages exist at some points of a prompt only: a
-prefix of n pages can be restored if each pool has what it needs *at n*.
+Beside its KV, a model with sliding windows or recurrent layers has pools whose pages exist only at some positions of a prompt. A
+prefix of n pages can be restored if each pool has the pages that it requires *at n*.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class LeadingPages:
-    """A pool that needs every page of the prefix."""
+    """A pool that requires every page of the prefix."""
 
     held: int
-    """Leading pages that it has."""
+    """Leading pages that the pool has."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrailingPages:
-    """A pool that needs the last pages of the prefix."""
+    """A pool that requires the last pages of the prefix."""
 
     has: Callable[[int], bool]
-    """Whether it has the page at a position; worth asking once only."""
+    """Checks whether the pool has the page at a position. Expensive, so call it once per position."""
     window: int
-    """How many it needs."""
+    """Number of last pages that the pool requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restorable:
-    """What can be restored.
+    """Restorable prefixes.
 
     Attributes:
-        pages: the longest prefix.
-        lengths: all lengths of prefixes, rising: ranks intersect theirs.
+        pages: length of the longest prefix.
+        lengths: all restorable prefix lengths, ascending; ranks intersect their lists.
         by_pool: the longest prefix that each pool allows by itself; pools with none are left out.
     """
 
@@ -44,7 +44,7 @@ class Restorable:
 
 
 def restorable(kv_pages: int, pools: Sequence[tuple[str, LeadingPages | TrailingPages]]) -> Restorable:
-    """What can be restored of ``kv_pages`` leading pages of KV, given the other pools by name."""
+    """Return what can be restored of ``kv_pages`` leading pages of KV, given the other pools by name."""
     lengths = set(range(1, kv_pages + 1))
     by_pool: dict[str, int] = {}
     for name, pool in pools:
@@ -57,11 +57,11 @@ def restorable(kv_pages: int, pools: Sequence[tuple[str, LeadingPages | Trailing
 
 
 def _allowed(kv_pages: int, pool: LeadingPages | TrailingPages) -> set[int]:
-    """Lengths of prefixes for which a pool has what it needs."""
+    """Return the prefix lengths at which a pool has the pages that it requires."""
     if isinstance(pool, LeadingPages):
         return set(range(1, min(kv_pages, pool.held) + 1))
     allowed = set()
-    for length in range(kv_pages, 0, -1):  # the longest first: it is the one most likely used, and time may be up
+    for length in range(kv_pages, 0, -1):  # longest first: it is the most useful one, and the deadline may expire
         if all(pool.has(page) for page in range(length - 1, max(0, length - pool.window) - 1, -1)):
             allowed.add(length)
     return allowed

@@ -1,4 +1,4 @@
-"""The pools of one backend, each with a client for its namespace, made when first needed."""
+"""The pools of one backend, each with a client for its namespace, created on first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OpenPool:
-    """A pool's pages, their client and their store."""
+    """A pool's pages, client and page store."""
 
     pages: HostPages
     client: KVClient
@@ -36,11 +36,11 @@ class OpenPool:
     stores: bool
 
     def held(self, hashes: Sequence[str], prefix: Prefix) -> int:
-        """How many leading pages can be served."""
+        """Return how many leading pages can be served."""
         return self.store.held(hashes, prefix) if hashes and self.loads else 0
 
     def load(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:
-        """Brings pages; which came."""
+        """Load pages. Return which were loaded."""
         if not hashes or not self.loads:
             return [False] * len(hashes)
         with self.activity.moving("get", len(hashes), self._page_bytes) as moved:
@@ -48,7 +48,7 @@ class OpenPool:
         return moved
 
     def keep(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:
-        """Stores pages; which are held."""
+        """Store pages. Return which the store holds."""
         if not hashes or not self.stores:
             return [False] * len(hashes)
         if isinstance(self.store, ChainedPages) and not prefix.told:
@@ -70,13 +70,13 @@ class OpenPool:
 
 
 class Pools:
-    """Thread-safe.
+    """The registered pools. Thread-safe.
 
     Args:
-        options: the user's.
+        options: the user's options.
         config: SGLang's ``HiCacheStorageConfig``.
-        cache_dtype: what the cache holds, as far as SGLang tells.
-        activity: where what is done is counted.
+        cache_dtype: dtype of the cache, if SGLang reports it.
+        activity: counts the operations.
     """
 
     def __init__(self, options: BackendOptions, config: Any, cache_dtype: str, activity: BackendStats) -> None:  # noqa: ANN401
@@ -92,17 +92,17 @@ class Pools:
         self._closed = False
 
     def register(self, name: str, pool: Any) -> None:  # noqa: ANN401  # SGLang's pools have no common type to import
-        """SGLang has a host pool of this name."""
+        """Register a host pool under a name."""
         with self._lock:
             self._registered[name] = pool
-            if not self._key_tokens:  # the anchor comes first
+            if not self._key_tokens:  # the anchor pool must be registered first
                 self._key_tokens = int(getattr(pool, "logical_page_size", pool.page_size))
 
     def pool(self, name: str, *, chained: bool) -> OpenPool:
-        """A registered pool, its pages stored in one of the two ways.
+        """Return a registered pool whose pages are stored in one of the two ways.
 
         Raises:
-            KVStoreError: no such pool, its pages fit no namespace, or (where it is required) the store does not answer.
+            KVStoreError: unknown pool, its pages fit no namespace, or the store does not answer and is required.
         """
         with self._lock:
             found = self._open.get((name, chained))
@@ -137,7 +137,7 @@ class Pools:
             cache_dtype=options.kv_cache_dtype or self._cache_dtype,
             key_tokens=self._key_tokens,
         )
-        # SGLang's threads wait for this: no longer than for a load, and what is not there then is tried again later.
+        # SGLang's threads wait here, so wait no longer than for a load; a later call tries again.
         client_options = hook.client_options()
         connect_s = min(client_options.connect_deadline_s, hook.load_deadline_s)
         client = hook.connect(spec, replace(client_options, client_name="sglang", connect_deadline_s=connect_s))
@@ -149,7 +149,7 @@ class Pools:
         return OpenPool(pages, client, store, self._activity, hook.load, hook.store)
 
     def clear(self) -> None:
-        """Goes on in new namespaces: nothing stored before is found any more by this engine, until it is started anew."""
+        """Switch to new namespaces. This engine finds nothing that was stored before, until it is restarted."""
         with self._lock:
             self._clears += 1
             hook = self._options.hook
@@ -160,17 +160,17 @@ class Pools:
             pool.client.close()
 
     def _generation(self) -> str:
-        """What tells this engine's clearing from others', and is the same on all ranks that share their pages."""
+        """Return an id of this engine's clearing, equal on all ranks that share their pages."""
         if not self._config.is_mla_model or self._config.tp_size == 1:
             return secrets.token_hex(16)
-        # Ranks that read what one of them writes have one parent process: they agree without speaking to each other.
+        # Ranks that share pages have one parent process, so they derive equal ids without communication.
         with open(f"/proc/{os.getppid()}/stat", "rb") as stat:
             began = stat.read().rsplit(b")", 1)[1].split()[19].decode()
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
             return f"{boot.read().strip()}/{os.getppid()}/{began}"
 
     def counters(self) -> dict[str, int]:
-        """Totals of the backend and its clients by name."""
+        """Return totals of the backend and its clients by name."""
         with self._lock:
             clients = [pool.client for pool in self._open.values()]
         totals = dict(self._activity.incidents.counters.snapshot())
@@ -180,14 +180,14 @@ class Pools:
         return totals
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until what was stored on this host's node is durable; see ``KVClient.flush``."""
+        """Wait until the pages stored on this host's node are durable; see ``KVClient.flush``."""
         with self._lock:
             clients = [pool.client for pool in self._open.values()]
-        done = [client.flush(timeout_s) for client in clients]  # of all, also behind one that failed
+        done = [client.flush(timeout_s) for client in clients]  # flush all, even after one failed
         return all(done)
 
     def close(self) -> None:
-        """Cancels what runs and lets go of the store. Calls after it are misses."""
+        """Cancel running operations and disconnect from the store. Later calls are misses."""
         with self._lock:
             self._closed = True
             before, self._open = list(self._open.values()), {}

@@ -1,9 +1,9 @@
-"""Makes SGLang tell all pages before a batch that it asks for.
+"""Patches SGLang to report all pages before a requested batch.
 
-SGLang says of the keys of a batch that together with those before it they are one chain from its head. SGLang 0.5.23 keeps to
-that when it stores. When it looks for what follows a prompt that it has in part, it leaves out the pages of the last tree node
-that it has (``UnifiedRadixCache.get_prefix_hash_values`` gives those of the node's ancestors), so that nobody can tell where the
-batch belongs. Here the node's own pages are added, where they are missing.
+SGLang promises that the keys of a batch and the prefix keys before them form one chain from its head. SGLang 0.5.23 does so when
+it stores. When it looks up the continuation of a partly cached prompt, it omits the pages of the last matching tree node:
+``UnifiedRadixCache.get_prefix_hash_values`` returns only those of the node's ancestors. The store then cannot determine the
+batch's position. The patch adds the node's own pages if they are missing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MENDED = "_kvstore_whole_prefixes"
 
 
 def tell_whole_prefixes() -> bool:
-    """Mends SGLang's tree in this process, once; whether there is a tree that could be mended.
+    """Patch SGLang's tree in this process, once. Return whether a patchable tree exists.
 
-    A version of SGLang that gives the node's own pages itself is left as it is: each answer is looked at.
+    A version of SGLang that returns the node's own pages itself is unaffected: the patch checks each result.
     """
-    module = sys.modules.get(_TREE)  # who has a tree has loaded it
+    module = sys.modules.get(_TREE)  # a process that uses the tree has imported its module
     tree = getattr(module, "UnifiedRadixCache", None)
     original = getattr(tree, "get_prefix_hash_values", None)
     if tree is None or original is None:

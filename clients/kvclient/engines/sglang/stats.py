@@ -1,4 +1,4 @@
-"""The backend's counters, beside those of its clients, and samples for SGLang's metrics."""
+"""The backend's counters, in addition to those of its clients, and samples for SGLang's metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _MOST_SAMPLES = 4_096
-"""Of each kind, kept until they are fetched; then the oldest go."""
+"""Limit of samples per kind until SGLang fetches them; the oldest are dropped."""
 _GB = 1e9
 _LOG_INTERVAL_S = 10.0
 
@@ -24,8 +24,8 @@ class Samples:
     """Operations since the samples were last taken.
 
     Attributes:
-        pages: pages that each operation moved.
-        gigabytes_per_second: how fast.
+        pages: pages moved per operation.
+        gigabytes_per_second: bandwidth per operation.
     """
 
     pages: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
@@ -33,7 +33,7 @@ class Samples:
 
 
 class BackendStats:
-    """Thread-safe."""
+    """Counters and samples. Thread-safe."""
 
     def __init__(self) -> None:
         self.incidents = LimitedLog(logging.getLogger("kvclient"), _LOG_INTERVAL_S)
@@ -48,7 +48,7 @@ class BackendStats:
 
     @contextmanager
     def moving(self, kind: str, asked: int, page_bytes: int) -> Iterator[list[bool]]:
-        """Times and counts one operation; its body puts which pages moved into the list."""
+        """Time and count one operation; its body appends the moved pages to the list."""
         moved: list[bool] = []
         began_s = time.monotonic()
         yield moved

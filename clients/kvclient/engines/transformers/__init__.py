@@ -1,4 +1,4 @@
-"""The transformers hook: ``generate`` starts from the longest prefix that the store has, and what it computes is stored.
+"""The transformers hook: ``generate`` starts from the longest stored prefix and stores the KV that it computes.
 
     from kvclient.engines.transformers import PrefixStore
 
@@ -26,7 +26,7 @@ __all__ = ["PrefixStore", "StoredCache"]
 
 
 def __getattr__(name: str) -> object:
-    """Loads a public name's module when the name is first used."""
+    """Import the module of a public name on first use."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,7 @@
-"""A ``DynamicCache`` that begins with what the store has and offers to the store what the model computes.
+"""A ``DynamicCache`` that starts with KV from the store and offers newly computed blocks to the store.
 
-What the model was fed is not taken on trust: a hook on the model's forward pass tells the cache which tokens, positions and mask
-each pass really had (``announce``). Blocks are stored under the keys of exactly these tokens, and not at all where anything was
-unusual.
+The cache does not trust the caller about the model's input. A hook on the forward pass calls ``announce`` with the actual tokens,
+positions and mask of each pass. Blocks are stored under the keys of exactly these tokens; after unusual input nothing is stored.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _COPY_BELOW = 4
-"""What is offered is copied where it is less than a quarter of the cache: a view would keep all of the old cache in memory."""
+"""Offered KV smaller than this part of the cache is copied: a view would keep the whole old cache in memory."""
 
 
 class CacheOwner(Protocol):
-    """What a cache needs of the ``PrefixStore`` that made it."""
+    """The methods of ``PrefixStore`` that a cache needs."""
 
     model: Any  # transformers is not typed
     facts: ModelFacts
@@ -44,7 +43,7 @@ class CacheOwner(Protocol):
     stores: bool
 
     def changed(self) -> str:
-        """Return why the model no longer computes what the namespace says, or an empty string."""
+        """Return why the model's KV no longer matches the namespace, or an empty string."""
         ...
 
     def trailing_pads(self, ids: Ids, prompt_columns: int) -> Ids:
@@ -53,9 +52,9 @@ class CacheOwner(Protocol):
 
 
 class StoredCache(DynamicCache):
-    """The cache of one call of ``generate``, or of several turns of one conversation. Made by ``PrefixStore.cache``.
+    """The cache of one ``generate`` call, or of several turns of one conversation. Made by ``PrefixStore.cache``.
 
-    A context manager: leaving it offers all full blocks that were not offered yet. Used by one thread at a time.
+    A context manager: on exit it offers all full blocks that were not offered yet. Not thread-safe.
     """
 
     layers: list[Any]  # transformers is not typed
@@ -71,30 +70,30 @@ class StoredCache(DynamicCache):
         self._recorders: dict[int, SlidingWindowHistory] = {}
         self._off: str | None = None
         self._waiting: list[Future[None]] = []
-        self._next_offer = 0  # in columns: before, no row has a new full block
+        self._next_offer = 0  # in columns: no row has a new full block before this length
         self.loaded_tokens = 0
-        """Leading columns that came from the store."""
+        """Leading columns that were loaded from the store."""
         self.hit_tokens = [0] * prompts.rows
-        """The same for each row, without its padding."""
+        """Leading tokens that were loaded from the store, per row, without padding."""
 
     @property
     def store(self) -> CacheOwner:
-        """Whose it is."""
+        """The ``PrefixStore`` that made this cache."""
         return self._store
 
     def leave(self, why: str) -> None:
-        """Has nothing to do with the store any more."""
+        """Whether the cache is detached from the store."""
         self._off = why
         self._recorders.clear()
 
-    # ---- from the store ----
+    # ---- loading ----
     def fill(self, layers: list[KV], columns: int, chains: list[StoredChain]) -> None:
-        """Begins with KV out of the store. Once, before anything else.
+        """Initialize the cache with KV from the store. Call it once, before any other method.
 
         Args:
-            layers: ``[rows, heads, columns, dim]`` each; anything where a row has padding.
-            columns: how many columns they have.
-            chains: what is known of each row's blocks in the store.
+            layers: ``[rows, heads, columns, dim]`` each; padding columns may hold any values.
+            columns: number of columns.
+            chains: the known state of each row's blocks in the store.
         """
         for number, (keys, values) in enumerate(layers):
             super().update(keys, values, number)
@@ -104,16 +103,16 @@ class StoredCache(DynamicCache):
         self._offered = [chain.stored for chain in chains]
         self._fed.loaded(columns)
 
-    # ---- what the model does ----
+    # ---- forward passes ----
     def announce(self, input_ids: torch.Tensor | None, given: Mapping[str, Any]) -> None:
-        """The model is about to be fed: told by the hook on its forward pass.
+        """Record a forward pass that is about to start. Called by the hook on the model.
 
         Args:
             input_ids: ``[batch, tokens]``.
-            given: the other arguments of the pass.
+            given: the other arguments of the forward pass.
 
         Raises:
-            InvalidArgument: the store was asked for the prefix of other tokens than these, so that what it gave is wrong here.
+            InvalidArgument: the loaded prefix belongs to other tokens than these.
         """
         if self._off is not None:
             return
@@ -136,7 +135,7 @@ class StoredCache(DynamicCache):
                 )
 
     def is_fed_anew(self, positions: torch.Tensor | None) -> bool:
-        """Whether a pass begins with the first token of each row again, whatever the cache holds. Without positions: no."""
+        """Check whether a pass starts at the first token of each row regardless of the cache. Without positions: False."""
         return positions is not None and self.get_seq_length() > 0 and bool((positions.amin(-1) == 0).all())
 
     def update(
@@ -150,9 +149,9 @@ class StoredCache(DynamicCache):
         states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
 
-    # ---- to the store ----
+    # ---- storing ----
     def offer(self) -> None:
-        """Hands over to the writer all full blocks that were not handed over yet. Never raises for the store's sake."""
+        """Offer to the writer all full blocks that were not offered yet. Store failures are not raised."""
         columns = self._fed.columns
         tokens = self._store.facts.layout.block_tokens
         self._next_offer = columns + int(((self._fed.pads - columns - 1) % tokens).min()) + 1
@@ -182,20 +181,20 @@ class StoredCache(DynamicCache):
             recorder.drop_before(done)
 
     def commit(self, *, wait: bool = True) -> None:
-        """Offers what is left; ``wait``: returns once all that this cache offered is stored, or given up within its deadline."""
+        """Offer the remaining blocks. With ``wait``, return once all offered blocks are stored or past their deadline."""
         self.offer()
         if wait:
             for future in self._waiting:
-                future.result()  # bounded by the deadline of each store; what fails there is counted, not raised
+                future.result()  # bounded by the deadline of each store; store failures are counted, not raised
             self._waiting = []
 
     def _new_blocks(self, columns: int | np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
-        """How many full blocks each row has that were not offered, of so many columns (or so many of each row)."""
+        """Count the full blocks per row that were not offered yet, given the number of columns (or one number per row)."""
         full = (columns - self._fed.pads) // self._store.facts.layout.block_tokens
         return [max(0, int(count) - offered) for count, offered in zip(full, self._offered, strict=True)]
 
     def _first_column(self, row: int) -> int:
-        """Where the first block of a row begins that was not offered."""
+        """Return the column of a row's first block that was not offered yet."""
         return int(self._fed.pads[row]) + self._offered[row] * self._store.facts.layout.block_tokens
 
     def _row_offer(self, row: int, blocks: int) -> Offer:
@@ -206,7 +205,7 @@ class StoredCache(DynamicCache):
         return Offer(self._chains[row], self._offered[row], tokens, self._extras, layers)
 
     def _columns(self, number: int, row: int, start: int, stop: int) -> KV:
-        """KV of some columns of a row in one layer, such that nobody changes it any more."""
+        """Return the KV of some columns of a row in one layer as tensors that no one modifies any more."""
         layer, base = self.layers[number], 0
         keys, values = layer.keys, layer.values
         if self._store.facts.sliding[number]:
@@ -219,10 +218,10 @@ class StoredCache(DynamicCache):
         return pair
 
     def _forget_prefix(self) -> None:
-        """The model computes everything, whatever came from the store: what it is about to do is right on an empty cache only."""
+        """Discard the loaded KV: the upcoming pass is correct only on an empty cache, so the model computes everything."""
         empty = DynamicCache(config=self._store.model.config).layers
         for old, new in zip(self.layers, empty, strict=True):
-            if getattr(old, "record_past", False):  # assisted decoding has asked for it, to go back past a window
+            if getattr(old, "record_past", False):  # assisted decoding requests it, so that it can crop past a sliding window
                 new.activate_past_recording()
         self.layers = empty
         self._fed = InputTracker(self._prompts)
@@ -233,15 +232,15 @@ class StoredCache(DynamicCache):
         )
 
     def _stop(self, reason: str) -> None:
-        """Stores nothing more of this cache."""
+        """Stop storing blocks of this cache."""
         self.leave(reason)
         self._store.incidents.report(hooks_metrics.HOOK_STORE_STOPPED, f"a cache is not stored any further: {reason}")
 
     def _other_pass_found(self, why: str) -> None:
-        """The model computes what its weights alone do not tell; seen here, where it does, whoever switched autocast on.
+        """Handle KV that depends on more than the weights, such as autocast. Detected here regardless of who enabled it.
 
         Raises:
-            InvalidArgument: what came from the store was not computed so: the answer would be neither of the two.
+            InvalidArgument: the loaded prefix was computed in another way; mixing both would give a wrong answer.
         """
         first = self.get_seq_length() == self.loaded_tokens
         self._stop(why)
@@ -250,9 +249,9 @@ class StoredCache(DynamicCache):
                 "the cache holds what was computed otherwise (without autocast, without hooks): make it as it is used", now=why
             )
 
-    # ---- what else may be done to a cache ----
+    # ---- other cache operations ----
     def _widen(self, times: int) -> None:
-        """Each row so many times: ``generate`` does that to its inputs for beams and for several answers, not to a cache."""
+        """Repeat each row. For beams and several answers ``generate`` repeats its inputs, but not a cache."""
         if times > 1:
             super().batch_repeat_interleave(times)
             self._prompts = self._prompts.repeated(times)
@@ -277,14 +276,14 @@ class StoredCache(DynamicCache):
         super().reorder_cache(beam_idx)
 
     def _leave_rows(self, why: str) -> None:
-        """From here on rows are not what they were: what is there is offered, and nothing more."""
+        """Offer the current blocks and stop storing, because the rows are about to change."""
         if self._off is None:
             self.offer()
             self.leave(why)
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        columns = int(self.get_seq_length())  # assisted decoding of some versions makes tensors of its numbers
+        columns = int(self.get_seq_length())  # assisted decoding of some versions passes numbers as tensors
         if self._off is not None or columns == self._fed.columns:
             return
         if columns < max(self._first_column(row) for row in range(self._fed.rows)):
@@ -299,8 +298,8 @@ class StoredCache(DynamicCache):
         super().reset()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """A cache with tensors of its own, which goes on by itself with the same store."""
-        self.commit()  # what the writer learns about this chain, the other could not know
+        """Return an independent copy with its own tensors, connected to the same store."""
+        self.commit()  # the writer updates its chain state per cache; the copy would miss the updates
         other = type(self)(self._store, self._prompts, self._extras)
         other.layers = copy.deepcopy(self.layers, memo)
         other._fed = copy.deepcopy(self._fed, memo)

@@ -4,10 +4,10 @@
     python -m kvclient.engines.transformers.example          # prefill, decode, store
     python -m kvclient.engines.transformers.example          # another process: most of the prefill is loaded
 
-The model is one that fits on a page: token embeddings, a few layers of causal self-attention, an output head; random weights
-from a fixed seed, so that every process has the same. What it shows is what any decoder does: *prefill* computes keys and values
-of the whole prompt at once; each *decode* step computes them for one token, appends them to the cache and attends to all of it.
-Keys and values of a token never change once computed, so those of a prompt seen before can be loaded instead.
+The model fits on a page: token embeddings, a few layers of causal self-attention and an output head. Its random weights have a
+fixed seed, so they are equal in every process. The steps are those of any decoder: *prefill* computes keys and values of the
+whole prompt at once; each *decode* step computes them for one token, appends them to the cache and attends to all of it. Keys and
+values of a token never change once computed, so those of a prompt seen before can be loaded instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvclient.engines.torch_blocks import KV, KVLayout, LayerShape, export_block
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large the model is."""
+    """Dimensions of the model."""
 
     vocab: int = 256
     layers: int = 4
@@ -38,12 +38,12 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Of the residual stream."""
+        """Width of the residual stream."""
         return self.heads * self.head_dim
 
 
 class CausalAttention(nn.Module):
-    """Causal self-attention that keeps the keys and values of all tokens it has seen."""
+    """Causal self-attention that keeps the keys and values of all previous tokens."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class CausalAttention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x: torch.Tensor, past: KV | None) -> tuple[torch.Tensor, KV]:
-        """Attends from new tokens to all.
+        """Compute the attention of new tokens to all tokens.
 
         Args:
             x: new tokens, ``[batch, new, width]``.
-            past: keys and values of those before, ``[batch, heads, past, head_dim]`` each.
+            past: keys and values of the previous tokens, ``[batch, heads, past, head_dim]`` each.
 
         Returns:
             The new tokens' output ``[batch, new, width]``, and keys and values of all, ``[batch, heads, past + new, head_dim]``.
@@ -68,13 +68,13 @@ class CausalAttention(nn.Module):
             keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
         new, total = queries.shape[2], keys.shape[2]
         scores = queries @ keys.transpose(2, 3) / math.sqrt(self.shape.head_dim)  # [batch, heads, new, total]
-        future = torch.ones(new, total, dtype=torch.bool).triu(total - new + 1)  # token i sees itself and what is before it
+        future = torch.ones(new, total, dtype=torch.bool).triu(total - new + 1)  # token i attends to itself and to earlier tokens
         mixed = softmax(scores.masked_fill(future, -math.inf), -1) @ values
         output: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output, (keys, values)
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, new, width]`` as ``[batch, heads, new, head_dim]``."""
+        """Reshape ``[batch, new, width]`` to ``[batch, heads, new, head_dim]``."""
         return x.view(*x.shape[:2], self.shape.heads, self.shape.head_dim).transpose(1, 2)
 
 
@@ -93,14 +93,14 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids: torch.Tensor, cache: list[KV]) -> tuple[torch.Tensor, list[KV]]:
-        """Feeds new tokens.
+        """Feed new tokens.
 
         Args:
             ids: ``[1, new]``.
-            cache: keys and values of each layer so far; empty at the beginning.
+            cache: keys and values of each layer so far; empty at the start.
 
         Returns:
-            Logits of the token after the last one, ``[vocab]``, and the longer cache.
+            Logits of the next token, ``[vocab]``, and the extended cache.
         """
         past = cache[0][0].shape[2] if cache else 0
         x = self.tokens(ids) + self.positions(torch.arange(past, past + ids.shape[1]))
@@ -113,8 +113,8 @@ class Decoder(nn.Module):
 
 
 def answer(model: Decoder, client: KVClient, layout: KVLayout, prompt: torch.Tensor, steps: int) -> torch.Tensor:
-    """Greedy decoding of some tokens after a prompt ``[1, tokens]``; prints what happens, returns the new tokens ``[steps]``."""
-    # Look up and load: all full blocks but for the last token, whose logits are wanted.
+    """Decode greedily after a prompt ``[1, tokens]``, print progress and return the new tokens ``[steps]``."""
+    # Look up and load all full blocks before the last token, whose logits are required.
     keys = client.keys(prompt[0, :-1].numpy().astype(np.uint32))
     lookup = client.lookup(keys)
     room = layout.room(lookup.hit_blocks)
@@ -122,7 +122,7 @@ def answer(model: Decoder, client: KVClient, layout: KVLayout, prompt: torch.Ten
     cache = import_blocks(room[:hit], layout) if hit else []
     print(f"store:   {hit} of {len(keys)} blocks loaded, {hit * layout.block_tokens} of {prompt.shape[1]} tokens")
 
-    # Prefill: what the store did not have, at once.
+    # Prefill: compute the tokens that the store did not have, in one pass.
     begin_s = time.perf_counter()
     logits, cache = model(prompt[:, hit * layout.block_tokens :], cache)
     print(
@@ -130,7 +130,7 @@ def answer(model: Decoder, client: KVClient, layout: KVLayout, prompt: torch.Ten
         f"keys and values of each layer {list(cache[0][0].shape)}"
     )
 
-    # Decode: one token a step, which is appended to the cache.
+    # Decode: one token per step, appended to the cache.
     tokens = []
     for step in range(steps):
         token = logits.argmax().view(1, 1)
@@ -139,7 +139,7 @@ def answer(model: Decoder, client: KVClient, layout: KVLayout, prompt: torch.Ten
         if step < 3 or step == steps - 1:
             print(f"decode:  step {step}: token {token.item()}, cache {list(cache[0][0].shape)}")
 
-    # Store what is new: the full blocks of prompt and answer.
+    # Store the new full blocks of prompt and answer.
     fed = torch.cat([prompt, *tokens], 1)[0].numpy().astype(np.uint32)
     keys = client.keys(fed)
     blocks = export_blocks(cache, layout, first_token=hit * layout.block_tokens)
@@ -149,7 +149,7 @@ def answer(model: Decoder, client: KVClient, layout: KVLayout, prompt: torch.Ten
 
 
 def main() -> None:
-    """Runs it once."""
+    """Run the example once."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--metadata", default="127.0.0.1:7400", help="address of the metadata server")
     parser.add_argument("--node", default="auto", help="this host's node: unix:/path, host:port, auto or none")

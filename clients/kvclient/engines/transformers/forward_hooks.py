@@ -1,7 +1,8 @@
-"""Who has a hand in a model's forward passes: this hook itself, and others, whose doings the weights do not tell.
+"""Detects forward hooks of others on a model, whose effects the weights do not show; also observes passes for this hook.
 
-Activation steering adds to what a layer says, a parametrization computes a weight anew in each pass: KV of such a model is not
-that of its weights. A hook may as well do nothing but look; which, cannot be told from outside, so that all count but a few.
+Activation steering adds to a layer's output; a parametrization recomputes a weight in each pass. Such a model's KV differs from
+the KV that its weights imply. Other hooks only observe, but this cannot be determined from outside. So all hooks count, except a
+few known ones.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import torch
 from torch.nn.modules import module as torch_module
 
 ForwardObserver = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]
-"""Called before a forward pass with its arguments; returns other arguments, or None to keep them."""
+"""Called before a forward pass with its arguments; returns replacement arguments, or None to keep them."""
 
 _HARMLESS = ("accelerate.", "transformers.")
-"""Modules whose hooks move, capture or mark what passes, or act in training only."""
+"""Modules whose hooks only move, capture or mark data, or act only in training."""
 
 
 class ForwardObserverHook:
-    """A forward hook that calls a bound method, held weakly. A copy of the model, or one that was pickled, has no observer."""
+    """A forward hook that calls a weakly held bound method. Copied or unpickled models have no observer."""
 
     def __init__(self, observer: ForwardObserver | None = None) -> None:
         self._observer = None if observer is None else weakref.WeakMethod(observer)
@@ -35,10 +36,10 @@ class ForwardObserverHook:
 
 
 class ForwardHooks:
-    """A watch on the hooks of one model.
+    """Watches the hooks of one model.
 
     Args:
-        model: with all its submodules, as they are at each look.
+        model: the model; its current submodules are searched on each check.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -48,7 +49,7 @@ class ForwardHooks:
         self.foreign()
 
     def foreign(self) -> str:
-        """Why the forward pass is not that of the model alone, empty where it is. Looks everywhere, at some 1 µs a module."""
+        """Return why the forward pass is not the model's alone; empty: it is. Searches all modules, at about 1 µs per module."""
         bare: list[Sized] = []
         known: list[tuple[Sized, int]] = []
         found = ""
@@ -64,21 +65,21 @@ class ForwardHooks:
         return found
 
     def appeared(self) -> str:
-        """The same for hooks that came after the last look, at a hundredth of its cost: for every single pass."""
+        """Do the same for hooks added since the last full check, at a hundredth of its cost: suitable for every pass."""
         if any(self._bare) or any(len(hooks) != count for hooks, count in self._known):
             return self.foreign()
         return ""
 
 
 def _places(model: torch.nn.Module) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """All that others can have put a hand in, with whose it is."""
+    """Yield everything that can alter the forward pass, with the module that owns it."""
     yield "all modules", torch_module._global_forward_pre_hooks
     yield "all modules", torch_module._global_forward_hooks
     for module in model.modules():
         kind = type(module).__name__
         yield kind, module._forward_pre_hooks
         yield kind, module._forward_hooks
-        parametrized = module._modules.get("parametrizations")  # a weight that is computed anew in each pass
+        parametrized = module._modules.get("parametrizations")  # a weight that is recomputed in each pass
         if parametrized is not None:
             yield kind, parametrized._modules
 

@@ -1,7 +1,7 @@
-"""What a model was really fed, column by column, and whether that is what blocks are made of: tokens at their own positions.
+"""Records the actual input of a model by column, and checks that it is storable: tokens at their own positions.
 
-Feeding goes on at the pace of decoding, maybe on a GPU: what is fed is kept where it is, and brought here and checked
-(``settle``) only when blocks are about to be stored.
+Recording must not slow down decoding, possibly on a GPU. Inputs stay on their device; ``settle`` copies them to the host and
+checks them only when blocks are about to be stored.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _UNDERSTOOD = frozenset(
         "num_logits_to_keep",
     }
 )
-"""Arguments of a forward pass that are tensors and do not make KV depend on anything but tokens and their positions."""
+"""Tensor arguments of a forward pass that do not make KV depend on anything but tokens and their positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One forward pass, not yet looked at."""
+    """One forward pass that was not checked yet."""
 
     ids: torch.Tensor
     positions: torch.Tensor | None
     seen: torch.Tensor | None
-    """How many columns the mask shows each row; None: all."""
+    """Columns that the mask shows per row; None: all."""
 
 
 class InputTracker:
-    """The columns of a cache: first those from the store, then those that the model was fed."""
+    """The columns of a cache: first the loaded ones, then those that were fed to the model."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
@@ -49,20 +49,20 @@ class InputTracker:
         self._pending: list[_Pass] = []
         self._mask: torch.Tensor | None = None
         self.columns = 0
-        """How long the cache is, or will be when the pass under way has ended."""
+        """The length of the cache, including the current pass."""
         self.fresh = True
         """Whether nothing was fed yet."""
         self.contradicts = False
-        """The first pass showed that what came from the store belongs to another prompt."""
+        """Whether the first pass showed that the loaded prefix belongs to another prompt."""
 
     @property
     def rows(self) -> int:
-        """Sequences of the batch."""
+        """Sequences in the batch."""
         return self._prompts.rows
 
     @property
     def pads(self) -> Ids:
-        """Leading columns of padding, a row."""
+        """Leading columns of padding, per row."""
         return self._prompts.pads
 
     @property
@@ -71,14 +71,14 @@ class InputTracker:
         return self._ids
 
     def loaded(self, columns: int) -> None:
-        """The first columns are from the store."""
+        """Start with columns that were loaded from the store."""
         self._ids = self._prompts.ids[:, :columns]
         self.columns = columns
 
     def starts_over(self, ids: torch.Tensor | None, given: Mapping[str, Any]) -> bool:
-        """Whether the first pass begins with the first token, as if nothing had come from the store.
+        """Check whether the first pass starts at the first token although a prefix was loaded.
 
-        Assisted decoding and prefill in chunks, as ``generate`` does them, take no notice of what a cache holds.
+        Assisted decoding and chunked prefill of ``generate`` ignore the content of a cache.
         """
         if not (self.fresh and self.columns) or ids is None or ids.ndim != 2 or ids.shape[0] != self.rows:
             return False
@@ -95,14 +95,14 @@ class InputTracker:
         return not goes_on and bool((fed[:, :width] == announced[:, :width]).all())
 
     def take(self, ids: torch.Tensor | None, given: Mapping[str, Any]) -> str | None:
-        """The model is about to be fed.
+        """Record a forward pass that is about to start.
 
         Args:
             ids: ``[rows, tokens]``.
-            given: the other arguments of the pass.
+            given: the other arguments of the forward pass.
 
         Returns:
-            Why its KV cannot be stored; None: as far as can be told without looking at values, it can.
+            Why its KV cannot be stored; None: storable, as far as can be determined without reading tensor values.
         """
         if ids is None or ids.ndim != 2 or ids.shape[0] != self.rows:
             return "no token ids, or another number of rows"
@@ -131,17 +131,17 @@ class InputTracker:
         return reason
 
     def _as_announced(self, begins: int) -> bool:
-        """Whether what was fed first is how the prompts go on behind what came from the store."""
+        """Check whether the first input continues the prompts after the loaded prefix."""
         stop = min(self.columns, self._prompts.columns)
         same = self._ids[:, begins:stop] == self._prompts.ids[:, begins:stop]
         padding = np.arange(begins, stop) < self.pads[:, None]
         return stop > begins and bool((same | padding).all())
 
     def settle(self) -> str | None:
-        """Looks at all that was fed since the last time; ``ids`` are whole then.
+        """Check all inputs since the last call and bring ``ids`` up to date.
 
         Returns:
-            Why the KV cannot be stored; None: it can.
+            Why the KV cannot be stored; None: it is storable.
         """
         at = self._ids.shape[1]
         pending, self._pending = self._pending, []
@@ -167,12 +167,12 @@ class InputTracker:
         return None
 
     def widen(self, prompts: Prompts) -> None:
-        """The batch is another one, of which nothing was fed yet."""
+        """Replace the batch before any input was fed."""
         self._prompts = prompts
         self._ids = prompts.ids[:, : self.columns]
 
     def truncate(self, columns: int) -> None:
-        """The cache was cut to its first columns; what was fed last is forgotten."""
+        """Crop to the first columns and drop the record of later input."""
         begins = self._ids.shape[1]
         kept = []
         for one in self._pending:
@@ -191,7 +191,7 @@ class InputTracker:
 
 
 def _has_tensor(value: object) -> bool:
-    """Whether an argument is, or holds, a tensor."""
+    """Check whether an argument is, or contains, a tensor."""
     if isinstance(value, Mapping):
         value = value.values()
     if isinstance(value, Iterable) and not isinstance(value, torch.Tensor | str | bytes):
@@ -200,6 +200,6 @@ def _has_tensor(value: object) -> bool:
 
 
 def tokens_here(tensor: torch.Tensor) -> Ids:
-    """A tensor of integers as an array of int64."""
+    """Convert an integer tensor to an int64 array."""
     array: Ids = tensor.detach().to("cpu", torch.int64).numpy()
     return array

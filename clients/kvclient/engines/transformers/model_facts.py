@@ -1,4 +1,4 @@
-"""What a model's KV is: its shapes, what its bytes depend on besides the tokens, and whether it can be stored at all."""
+"""Properties of a model's KV: its shapes, its dependencies besides the tokens, and whether it can be stored."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _IRRELEVANT = frozenset(
         "use_cache",
     }
 )
-"""What a configuration says that no KV depends on; all else does, for all we know."""
+"""Configuration fields that KV does not depend on. All other fields count, to be safe."""
 
 _WHOLE_PROMPT_ROPES = frozenset({"dynamic", "longrope"})
-"""Their angles depend on the length of the whole sequence: the KV of a prefix is another in each."""
+"""Rotary embeddings whose angles depend on the total sequence length: the KV of a prefix differs for each length."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the hook knows about a model.
+    """Properties of a model that the hook needs.
 
     Attributes:
-        layout: of its blocks.
-        sliding: which layers keep a window only.
-        devices: where each layer's KV lives.
-        config_digest: of the configuration, as far as KV may depend on it.
-        pad_ids: what ``generate`` may append to sequences that have ended.
+        layout: the layout of its blocks.
+        sliding: per layer, whether it keeps only a sliding window.
+        devices: the device of each layer's KV.
+        config_digest: digest of the configuration fields that KV may depend on.
+        pad_ids: token ids that ``generate`` may append to sequences that have ended.
     """
 
     layout: KVLayout
@@ -61,7 +61,7 @@ class ModelFacts:
 
 
 class _Probe(DynamicCache):
-    """Notices whether what it is given was computed under autocast, as in a model that wraps its own forward pass so."""
+    """Detects inputs that were computed under autocast, as in a model that wraps its own forward pass in autocast."""
 
     autocast = False
 
@@ -72,20 +72,22 @@ class _Probe(DynamicCache):
 
 
 def study(model: Any, block_tokens: int) -> ModelFacts:  # noqa: ANN401  # transformers is not typed
-    """Learns what a model's cache is like, by one forward pass of a single token.
+    """Inspect a model's cache with one forward pass of a single token.
 
     Args:
         model: a decoder-only model of transformers.
-        block_tokens: tokens of a block.
+        block_tokens: tokens per block.
 
     Raises:
-        InvalidArgument: its KV is no function of weights and of the tokens before it, or its cache is not of attention layers.
+        InvalidArgument: its KV depends on more than the weights and the preceding tokens, or its cache has other layers than
+            attention.
     """
     refuse(model)
     config = model.config
     text = config.get_text_config(decoder=True)
     cache = _Probe(config=config)
-    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):  # the caller's; a model's own is what is asked for
+    # disable the caller's autocast: only the model's own autocast matters here
+    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
     for number, layer in enumerate(cache.layers):
         if type(layer) not in {DynamicLayer, DynamicSlidingWindowLayer} or layer.keys is None:
@@ -107,10 +109,10 @@ def study(model: Any, block_tokens: int) -> ModelFacts:  # noqa: ANN401  # trans
 
 
 def refuse(model: Any) -> None:  # noqa: ANN401
-    """Says no to models whose KV would be wrong for somebody.
+    """Reject models whose stored KV could be wrong for another user.
 
     Raises:
-        InvalidArgument: with the reason.
+        InvalidArgument: the model is not supported; the message gives the reason.
     """
     config = model.config
     if config.is_encoder_decoder:
@@ -125,12 +127,12 @@ def refuse(model: Any) -> None:  # noqa: ANN401
 
 
 def has_adapters(model: Any) -> bool:  # noqa: ANN401
-    """Whether adapters (PEFT) are attached, within transformers or around it."""
+    """Check whether adapters (PEFT) are attached, by transformers or by a wrapper."""
     return bool(getattr(model, "_hf_peft_config_loaded", False)) or hasattr(model, "peft_config")
 
 
 def _rope_types(config: Any) -> Iterator[str]:  # noqa: ANN401
-    """Kinds of rotary embedding, over all kinds of layers."""
+    """Return the kinds of rotary embedding of all kinds of layers."""
     given = getattr(config, "rope_parameters", None) or {}
     for parameters in (given, *(value for value in given.values() if isinstance(value, Mapping))):
         if isinstance(kind := parameters.get("rope_type"), str):
@@ -138,7 +140,7 @@ def _rope_types(config: Any) -> Iterator[str]:  # noqa: ANN401
 
 
 def _pad_ids(*configs: Any) -> Iterator[int]:  # noqa: ANN401
-    """Ids of padding and of the end of a sequence."""
+    """Return the token ids of padding and of the end of a sequence."""
     for config in configs:
         for name in ("pad_token_id", "eos_token_id"):
             value = getattr(config, name, None)
@@ -146,6 +148,6 @@ def _pad_ids(*configs: Any) -> Iterator[int]:  # noqa: ANN401
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """16 hex digits that differ where KV may differ: of everything but names, ids and what is printed."""
+    """Return 16 hex digits that differ if KV may differ: a digest of everything except names, ids and printed options."""
     kept = {name: value for name, value in config.items() if name not in _IRRELEVANT}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The hook as a user meets it: one object a model, which makes caches for ``generate``."""
+"""Connection of one transformers model to the store: makes the caches that ``generate`` uses."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _OWN_OPTIONS = ("block_tokens", "background", "max_pending_bytes")
 _LOADS_AT_ONCE = 16
-"""Rows of a batch whose blocks are on their way at the same time."""
+"""Batch rows whose blocks are loaded concurrently."""
 _LEAST_S = 0.001
 
 
 class PrefixStore:
-    """What one model has to do with the store. Thread-safe, but for what a model itself is not; make it after forking.
+    """Connects one model to the store. Create it after forking.
 
-    A context manager: leaving it stores what was offered and lets go of the model.
+    Thread-safe, except for operations that the model itself does not support from several threads.
+
+    A context manager: on exit it stores the blocks that are still queued and detaches from the model.
     """
 
     def __init__(
@@ -58,7 +60,8 @@ class PrefixStore:
         self._client = options.connect(spec)
         self._clock = MonotonicClock()
         self.incidents = LimitedLog(logging.getLogger("kvclient"), options.client_options().log_interval_s, self._clock.now_s)
-        self.incidents.counters.add(hooks_metrics.HOOK_LOADED_TOKENS, 0)  # who asks at once finds it, and not a KeyError
+        # a concurrent lookup must find this entry instead of raising KeyError
+        self.incidents.counters.add(hooks_metrics.HOOK_LOADED_TOKENS, 0)
         self.writer = Writer(self._client, facts.layout, self.incidents, options.store_deadline_s, max_pending_bytes)
         self.hooks = ForwardHooks(model)
         self._watch = model.register_forward_pre_hook(ForwardObserverHook(self.before_forward), with_kwargs=True)
@@ -75,18 +78,18 @@ class PrefixStore:
         max_pending_bytes: int = 1 << 30,
         **given: Any,  # noqa: ANN401
     ) -> Self:
-        """Connects a model with the store.
+        """Connect a model to the store.
 
         Args:
             model: a decoder-only model of transformers, with its weights.
-            options: what all hooks have in common; None: ``given``.
-            block_tokens: tokens of a block. Whoever shares KV takes the same.
-            background: store while the model goes on, in a thread; False: when a cache is left or committed.
-            max_pending_bytes: KV that may wait to be stored; more is not offered until there is room.
+            options: the options common to all hooks; None: use ``given``.
+            block_tokens: tokens per block. Processes that share KV must use the same value.
+            background: store in a thread while the model runs; False: store when a cache is closed or committed.
+            max_pending_bytes: limit of the KV queued for storing; further blocks are skipped while the queue is full.
             **given: fields of ``HookOptions`` by name, e.g. ``metadata="127.0.0.1:7400"``.
 
         Raises:
-            InvalidArgument: an option is impossible, or KV of this model cannot be stored; the reason is named.
+            InvalidArgument: an option is invalid, or KV of this model cannot be stored; the message gives the reason.
             KVStoreError: the store does not answer, and ``require_store`` is set.
         """
         if options is not None and given:
@@ -104,12 +107,12 @@ class PrefixStore:
 
     # ---- caches ----
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
-        """``model.generate`` with a cache that begins with the longest stored prefix; what it computes is stored.
+        """Run ``model.generate`` with a cache that starts with the longest stored prefix, and store the computed KV.
 
         Args:
             input_ids: ``[batch, tokens]``, padded on the left.
-            attention_mask: 0 at padding; None: no padding, whatever the ids.
-            **kwargs: for ``model.generate``; several answers a prompt cannot be had with ``prefill_chunk_size``.
+            attention_mask: 0 at padding; None: no padding, even if the ids contain padding tokens.
+            **kwargs: for ``model.generate``; ``prefill_chunk_size`` does not support several answers per prompt.
 
         Returns:
             What ``model.generate`` returns.
@@ -126,7 +129,10 @@ class PrefixStore:
 
     @torch.no_grad()
     def _prefill(self, cache: StoredCache, ids: torch.Tensor, mask: torch.Tensor, chunk: int) -> None:
-        """Feeds all but the last token, so many at a time: ``generate`` itself cannot do so behind a prefix that is there."""
+        """Feed all but the last token in chunks of the given size.
+
+        ``generate`` itself cannot chunk the prefill of a non-empty cache.
+        """
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         for start in range(cache.loaded_tokens, ids.shape[1] - 1, chunk):
             stop = min(start + chunk, ids.shape[1] - 1)
@@ -139,17 +145,17 @@ class PrefixStore:
             )
 
     def cache(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, extra: bytes = b"") -> StoredCache:
-        """A cache for ``generate`` (or for the model itself), with the longest prefix that the store has for all rows.
+        """Return a cache for ``generate`` (or the model itself) with the longest prefix that the store has for all rows.
 
-        Give ``generate`` the same ids and mask, whole.
+        Pass the same complete ids and mask to ``generate``.
 
         Args:
             input_ids: ``[batch, tokens]``, padded on the left.
             attention_mask: 0 at padding; None: no padding.
-            extra: whatever else KV depends on (``kvclient.encode_extra``): nothing crosses extras.
+            extra: other data that KV depends on (``kvclient.encode_extra``); KV is not shared between different values.
 
         Raises:
-            InvalidArgument: no such ids or mask.
+            InvalidArgument: the ids or the mask are invalid.
         """
         mask = None if attention_mask is None else tokens_here(attention_mask)
         prompts = read_prompts(tokens_here(input_ids), mask)
@@ -163,7 +169,7 @@ class PrefixStore:
         return cache
 
     def unfit(self) -> str:
-        """Why the model as it is now, and as it would compute here, has nothing to do with the store."""
+        """Return why the model, in its current state and autocast mode, must not use the store; empty: it may."""
         if self.model.training:
             return "the model is in training mode"
         if has_adapters(self.model):
@@ -173,13 +179,13 @@ class PrefixStore:
         return self.changed()
 
     def changed(self) -> str:
-        """Why what the model computed, or would compute, is not what the namespace says."""
+        """Return why the KV that the model computes does not match the namespace; empty: it does."""
         if fingerprint(self.model) != self._fingerprint:
             return "the weights are not those of connect: connect again"
         return self.hooks.foreign()
 
     def _load(self, cache: StoredCache, prompts: Prompts, extras: dict[int, bytes]) -> None:
-        """Fills a cache with what the store has; a miss leaves it empty."""
+        """Fill a cache from the store; a miss leaves it empty."""
         count = self.incidents.counters.add
         tokens = self.facts.layout.block_tokens
         wanted = [usable_blocks(prompts, row, tokens) for row in range(prompts.rows)]
@@ -202,14 +208,14 @@ class PrefixStore:
         count(hooks_metrics.HOOK_LOADED_TOKENS, sum(cache.hit_tokens))
 
     def _look_up(self, chain: StoredChain) -> Lookup:
-        """The hit of one row. Without an index, whatever this host's node has may be one."""
+        """Return the hit of one row. Without an index, treat every block as a possible hit on this host's node."""
         found = self._client.lookup(chain.keys, deadline_s=self.options.lookup_deadline_s)
         if self.options.metadata and found.error is None:
             return found
         return Lookup(chain.keys, hit_blocks=len(chain.keys))
 
     def _load_rows(self, lookups: Sequence[Lookup], chains: Sequence[StoredChain], needed: Sequence[int]) -> list[torch.Tensor]:
-        """Loads the first blocks of each row, several rows at once; ``StoredChain.stored`` says how many came."""
+        """Load the first blocks of each row, several rows concurrently; ``StoredChain.stored`` says how many were loaded."""
         rooms = [self.facts.layout.room(blocks) for blocks in needed]
         end_s = self._clock.now_s() + self.options.load_deadline_s
         for first in range(0, len(rooms), _LOADS_AT_ONCE):
@@ -225,7 +231,7 @@ class PrefixStore:
         return rooms
 
     def _join(self, rooms: Sequence[torch.Tensor], prompts: Prompts, columns: int) -> list[KV]:
-        """The rows' blocks as one batch ``[rows, heads, columns, dim]`` a layer; zeros at padding."""
+        """Combine the rows' blocks to ``[rows, heads, columns, dim]`` per layer, with zeros at padding."""
         rows: list[list[KV]] = []
         for room, begins in zip(rooms, np.minimum(prompts.pads, columns).tolist(), strict=True):
             layers = import_blocks(room, self.facts.layout, tokens=columns - begins, devices=self.facts.devices)
@@ -238,10 +244,10 @@ class PrefixStore:
         ]
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """What the model is about to be fed, told to the cache that it is fed with.
+        """Tell the cache which input the model is about to receive.
 
         Returns:
-            Other arguments, where those given would come to a wrong answer.
+            Replacement arguments, if the given ones would produce a wrong answer.
         """
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, StoredCache) or cache.store is not self:
@@ -257,23 +263,23 @@ class PrefixStore:
         return None
 
     def trailing_pads(self, ids: Ids, prompt_columns: int) -> Ids:
-        """Tokens at the end of each row that only fill it up, because the row had ended before the others did."""
+        """Count the tokens at the end of each row that only pad it because it ended before the other rows."""
         generated = ids[:, prompt_columns:]
         idle = np.isin(generated, list(self.facts.pad_ids))
         run = np.where(idle.all(axis=1), idle.shape[1], np.argmin(idle[:, ::-1], axis=1)) if idle.size else np.zeros(len(ids))
-        return np.maximum(run.astype(np.int64) - 1, 0)  # the first of them may be the end itself
+        return np.maximum(run.astype(np.int64) - 1, 0)  # the first of them may be the end-of-sequence token itself
 
-    # ---- life ----
+    # ---- lifecycle ----
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all that was offered is stored, or given up; other hosts find it a moment later. False: not in time."""
+        """Wait until all queued blocks are stored or skipped; other hosts find them shortly afterwards. False: timeout."""
         return self.writer.flush(timeout_s)
 
     def stats(self) -> dict[str, int]:
-        """Totals by name: the hook's (``hook_…``) and its client's."""
+        """Return totals by name: those of the hook (``hook_…``) and of its client."""
         return {**self._client.stats(), **self.incidents.counters.snapshot()}
 
     def close(self) -> None:
-        """Stores what was offered and lets go of the model. Caches made before go on, without the store."""
+        """Store the queued blocks and detach from the model. Existing caches continue without the store."""
         self._watch.remove()
         self.writer.close()
         self._client.close()
@@ -286,17 +292,17 @@ class PrefixStore:
 
 
 def _no_place_for_a_cache(model: Any, given: dict[str, Any]) -> str:  # noqa: ANN401
-    """Why ``generate`` would go wrong, or refuse, with a cache of ours."""
+    """Return why ``generate`` would fail or give wrong results with our cache; empty: it works."""
     if not given.get("use_cache", _configured(model, given, "use_cache", True)):
         return "use_cache=False"
     kind = given.get("cache_implementation") or _configured(model, given, "cache_implementation", None)
-    if kind not in {None, "hybrid"}:  # the latter is what some checkpoints say, and transformers takes no notice of it
+    if kind not in {None, "hybrid"}:  # some checkpoints contain the latter, and transformers ignores it
         return f"a cache of another kind is asked for: {kind}"
     return ""
 
 
 def _configured(model: Any, given: dict[str, Any], name: str, default: object) -> object:  # noqa: ANN401
-    """What the configurations of a call of ``generate`` say of something, the call's own first."""
+    """Return the values of an option in the configurations of a ``generate`` call, the call's own first."""
     for config in (given.get("generation_config"), model.generation_config):
         value = getattr(config, name, None)
         if value is not None:
@@ -305,7 +311,7 @@ def _configured(model: Any, given: dict[str, Any], name: str, default: object) -
 
 
 def _chunk_size(model: Any, given: dict[str, Any]) -> int | None:  # noqa: ANN401
-    """Takes the size of prefill chunks out of the arguments of ``generate``, if there is one."""
+    """Remove the prefill chunk size from the arguments of ``generate``, if present."""
     config = given.get("generation_config") or model.generation_config
     size: int | None = given.pop("prefill_chunk_size", config.prefill_chunk_size)
     if config.prefill_chunk_size:
@@ -315,18 +321,20 @@ def _chunk_size(model: Any, given: dict[str, Any]) -> int | None:  # noqa: ANN40
 
 
 def _padded(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """``[1, heads, tokens, dim]`` with so many columns of zeros before it."""
+    """Prepend columns of zeros to ``[1, heads, tokens, dim]``."""
     return pad(tensor, (0, 0, columns, 0)) if columns else tensor
 
 
 def _spec(model: Any, facts: ModelFacts, options: HookOptions) -> CacheSpec:  # noqa: ANN401
-    """The namespace of a model: its configuration, shapes and weights; its name only where that must tell weights apart.
+    """Return the namespace of a model: its configuration, shapes and weights.
+
+    The model's name counts only if it is needed to identify the weights.
 
     Raises:
-        InvalidArgument: neither a name nor the weights tell which model it is.
+        InvalidArgument: neither a name nor the weights identify the model.
     """
     layout = f"transformers/config:{facts.config_digest}"
-    if not options.weights_epoch:  # equal weights share, wherever they lie on each host
+    if not options.weights_epoch:  # equal weights share KV, regardless of their path on each host
         return facts.layout.spec(type(model).__name__, options.with_epoch(f"xxh3:{weights_digest(model)}"), layout)
     name = options.model or getattr(model.config, "_name_or_path", "")
     if not name:

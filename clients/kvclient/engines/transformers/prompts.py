@@ -1,8 +1,8 @@
-"""Batches of prompts: where each begins, and how many leading columns all of them can take from the store. Pure.
+"""Batches of prompts: the start of each row, and how many leading columns all rows can load from the store. No I/O.
 
 A batch is a matrix of token ids, padded on the left: row ``r`` has ``pads[r]`` columns of padding, then its tokens. A cache has
-one length for all rows, so that *columns* are taken from the store, as many as every row can give: padding costs nothing, for
-nobody attends to it.
+one length for all rows, so the hook loads whole *columns*, as many as every row can provide. Padding columns need no KV because
+no token attends to them.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ class Prompts:
 
     @property
     def rows(self) -> int:
-        """Sequences of the batch."""
+        """Sequences in the batch."""
         return int(self.ids.shape[0])
 
     @property
     def columns(self) -> int:
-        """Tokens of each, padding included."""
+        """Tokens per row, including padding."""
         return int(self.ids.shape[1])
 
     def tokens(self, row: int) -> Ids:
-        """A row without its padding."""
+        """Return a row without its padding."""
         part: Ids = self.ids[row, self.pads[row] :]
         return part
 
     def repeated(self, times: int) -> Prompts:
-        """Each row so many times in a row: what ``generate`` makes of a batch for beams or several answers."""
+        """Repeat each row consecutively, as ``generate`` does for beams or several answers."""
         return self.picked(np.repeat(np.arange(self.rows), times))
 
     def picked(self, rows: npt.NDArray[np.int64]) -> Prompts:
-        """Some rows, in the order given."""
+        """Select rows in the given order."""
         return Prompts(self.ids[rows], self.pads[rows])
 
 
 def read_prompts(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer] | None) -> Prompts:
-    """Checks what a caller says it is about to feed the model.
+    """Validate the input that a caller is about to feed to the model.
 
     Args:
         ids: ``[rows, columns]`` token ids.
         mask: ``[rows, columns]``: 0 at padding, which must be on the left; None: no padding.
 
     Raises:
-        InvalidArgument: another shape, no rows, a negative id, or padding elsewhere.
+        InvalidArgument: wrong shape, no rows, a negative id, or padding that is not on the left.
     """
     if ids.ndim != 2 or not ids.shape[0]:
         raise InvalidArgument("prompts take token ids [rows, columns]", shape=ids.shape)
-    own: Ids = ids.astype(np.int64, copy=True)  # the caller's may change
+    own: Ids = ids.astype(np.int64, copy=True)  # the caller may modify its array
     if (own < 0).any():
         raise InvalidArgument("a token id is negative", least=int(own.min()))
     if mask is None:
@@ -81,18 +81,18 @@ def read_prompts(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer] | N
 
 
 def usable_blocks(prompts: Prompts, row: int, block_tokens: int) -> int:
-    """Full blocks of a row that may come from the store: its last token is always computed, for its logits."""
+    """Return the full blocks of a row that may be loaded. The last token is always computed, because its logits are needed."""
     tokens = prompts.columns - int(prompts.pads[row])
     return max(0, tokens - 1) // block_tokens
 
 
 def common_columns(prompts: Prompts, hit_blocks: Sequence[int], block_tokens: int) -> int:
-    """Leading columns that every row can take from its hit; 0 where that is but padding.
+    """Return the leading columns that every row can load from its hit; 0 if all of them are padding.
 
     Args:
         prompts: the batch.
-        hit_blocks: leading blocks that each row can have.
-        block_tokens: tokens of a block.
+        hit_blocks: leading blocks that are hits, per row.
+        block_tokens: tokens per block.
     """
     ends = prompts.pads + np.asarray(hit_blocks, np.int64) * block_tokens
     columns = min(int(ends.min()), prompts.columns - 1)

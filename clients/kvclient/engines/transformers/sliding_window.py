@@ -1,7 +1,8 @@
-"""What a sliding-window layer forgets before it is stored.
+"""Recorder of the KV that a sliding-window layer drops before it is stored.
 
-Such a layer keeps the last tokens only, but a block holds the KV of all of its tokens in every layer: whoever continues elsewhere
-may stand at any of them. So what passes through the layer is kept here until its blocks have been offered to the store.
+Such a layer keeps only the last tokens. A block must hold the KV of all its tokens in every layer, because another engine may
+resume at any of them. The recorder therefore keeps all KV that passes through the layer until its blocks are offered to the
+store.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvclient.engines.torch_blocks import KV
 
 
 class SlidingWindowHistory:
-    """KV of columns ``[start, end)`` of one layer, as they came."""
+    """KV of columns ``[start, end)`` of one layer, in order of arrival."""
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -21,18 +22,18 @@ class SlidingWindowHistory:
 
     @property
     def end(self) -> int:
-        """The column behind the last one."""
+        """The column after the last recorded one."""
         return self.start + sum(int(keys.shape[2]) for keys, _ in self._chunks)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Takes the next columns: ``[batch, heads, tokens, dim]``, which nobody may change afterwards."""
+        """Append columns, ``[batch, heads, tokens, dim]``. The caller must not modify them afterwards."""
         self._chunks.append((keys.detach(), values.detach()))
 
     def window(self) -> KV:
-        """All that is held, as one pair of tensors ``[batch, heads, end - start, dim]``.
+        """Return all recorded KV as one pair of tensors ``[batch, heads, end - start, dim]``.
 
         Raises:
-            InvalidArgument: nothing is held.
+            InvalidArgument: nothing is recorded.
         """
         if not self._chunks:
             raise InvalidArgument("nothing is recorded", start=self.start)
@@ -42,7 +43,7 @@ class SlidingWindowHistory:
         return self._chunks[0]
 
     def drop_before(self, column: int) -> None:
-        """Forgets what lies before a column; memory is freed."""
+        """Drop all columns before the given one and free their memory."""
         gone = min(column, self.end) - self.start
         if gone > 0:
             keys, values = self.window()
@@ -50,10 +51,10 @@ class SlidingWindowHistory:
             self.start += gone
 
     def truncate(self, end: int) -> None:
-        """Forgets what lies at or behind a column.
+        """Drop the given column and all later ones.
 
         Raises:
-            InvalidArgument: the column lies before what is held.
+            InvalidArgument: the column is before the first recorded one.
         """
         if end < self.start:
             raise InvalidArgument("cut before the first column that is held", start=self.start, end=end)

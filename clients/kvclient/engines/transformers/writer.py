@@ -1,4 +1,4 @@
-"""Stores blocks behind the back of whoever computes: in one thread, in order, and never more than there is room for."""
+"""Background writer: stores blocks in one thread, in order, from a bounded queue."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _STAGING_BYTES = 64 << 20
-"""Blocks are packed and stored about so many bytes at a time."""
+"""Approximate size in bytes of one pack-and-store batch."""
 
 
 @dataclass(slots=True)
 class StoredChain:
-    """One sequence as the store knows it. Belongs to the writer's thread once blocks of it are offered.
+    """The store's state of one sequence. Owned by the writer's thread after the first offer.
 
     Attributes:
-        keys: of its leading blocks, as far as they were needed.
-        stored: how many of them the store holds, as far as we know.
-        broken: a block was not stored, so that none behind it can be.
+        keys: keys of its leading blocks, computed on demand.
+        stored: how many of them the store is known to hold.
+        broken: a block could not be stored, so no later block can be stored either.
     """
 
     keys: list[BlockKey] = field(default_factory=list)
@@ -39,11 +39,11 @@ class Offer:
     """Consecutive full blocks of one sequence.
 
     Attributes:
-        chain: whose.
-        first: the position of the first of them.
-        tokens: all ids of these blocks, uint32.
-        extras: what the chain depends on besides tokens; see ``KVClient.keys``.
-        layers: keys and values of just these tokens, ``[1, heads, tokens, dim]``; nobody changes them any more.
+        chain: the sequence.
+        first: position of the first block.
+        tokens: the token ids of these blocks, uint32.
+        extras: inputs of the chain besides tokens; see ``KVClient.keys``.
+        layers: keys and values of exactly these tokens, ``[1, heads, tokens, dim]``; must not change any more.
     """
 
     chain: StoredChain
@@ -54,7 +54,7 @@ class Offer:
 
 
 class Writer:
-    """A bounded queue of offers and the thread that stores them. Thread-safe; failures of ours are counted, never raised."""
+    """A bounded queue of offers and the thread that stores them. Thread-safe; store failures are counted, never raised."""
 
     def __init__(self, client: KVClient, layout: KVLayout, incidents: LimitedLog, deadline_s: float, pending_bytes: int) -> None:
         self._client = client
@@ -69,10 +69,10 @@ class Writer:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="kvclient-transformers")
 
     def offer(self, offers: Sequence[Offer]) -> Future[None] | None:
-        """Takes blocks to be stored, or refuses all of them where too many wait.
+        """Queue blocks for storing, or reject and count all of them if the queue is full.
 
         Returns:
-            What ends when they are stored, or given up; None: refused, counted.
+            A future that completes when the blocks are stored or skipped; None: rejected.
         """
         size = sum(len(offer.tokens) for offer in offers) // self._layout.block_tokens * self._layout.block_bytes
         with self._lock:
@@ -89,13 +89,13 @@ class Writer:
         return future
 
     def flush(self, timeout_s: float | None) -> bool:
-        """Waits until what was offered so far is stored, or given up. False: not in time."""
+        """Wait until all blocks offered so far are stored or skipped. False: timeout."""
         with self._lock:
             pending = list(self._pending)
         return not wait(pending, timeout_s).not_done
 
     def close(self) -> None:
-        """Stores what was offered, each within its deadline, and ends the thread."""
+        """Store the queued blocks, each within its deadline, and stop the thread."""
         with self._lock:
             self._closed = True
         self._threads.shutdown()
@@ -106,7 +106,7 @@ class Writer:
             self._pending.discard(future)
 
     def _store_all(self, offers: Sequence[Offer]) -> None:
-        held: set[BlockKey] = set()  # a batch often shares its first blocks: they are packed once
+        held: set[BlockKey] = set()  # rows of a batch often share their first blocks: pack them once
         for offer in offers:
             try:
                 self._store(offer, held)
@@ -136,7 +136,7 @@ class Writer:
         chain.stored = offer.first + start
 
     def _store_piece(self, offer: Offer, keys: Sequence[BlockKey], start: int, stop: int, parent: BlockKey | None) -> int:
-        """Packs and stores blocks ``[start, stop)`` of an offer. Returns how many leading ones the store holds now."""
+        """Pack and store blocks ``[start, stop)`` of an offer. Return how many leading blocks the store now holds."""
         tokens = self._layout.block_tokens
         packed = export_blocks(offer.layers, self._layout, first_token=start * tokens, blocks=stop - start)
         result = self._client.store(
@@ -149,7 +149,7 @@ class Writer:
 
 
 def extras_of(extra: bytes) -> dict[int, bytes]:
-    """What a whole sequence depends on, as the extra of its first block: it reaches all later ones through the chain."""
+    """Return a sequence's extra as the extra of its first block: the chain carries it to all later blocks."""
     if not isinstance(extra, bytes):
         raise InvalidArgument("an extra takes bytes: encode_extra makes them", got=type(extra).__name__)
     return {0: extra} if extra else {}

@@ -5,6 +5,6 @@
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"metadata": "127.0.0.1:7400"}}'
 
 ``connector`` (and ``pd_connector``, for prefill/decode disaggregation) is the facade that vLLM loads. ``scheduler`` decides which
-blocks are loaded and stored in each step, ``plan`` is what it sends to ``worker``, which moves pages. ``identity`` knows what the
-engine's KV is; ``memory`` knows where it lies. Only the facades, ``identity.engine_facts`` and ``metrics`` import vLLM.
+blocks are loaded and stored in each step. It sends a ``plan`` to ``worker``, which moves pages. ``identity`` identifies the
+engine's KV; ``memory`` locates it. Only the facades, ``identity.engine_facts`` and ``metrics`` import vLLM.
 """

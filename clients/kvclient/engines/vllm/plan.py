@@ -14,10 +14,10 @@ class GroupLoad:
     """The part of a load that fills pages of one KV cache group.
 
     Attributes:
-        group: which.
+        group: index of the group.
         block_ids: pages to fill, in order.
         first_block: position of the first in its chain.
-        lookups: the lookup of each namespace. A worker uses that of its own.
+        lookups: the lookup of each namespace. A worker uses that of its own namespace.
         behind: the request's pages after them, which a step may fill during a layer-wise load.
     """
 
@@ -30,13 +30,13 @@ class GroupLoad:
 
 @dataclass(slots=True)
 class LoadJob:
-    """A prefix to be loaded for one request.
+    """A prefix to load for one request.
 
     Attributes:
         request_id: whose.
-        groups: one part a group that lacks something.
+        groups: one part per group with missing blocks.
         layerwise: the request is in this step's batch, and each layer waits.
-        paths: over which hosts' storage links it is read; None: this host's.
+        paths: the hosts whose storage links are used to read it; None: this host only.
     """
 
     request_id: str
@@ -47,15 +47,15 @@ class LoadJob:
 
 @dataclass(slots=True)
 class StoreJob:
-    """Full blocks of one request to be stored.
+    """Full blocks of one request to store.
 
     Attributes:
-        job_id: names it in the answer.
+        job_id: id of the job in the output.
         request_id: whose.
         first_block: position of the first block in its chain.
         parent: key before the first block, None at the head of the chain.
-        keys: of the blocks, one after the other, in the request's chain; ``NamespaceKeyMask`` makes those of a namespace.
-        block_ids: by group: their pages.
+        keys: keys of the blocks, concatenated, in the request's chain; ``NamespaceKeyMask`` makes those of a namespace.
+        block_ids: their pages, per group.
         adapter: the weights that the keys name, if the request has an adapter.
     """
 
@@ -70,16 +70,16 @@ class StoreJob:
 
 @dataclass(slots=True)
 class StepPlan:
-    """All that one step asks of a worker.
+    """All work of one step for a worker.
 
     Attributes:
-        epoch: counts the resets of the cache: which weights the blocks of this step belong to.
-        weights_epoch: the name of that epoch in namespaces.
+        epoch: number of cache resets; identifies the weights of this step's blocks.
+        weights_epoch: name of that epoch in namespaces.
         chain: the namespace whose chain the keys are of.
         loads: prefixes to load.
         stores: blocks that are complete when the step's forward pass has ended.
         has_tokens: whether the step computes anything.
-        cancel_stores: cancel pending stores, since their pages are wanted back.
+        cancel_stores: cancel pending stores, because their pages must be freed.
         weights_check: number of a check of the weights that each worker makes before this step; 0: none.
     """
 
@@ -98,10 +98,10 @@ class WorkerOutput:
     """What workers have finished since their last output.
 
     Attributes:
-        stores_done: by job: how many workers are done with it.
+        stores_done: number of workers that finished each job.
         stores_failed: jobs of which at least one worker could not store everything.
-        weights: digest of the weights by number of the check and rank.
-        weights_changed: a check found other weights than the one before.
+        weights: digest of the weights, by check number and rank.
+        weights_changed: a check found other weights than the previous check.
     """
 
     stores_done: dict[int, int] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class WorkerOutput:
         return bool(self.stores_done or self.weights)
 
     def merge(self, other: WorkerOutput) -> None:
-        """Adds another worker's answer."""
+        """Merge another worker's output."""
         for job_id, count in other.stores_done.items():
             self.stores_done[job_id] = self.stores_done.get(job_id, 0) + count
         self.stores_failed |= other.stores_failed

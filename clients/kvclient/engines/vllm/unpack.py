@@ -1,4 +1,4 @@
-"""KV that vLLM stored, as plain tensors: for another engine that goes on from it, for tools, for a look.
+"""KV that vLLM stored, as plain tensors: for other engines that resume from it, for tools and for inspection.
 
     spec = find_pages("127.0.0.1:7400", model="my-model")
     with PageReader(spec, HookOptions()) as reader:
@@ -19,9 +19,9 @@ amx      bfloat16 with AMX                      [N/16][D/2][16][2]:      [D/16][
                                                 16 tokens, pairs of dims pairs of tokens, 16 dims
 ======== ====================================== ======================== ===================================
 
-Seen in vLLM 0.32 on x86-64, for head dims 64, 80 and 96 and blocks of 32 to 128 tokens. Keys have their positions applied. Served
-are models with full attention in all layers; anything else is refused. Nothing here needs vLLM. The weights of whoever goes on
-must be those that vLLM had: nobody here can tell.
+Verified with vLLM 0.32 on x86-64, for head dims 64, 80 and 96 and blocks of 32 to 128 tokens. Keys have their positions applied.
+Only models with full attention in all layers are supported. This module does not require vLLM. The reading engine must have the
+same weights as vLLM; this module cannot check that.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _TILE = 16
 _FAMILY, _ENGINE_LINES = "vllm", ("0.32",)
 _LAYOUT_VERSION = 1
 _MOST_NAMED = 8
-"""Namespaces of one name that an error tells of."""
+"""Maximum number of namespaces that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """How pages of a namespace are to be read.
+    """How to read the pages of a namespace.
 
     Attributes:
-        isa: the attention kernel's arrangement.
-        dtype: of the elements.
-        layers: how many.
-        heads: of keys and values.
-        block_tokens: tokens of a page.
-        head_dim: elements of a token and head, keys or values.
+        isa: the layout of the attention kernel.
+        dtype: dtype of the elements.
+        layers: number of layers.
+        heads: number of heads of keys and values.
+        block_tokens: tokens per page.
+        head_dim: elements per token and head, of keys or values.
     """
 
     isa: str
@@ -66,10 +66,10 @@ class PageLayout:
 
     @classmethod
     def of(cls, spec: CacheSpec) -> PageLayout:
-        """Reads it off a namespace that the vLLM connector made.
+        """Derive the format from a namespace that the vLLM connector created.
 
         Raises:
-            InvalidArgument: it is none, or its pages are of a kind that cannot be read here.
+            InvalidArgument: not such a namespace, or its page format is not supported.
         """
         said = dict(part.partition("=")[::2] for part in spec.layout.split(";"))
         if said.get(_FAMILY) not in _ENGINE_LINES or spec.layout_version != _LAYOUT_VERSION:
@@ -97,7 +97,7 @@ class PageLayout:
         return self.layers * self.heads * self.block_tokens * 2 * self.head_dim * self.dtype.itemsize
 
     def unpack(self, blocks: torch.Tensor) -> list[KV]:
-        """Pages as tensors.
+        """Convert pages to tensors.
 
         Args:
             blocks: consecutive pages, uint8 ``[blocks, block_bytes]`` on the CPU, contiguous.
@@ -106,7 +106,7 @@ class PageLayout:
             Keys and values of each layer, ``[1, heads, blocks * block_tokens, head_dim]``; nothing is a view of ``blocks``.
 
         Raises:
-            InvalidArgument: memory of another size.
+            InvalidArgument: the memory has the wrong size.
         """
         if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] != self.block_bytes or not blocks.is_contiguous():
             raise InvalidArgument("pages take contiguous uint8 [blocks, block_bytes]", shape=tuple(blocks.shape))
@@ -121,7 +121,7 @@ class PageLayout:
 
 
 _Read = Callable[[torch.Tensor, int, int], torch.Tensor]
-"""``[blocks, heads, tokens * dim]`` as a kernel has it -> ``[blocks, heads, tokens, dim]``; a view where it can be."""
+"""Convert a kernel's ``[blocks, heads, tokens * dim]`` to ``[blocks, heads, tokens, dim]``; a view if possible."""
 
 
 def _plain(area: torch.Tensor, tokens: int, dim: int) -> torch.Tensor:
@@ -150,7 +150,7 @@ _READERS: dict[str, tuple[_Read, _Read]] = {
 
 
 def _in_a_row(parts: torch.Tensor) -> torch.Tensor:
-    """``[blocks, heads, tokens, dim]`` as new memory ``[1, heads, blocks * tokens, dim]``."""
+    """Copy ``[blocks, heads, tokens, dim]`` to new memory ``[1, heads, blocks * tokens, dim]``."""
     return parts.transpose(0, 1).contiguous().flatten(1, 2).clone()[None]
 
 
@@ -164,20 +164,21 @@ def find_pages(
     tls: TlsConfig | None = None,
     options: ClientOptions | None = None,
 ) -> CacheSpec:
-    """The namespace of a model's pages that vLLM stored and that can be read here.
+    """Find the namespace of a model's pages that vLLM stored in a supported format.
 
     Args:
         metadata: address of the metadata server.
-        model: as vLLM calls it, or its connector was told.
-        weights_epoch: whose weights; None: there is one only.
-        namespace: the beginning of its name, as the connector logs it in hex digits; empty: there is one only.
-        tenant: whose KV.
+        model: name of the model in vLLM, or in its connector's options.
+        weights_epoch: version of the weights; None: only one exists.
+        namespace: prefix of its name in hex digits, as the connector logs it; empty: only one exists.
+        tenant: owner of the KV.
         tls: as for ``KVClient.connect``.
-        options: of them the token.
+        options: only the token is used.
 
     Raises:
-        InvalidArgument: there is none; why those there are cannot be read; or there are several, of other weights or
-            configurations of the same name, and which is wanted must be said.
+        InvalidArgument: none exists, none has a supported format, or several exist with different weights or configurations, so
+            that
+            the arguments must select one.
         KVStoreError: the metadata server does not answer.
     """
     why: InvalidArgument | None = None
@@ -210,10 +211,10 @@ class PageReader:
 
     Args:
         spec: the namespace; see ``find_pages``.
-        options: where the store is, and bounds.
+        options: addresses of the store, and deadlines.
 
     Raises:
-        InvalidArgument: its pages cannot be read here.
+        InvalidArgument: the page format is not supported.
         KVStoreError: the store does not answer, and ``require_store`` is set.
     """
 
@@ -223,14 +224,14 @@ class PageReader:
         self._client = options.connect(spec)
 
     def read(self, tokens: list[int], most: int | None = None) -> tuple[list[KV], int]:
-        """The longest stored prefix.
+        """Read the longest stored prefix.
 
         Args:
-            tokens: ids, without anything else that KV depends on (adapters, images, salts).
-            most: at most so many tokens; rounded down to blocks. Whoever goes on needs one token left, for its logits.
+            tokens: token ids of a prompt without adapters, images or salts.
+            most: maximum number of tokens, rounded down to blocks. To resume, leave at least one token to compute its logits.
 
         Returns:
-            Keys and values of each layer, ``[1, heads, tokens, dim]``, and how many tokens that is; 0: ``([], 0)``.
+            Keys and values of each layer, ``[1, heads, tokens, dim]``, and the number of tokens; a miss returns ``([], 0)``.
         """
         most = len(tokens) if most is None else min(most, len(tokens))
         keys = self._client.keys(tokens[: max(0, most) // self.layout.block_tokens * self.layout.block_tokens])
@@ -240,7 +241,7 @@ class PageReader:
         return (self.layout.unpack(room[:hit]), hit * self.layout.block_tokens) if hit else ([], 0)
 
     def close(self) -> None:
-        """Lets go of the store."""
+        """Disconnect from the store."""
         self._client.close()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""Block keys of a request, made from its token ids, adapter, images and salt as blocks fill.
+"""Block keys of a request, computed from its token ids, adapter, images and salt as blocks fill.
 
-One chain a request, that of ``namespaces.chain_spec``; whoever knows the tokens (a router) can make it. Keys in the namespaces of
-other groups and shards follow from it by a mask, so that nothing is hashed twice and no key is in two namespaces.
+Each request has one chain, that of ``namespaces.chain_spec``. A component that knows the tokens (a router) can compute the same
+chain. A mask turns its keys into those of other groups and shards. So nothing is hashed twice and no key is in two namespaces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvclient.engines.vllm.identity.adapters import AdapterWeights
 
 
 class VllmRequest(Protocol):
-    """The fields of vLLM's ``Request`` that are used here."""
+    """The fields of vLLM's ``Request`` that this module uses."""
 
     request_id: str
     num_computed_tokens: int
@@ -32,23 +32,23 @@ class VllmRequest(Protocol):
 
 
 def is_hashable(request: VllmRequest, adapter: AdapterWeights | None) -> bool:
-    """Whether tokens and extras say all that the KV of a request depends on.
+    """Check whether tokens and extras determine the KV of a request.
 
-    That is not so for embeddings in place of tokens, and for an adapter with unknown weights.
+    They do not for embeddings in place of tokens, or for an adapter with unknown weights.
     """
     return request.prompt_embeds is None and (request.lora_request is None or adapter is not None)
 
 
 def request_extras(request: VllmRequest, adapter: AdapterWeights | None, block_tokens: int) -> dict[int, bytes]:
-    """Everything that blocks of a request depend on besides tokens, by position of the block; empty for most requests.
+    """Return all inputs of a request's blocks besides tokens, by position of the block; empty for most requests.
 
-    The adapter, with its weights, and the salt go into the first block, and by the chain into all; an image into each block that
-    it reaches into, with its place there.
+    The adapter (with its weights) and the salt enter the first block, and all later ones through the chain. An image enters each
+    block that it overlaps, with its position there.
 
     Args:
-        request: one that ``is_hashable``.
+        request: a request for which ``is_hashable`` is true.
         adapter: the weights of its adapter, if it has one.
-        block_tokens: tokens of a block.
+        block_tokens: tokens per block.
     """
     parts: dict[int, list[tuple[str, bytes]]] = {}
     lora = request.lora_request
@@ -67,13 +67,13 @@ def request_extras(request: VllmRequest, adapter: AdapterWeights | None, block_t
 
 
 class RequestKeys:
-    """The keys of one request's full blocks, extended as tokens come. Thread-safe.
+    """The keys of one request's full blocks, extended as tokens arrive. Thread-safe.
 
-    An engine that does not wait for a lookup (vLLM does not, where a request reads no prefix) plans stores of a request while the
-    lookup is still making its keys.
+    vLLM does not wait for a lookup if a request reads no prefix. It then plans stores of a request while the lookup is still
+    computing its keys.
 
     Args:
-        chain: makes the keys.
+        chain: computes the keys.
         extras: see ``request_extras``.
     """
 
@@ -85,7 +85,7 @@ class RequestKeys:
         self._keys: list[BlockKey] = []
 
     def upto(self, tokens: Sequence[int], blocks: int) -> list[BlockKey]:
-        """The first keys of the chain, ``blocks`` of them, or as many as there are full blocks of ``tokens``."""
+        """Return the first ``blocks`` keys of the chain, or as many as ``tokens`` has full blocks."""
         with self._lock:
             have = len(self._keys)
             blocks = min(blocks, len(tokens) // self._block_tokens)
@@ -96,16 +96,16 @@ class RequestKeys:
             return self._keys[:blocks]
 
     def tail(self, tokens: Sequence[int], parent: BlockKey | None) -> BlockKey:
-        """The key of a partial last block; see ``KeyChain.tail``."""
+        """Return the key of a partial last block; see ``KeyChain.tail``."""
         return self._chain.tail(np.asarray(tokens, np.int64), parent)
 
 
 class NamespaceKeyMask:
-    """Turns keys of a request's chain into keys of one namespace, by XOR with the difference of the two namespaces.
+    """Converts keys of a request's chain to keys of one namespace, by XOR with the difference of the two namespaces.
 
     Args:
         chain: the namespace whose chain makes the keys; its own keys stay as they are.
-        namespace: the other.
+        namespace: the namespace of the resulting keys.
     """
 
     def __init__(self, chain: bytes, namespace: bytes) -> None:
@@ -113,7 +113,7 @@ class NamespaceKeyMask:
         self._mask = mask if mask.any() else None
 
     def keys(self, keys: Sequence[BlockKey]) -> bytes:
-        """The same blocks' keys in the namespace, packed."""
+        """Return the packed keys of the same blocks in the namespace."""
         packed = b"".join(keys)
         if self._mask is None:
             return packed

@@ -19,7 +19,7 @@ from kvclient.engines.options import HookOptions
 _DIGEST_CHARS = 16
 _FAMILY = "vllm"
 LAYOUT_VERSION = 1
-"""Of how this package lays out blocks: layers of a group in model order, each a whole page."""
+"""Version of this package's block layout: layers of a group in model order, each a whole page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class GroupFacts:
     """Facts of one KV cache group in one worker.
 
     Attributes:
-        model: as the engine calls it.
+        model: the engine's name of the model.
         model_digest: of the model's configuration: what the same name may hide (another revision, overrides, quantization).
-        dtype: numbers in the pages.
-        block_tokens: tokens of a page.
+        dtype: dtype of the pages.
+        block_tokens: tokens per page.
         layers: names of the layers, in order.
         page_bytes: bytes of a page of one layer.
         page_shape: axes of a page.
@@ -39,8 +39,8 @@ class GroupFacts:
         backend: attention backend.
         isa: which of the backend's kernels: on CPUs it decides the order of bytes in a page.
         engine: the engine's line, e.g. ``0.32``.
-        shard_rank: which part of the heads.
-        shard_count: of how many parts. Ranks that hold the same bytes have the same shard.
+        shard_rank: index of the part of the heads.
+        shard_count: number of parts. Ranks that hold the same bytes have the same shard.
     """
 
     model: str
@@ -60,7 +60,7 @@ class GroupFacts:
 
     @property
     def layout(self) -> str:
-        """The namespace's layout: readable, and different wherever page bytes may differ."""
+        """Readable layout of the namespace, different whenever page bytes may differ."""
         return ";".join(
             (
                 f"{_FAMILY}={self.engine}",
@@ -76,10 +76,10 @@ class GroupFacts:
 
 
 def group_spec(options: HookOptions, facts: GroupFacts) -> CacheSpec:
-    """The namespace of one group and shard.
+    """Return the namespace of one group and shard.
 
     Raises:
-        InvalidArgument: impossible fields.
+        InvalidArgument: invalid fields.
     """
     return options.spec(
         facts.model,
@@ -95,11 +95,11 @@ def group_spec(options: HookOptions, facts: GroupFacts) -> CacheSpec:
 
 
 def chain_spec(groups: Sequence[CacheSpec]) -> CacheSpec:
-    """The namespace whose chain makes the keys of a request, for all groups and shards: the first group's first shard."""
+    """Return the namespace whose chain makes the keys of a request for all groups and shards: the first group's first shard."""
     return replace(groups[0], shard_rank=0)
 
 
 def digest(value: Mapping[str, Any] | Sequence[str]) -> str:
-    """A short digest of plain values, the same in every process."""
+    """Return a short digest of plain values, equal in every process."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]

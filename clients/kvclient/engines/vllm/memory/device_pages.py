@@ -1,12 +1,11 @@
-"""Pages of a KV cache on a device: ``DeviceCopier`` moves them, on streams of its own, and this says in which order.
+"""Pages of a KV cache on a device. ``DeviceCopier`` moves them on its own streams; this module defines the order.
 
-* What a step computed is read behind a mark that the engine's thread made once the step had been asked for.
-* What is loaded is written behind such a mark, too: whoever had the page before may still be computed with.
-* A layer that was loaded is used behind its copy: the engine's stream waits for it, not its thread (``LoadHandle.wait_layer``). A
-  load outside of the batch has ended only when its copies have.
-* Copies that do not end come before whatever is asked of the device next: ``clear``.
+* A store reads a step's results after a mark that the engine's thread made when the step had been submitted. * A load writes
+after such a mark too, because submitted work may still use the page's previous content. * The engine uses a loaded layer after
+its copy: its stream waits, not its thread (``LoadHandle.wait_layer``). A load outside of the batch completes only after its
+copies. * Unfinished copies run before anything that is submitted to the device afterwards: ``clear``.
 
-This module imports torch, which a vLLM worker has loaded long ago.
+This module imports torch, which a vLLM worker has already imported.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _COUNTED = (
     "device_batch_refused",
     "device_without_triton",
 )
-"""Of the copier's counters those that are the connector's, too."""
+"""The copier's counters that the connector reports too."""
 _TRIED_PAGES = 3
 _PIN_S = 30.0
 _kept: list[memoryview] = []
@@ -51,18 +50,18 @@ _kept: list[memoryview] = []
 def make_pages(
     groups: Sequence[Sequence[torch.Tensor]], num_blocks: int, *, strategy: StrategyName, staging_bytes: int
 ) -> list[Pages]:
-    """The pages of an engine, by group, wherever they lie.
+    """Create the pages of an engine by group, in host or device memory.
 
     Args:
-        groups: by group: one tensor a layer.
-        num_blocks: blocks of the block manager.
-        strategy: the way copies to a device go; see ``kvclient.device.copy_strategies``.
-        staging_bytes: of each staging buffer on a device.
+        groups: per group, one tensor per layer.
+        num_blocks: number of blocks of the block manager.
+        strategy: how blocks are copied to a device; see ``kvclient.device.copy_strategies``.
+        staging_bytes: size of each staging buffer on a device.
 
     Raises:
-        InvalidArgument: memory that is neither the host's nor a CUDA device's, or a layout that is not known.
+        InvalidArgument: the memory is neither the host's nor a CUDA device's, or the layout is unknown.
         Unavailable: a CUDA device without its driver.
-        Internal: copies on the device do not bring what they should.
+        Internal: copies on the device return wrong data.
     """
     places = {tensor.device for group in groups for tensor in group}
     if {place.type for place in places} == {"cpu"}:
@@ -77,7 +76,7 @@ def make_pages(
 def device_pages(
     groups: Sequence[Sequence[torch.Tensor]], num_blocks: int, device: Device, *, strategy: StrategyName, staging_bytes: int
 ) -> list[Pages]:
-    """The same, on a device that is told; each group's copies are tried out before any is relied on."""
+    """Create the pages on the given device. Copies of each group are tested before use."""
     pages = [DevicePages(group, num_blocks, device, strategy=strategy, staging_bytes=staging_bytes) for group in groups]
     for one in pages:
         one.try_out()
@@ -88,15 +87,16 @@ class DevicePages:
     """The pages of one KV cache group on a device; see ``Pages``.
 
     Args:
-        tensors: one a layer, in layer order: ``[blocks, …]``, or ``[blocks * n, …]`` where kernels use smaller pages than the
-            engine's block manager.
-        num_blocks: blocks of the block manager.
-        device: where they lie.
-        strategy: the way copies go.
-        staging_bytes: of each staging buffer.
+        tensors: one per layer, in layer order: ``[blocks, …]``, or ``[blocks * n, …]`` if kernels use smaller pages than the
+            engine's
+            block manager.
+        num_blocks: number of blocks of the block manager.
+        device: the device of the tensors.
+        strategy: how blocks are copied.
+        staging_bytes: size of each staging buffer.
 
     Raises:
-        InvalidArgument: a layout that is not known, or a strategy that this device does not have.
+        InvalidArgument: the layout is unknown, or this device does not support the strategy.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class DevicePages:
         self.num_blocks = num_blocks
         self.shape: BlockShape = self._copier.shape
         self._tried: dict[str, int] = {}
-        """What trying out was counted as."""
+        """Counters of the copy test."""
 
     def mark(self) -> Event:
         return self._copier.mark()
@@ -142,12 +142,12 @@ class DevicePages:
         return {name: totals.get(f"{name}_total", 0) - self._tried.get(name, 0) for name in _COUNTED}
 
     def try_out(self) -> None:
-        """Copies a few pages there and back, the way all will go, before any is relied on: no GPU may be what it seems.
+        """Copy a few pages to the store's memory and back, the same way as later copies, to detect a faulty device or driver.
 
-        The pages are as before; nothing may use them meanwhile.
+        Restores the pages; nothing may use them during the test.
 
         Raises:
-            Internal: other bytes came, or none.
+            Internal: wrong bytes were returned, or none.
         """
         cache, copier = self._copier.cache, self._copier
         ids = sorted({0, self.num_blocks // 2, self.num_blocks - 1})[:_TRIED_PAGES]
@@ -178,7 +178,7 @@ class DevicePages:
             stored.write_arena(arena, np.arange(len(ids), 2 * len(ids)) * size)
             stored.drain()
             good = good and np.array_equal(found[1], wanted)
-            # by memory that is not pinned, as what comes from elsewhere goes
+            # through memory that is not pinned, like blocks from other sources
             other = ~wanted
             loaded = copier.blocks(ids)
             for block in range(len(ids)):
@@ -187,7 +187,7 @@ class DevicePages:
             loaded.landed(np.arange(len(ids)), 0, self.shape.layers)
             loaded.drain()
             good = good and holds(other) and np.array_equal(copier.blocks(ids).gather().reshape(other.shape), other)
-        except RuntimeError as error:  # torch's, of the device
+        except RuntimeError as error:  # torch's current stream of the device
             raise Internal("the device fails", device=cache.device, error=error) from error
         finally:
             for layer, was in zip(layers, before, strict=True):
@@ -197,7 +197,7 @@ class DevicePages:
                 arena.release()
                 memory.close()
             else:
-                _kept.append(arena)  # the device may still touch it
+                _kept.append(arena)  # the device may still access it
         if not good:
             raise Internal(
                 "copies to and from this device bring other bytes: another strategy may not",
@@ -209,7 +209,7 @@ class DevicePages:
 
 
 def _whole_pages(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """A layer as ``[blocks, …]``: the kernel's pages of a block in one."""
+    """Return a layer as ``[blocks, …]``, with the kernel's pages of each block combined."""
     each = pages_per_block(tensor, num_blocks)
     return tensor if each == 1 else tensor.unflatten(0, (num_blocks, each))
 

@@ -1,10 +1,12 @@
-"""An engine's KV cache tensors as memory of blocks: what is moved is always a whole page of every layer, and never copied here.
+"""An engine's KV cache tensors as memory of blocks.
 
-A page is ``tensor[block_id]``. What lies inside it is the attention kernel's business (on CPUs K is transposed or tiled), so
-nothing smaller is ever named, and hosts whose kernels differ are kept apart by namespace.
+The unit of transfer is a whole page of every layer; nothing here copies it.
 
-``GroupPages`` are in host memory, where what the engine has computed is there; ``device_pages`` are in a device's, where it is
-there behind a mark.
+A page is ``tensor[block_id]``. Its inner layout belongs to the attention kernel (on CPUs K is transposed or tiled), so no smaller
+part is addressed. Hosts whose kernels differ have separate namespaces.
+
+``GroupPages`` are in host memory, where computed KV is available at once. ``device_pages`` are in device memory, where computed
+KV is available after a mark.
 """
 
 from __future__ import annotations
@@ -21,59 +23,60 @@ if TYPE_CHECKING:
     from kvclient.memory.device_buffer import ArenaPinner
 
 LAYOUTS = "LBNHC, LBHNC, BLNHC, BLHNC"
-"""Of vLLM's layouts (``VLLM_KV_CACHE_LAYOUT``) those whose pages are in one piece."""
+"""vLLM's layouts (``VLLM_KV_CACHE_LAYOUT``) whose pages are contiguous."""
 
 Mark = object
-"""How far the engine had come with its computation; None: in host memory everything is computed when it is asked for."""
+"""A position in the engine's computation; None: host memory, where all requested computation has already finished."""
 
 
 class Pages(Protocol):
-    """The pages of one KV cache group. Pages of one engine share a device: a mark of one group is good for all."""
+    """The pages of one KV cache group. All pages of one engine share a device: a mark of one group is valid for all groups."""
 
     num_blocks: int
     shape: BlockShape
 
     def mark(self) -> Mark:
-        """Behind all that the calling thread, which must be the engine's, has asked the device to compute so far."""
+        """Mark the end of all work that the calling thread, which must be the engine's, has submitted to the device so far."""
 
     def buffer(self, block_ids: Sequence[int], after: Mark = None) -> BlockBuffer:
-        """Some pages as a block buffer, to be touched behind a mark.
+        """Return some pages as a block buffer that may be accessed only after a mark.
 
         Raises:
-            InvalidArgument: there is no such page.
+            InvalidArgument: a page does not exist.
         """
 
     def layer_buffer(self, layer: int, block_ids: Sequence[int], after: Mark = None) -> BlockBuffer:
-        """One layer of some pages, as a buffer of blocks of one layer."""
+        """Return one layer of some pages, as a buffer of blocks of one layer."""
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zeros in some pages, ahead of all that the calling thread, the engine's, asks the device to compute from now on.
+        """Zero some pages before any later work of the calling thread, which must be the engine's, on the device.
 
-        What a load that failed has left in a page must not stay there: whoever gets the page next fills a part of it, and
-        kernels multiply the rest by zero, which of a NaN makes a NaN.
+        A failed load must not leave data in a page. The page's next owner fills only a part of it, and kernels multiply the rest
+        by zero, which turns a NaN into a NaN.
         """
 
     def watcher(self, spec: CacheSpec) -> ArenaPinner | None:
-        """Who copies between these pages and arenas, for a client of a namespace; None: the client itself.
+        """Return the copier between these pages and arenas, for a client of a namespace; None: the client copies itself.
 
         Raises:
-            InvalidArgument: the namespace is not of these pages.
+            InvalidArgument: the namespace does not match these pages.
         """
 
     def wait_pinned(self, timeout_s: float) -> bool:
-        """Waits until memory that was mapped for these copies is pinned, or is not to be. False: not in time."""
+        """Wait until the memory mapped for these copies is pinned, or will not be pinned. False: timeout."""
 
     def counts(self) -> Mapping[str, int]:
-        """Totals of these copies, by name of a counter."""
+        """Return totals of these copies by counter name."""
 
 
 class GroupPages:
     """The pages of one KV cache group in host memory; see ``Pages``.
 
     Args:
-        tensors: one a layer, in layer order: dense CPU tensors ``[blocks, …]``, or ``[blocks * n, …]`` where kernels use smaller
-            pages than the engine's block manager.
-        num_blocks: blocks of the block manager.
+        tensors: one per layer, in layer order: dense CPU tensors ``[blocks, …]``, or ``[blocks * n, …]`` if kernels use smaller
+            pages
+            than the engine's block manager.
+        num_blocks: number of blocks of the block manager.
 
     Raises:
         InvalidArgument: a page is not contiguous, pages of layers differ in size, or the tensors are not in host memory.
@@ -126,16 +129,16 @@ class PageBuffer:
 
     @property
     def count(self) -> int:
-        """How many pages."""
+        """Number of pages."""
         return len(self._block_ids)
 
     @property
     def shape(self) -> BlockShape:
-        """Layers, and bytes of a page."""
+        """Number of layers, and bytes per page."""
         return self._shape
 
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
-        """One piece a layer."""
+        """One piece per layer."""
         page, size = self._block_ids[block], self._shape.layer_block_bytes
         pieces = []
         for layer in self._layers[first_layer : first_layer + layer_count]:
@@ -145,7 +148,7 @@ class PageBuffer:
 
 
 class LayerPages:
-    """Where the pages of one layer lie: page ``b`` is ``memory[b * stride : b * stride + page_bytes]``."""
+    """Location of one layer's pages: page ``b`` is ``memory[b * stride : b * stride + page_bytes]``."""
 
     __slots__ = ("memory", "page_bytes", "stride")
 
@@ -156,8 +159,8 @@ class LayerPages:
 
 
 def _page_bytes(tensor: Any, num_blocks: int) -> LayerPages:  # noqa: ANN401  # torch is not imported here, not even for types
-    """The pages of one layer's tensor."""
-    import torch  # the engine has loaded it long ago
+    """Return the pages of one layer's tensor."""
+    import torch  # already imported by the engine
 
     if tensor.device.type != "cpu":
         raise InvalidArgument("the KV cache is not in host memory", device=str(tensor.device))
@@ -174,10 +177,10 @@ def _page_bytes(tensor: Any, num_blocks: int) -> LayerPages:  # noqa: ANN401  # 
 
 
 def pages_per_block(tensor: Any, num_blocks: int) -> int:  # noqa: ANN401
-    """How many pages of the kernel's a block of the block manager has.
+    """Return the number of kernel pages per block of the block manager.
 
     Raises:
-        InvalidArgument: the tensor has not the blocks in its first axis.
+        InvalidArgument: the first axis of the tensor is not that of the blocks.
     """
     if num_blocks <= 0 or not tensor.ndim or not tensor.shape[0] or tensor.shape[0] % num_blocks:
         raise InvalidArgument("the KV cache has not the blocks that were announced", shape=tuple(tensor.shape), blocks=num_blocks)
@@ -186,9 +189,9 @@ def pages_per_block(tensor: Any, num_blocks: int) -> int:  # noqa: ANN401
 
 
 def page_order(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401
-    """The axes of a page as they lie in memory, outermost first; ``(0, 1, 2)`` where they lie as they are named."""
+    """Return the axes of a page in memory order, outermost first; ``(0, 1, 2)`` if memory order equals axis order."""
     strides, sizes = tensor.stride()[1:], tensor.shape[1:]
-    wide = [axis for axis in range(len(sizes)) if sizes[axis] > 1]  # where an axis of one lies says nothing
+    wide = [axis for axis in range(len(sizes)) if sizes[axis] > 1]  # the stride of an axis of length one has no meaning
     if sorted(wide, key=lambda axis: -strides[axis]) == wide:
         return tuple(range(len(sizes)))
     return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))

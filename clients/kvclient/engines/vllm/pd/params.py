@@ -1,19 +1,18 @@
 """The content of a request's ``kv_transfer_params``, on which a router and two engines must agree.
 
-A router that chose a prefill and a decode engine asks both at once, or one after the other:
+A router that chose a prefill and a decode engine sends requests to both, at once or in sequence:
 
 * the prefill engine: the request with ``max_tokens`` 1, and
-  ``{"do_remote_decode": true, "transfer_id": ID, "decode_node": NODE}``: the store's node on the decode engine's host;
-* the decode engine: the request as it is, and ``{"do_remote_prefill": true, "transfer_id": ID}``.
+  ``{"do_remote_decode": true, "transfer_id": ID, "decode_node": NODE}``; NODE is the store's node on the decode engine's host;
+* the decode engine: the unchanged request, and ``{"do_remote_prefill": true, "transfer_id": ID}``.
 
 ID is any name of up to 64 characters, a new one for each attempt. ``"path_policy": NAME`` beside the node's name chooses, for
-this request, over which hosts' storage links its prefix is read; see ``PdOptions``. The prefill engine's answer carries what the
-decode engine is to be given, for routers that ask one engine after the other; ``"do_remote_prefill": false`` in it says that the
-prompt could not be handed over. Whatever else is in there is left alone: it may be
-meant for others.
+this request, over which hosts' storage links its prefix is read; see ``PdOptions``. The prefill engine's answer contains
+the parameters for the decode engine, for routers that send the requests in sequence. ``"do_remote_prefill": false`` in the answer
+means that the prompt could not be handed over. Unknown fields are ignored: they may belong to other components.
 
-The fields come with requests, from whoever may send them: what makes no sense is refused (that is, the request is served as if it
-were not there), never trusted, and never an error that an engine could end by.
+The fields come from clients and are not trusted. Invalid fields are ignored, and the request is served without them. They never
+raise an error that could stop an engine.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _POLICY = re.compile(r"[a-z_]{0,64}")
 
 
 class Role(StrEnum):
-    """This engine's part in one request."""
+    """This engine's role in a request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -43,13 +42,13 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One attempt to prefill here and decode there.
+    """One attempt to prefill on one engine and decode on another.
 
     Attributes:
-        role: of this engine.
-        transfer_id: names the attempt.
-        decode_node: the store's node on the decode engine's host; known to the prefill engine alone.
-        path_policy: how the prefix is read; empty: as the engine's options say.
+        role: role of this engine.
+        transfer_id: id of the attempt.
+        decode_node: the store's node on the decode engine's host; only the prefill engine knows it.
+        path_policy: how the prefix is read; empty: the engine's option applies.
     """
 
     role: Role
@@ -63,15 +62,18 @@ class Transfer:
         return BlockKey((np.frombuffer(key, np.uint8) ^ np.frombuffer(mask, np.uint8)).tobytes())
 
     def for_decode(self, *, whole: bool = True) -> dict[str, Any]:
-        """Parameters for the decode engine. If not ``whole``, the prompt is not handed over and must not be awaited."""
+        """Return the parameters for the decode engine.
+
+        If not ``whole``, the prompt was not handed over and must not be awaited.
+        """
         return {"do_remote_prefill": whole, "do_remote_decode": False, "transfer_id": self.transfer_id}
 
 
 def read_transfer(params: object) -> Transfer | None:
-    """The transfer that a request belongs to, if any.
+    """Return the transfer that a request belongs to, if any.
 
     Raises:
-        InvalidArgument: it says that it belongs to one, and the rest makes no sense.
+        InvalidArgument: the request names a transfer with invalid fields.
     """
     if not isinstance(params, Mapping):
         return None

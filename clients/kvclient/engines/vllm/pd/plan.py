@@ -15,12 +15,12 @@ class SendJob:
     """Blocks of a prompt that one step completes, handed over layer by layer while it computes.
 
     Attributes:
-        job_id: names it in the answer.
-        decode_node: where to.
+        job_id: id of the job in the output.
+        decode_node: destination node.
         first_block: position of the first block in its chain.
         parent: key before it; None at the head of the chain.
-        keys: of the blocks; with ``tail`` the last is that of a partial block.
-        tail: whether it is.
+        keys: keys of the blocks; with ``tail`` the last key is that of a partial block.
+        tail: whether the last block is partial.
         block_ids: by group: their pages, from the first that the group still has (a sliding window has left the others behind).
         adapter: the weights that the keys name, if the request has an adapter.
     """
@@ -41,7 +41,7 @@ class AbandonJob:
 
     Attributes:
         decode_node: node of the decode host.
-        transfer_id: names it there.
+        transfer_id: id of the transfer on that node.
     """
 
     decode_node: str
@@ -55,8 +55,8 @@ class AwaitJob:
     Attributes:
         request_id: whose.
         keys: all of its blocks, a partial last one included.
-        first_needed: by group: the first of them that decoding needs.
-        transfer_id: by which the other engine may end the wait.
+        first_needed: per group, the first block that decoding requires.
+        transfer_id: id with which the other engine may end the wait.
     """
 
     request_id: str
@@ -71,8 +71,8 @@ class CopyJob:
 
     Attributes:
         request_id: whose.
-        first_blocks: by group: position of the first block that is copied; those before it the engine has, or needs no more.
-        block_ids: by group: pages from there on.
+        first_blocks: per group, position of the first copied block; the engine has the earlier ones or no longer requires them.
+        block_ids: per group, the pages from there on.
     """
 
     request_id: str
@@ -82,7 +82,7 @@ class CopyJob:
 
 @dataclass(slots=True)
 class PdPlan:
-    """One step's.
+    """The transfers of one step.
 
     Attributes:
         sends: hand-overs of this step.
@@ -108,8 +108,8 @@ class PdWorkerOutput:
 
     Attributes:
         sent: as ``WorkerOutput`` says it of stores: hand-overs that are over, and those among them that failed.
-        known: by request: how many workers know what became of its prompt.
-        incomplete: requests whose prompt did not come whole to some worker.
+        known: per request, the number of workers that know the outcome of its prompt.
+        incomplete: requests whose prompt is incomplete on at least one worker.
     """
 
     sent: WorkerOutput = field(default_factory=WorkerOutput)
@@ -117,7 +117,7 @@ class PdWorkerOutput:
     incomplete: set[str] = field(default_factory=set)
 
     def merge(self, other: PdWorkerOutput) -> None:
-        """Adds another worker's answer."""
+        """Merge another worker's output."""
         self.sent.merge(other.sent)
         for request_id, count in other.known.items():
             self.known[request_id] = self.known.get(request_id, 0) + count

@@ -38,11 +38,11 @@ class Prompt:
 
     @property
     def done(self) -> bool:
-        """Whether it is known what became of it."""
+        """Whether the outcome is known."""
         return all(part.done for part in self.parts)
 
     def whole(self) -> bool:
-        """Whether all of it is here."""
+        """Whether the whole prompt has arrived."""
         return bool(self.parts) and all(part.wait(0) for part in self.parts)
 
 
@@ -50,10 +50,10 @@ class Receiver:
     """Awaited prompts of a worker. Called by the worker's one thread.
 
     Args:
-        pages: by group: its memory.
-        deadline_s: how long a prompt is waited for.
+        pages: memory per group.
+        deadline_s: limit of the wait for a prompt.
         verify: when checksums are compared after the copy.
-        counters: where prompts are counted.
+        counters: counts the prompts.
     """
 
     def __init__(self, pages: Sequence[Pages], deadline_s: float, counters: ConnectorCounters, *, verify: Verify) -> None:
@@ -68,12 +68,12 @@ class Receiver:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-prompt")
 
     def begin(self, jobs: Sequence[AwaitJob], chain: bytes, clients: Sequence[KVClient]) -> None:
-        """Waits for prompts from now on.
+        """Start waiting for prompts.
 
         Args:
-            jobs: which.
+            jobs: the awaited prompts.
             chain: the namespace whose chain their keys are of.
-            clients: by group.
+            clients: clients per group.
         """
         for job in jobs:
             prompt = Prompt(first_needed=job.first_needed)
@@ -88,7 +88,7 @@ class Receiver:
                 prompt.parts.clear()
 
     def take_known(self) -> tuple[set[str], set[str]]:
-        """Requests of whose prompts it is known since the last call what became of them, and those among them that lack some."""
+        """Return the requests whose outcome became known since the last call, and those among them with missing blocks."""
         known, incomplete = set(), set()
         for request_id in [request_id for request_id, prompt in self._waiting.items() if prompt.done]:
             prompt = self._waiting.pop(request_id)
@@ -103,8 +103,8 @@ class Receiver:
         return known, incomplete
 
     def take(self, jobs: Sequence[CopyJob]) -> None:
-        """Copies prompts into pages, in the background."""
-        after = self._pages[0].mark() if jobs else None  # others may still be computed with in these pages
+        """Copy prompts into pages, in the background."""
+        after = self._pages[0].mark() if jobs else None  # submitted work may still use these pages
         for job in jobs:
             future = self._threads.submit(self._take, self._complete.pop(job.request_id, None), job, after)
             future.add_done_callback(self._tell)
@@ -115,7 +115,7 @@ class Receiver:
             self._changed.notify_all()
 
     def _take(self, prompt: Prompt | None, job: CopyJob, after: Mark) -> list[list[int]]:
-        """Copies one prompt; by group the pages that are not filled."""
+        """Copy one prompt. Return the pages that were not filled, per group."""
         missing: list[list[int]] = []
         with ExitStack() as stack:
             parts = prompt.parts if prompt is not None else ()
@@ -134,7 +134,7 @@ class Receiver:
         return missing
 
     def take_completions(self) -> LoadCompletions:
-        """Copies that have ended since the last call."""
+        """Return the copies that have ended since the last call."""
         arrivals = LoadCompletions()
         for request_id in [request_id for request_id, (_, future) in self._copying.items() if future.done()]:
             job, future = self._copying.pop(request_id)
@@ -147,7 +147,7 @@ class Receiver:
                 missing = future.result()
             for pages, ids in zip(self._pages, missing, strict=True):
                 if ids:
-                    pages.clear(ids)  # here, for the engine's thread says what of the device comes before what
+                    pages.clear(ids)  # on the engine's thread, which defines the order of device work
                     arrivals.failed.add(request_id)
                     arrivals.missing.update(ids)
         return arrivals
@@ -165,11 +165,11 @@ class Receiver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is waited for or copied."""
+        """Whether any prompt is awaited or being copied."""
         return bool(self._waiting or self._copying)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits a moment for something to happen, if anything may."""
+        """Wait briefly for an event, if any is pending."""
         if self._copying:
             with self._changed:
                 self._changed.wait_for(lambda: any(future.done() for _, future in self._copying.values()), timeout_s)
@@ -179,6 +179,6 @@ class Receiver:
             unfinished[0].wait(timeout_s)
 
     def close(self) -> None:
-        """Gives everything up."""
+        """Cancel everything."""
         self.drop([*self._waiting, *self._complete])
         self._threads.shutdown(wait=True)

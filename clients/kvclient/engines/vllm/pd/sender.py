@@ -30,47 +30,47 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _THREADS = 8
 _PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Before each further try."""
+"""Delays in seconds before each retry."""
 
 Layer = tuple[int, int]
-"""Group, and layer within it."""
+"""Group, and layer within the group."""
 
 
 class PromptHandoff:
-    """One hand-over: ``layer`` and ``end`` by the model's thread, ``run`` and ``again`` by others."""
+    """One hand-over: the model's thread calls ``layer`` and ``end``, other threads ``run`` and ``again``."""
 
     def __init__(
         self, job: SendJob, chain: bytes, clients: Sequence[KVClient], pages: Sequence[Pages], deadline_s: float
     ) -> None:
         self.job = job
         self.good = False
-        """Whether the step turned out well, as known once ``run`` has returned: else there is nothing to hand over."""
+        """Whether the step succeeded, known after ``run`` has returned; if not, nothing can be handed over."""
         self._chain = chain
         self._clients = clients
         self._pages = pages
         self._events: queue.SimpleQueue[Layer | bool] = queue.SimpleQueue()
         self._marks: dict[Layer, Mark] = {}
         self._end_mark: Mark = None
-        """When each layer is computed, and all of them are."""
+        """Marks of each computed layer, and of all layers."""
         self._end_s = time.monotonic() + deadline_s
 
     @property
     def left_s(self) -> float:
-        """Seconds until it is given up."""
+        """Seconds until the deadline."""
         return max(0.0, self._end_s - time.monotonic())
 
     def layer(self, layer: Layer, after: Mark) -> None:
-        """A layer of this step is complete, at a mark."""
+        """Record that a layer of this step is complete, at a mark."""
         self._marks[layer] = after
         self._events.put(layer)
 
     def end(self, after: Mark, *, good: bool) -> None:
-        """The step is over, at a mark."""
+        """Record that the step has ended, at a mark."""
         self._end_mark = after
         self._events.put(good)
 
     def run(self, counters: ConnectorCounters) -> bool:
-        """Hands it over while the step computes; whether the decode host has all of it."""
+        """Hand over the blocks while the step computes. Return whether the decode host has all of them."""
         with self._handoffs() as handoffs:
             put: set[Layer] = set()
             while not isinstance(event := self._next(), bool):
@@ -89,10 +89,9 @@ class PromptHandoff:
             raise DeadlineExceeded("the step that computes a prompt has not ended in time") from None
 
     def again(self, counters: ConnectorCounters) -> bool:
-        """Hands it over once more, the step being over; whether the decode host has all of it.
+        """Retry the hand-over after the step. Return whether the decode host has all blocks.
 
-        Blocks that another sender is said to bring do not count: most likely that is the attempt before, of which that host does
-        not know yet that it failed.
+        Blocks that another sender has announced do not count: most likely that sender is the failed previous attempt.
         """
         with self._handoffs() as handoffs:
             results = self._commit(handoffs, set(), counters)
@@ -126,7 +125,7 @@ class PromptHandoff:
         handoffs[group].put_layer(number, self._pages[group].layer_buffer(number, self.job.block_ids[group], after))
 
     def _commit(self, handoffs: Sequence[PromptSender], put: Collection[Layer], counters: ConnectorCounters) -> list[StoreResult]:
-        """Puts the layers that are not ``put`` yet, and ends it."""
+        """Write the layers that are not in ``put`` yet, and commit."""
         for group, pages in enumerate(self._pages):
             for layer in range(pages.shape.layers):
                 if (group, layer) not in put:
@@ -148,9 +147,9 @@ class Sender:
     """Hand-overs of a worker. Called by the worker's one thread.
 
     Args:
-        pages: by group: its memory.
+        pages: memory per group.
         layer_positions: group and number of each layer, by its name.
-        deadline_s: bound of one hand-over, all tries together.
+        deadline_s: deadline of one hand-over, including retries.
         counters: the connector's counters.
     """
 
@@ -170,12 +169,12 @@ class Sender:
         self._later = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-handoff-again")
 
     def begin(self, jobs: Sequence[SendJob], chain: bytes, clients: Sequence[KVClient]) -> None:
-        """A step begins that will complete some blocks.
+        """Begin a step that completes some blocks.
 
         Args:
             jobs: its hand-overs.
             chain: the namespace whose chain the keys are of.
-            clients: by group.
+            clients: clients per group.
         """
         for job in jobs:
             send = PromptHandoff(job, chain, clients, self._pages, self._deadline_s)
@@ -185,7 +184,7 @@ class Sender:
             self._threads.submit(self._run, send)
 
     def layer(self, name: str) -> None:
-        """The forward pass has completed a layer."""
+        """Record that the forward pass has completed a layer."""
         if self._step_handoffs and (position := self._layer_positions.get(name)) is not None:
             after = self._pages[position[0]].mark()
             for send in self._step_handoffs:
@@ -198,18 +197,19 @@ class Sender:
         computed = False
         try:
             if good and sends:
-                after = self._pages[0].mark()  # fails if the device has; the hand-overs must end all the same
+                after = self._pages[0].mark()  # fails if the device failed; the hand-overs must still end
             computed = good
         finally:
             for send in sends:
                 adapter = send.job.adapter
-                sure = adapter is None or adapter.unchanged()  # else the engine may have computed with others than the keys say
+                # otherwise the blocks may come from other weights than the keys say
+                sure = adapter is None or adapter.unchanged()
                 if not sure:
                     self._counters.add("stores_unsure")
                 send.end(after, good=computed and sure)
 
     def abandon(self, jobs: Sequence[AbandonJob], clients: Sequence[KVClient]) -> None:
-        """Tells decode hosts, in the background, that prompts will not come whole."""
+        """Tell decode hosts, in the background, that prompts will not arrive completely."""
         for job in jobs:
             self._later.submit(self._tell, job, clients[0])
 
@@ -266,12 +266,12 @@ class Sender:
         return self._pending > 0
 
     def wait(self, timeout_s: float) -> None:
-        """Waits a moment for something to be over, if there is anything."""
+        """Wait briefly for a hand-over to end, if any is pending."""
         with self._changed:
             self._changed.wait_for(lambda: self._answer.stores_done or not self._pending, timeout_s)
 
     def close(self) -> None:
-        """Gives up what is under way."""
+        """Cancel all hand-overs."""
         self._closing.set()
         self.end_step(good=False)
         self._threads.shutdown(wait=True)

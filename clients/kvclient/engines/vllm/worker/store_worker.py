@@ -37,7 +37,7 @@ class _QueuedStore:
 
 @dataclass(frozen=True, slots=True)
 class _RetiredClients:
-    """Clients to close after the jobs before."""
+    """Clients to close after all earlier jobs."""
 
     clients: Sequence[KVClient]
 
@@ -46,9 +46,9 @@ class StoreWorker:
     """The thread, its queue and its answers. Thread-safe.
 
     Args:
-        pages: by group: its memory.
+        pages: memory per group.
         deadline_s: time from its step within which a job must be stored. Its pages are pinned until then at most.
-        counters: where stores are counted.
+        counters: counts the stores.
     """
 
     def __init__(self, pages: Sequence[Pages], deadline_s: float, counters: ConnectorCounters) -> None:
@@ -61,21 +61,21 @@ class StoreWorker:
         self._pending = 0
         self._added = 0
         self._cancelled_up_to = 0
-        """Jobs up to this number are not stored any more."""
+        """Jobs up to this number are no longer stored."""
         self._handle: StoreHandle | None = None
-        """The store under way."""
+        """The current store."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
         self._thread.start()
 
     def add(self, chain: bytes, jobs: Sequence[StoreJob], clients: Sequence[KVClient], after: Mark = None) -> None:
-        """More to store.
+        """Add jobs.
 
         Args:
             chain: the namespace whose chain the jobs' keys are of.
-            jobs: in order.
-            clients: by group.
-            after: when the jobs' pages are computed.
+            jobs: the jobs, in order.
+            clients: clients per group.
+            after: mark after which the jobs' pages are computed.
         """
         with self._changed:
             first = self._added + 1
@@ -86,7 +86,7 @@ class StoreWorker:
             self._queue.put(_QueuedStore(number, chain, job, clients, deadline_s, after))
 
     def retire(self, clients: Sequence[KVClient]) -> None:
-        """Closes clients when everything before is done."""
+        """Close clients after all earlier jobs."""
         self._queue.put(_RetiredClients(clients))
 
     def take(self) -> WorkerOutput:
@@ -96,7 +96,7 @@ class StoreWorker:
             return answer
 
     def wait(self, timeout_s: float) -> None:
-        """Waits a moment for something to be done, if there is anything to do."""
+        """Wait briefly for a job to end, if any is pending."""
         with self._changed:
             self._changed.wait_for(lambda: self._answer.stores_done or not self._pending, timeout_s)
 
@@ -109,7 +109,7 @@ class StoreWorker:
             handle.request_cancel()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until nothing is pending; False: not in time."""
+        """Wait until nothing is pending. False: timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout_s)
 
@@ -128,7 +128,7 @@ class StoreWorker:
                 self._changed.notify_all()
 
     def _store_all(self, save: _QueuedStore) -> bool:
-        """Stores one job's blocks, group by group; whether the store holds them all now."""
+        """Store one job's blocks, group by group. Return whether the store now holds all of them."""
         try:
             return all(
                 self._store(save, client, pages, ids)
@@ -170,7 +170,7 @@ class StoreWorker:
         return result.held_blocks == len(ids)
 
     def close(self) -> None:
-        """Gives up what waits, and ends."""
+        """Cancel pending jobs and stop the thread."""
         self._closed = True
         self._queue.put(None)
         self._thread.join(self._deadline_s + _GRACE_S)
