@@ -26,7 +26,7 @@ FAULTY_HOST = 2
 BEFORE_S = 1.5
 UNREACHED = "cannot reach the metadata server at {}: connection refused"
 TAKEN_IN_S = 3.0
-"""By then engines know of a fault."""
+"""Time until engines detect a fault."""
 MOST_WAIT_S = 1.5
 """How much longer than without the fault the longest request may wait within that time ..."""
 MOST_LATER_S = 0.8
@@ -60,7 +60,7 @@ def load(hosts: ThreeHosts) -> Iterator[Load]:
 
 
 def well(hosts: ThreeHosts) -> bool:
-    """Whether the operator sees nothing wrong, with three nodes."""
+    """Return whether the operator sees three nodes and no problem."""
     status, cluster = hosts.admin("/v1/cluster")
     return status == 200 and cluster["health"] == "ok" and cluster["nodes_alive"] == 3
 
@@ -75,11 +75,11 @@ class Course:
     late: Phase
     after: Phase
     told_s: dict[str, float] = field(default_factory=dict)
-    """When each of those who tell told it, in seconds since the fault."""
+    """When each source reported the fault, in seconds since the fault."""
     well_s: float = 0.0
-    """From the mending until the operator sees nothing wrong."""
+    """Seconds from the repair until the operator sees no problem."""
     served_s: float = 0.0
-    """From then until loads of both engines hit."""
+    """Seconds from then until loads of both engines hit."""
     last: str = ""
     """Last problems that the admin server named."""
 
@@ -100,7 +100,7 @@ def run_through(
     mend: Callable[[], None],
     least_s: float = 3.5,
 ) -> Course:
-    """Inflicts a fault under load, waits until all have told it, mends it, and waits until all is well.
+    """Inject a fault under load, wait until all sources report it, repair it, and wait until the cluster is healthy.
 
     Args:
         hosts: the cluster.
@@ -181,7 +181,7 @@ def problem(hosts: ThreeHosts, words: str) -> dict[str, Callable[[], bool]]:
 
 
 def logged(hosts: ThreeHosts, daemon: str, words: str) -> dict[str, Callable[[], bool]]:
-    """A daemon's log says it, from now on."""
+    """Return a check for a new line in a daemon's log."""
     at = hosts.log_size(daemon)
     return {f"log of {daemon}": lambda: words in hosts.log_since(daemon, at)}
 

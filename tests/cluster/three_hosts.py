@@ -108,7 +108,7 @@ class ThreeHosts:
 
     # ---------------------------------------------------------------- as on the page
     def _prepare(self) -> None:
-        """The steps of the page that are done at one desk."""
+        """Run the steps of the page that one administrator does on one machine."""
         for fence in fences(PAGE.read_text(encoding="utf-8")):
             if fence.language == "toml":
                 (self._desk / fence.title).write_text(fence.text)
@@ -116,7 +116,7 @@ class ThreeHosts:
                 subprocess.run(["bash", "-euo", "pipefail", "-c", fence.text], cwd=self._desk, check=True, timeout=WAIT_S)
 
     def install(self, host: Host) -> None:
-        """Copies to a host what the page copies there."""
+        """Copy to a host the files that the page copies there."""
         for path in (*self._desk.glob("*.token"), self._desk / "tokens"):
             shutil.copy(path, host.etc)
         for path in (self.files.ca, self.files.cert, self.files.key):
@@ -157,7 +157,7 @@ class ThreeHosts:
         self.close()
 
     def close(self) -> None:
-        """Ends all daemons."""
+        """End all daemons."""
         for daemon in self.daemons.values():
             daemon.process.send_signal(signal.SIGCONT)
             daemon.process.kill()
@@ -196,13 +196,13 @@ class ThreeHosts:
         wait_until(serves, lambda: f"{name} serves\n{self.log_tail(name)}", WAIT_S, poll_s=POLL_S)
 
     def stop(self, name: str, signal_number: signal.Signals = signal.SIGTERM) -> None:
-        """Ends a daemon and waits for its end."""
+        """End a daemon and wait for its exit."""
         process = self.daemons[name].process
         process.send_signal(signal_number)
         process.wait(WAIT_S)
 
     def signal(self, name: str, signal_number: signal.Signals) -> None:
-        """Sends a signal, waits for nothing."""
+        """Send a signal without waiting."""
         self.daemons[name].process.send_signal(signal_number)
 
     # ---------------------------------------------------------------- looking

@@ -58,14 +58,14 @@ def test_tails_differ_by_tokens_and_from_full_blocks(chain: KeyChain, one: list[
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 2, 3, 4], [1, 2, 3, 4, 5], [-1]])
-def test_what_is_no_tail(tokens: list[int]) -> None:
+def test_tail_of_invalid_tokens_is_rejected(tokens: list[int]) -> None:
     for chain in CHAINS:
         with pytest.raises(InvalidArgument):
             chain.tail(tokens)
 
 
 @given(chains, tokens_lists, tokens_lists, extras_maps, extras_maps)
-def test_equal_keys_where_and_only_where_everything_before_is_equal(
+def test_keys_equal_if_and_only_if_prefixes_are_equal(
     chain: KeyChain, one: list[int], other: list[int], one_extras: dict[int, bytes], other_extras: dict[int, bytes]
 ) -> None:
     one_keys, other_keys = chain.keys(one, extras=one_extras), chain.keys(other, extras=other_extras)
@@ -103,7 +103,7 @@ def test_every_form_of_tokens_gives_the_same_keys(chain: KeyChain, tokens: list[
         iter(tokens),
     ]
     if tokens:
-        forms.append(memoryview(ids))  # an empty one has no format to speak of
+        forms.append(memoryview(ids))  # an empty array may have any format
     expected = chain.keys(tokens)
     assert len(expected) == len(tokens) // 4
     for form in forms:

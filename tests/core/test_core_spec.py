@@ -1,4 +1,4 @@
-"""Namespaces: equal specs are one, any difference makes another, and other languages come to the same digest."""
+"""Namespaces: equal specs are one, any difference changes the namespace, and other languages compute the same digest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests by range: the vectorised way against the plain one."""
+"""Range digests: the vectorised implementation against the plain one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEYS = st.sets(st.binary(min_size=16, max_size=16).map(BlockKey), max_size=50)
 
 
 @given(KEYS)
-def test_all_ranges_at_once_are_what_each_range_is_alone(keys: set[BlockKey]) -> None:
+def test_digests_of_all_ranges_match_single_ranges(keys: set[BlockKey]) -> None:
     by_range: dict[int, list[BlockKey]] = defaultdict(list)
     for key in keys:
         by_range[int.from_bytes(key[:2], "big") >> 4].append(key)
@@ -27,7 +27,7 @@ def test_all_ranges_at_once_are_what_each_range_is_alone(keys: set[BlockKey]) ->
 
 
 @given(KEYS)
-def test_a_key_added_and_taken_away_again_changes_nothing(keys: set[BlockKey]) -> None:
+def test_digest_key_added_and_removed_is_unchanged(keys: set[BlockKey]) -> None:
     extra = BlockKey(b"\xaa" * 16)
     once = digest_keys(sorted(keys | {extra}))
     assert once ^ digest_keys([extra]) == digest_keys(keys - {extra})

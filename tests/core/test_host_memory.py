@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 
 def host(folder: Path, groups: str, limits: dict[str, str]) -> int | None:
-    """Of a host with 8 GiB, whose process is in ``groups``."""
+    """Files of a host with 8 GiB, whose process is in ``groups``."""
     (folder / "meminfo").write_text("MemFree: 12 kB\nMemTotal:        8388608 kB\n")
     (folder / "groups").write_text(groups)
     for name, limit in limits.items():
@@ -35,7 +35,7 @@ def host(folder: Path, groups: str, limits: dict[str, str]) -> int | None:
         ("nonsense\n\n::\n0:\n", {"memory.max": "many"}, 8 * GIB),
     ],
 )
-def test_the_least_limit_counts(groups: str, limits: dict[str, str], most: int, tmp_path: Path) -> None:
+def test_memory_lowest_limit_applies(groups: str, limits: dict[str, str], most: int, tmp_path: Path) -> None:
     assert host(tmp_path, groups, limits) == most
 
 
@@ -59,10 +59,10 @@ def test_the_least_limit_counts(groups: str, limits: dict[str, str], most: int, 
         ),
     ],
 )
-def test_what_a_group_uses_is_not_available(
+def test_memory_used_by_group_is_not_available(
     groups: str, files: dict[str, str | tuple[str, int]], room: int, tmp_path: Path
 ) -> None:
-    """Of a host with 6 GiB available; figures in GiB."""
+    """Files of a host with 6 GiB available; values in GiB."""
     (tmp_path / "meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable:    6291456 kB\n")
     (tmp_path / "groups").write_text(groups)
     for name, content in files.items():
@@ -81,7 +81,7 @@ def test_a_host_that_does_not_say(tmp_path: Path) -> None:
     assert memory_total(tmp_path / "a", tmp_path / "b", tmp_path / "c") is None
 
 
-def test_this_host_says() -> None:
+def test_memory_of_this_host_is_known() -> None:
     assert (memory_total() or 0) > 64 << 20
     assert 0 < (memory_available() or 0) < (memory_total() or 0)
 

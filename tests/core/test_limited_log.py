@@ -1,4 +1,4 @@
-"""Lines that others can cause come at our pace."""
+"""Log lines that peers can cause are rate-limited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.core.clock import ManualClock
 from kvstore.observe.limited_log import LimitedLog
 
 
-def test_one_line_a_kind_and_interval_with_the_number_held_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_limited_log_one_line_per_kind_and_interval(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     limited = LimitedLog(logging.getLogger("test-limited"), 10.0, clock.now_s)
     for number in range(100):

@@ -1,4 +1,4 @@
-"""One table between kinds, gRPC codes and HTTP statuses: no hole, in either direction."""
+"""The table of kinds, gRPC codes and HTTP statuses is complete in both directions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvstore.core.status import ERROR_CLASSES, STATUS, GrpcCode, kind_of_grpc, k
 
 
 @pytest.mark.parametrize("kind", ErrorKind)
-def test_every_kind_goes_there_and_back(kind: ErrorKind) -> None:
+def test_kind_round_trips(kind: ErrorKind) -> None:
     assert kind_of_grpc(STATUS[kind].grpc) is kind
     assert kind_of_http(STATUS[kind].http) is kind
     assert ERROR_CLASSES[kind].kind is kind
 
 
-def test_every_error_class_of_the_tree_is_in_the_table() -> None:
+def test_every_error_class_is_in_the_table() -> None:
     in_tree = {cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVStoreError)} - {KVStoreError}
     assert set(ERROR_CLASSES.values()) == in_tree
 
@@ -27,7 +27,7 @@ def test_every_grpc_code_has_a_kind(code: GrpcCode) -> None:
 
 
 @pytest.mark.parametrize(("status", "kind"), [(418, "invalid_argument"), (599, "internal"), (404, "not_found")])
-def test_http_statuses_that_we_never_send_have_a_nearest_kind(status: int, kind: str) -> None:
+def test_unsent_http_statuses_have_a_nearest_kind(status: int, kind: str) -> None:
     assert kind_of_http(status) == kind
 
 
@@ -48,7 +48,7 @@ def test_numbers_are_those_of_grpc() -> None:
 
 
 @pytest.mark.parametrize("kind", ErrorKind)
-def test_made_errors_are_of_the_class_that_the_kind_names(kind: ErrorKind) -> None:
+def test_created_errors_have_the_class_of_their_kind(kind: ErrorKind) -> None:
     error = make_error(kind, "what went wrong", {"message": "a field called message", "self": "1"})
     assert type(error) is ERROR_CLASSES[kind]
     assert error.message == "what went wrong"

@@ -1,6 +1,6 @@
 """A device whose streams work late, and in any order that their events allow: the worst case of a GPU.
 
-Enqueued work is kept. ``run_all`` executes it piece by piece, each from a randomly drawn stream whose next piece may run. An
+Enqueued work is kept. ``run_all`` executes it piece by piece, each from a random stream whose next piece may run. An
 order that the code under test does not enforce by an event is therefore violated sooner or later.
 """
 
@@ -85,7 +85,7 @@ class FakePinning:
         self.before_pin: Callable[[int], None] = lambda _: None
         self.refuse_unpin = False
         self.captures = 0
-        """So many calls are refused, as a graph is captured."""
+        """Number of calls to refuse, as during a graph capture."""
 
     def _captured(self) -> None:
         with self._lock:
@@ -124,11 +124,11 @@ class DeferredDevice:
         self.pinning = pinning
         self.streams: list[DeferredStream] = []
         self.fail_after: int | None = None
-        """So many copies are taken; the next is refused."""
+        """Number of copies to accept; the next is refused."""
         self.work_after: int | None = None
-        """So many pieces of work are taken; the next is refused."""
+        """Number of pieces of work to accept; the next is refused."""
         self.batches_left: int | None = None
-        """So many batched copies are taken; from then on the device does not know them."""
+        """Number of batched copies to accept; the device does not support later ones."""
         self.paused = False
         self._lock = threading.RLock()
 
@@ -156,7 +156,7 @@ class DeferredDevice:
             self.work_after -= 1
 
     def check_host(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        """As the driver: no copy may reach from one pin into the next."""
+        """Reject a copy that crosses from one pin into the next, like the driver."""
         if self.fail_after is not None:
             if not self.fail_after:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -168,7 +168,7 @@ class DeferredDevice:
             assert len(touched) <= 1, "a copy over the border of two pins"
 
     def step(self) -> bool:
-        """Does one piece of work; False: there is none that may run."""
+        """Run one piece of work. Returns False if none may run."""
         with self._lock:
             return not self.paused and self._step()
 
@@ -198,7 +198,7 @@ class DeferredDevice:
 class ComputingDevice(DeferredDevice):
     """A device whose current stream, on which an engine computes, also works late.
 
-    ``first`` is what runs first if both may: ``compute``, ``copies``; otherwise it is drawn.
+    ``first`` is the work that runs first if both may: ``compute`` or ``copies``; otherwise the order is random.
     """
 
     def __init__(self, seed: int = 0, first: str = "") -> None:

@@ -31,7 +31,7 @@ PAGE_BYTES = HEADS * BLOCK * CONTENT * 4
 NAMES = [f"l{number}" for number in range(LAYERS)]
 WAIT_S = 30.0
 STAGING = 3 * PAGE_BYTES
-"""Three pages: a copy of more takes turns."""
+"""Three pages: a larger copy uses the buffer several times."""
 
 
 def written(number: int, layer: int) -> torch.Tensor:
@@ -110,7 +110,7 @@ class Engine:
         return RequestKeys(self.prefix_lookup.chain, {}).upto(self.tokens(numbers), len(numbers))
 
     def step(self, pages: Sequence[int], numbers: Sequence[int], *, save: bool = False) -> None:
-        """Computes blocks; with ``save`` they are stored."""
+        """Compute blocks; with ``save``, store them."""
         for layer in range(LAYERS):
             self.compute(pages, numbers, layer)
         jobs = [StoreJob(next(self._job), "r", 0, None, self.keys(numbers), [list(pages)])] if save else []
@@ -147,7 +147,7 @@ class Engine:
         return LoadJob("r", [GroupLoad(0, list(pages), 0, lookups)], layerwise)
 
     def load(self, pages: Sequence[int], numbers: Sequence[int], job: LoadJob | None = None) -> set[int]:
-        """A load outside of the batch, then a step that uses it; the pages that did not come."""
+        """Load outside of the batch, then run a step that uses the pages. Returns the pages that were not loaded."""
         job = job or self.job(pages, numbers, layerwise=False)
         self.side.begin_loads(StepPlan(chain=self.chain, loads=[job]))
         missing: set[int] = set()

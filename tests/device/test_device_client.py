@@ -1,4 +1,4 @@
-"""A client whose engine keeps its KV cache on a device, beside a real store: daemons, an arena, and streams that run late."""
+"""A client whose engine keeps its KV cache on a device, with a real store: daemons, an arena, and streams that run late."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_failed_device_is_a_miss_and_returns_leases(connect: Connect, after: int
     assert isinstance(result.error, Internal)
     assert not any(stream.work for stream in engine.device.streams)
     assert client.store(keys_of(client, 7), engine.copier.blocks(engine.pages(BLOCKS))).held_blocks == 0
-    engine.device.fail_after = None  # say, memory that was short
+    engine.device.fail_after = None  # for example, too little memory
     pages = engine.pages(BLOCKS)
     assert client.load(lookup, engine.copier.blocks(pages)).hit_blocks == BLOCKS
     assert np.array_equal(engine.bytes(pages), expected)
@@ -338,7 +338,7 @@ def test_pages_of_other_layout_and_equal_size_are_rejected(cluster: LocalCluster
 
 def test_cpu_cache_is_stored_as_fp8(cluster: LocalCluster) -> None:
     cache = make_cache("flash_hnd", layers=4, pages=PAGES, tokens=16, heads=2, dim=32, seed=5)
-    copier = DeviceCopier(cache, fp8=True)  # its own device, as an engine on a CPU has it
+    copier = DeviceCopier(cache, fp8=True)  # a separate device, like that of an engine on a CPU
     with KVClient.connect(
         cluster.metadata_address, copier.spec("device", 16), node=cluster.node("prefill").local_socket, device=copier
     ) as client:
@@ -373,7 +373,7 @@ def test_engine_pool_keeps_and_returns_pages(cluster: LocalCluster) -> None:
         pages = engine.pages(BLOCKS)
         expected = engine.bytes(pages)
         assert client.store(keys, engine.copier.blocks(pages), wait_visible=True).held_blocks == BLOCKS
-        for path in (PATH_HBM, PATH_LOCAL, PATH_HBM):  # what the arena gives is left in the pool again
+        for path in (PATH_HBM, PATH_LOCAL, PATH_HBM):  # blocks from the arena are kept in the pool again
             if path == PATH_LOCAL:
                 pool.evict(demote=False)
             for layerwise in (False, True)[: 1 if path == PATH_LOCAL else 2]:

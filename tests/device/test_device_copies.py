@@ -23,13 +23,13 @@ WAYS = ("staged", "batched")
 
 
 class Arena:
-    """Host memory with slots for blocks, somewhere in it."""
+    """Host memory with slots for blocks at an arbitrary offset."""
 
     def __init__(self, copier: DeviceCopier, slots: int, seed: int) -> None:
         size = copier.shape.block_bytes
         self.size = size
         self.memory = bytes_of(slots * size + 3 * 4096, seed)
-        start = -self.memory.ctypes.data % 4096  # as mappings begin
+        start = -self.memory.ctypes.data % 4096  # aligned like mappings
         self.array = self.memory[start : start + slots * size + 4096]
         self.view = memoryview(self.array)
         self.slots = slots
@@ -134,10 +134,10 @@ def test_host_bytes_reach_pages_after_landed(seed: int, pages_per_block: int, la
     wanted = bytes_of(count * copier.shape.block_bytes, seed + 1).reshape(count, -1)
     by_host = sorted(rng.sample(range(count), 3))
     other = [block for block in range(count) if block not in by_host]
-    for block in by_host:  # a first attempt that brings garbage, and is given up
+    for block in by_host:  # a first attempt delivers garbage and is given up
         target.segments(block, 0, layers)[0][:] = bytes(layers * row)
     target.landed(np.array(by_host[:1]), 0, 1)
-    for block in other:  # a load may ask for the memory of a block that the arena then brings
+    for block in other:  # a load may request memory for a block that the arena then delivers
         target.segments(block, 0, layers)
     for block in other:
         arena.array[block * arena.size : (block + 1) * arena.size] = wanted[block]
@@ -230,7 +230,7 @@ def test_staging_buffer_of_failed_copies_is_not_reused_early(store: bool, monkey
         copier = DeviceCopier(cache, strategy="staged", staging_bytes=6 * cache.row_bytes, device=device)
         arena = Arena(copier, 24, seed)
         before, pages = arena.array.copy(), block_bytes(cache, range(12))
-        offsets = np.array(rng.sample(range(0, 24, 2), 12), np.uint64) * np.uint64(arena.size)  # no two together
+        offsets = np.array(rng.sample(range(0, 24, 2), 12), np.uint64) * np.uint64(arena.size)  # never two at once
         first, second = copier.blocks(range(6)), copier.blocks(range(6, 12))
         device.work_after = seed
         with pytest.raises(Internal, match="rejects work"):

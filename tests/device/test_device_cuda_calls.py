@@ -19,7 +19,7 @@ CAPTURING = 900
 
 
 class Libcuda:
-    """The driver's library while another thread captures a graph in the mode that forbids others the most."""
+    """The driver's library while another thread captures a graph in the mode that restricts other threads most."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()

@@ -26,7 +26,7 @@ SLOTS = 96
 
 @pytest.fixture
 def memory() -> Iterator[mmap.mmap]:
-    """An arena as nodes make it."""
+    """An arena like that of a node."""
     fd = os.memfd_create("test-gpu-arena")
     os.ftruncate(fd, 256 << 20)
     mapped = mmap.mmap(fd, 256 << 20)
@@ -104,7 +104,7 @@ def test_compiled_kernel_matches_torch_reference(layout: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("way", WAYS)
 def test_load_layers_during_computation_are_ordered_by_events(memory: mmap.mmap, way: str) -> None:
-    """The host waits for nothing; each layer is read on the compute stream right behind ``follow``, amid matrix products."""
+    """The host never waits; each layer is read on the compute stream immediately after ``follow``, among matrix products."""
     cache = make_cache("flash_nhd", layers=16, pages=512, tokens=16, heads=8, dim=64, device="cuda")
     copier = make(way, cache)
     view = memoryview(memory)
@@ -158,7 +158,7 @@ def test_store_of_computed_pages_waits_for_computation(memory: mmap.mmap) -> Non
 
 
 def test_graph_capture_during_pinning_succeeds(memory: mmap.mmap) -> None:
-    """In the mode that forbids other threads the most, which is the one that engines capture in."""
+    """Captures use the mode that restricts other threads most, like engines."""
     cache = make_cache("mla", layers=1, pages=8, tokens=16, dim=64, device="cuda")
     copier = DeviceCopier(cache, pin_chunk_bytes=1 << 20)
     view, number = memoryview(memory), torch.zeros(1, device="cuda")

@@ -1,4 +1,4 @@
-"""Pages beside a pool of the same device: blocks go from one to the other without host memory, and are pinned while they do."""
+"""Pages and a pool on the same device: copies between them bypass host memory and pin their blocks."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_pool_blocks_are_pinned_until_copies_end(
     few = 20
     keys, pages = bed.keys(few, 1), bed.pages(few)
     expected = block_bytes(bed.cache, pages)
-    assert pool.resize(few * bed.spec.block_bytes)  # room for these alone
+    assert pool.resize(few * bed.spec.block_bytes)  # room for only these
     assert bed.keep(keys, pages) == few
     waits = bed.waiting(monkeypatch)
     bed.device.paused = True
@@ -441,7 +441,7 @@ def test_client_pool_round_trip_avoids_host_memory(layerwise: bool) -> None:
         pages = rng.sample(range(40), BLOCKS)
         expected = block_bytes(cache, pages)
         assert client.store(keys, copier.blocks(pages), wait_visible=True).held_blocks == BLOCKS
-        for path in (PATH_HBM, PATH_LOCAL, PATH_HBM):  # what the arena gives is left in the pool again
+        for path in (PATH_HBM, PATH_LOCAL, PATH_HBM):  # blocks from the arena are kept in the pool again
             if path == PATH_LOCAL:
                 pool.evict(demote=False)
             target = rng.sample(range(40), BLOCKS)
@@ -460,7 +460,7 @@ def test_client_pool_round_trip_avoids_host_memory(layerwise: bool) -> None:
 
 
 def test_disk_blocks_reach_pages_through_the_pool() -> None:
-    """Neither the node's arena nor host memory of the engine is on the way from the pool to the pages."""
+    """The copy from the pool to the pages uses neither the node's arena nor host memory of the engine."""
     cache = make_cache("flash_nhd", layers=4, pages=40, tokens=16, heads=2, dim=32, seed=6)
     copier = DeviceCopier(cache, device=DeferredDevice(6, FakePinning()), pin_chunk_bytes=1 << 20)
     rng = random.Random(6)

@@ -1,4 +1,4 @@
-"""Caches, choices and page ids that cannot be copied are refused when they are named, before a byte moves."""
+"""Caches, choices and page ids that cannot be copied are rejected before any byte is copied."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_cache_of_unsupported_layout_is_rejected(layers: list[torch.Tensor], kin
 
 
 NESTED = torch.zeros(8, 3, 4)
-"""Pages of three layers, each page's beside each other."""
+"""Pages of three layers; the layers of each page are adjacent."""
 HALVES = torch.zeros(8, 4, 4)
 
 

@@ -1,4 +1,4 @@
-"""The movers of the vLLM connector over pages on a device that computes and copies late: beside a real store, without vLLM."""
+"""The movers of the vLLM connector over pages on a device that computes and copies late, with a real store, without vLLM."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def life(engine: Engine) -> tuple[list[str], bool]:
     engine.step([3, 4, 5, 6, 7], FIRST, save=True)
     engine.step([8, 9, 10], SECOND, save=True)
     assert engine.stored(2) == set()
-    engine.step([3, 4, 5], OTHER)  # their pages are others' by now, and still computed with
+    engine.step([3, 4, 5], OTHER)  # other requests use their pages now, and still compute with them
     engine.attend([3, 4, 5], OTHER, 0)
     assert engine.load([5, 4, 3, 20, 21], FIRST) == set()
     engine.step([11, 12, 13], OTHER)
@@ -136,7 +136,7 @@ def test_failed_load_pages_are_cleared_before_reuse(engines: Callable[..., Engin
     assert engine.stored() == set()
     job = engine.job([10, 11, 12, 13, 14], FIRST, layerwise=False, found=2)
     lookups = {name: replace(lookup, hit_blocks=5) for name, lookup in job.groups[0].lookups.items()}
-    job.groups[0] = replace(job.groups[0], lookups=lookups)  # one that promises more than there is
+    job.groups[0] = replace(job.groups[0], lookups=lookups)  # a lookup result that claims too many blocks
     engine.step([12], [77])
     assert engine.load(job.groups[0].block_ids, FIRST, job) == {12, 13, 14}
     assert engine.settled() == []
@@ -159,7 +159,7 @@ def test_async_load_does_not_wait_for_current_step(engines: Callable[..., Engine
 
 
 def hand_over(sender: Engine, receiver: Engine) -> list[str]:
-    """A prompt goes from one engine to the other while it is computed, into pages that were just used."""
+    """Hand a prompt to another engine while it is computed, into recently used pages."""
     sends = Sender(sender.pages, sender.side.layer_positions, 10.0, sender.side.counters)
     takes = Receiver(receiver.pages, 15.0, receiver.side.counters, verify="auto")
     keys, pages, target = sender.keys(FIRST), [3, 4, 5, 6, 7], [20, 19, 18, 17, 16]

@@ -61,7 +61,7 @@ def make(cluster: LocalCluster) -> Iterator[Callable[..., Engine]]:
 def laid_out(
     layout: str, dtype: torch.dtype, *, layers: int = 3, blocks: int = 6, heads: int = 2, tokens: int = 4
 ) -> list[torch.Tensor]:
-    """Tensors as vLLM makes them: ``[B, H, N, C]`` a layer, in one piece of memory."""
+    """Tensors in vLLM's layout: ``[B, H, N, C]`` per layer, contiguous."""
     axes = {"L": layers, "B": blocks, "H": heads, "N": tokens, "C": 8}
     memory = torch.randint(0, 100, [axes[axis] for axis in layout], dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     memory = memory.repeat_interleave(dtype.itemsize, dim=-1).view(dtype)
@@ -72,7 +72,7 @@ def laid_out(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 def test_device_blocks_match_host_blocks(layout: str, dtype: torch.dtype) -> None:
-    """The same bytes in the same order, or one namespace would hold two kinds."""
+    """The bytes must have the same order, because both kinds share one namespace."""
     layers = laid_out(layout, dtype)
     (pages,) = device_pages([layers], 6, CpuDevice(), strategy="staged", staging_bytes=1 << 20)
     host = GroupPages(layers, 6)
@@ -119,7 +119,7 @@ def test_memory_of_other_device_types_is_rejected() -> None:
     assert isinstance(make_pages([[torch.zeros(6, 4)]], 6, strategy="auto", staging_bytes=1)[0], GroupPages)
 
 
-# ---- what is tried out at start ----
+# ---- checks at start ----
 def test_wrong_copies_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = laid_out("LBNHC", torch.bfloat16)
     before = [layer.clone() for layer in layers]
@@ -131,7 +131,7 @@ def test_wrong_copies_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
         wrong.setattr(StagedCopy, "_scatter", lambda *_: None)
         with pytest.raises(Internal, match="other bytes"):
             device_pages([layers], 6, device, strategy="staged", staging_bytes=64)
-    with monkeypatch.context() as wrong:  # on the way of memory that is not pinned alone
+    with monkeypatch.context() as wrong:  # only on the path of unpinned memory
         wrong.setattr(DeviceBlocks, "landed", lambda *_: None)
         with pytest.raises(Internal, match="other bytes"):
             device_pages([layers], 6, device, strategy="batched", staging_bytes=64)
@@ -166,7 +166,7 @@ def test_worker_start_waits_for_pinned_arena(late: bool, cluster: LocalCluster) 
     pinning = FakePinning()
 
     def hold(call: int) -> None:
-        if call > 1:  # the first is of the memory that copies are tried out with
+        if call > 1:  # the first pin is that of the memory for test copies
             go_on.wait(30.0 if late else 0.3)
 
     pinning.before_pin = hold
@@ -237,7 +237,7 @@ def test_late_copies_are_never_visible(fenced: bool, make: Callable[..., Engine]
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_long_computation_keeps_the_device(ends: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies have not had their time before what they wait for has ended; and that has another bound."""
+    """The timeout of copies begins after the work that they wait for, which has a separate timeout."""
     engine = make(ComputingDevice(1))
     monkeypatch.setattr(copier_module, "DRAIN_S", 0.1)
     monkeypatch.setattr(copier_module, "COMPUTE_S", WAIT_S if ends else 0.3)
@@ -275,7 +275,7 @@ def test_aborted_request_pages_are_freed_after_copies(make: Callable[..., Engine
 
 @pytest.mark.parametrize("closed", [False, True], ids=["marked", "at the end"])
 def test_handoff_with_failed_device_ends(closed: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the step to be over: no failure of the device may keep the engine's thread from saying so."""
+    """The handoff waits for the end of the step, and a device failure must not block the engine's thread."""
     engine = make(ComputingDevice(1))
     sends = Sender(engine.pages, engine.side.layer_positions, 600.0, engine.side.counters)
     sends.begin([SendJob(1, "n", 0, None, engine.keys(FIRST), False, [PAGES])], engine.chain, engine.side.clients)
@@ -297,7 +297,7 @@ def test_handoff_with_hung_step_is_abandoned(make: Callable[..., Engine]) -> Non
     answers = WorkerOutput()
     wait_until(lambda: bool(answers.merge(sends.take()) or answers.stores_done), "the hand-over is given up")
     assert answers.stores_failed == {1}
-    sends.layer(NAMES[0])  # as steps go that end after all
+    sends.layer(NAMES[0])  # like a step that ends late
     sends.end_step(good=True)
     sends.close()
     assert sends.take() == WorkerOutput()

@@ -20,7 +20,7 @@ class Link:
         self.estimator, self.rate, self.now, self.random = estimator, rate, 0.0, random.Random(seed)
 
     def load(self, seconds: float, report_s: float = 0.05) -> None:
-        """Keeps the link busy for a while, with reports about every ``report_s``."""
+        """Keep the link busy for a while, with reports about every ``report_s``."""
         self.estimator.begin(self.now)
         end = self.now + seconds
         while self.now < end:
@@ -94,7 +94,7 @@ def test_unreported_bytes_cost_a_bounded_penalty() -> None:
     for second in range(60, 120):  # another one, with 0.2 s of the link
         estimator.credit(0, float(second), pending=2e8)
     assert estimator.rate(120.0) > 0.6e9
-    for second in range(120, 140):  # honest loads beside it, each half a second long and told at its end
+    for second in range(120, 140):  # honest loads at the same time, each half a second long and reported at its end
         estimator.credit(0, float(second), pending=2e8)
         estimator.credit(500_000_000, second + 0.5, pending=7e8)
     assert estimator.rate(140.0) > 0.8e9
@@ -126,7 +126,7 @@ def test_estimator_tolerates_time_running_backwards() -> None:
     estimator.end(8.0)
     estimator.end(8.0)
     assert estimator.rate(7.0) > 0
-    estimator.credit(10**12, 11.0)  # idle: told too late to mean anything
+    estimator.credit(10**12, 11.0)  # idle: the report is too late to count
     assert estimator.rate(8.0) == pytest.approx(1e9, rel=0.01)
 
 

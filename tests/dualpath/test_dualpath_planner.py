@@ -1,4 +1,4 @@
-"""Planner and queues against a model that knows of every block who owes it."""
+"""Planner and queues against a model that knows which part owes each block."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PlanModel:
     attempt: int = 0
     parts: dict[int, PlanPart] = field(default_factory=dict)
     owed: dict[int, list[int]] = field(default_factory=dict)
-    """Part -> its blocks that have not been reported arrived, in order; failed parts have no entry."""
+    """Part -> its blocks that have not been reported arrived, in order; failed parts are absent."""
     arrived: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     into_known: set[int] = field(default_factory=set)
@@ -219,7 +219,7 @@ class PlannerMachine(RuleBasedStateMachine):
             st.sampled_from([(plan_id, index) for plan_id, model in sorted(self.live.items()) for index in model.parts])
         )
 
-    # ---- always ----
+    # ---- invariants ----
 
     @invariant()
     def queues_hold_what_is_owed(self) -> None:
@@ -255,7 +255,7 @@ TestPlannerModel = PlannerMachine.TestCase
 TestPlannerModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-# ---- by hand ----
+# ---- single cases ----
 
 
 def two_nodes(policy: PrefillOnly | Split | Oracle | None = None) -> Planner:

@@ -17,7 +17,7 @@ from kvstore.dualpath.pd_ratio import Bed, judge
 
 @dataclass
 class Numbers:
-    """One engine, as the pseudo code speaks of it."""
+    """One engine with the pseudo code's fields."""
 
     tok: int
     seq: int
@@ -205,7 +205,7 @@ def test_phase_1_takes_the_group_with_the_fewest_tokens(drawn: list[tuple[int, i
 
 
 class Quadratic:
-    """Causal attention: each new token looks at all before it."""
+    """Causal attention: each new token attends to all earlier tokens."""
 
     def work(self, cached: int, tokens: int) -> float:
         return tokens * cached + tokens * (tokens + 1) / 2

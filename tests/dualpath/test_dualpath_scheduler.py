@@ -196,7 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if job in engine.jobs:
                 engine.jobs.remove(job)
 
-    # ---- fetching, by the letter ----
+    # ---- fetching, a literal model ----
 
     @rule(group=st.sampled_from(sorted(GROUPS)))
     def fetch(self, group: str) -> None:
@@ -274,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = sum(job.ask.tokens for job in self.private[group]) if self.count_waiting else 0
         return sum(e.tok for e in self.groups[group].values()) + waiting
 
-    # ---- always ----
+    # ---- invariants ----
 
     @invariant()
     def books_are_right(self) -> None:
@@ -301,7 +301,7 @@ TestLiteralScheduler = LiteralSchedulerMachine.TestCase
 TestLiteralScheduler.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
-# ---- by hand ----
+# ---- single cases ----
 
 
 def small_cluster(**limits: int) -> Scheduler:
@@ -353,7 +353,7 @@ def test_engine_reported_figures_are_not_counted_twice() -> None:
     scheduler = small_cluster()
     scheduler.submit(Ask("r", 10, 10))
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
-    # both engines have finished with it before they say so
+    # both engines finish before they report it
     scheduler.report([EngineReport("p", seq=0, tok=0), EngineReport("d", seq=0, tok=0, hbm_free=100), EngineReport("nobody")])
     assert scheduler.finish("r", pair.generation)
     assert [(load.tok, load.seq, load.hbm_free) for load in scheduler.loads()] == [(0, 0, 0), (0, 0, 100)]

@@ -46,7 +46,7 @@ class ZmqSubscriber:
                 self.believed -= {(one, event.medium) for one in event.block_hashes}
 
     def replay(self, first: int) -> list[tuple[int, bytes]]:
-        """Batches from a number on, as the publisher has them."""
+        """Return the batches of the publisher from a number on."""
         self.replays += 1
         self.dealer.send_multipart((b"", number(first)))
         found = []
@@ -61,13 +61,13 @@ class ZmqSubscriber:
             found.append((int.from_bytes(sequence, "big"), payload))
 
     def catch_up(self) -> None:
-        """All from the last batch on."""
+        """Return all events from the last batch on."""
         for sequence, payload in self.replay(self.last + 1):
             assert sequence > self.last
             self.take(sequence, payload)
 
     def read(self, timeout_s: float = 0.05) -> bool:
-        """One message, if there is one."""
+        """Receive one message, if there is one."""
         if not self.sub.poll(int(timeout_s * 1000)):
             return False
         topic, sequence, payload = self.sub.recv_multipart()

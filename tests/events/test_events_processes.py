@@ -31,7 +31,7 @@ SPEC = CacheSpec(model="told", block_tokens=16, layers=4, layer_block_bytes=4096
 
 
 class Engine:
-    """Stores and loads chains of a name."""
+    """Store and load chains of a name."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
@@ -47,7 +47,7 @@ class Engine:
         return keys
 
     def load(self, seed: int) -> None:
-        """Once the store answers again, with all of it."""
+        """Wait until the store answers again with all blocks."""
         keys, out = self.keys(seed), np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
         wait_until(lambda: self.client.load(keys, out).hit_blocks == BLOCKS, lambda: "the blocks are back")
 
@@ -67,7 +67,7 @@ def engine_of(cluster: LocalCluster) -> Iterator[Engine]:
 
 
 class Publisher:
-    """The real command."""
+    """Run the real command."""
 
     def __init__(self, folder: Path, metadata: str) -> None:
         self.folder, self.metadata = folder, metadata
@@ -75,7 +75,7 @@ class Publisher:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts (again, on the ports of the first time) and waits until everything is published."""
+        """Start, or restart on the same ports, and wait until everything is published."""
         ready = self.folder / "ready"
         ready.unlink(missing_ok=True)
         settings = {

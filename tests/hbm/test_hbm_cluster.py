@@ -129,7 +129,7 @@ def test_load_combines_pool_head_and_node_rest(connect: Connect, pool: HbmPool) 
 
 @pytest.mark.parametrize("node", ["prefill", None])
 def test_peer_reads_block_held_only_by_a_pool(cluster: LocalCluster, connect: Connect, pool: HbmPool, node: str | None) -> None:
-    """Over the pool's own data plane: straight, and through the node of their host."""
+    """Reads use the pool's data plane, directly and through the node of their host."""
     seed = 4 if node else 5
     data = content(BLOCKS, seed)
     client = connect(pool=pool)
@@ -159,7 +159,7 @@ def test_node_is_preferred_to_other_engines_pool(connect: Connect, pool: HbmPool
 
 
 def test_evicted_block_is_unpublished_and_demoted(cluster: LocalCluster, connect: Connect) -> None:
-    """Demotion: the node had forgotten what was hot here."""
+    """Demotion: the node had evicted blocks that were hot in the pool."""
     capacity = 64 * SPEC.block_bytes
     with HbmPool("cpu", capacity_bytes=capacity, metadata=cluster.metadata_address, room_wait_s=5.0) as pool:
         client, reader = connect(pool=pool), connect()
@@ -179,7 +179,7 @@ def test_evicted_block_is_unpublished_and_demoted(cluster: LocalCluster, connect
         assert np.array_equal(out, data)
         assert pool.stats()["hbm_demoted_blocks_total"] > 0
         client.close()
-    wait_until(lambda: Tier.HBM not in tiers_of(reader.lookup(first)))  # closed: all of it is taken back at once
+    wait_until(lambda: Tier.HBM not in tiers_of(reader.lookup(first)))  # closed: all its blocks are withdrawn at once
 
 
 def test_stale_index_costs_only_a_pool_miss(connect: Connect, pool: HbmPool) -> None:
@@ -244,7 +244,7 @@ def test_pool_receives_no_stores_of_other_clients(connect: Connect, pool: HbmPoo
 
 
 def test_pool_registers_when_metadata_server_starts(connect: Connect, cluster: LocalCluster) -> None:
-    """Nobody at that address: the engine starts all the same."""
+    """No server listens at that address; the engine still starts."""
     with HbmPool("cpu", capacity_bytes=1 << 20, metadata="127.0.0.1:9") as pool:
         assert pool.stats()["hbm_not_registered_at_start_total"] == 1
         client = connect(pool=pool)
@@ -316,7 +316,7 @@ def test_restarted_metadata_server_relearns_pool() -> None:
 
 
 def drop_dram(cluster: LocalCluster) -> None:
-    """The node forgets what it has in DRAM, as if others had pushed it out."""
+    """The node evicts its DRAM blocks, as if other blocks had displaced them."""
     from kvproto.v1 import node_pb2, node_pb2_grpc
     from kvstore.rpc.client import call, connect
 

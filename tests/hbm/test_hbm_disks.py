@@ -53,7 +53,7 @@ VOLUME = VolumeId("n/nvme0")
 
 @pytest.fixture(autouse=True)
 def soon_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that is closed waits for its demoter's next look: that is not what these tests are for."""
+    """Close waits for the demoter's next poll, which these tests do not need."""
     monkeypatch.setattr("kvclient.hbm.demotion.IDLE_WAIT_S", 0.02)
 
 
@@ -117,7 +117,7 @@ def disk_of(folder: Path, blocks: int = 12, seed: int = 1, room_for: int = 40, d
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(4))
 def test_gds_read_returns_stored_bytes(tmp_path: Path, seed: int, device: str) -> None:
-    """Damaged headers and payloads, slots of other blocks and of other generations: a miss, and nothing of it stays."""
+    """Damaged headers and payloads, slots of other blocks and of other generations: a miss, and no block is kept."""
     rng = random.Random(seed)
     with disk_of(tmp_path, seed=seed, device=device) as disk:
         slots = list(disk.slots)
@@ -146,7 +146,7 @@ def test_gds_read_returns_stored_bytes(tmp_path: Path, seed: int, device: str) -
 
 
 def test_gds_chain_larger_than_pool_fills_the_pool(tmp_path: Path) -> None:
-    """A head does not make way for its own tail: that is the node's."""
+    """A chain's tail does not evict its head; the tail stays on the node."""
     with disk_of(tmp_path, blocks=30, room_for=8) as disk:
         out = room(30)
         assert disk.fetch(out, operation=CallScope.after(0.3, MonotonicClock()), verify=True) == 8
@@ -297,7 +297,7 @@ def test_gds_unreadable_folder_is_probed_once(tmp_path: Path, what: str) -> None
         assert pool.usage().blocks == 0
 
 
-# ---- whether disks are read at all ----
+# ---- when disks are read ----
 @pytest.mark.parametrize(("mode", "says"), [("auto", "host memory"), ("off", "switched off")])
 def test_gds_is_off_for_host_memory_pool(tmp_path: Path, mode: Any, says: str) -> None:
     with HbmPool("cpu", capacity_bytes=MIB, gds=mode) as pool:
@@ -317,7 +317,7 @@ def test_gds_invalid_options_are_rejected(choices: dict[str, Any]) -> None:
 
 
 def test_gds_without_driver_reads_nothing(tmp_path: Path) -> None:
-    """As a pool on a CUDA device decides; that the host has none is seen only by the driver."""
+    """The decision of a pool on a CUDA device; only the driver sees that the host has none."""
     if _has_driver():
         pytest.skip("this host has a CUDA driver")
     volume = SimpleNamespace(device=torch.device("cuda", 0), volume_id="pool/hbm")
@@ -380,7 +380,7 @@ def test_gds_kvikio_without_gpu(tmp_path: Path) -> None:
     assert " passed" in done.stdout
 
 
-# ---- beside a real node ----
+# ---- with a real node ----
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     node = NodeSpec("n", dram_bytes=32 * MIB, nvme_bytes=64 * MIB)

@@ -62,7 +62,7 @@ def test_flipped_bit_is_found_and_block_dropped(pool: HbmPool, near: NamespaceVi
     flip(pool, near, keys, 3)
     assert near.fetch(keys, room(5), in_time(), verify=True) == 3
     assert pool.stats()["hbm_corrupt_blocks_total"] == 1
-    assert near.fetch(keys, room(5), in_time(), verify=False) == 3  # it is here no more
+    assert near.fetch(keys, room(5), in_time(), verify=False) == 3  # it is no longer here
     assert near.keep(keys, None, 0, data, None, checksums=True) == 1
     assert near.fetch(keys, room(5), in_time(), verify=True) == 5
     assert below.calls == 0
@@ -79,7 +79,7 @@ def test_verified_fetch_misses_blocks_without_checksums(pool: HbmPool, near: Nam
 
 
 def test_flipped_bit_is_not_demoted(pool: HbmPool, near: NamespaceView, below: Below) -> None:
-    """Below, the block would get a checksum of its wrong bytes."""
+    """The tier below would compute a checksum of the wrong bytes."""
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
@@ -191,7 +191,7 @@ def test_demotion_bug_is_not_a_device_failure(pool: HbmPool) -> None:
 
 # ---- tiers below that hang ----
 class DeviceHung:
-    """Takes nothing and does not answer until it is let go."""
+    """A tier that stores nothing and does not answer until the test releases it."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -219,7 +219,7 @@ def test_hung_demotion_wait_is_bounded(stuck: DeviceHung) -> None:
         assert stuck.asked.wait(WAIT_S)
         waiting = pool.state.table.counts()[1]
         assert not pool.resize(4096, timeout_s=0.05)  # a run is being copied at this moment
-        assert 0 < pool.usage().blocks <= waiting  # all else has left
+        assert 0 < pool.usage().blocks <= waiting  # all other blocks are evicted
         stuck.gate.set()
         assert pool.resize(4096)
 

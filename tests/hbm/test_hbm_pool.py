@@ -73,7 +73,7 @@ def test_eviction_demotes_parents_first(pool: HbmPool, near: NamespaceView, belo
         out = room(12)
         found = near.fetch(keys, out, in_time(), verify=False)
         assert np.array_equal(out.array[:found], data.array[:found])
-        for at in range(found, 12):  # what is no longer here is below, byte for byte
+        for at in range(found, 12):  # evicted blocks are in the tier below, byte for byte
             assert below.held[keys[at]] == data.array[at].tobytes()
             assert below.parents[keys[at]] == (keys[at - 1] if at else None)
     stats = pool.stats()

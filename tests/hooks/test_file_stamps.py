@@ -1,4 +1,4 @@
-"""What decides what a path reads, put there before or after an engine began to read: on a real file system."""
+"""Detection of model files that were replaced after an engine started, on a real file system."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MOVES: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def top(tmp_path: Path) -> Path:
-    """``link`` -> ``real/v1``, which holds weights, one of them as a link; and what could take its place."""
+    """Create ``link`` -> ``real/v1`` with weights, one of them a link, and the files that can replace them."""
     for folder in ("real/v1", "v2", "other/v1"):
         (tmp_path / folder).mkdir(parents=True)
         for name in ("model.safetensors", "second.safetensors"):
@@ -62,7 +62,7 @@ def top(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", MOVES)
-def test_what_was_put_there_since_is_seen(top: Path, how: str) -> None:
+def test_path_replaced_after_start_is_detected(top: Path, how: str) -> None:
     mark_engine_start()
     assert replaced_path(top / "link") is None
     time.sleep(0.05)
@@ -72,7 +72,7 @@ def test_what_was_put_there_since_is_seen(top: Path, how: str) -> None:
     assert replaced_path(top / "link") is None, "the next engine reads what is there"
 
 
-def test_what_comes_and_goes_beside_a_model_says_nothing(top: Path) -> None:
+def test_path_unrelated_changes_are_ignored(top: Path) -> None:
     mark_engine_start()
     (top / "real" / "another model").mkdir()
     (top / "real" / "v3.tmp").write_bytes(b"x")
@@ -82,7 +82,7 @@ def test_what_comes_and_goes_beside_a_model_says_nothing(top: Path) -> None:
     assert replaced_path(top / "spare.safetensors") is None, "a model of one file"
 
 
-def test_a_folder_that_was_moved_and_written_to_is_seen_however_far_above(top: Path) -> None:
+def test_path_ancestor_folder_replaced_is_detected(top: Path) -> None:
     for folder in ("a/b/c", "a2/b/c"):
         (top / "deep" / folder).mkdir(parents=True)
         (top / "deep" / folder / "model.safetensors").write_bytes(folder.encode())
@@ -97,8 +97,8 @@ def test_a_folder_that_was_moved_and_written_to_is_seen_however_far_above(top: P
     assert (replaced_path(model), replaced_path(top / "by" / "c")) == (top / "deep" / "a",) * 2
 
 
-def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
-    """To less than what a later file's stamp differs by."""
+def test_process_start_is_precise(tmp_path: Path) -> None:
+    """The error is smaller than the difference to the time stamp of a file that is written later."""
     script = "import time; time.sleep(0.2); from kvclient.engines.file_stamps import process_start_s; print(process_start_s())"
     before_s = time.time()
     told_s = float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
@@ -109,21 +109,21 @@ def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
     assert replaced_since([path], time.time() + 1) is None
 
 
-def test_a_system_that_does_not_tell_is_one_where_everything_may_be_new(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_start_unknown_counts_all_files_as_replaced(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvclient.engines.file_stamps._STATUS", top / "none")
     monkeypatch.setattr("kvclient.engines.file_stamps._marked_s", 0.0)
     assert process_start_s() == 0.0
     assert replaced_path(top / "link") is not None
 
 
-def test_links_that_go_round_are_an_error(tmp_path: Path) -> None:
+def test_link_cycle_raises(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(OSError, match="links"):
         replaced_since([tmp_path / "a"], time.time() + 1)
 
 
-def test_weights_put_there_since_are_nobody_elses(top: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_replaced_after_start_are_not_shared(top: Path, caplog: pytest.LogCaptureFixture) -> None:
     drawn = iter("abc")
     source = ModelFiles(str(top / "link"))
     mark_engine_start()
@@ -139,8 +139,8 @@ def test_weights_put_there_since_are_nobody_elses(top: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "preprocessor_config.json", "modeling_own.py"])
-def test_what_says_what_is_read_and_computed_is_part_of_the_weights(top: Path, name: str) -> None:
-    """Which of the shards are the model's, what becomes of images, code of the model's own."""
+def test_weights_digest_depends_on_configuration_and_code(top: Path, name: str) -> None:
+    """These files list the model's shards, configure the processing of images, and contain the model's code."""
     folder = top / "real" / "v1"
     told = {}
     for content in ("old", "new", "old"):
@@ -155,15 +155,15 @@ def test_what_says_what_is_read_and_computed_is_part_of_the_weights(top: Path, n
     assert ModelFiles(str(folder)).weights_digest(lambda: "x") in told["old"], "it says nothing of the weights"
 
 
-def test_weights_that_an_engine_reads_from_copies_of_its_own_are_nobody_elses(top: Path) -> None:
-    """``npcache`` reads what it once made of the files, whatever they are by now."""
+def test_weights_read_from_npcache_are_not_shared(top: Path) -> None:
+    """``npcache`` reads its own copies of the files, which may be older than the files."""
     mark_engine_start()
     drawn = iter("ab")
     source = ModelFiles(str(top / "link"), load_format="npcache")
     assert [source.weights_digest(lambda: next(drawn)) for _ in range(2)] == ["a:npcache:", "b:npcache:"]
 
 
-def test_where_two_formats_lie_side_by_side_the_way_of_reading_chooses(top: Path) -> None:
+def test_weights_in_two_formats_depend_on_load_format(top: Path) -> None:
     ways = [ModelFiles(str(top / "link"), load_format=how).load_options for how in ("auto", "safetensors")]
     assert ways == ["", ""]
     (top / "real" / "v1" / "consolidated.safetensors").write_bytes(b"Mistral's")

@@ -1,4 +1,4 @@
-"""What users may say about a hook, and what they are told when it is wrong."""
+"""Options of a hook, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 
 
-def test_a_mapping_becomes_options_and_a_namespace() -> None:
+def test_options_mapping_sets_fields_and_namespace() -> None:
     options = HookOptions.from_mapping({"metadata": "host:1", "tenant": "t", "weights_epoch": "7", "mine": 3}, ("mine",))
     spec = options.spec("m", block_tokens=16, layers=2, layer_block_bytes=1024, dtype="fp32", layout="x")
     assert (spec.model, spec.tenant, spec.weights_epoch) == ("m", "t", "7")
@@ -19,7 +19,7 @@ def test_a_mapping_becomes_options_and_a_namespace() -> None:
     assert named.model == "other"
 
 
-def test_an_unknown_key_names_what_was_meant() -> None:
+def test_options_unknown_key_suggests_nearest() -> None:
     with pytest.raises(InvalidArgument) as caught:
         HookOptions.from_mapping({"metdata": "host:1"})
     assert caught.value.fields["meant"] == "metadata"
@@ -40,12 +40,12 @@ def test_an_unknown_key_names_what_was_meant() -> None:
         {"metadata": ""},
     ],
 )
-def test_impossible_values_are_refused(wrong: dict[str, object]) -> None:
+def test_options_invalid_values_are_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         HookOptions.from_mapping(wrong)
 
 
-def test_tls_is_made_of_files() -> None:
+def test_options_tls_is_read_from_files() -> None:
     assert HookOptions().tls() is None
     tls = HookOptions(tls_ca="/ca.pem", tls_server_name="store").tls()
     assert tls is not None

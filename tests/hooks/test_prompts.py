@@ -1,4 +1,4 @@
-"""Which columns of a batch come from the store, and what counts as the prompt that was announced."""
+"""Columns of a batch that are loaded from the store, and the check that the model was fed the announced prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def batches(draw: st.DrawFn) -> Prompts:
 
 
 @given(batches(), st.data())
-def test_columns_from_the_store_are_the_most_that_every_row_can_give(prompts: Prompts, data: st.DataObject) -> None:
+def test_columns_loaded_are_the_most_common_to_all_rows(prompts: Prompts, data: st.DataObject) -> None:
     usable = [usable_blocks(prompts, row, BLOCK) for row in range(prompts.rows)]
     hits = [data.draw(st.integers(0, blocks)) for blocks in usable]
     columns = common_columns(prompts, hits, BLOCK)
@@ -33,9 +33,9 @@ def test_columns_from_the_store_are_the_most_that_every_row_can_give(prompts: Pr
     def served(column: int) -> bool:
         return all(column < pad + hit * BLOCK for pad, hit in zip(prompts.pads, hits, strict=True))
 
-    assert columns < prompts.columns  # something is left to compute
+    assert columns < prompts.columns  # at least one column is computed
     assert all(served(column) for column in range(columns))
-    assert columns == 0 or (prompts.pads < columns).any()  # never padding alone
+    assert columns == 0 or (prompts.pads < columns).any()  # never only padding
     if columns == 0:
         assert prompts.columns == 1 or not served(int(prompts.pads.min())) or int(prompts.pads.min()) >= prompts.columns - 1
     elif columns < prompts.columns - 1:
@@ -45,7 +45,7 @@ def test_columns_from_the_store_are_the_most_that_every_row_can_give(prompts: Pr
         assert blocks == 0 or blocks * BLOCK < len(prompts.tokens(row)) <= (blocks + 1) * BLOCK
 
 
-def test_what_is_no_batch_of_prompts_is_refused() -> None:
+def test_prompts_malformed_batch_is_rejected() -> None:
     ids = np.ones((2, 4), np.int64)
     wrong: list[tuple[np.ndarray, np.ndarray | None]] = [  # type: ignore[type-arg]
         (ids[0], None),
@@ -60,14 +60,14 @@ def test_what_is_no_batch_of_prompts_is_refused() -> None:
             read_prompts(bad_ids, mask)
 
 
-# ---- what the model was fed ----
+# ---- input of the model ----
 def batch(pads: list[int], columns: int = 12) -> Prompts:
     ids = np.arange(1, 1 + len(pads) * columns).reshape(len(pads), columns)
     return read_prompts(ids, (np.arange(columns) >= np.array(pads)[:, None]).astype(np.int64))
 
 
 def passes(prompts: Prompts, start: int, stop: int, **other: object) -> tuple[torch.Tensor, dict[str, object]]:
-    """One forward pass over columns of a batch, as ``generate`` makes it."""
+    """One forward pass over columns of a batch, with the arguments of ``generate``."""
     ids = torch.from_numpy(np.resize(prompts.ids, (prompts.rows, max(stop, prompts.columns))))[:, start:stop]
     positions = (torch.arange(start, stop) - torch.from_numpy(prompts.pads)[:, None]).clamp(min=0)
     mask = (torch.arange(stop) >= torch.from_numpy(prompts.pads)[:, None]).long()
@@ -75,7 +75,7 @@ def passes(prompts: Prompts, start: int, stop: int, **other: object) -> tuple[to
 
 
 @pytest.mark.parametrize("pads", [[0], [0, 5, 12]])
-def test_a_plain_pass_is_taken_and_its_tokens_kept(pads: list[int]) -> None:
+def test_tracker_plain_pass_is_accepted_and_recorded(pads: list[int]) -> None:
     prompts = batch(pads)
     fed = InputTracker(prompts)
     fed.loaded(4)
@@ -91,7 +91,7 @@ def test_a_plain_pass_is_taken_and_its_tokens_kept(pads: list[int]) -> None:
     assert fed.ids.shape == (len(pads), 14)
 
 
-def test_another_prompt_than_the_one_announced_contradicts_what_was_loaded() -> None:
+def test_tracker_other_prompt_after_load_contradicts() -> None:
     prompts = batch([0, 2])
     other = Prompts(prompts.ids + 1, prompts.pads)
     for loaded, contradicts in ((0, False), (4, True)):
@@ -101,11 +101,11 @@ def test_another_prompt_than_the_one_announced_contradicts_what_was_loaded() -> 
         assert (reason is not None, fed.contradicts) == (contradicts, contradicts)
         if not loaded:
             assert fed.settle() is None
-            assert (fed.ids == other.ids).all()  # keys are those of what was fed
+            assert (fed.ids == other.ids).all()  # keys are computed from the tokens that were fed
 
 
 @pytest.mark.parametrize("pads", [[0], [0, 2]])
-def test_a_first_pass_that_begins_at_the_beginning_is_known(pads: list[int]) -> None:
+def test_tracker_first_pass_from_start_is_detected(pads: list[int]) -> None:
     prompts = batch(pads)
     fed = InputTracker(prompts)
     assert not fed.starts_over(*passes(prompts, 0, 12))  # nothing was loaded
@@ -119,10 +119,10 @@ def test_a_first_pass_that_begins_at_the_beginning_is_known(pads: list[int]) -> 
     assert not fed.starts_over(None, {})
     assert not fed.starts_over(ids, {"position_ids": torch.arange(12)[None] + 1})
     fed.take(*passes(prompts, 4, 12))
-    assert not fed.starts_over(*passes(prompts, 0, 12))  # no more the first
+    assert not fed.starts_over(*passes(prompts, 0, 12))  # no longer the first pass
 
 
-def test_passes_that_depend_on_more_than_tokens_and_their_places_are_not_taken() -> None:
+def test_tracker_pass_with_other_inputs_is_rejected() -> None:
     prompts = batch([0, 2])
     ids, plain = passes(prompts, 0, 12)
     mask, positions = plain["attention_mask"], plain["position_ids"]
@@ -153,7 +153,7 @@ def test_passes_that_depend_on_more_than_tokens_and_their_places_are_not_taken()
     assert InputTracker(one).take(torch.from_numpy(one.ids), {"output_attentions": False, "labels": None}) is None
 
 
-def test_a_mask_that_hides_something_for_one_step_is_seen() -> None:
+def test_tracker_mask_hiding_one_step_is_detected() -> None:
     prompts = batch([0, 2])
     fed = InputTracker(prompts)
     ids, plain = passes(prompts, 0, 12)
@@ -167,9 +167,9 @@ def test_a_mask_that_hides_something_for_one_step_is_seen() -> None:
     assert fed.settle() is not None
 
 
-# ---- what a sliding window forgets ----
+# ---- sliding windows ----
 @given(st.integers(0, 5), st.lists(st.tuples(st.sampled_from(["append", "drop", "cut"]), st.integers(0, 12)), max_size=12))
-def test_a_recorder_holds_a_window_of_all_that_passed(start: int, steps: list[tuple[str, int]]) -> None:
+def test_recorder_keeps_a_window_of_all_tokens(start: int, steps: list[tuple[str, int]]) -> None:
     recorder = SlidingWindowHistory(start)
     rows, model, first = 2, np.zeros((2, 0), np.int64), start
     serial = 0

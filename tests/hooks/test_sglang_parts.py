@@ -1,4 +1,4 @@
-"""The parts of the SGLang backend that need no SGLang: keys, options, memory, namespaces, what several pools can restore."""
+"""The parts of the SGLang backend that need no SGLang: keys, options, memory, namespaces, prefixes of several pools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHA = st.binary(min_size=32, max_size=32).map(bytes.hex)
 
 
 @given(st.lists(SHA, max_size=20), st.binary(min_size=16, max_size=16))
-def test_keys_are_masked_heads_of_hashes(hashes: list[str], namespace: bytes) -> None:
+def test_page_keys_are_masked_heads_of_hashes(hashes: list[str], namespace: bytes) -> None:
     want = [bytes(a ^ b for a, b in zip(bytes.fromhex(one)[:16], namespace, strict=True)) for one in hashes]
     assert PageKeys(namespace).of(hashes) == want
 
@@ -35,18 +35,18 @@ def test_keys_are_masked_heads_of_hashes(hashes: list[str], namespace: bytes) ->
 @pytest.mark.parametrize(
     "wrong", [["00"], ["0" * 63, "0" * 65], ["g" * 64], [" " + "0" * 62 + " "], ["0" * 64, ""], ["é" * 32], ["0" * 128]]
 )
-def test_what_is_no_hash(wrong: list[str]) -> None:
+def test_page_keys_malformed_hash_is_rejected(wrong: list[str]) -> None:
     with pytest.raises(InvalidArgument):
         PageKeys(bytes(16)).of(wrong)
 
 
-def test_a_prefix_that_is_told_and_one_that_is_not() -> None:
+def test_prefix_without_hashes_is_unknown() -> None:
     assert not Prefix(None).told
     assert Prefix([]).told
     assert Prefix(["00" * 32] * 3).depth == 3
 
 
-def test_options() -> None:
+def test_backend_options() -> None:
     plain = {"backend_name": "kvstore", "module_path": "m", "class_name": "C"}
     assert not BackendOptions.from_mapping(plain).chained
     in_place = BackendOptions.from_mapping({**plain, "interface_v1": 1, "tenant": "t"})
@@ -62,7 +62,7 @@ def test_options() -> None:
 
 @dataclass
 class Config:
-    """What is read of SGLang's ``HiCacheStorageConfig``."""
+    """The fields of SGLang's ``HiCacheStorageConfig`` that the backend reads."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -76,7 +76,7 @@ class Config:
 
 
 class Pool:
-    """A host pool of pages in given pieces: ``[pieces, pages, bytes]``."""
+    """A host pool whose pages consist of pieces: ``[pieces, pages, bytes]``."""
 
     layout = "page_first"
     dtype = torch.uint8
@@ -105,8 +105,8 @@ def indices(pages: list[int]) -> torch.Tensor:
     st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True),
     st.randoms(use_true_random=False),
 )
-def test_pages_in_place(sizes: list[int], pages: list[int], random: Any) -> None:
-    """Whatever the pieces, wherever the pages: a block's segments are its pieces in order, and writing reaches nothing else."""
+def test_pool_block_segments_are_its_pieces(sizes: list[int], pages: list[int], random: Any) -> None:
+    """For any pieces and positions, a block's segments are its pieces in order, and writes change no other bytes."""
     pool = Pool(sizes)
     for piece in pool.pieces:
         piece.copy_(torch.tensor(bytearray(random.randbytes(piece.numel())), dtype=torch.uint8).reshape(piece.shape))
@@ -129,15 +129,15 @@ def test_pages_in_place(sizes: list[int], pages: list[int], random: Any) -> None
         assert pool.page(page) == (bytes(sum(sizes)) if page == pages[0] else before[page])
 
 
-def test_positions_that_do_not_fit() -> None:
+def test_pool_positions_out_of_range_are_rejected() -> None:
     host = HostPages(Pool([4, 4]), zero_copy=True)
     for wrong in (indices([1]), indices([1, 2, 3])):
         with pytest.raises(InvalidArgument):
             host.source(wrong, 2)
 
 
-def test_namespaces() -> None:
-    """All that makes pages differ makes another namespace; the data-parallel rank and the tensor-parallel one of MLA do not."""
+def test_namespace_depends_on_all_that_changes_pages() -> None:
+    """Each difference between pages changes the namespace. The data-parallel rank and the tensor-parallel rank of MLA do not."""
 
     def of(config: Config | None = None, options: HookOptions | None = None, **changes: Any) -> bytes:
         pool = Pool([4, 4])
@@ -186,8 +186,8 @@ def test_namespaces() -> None:
         max_size=3,
     ),
 )
-def test_restorable_prefixes(kv_pages: int, pools: list[Any]) -> None:
-    """Against the definition: a prefix can be restored where every pool has what it needs there."""
+def test_prefix_restorable_if_every_pool_has_its_pages(kv_pages: int, pools: list[Any]) -> None:
+    """Compare with the definition: a prefix can be restored if every pool has all pages that it needs for it."""
     made: list[tuple[str, LeadingPages | TrailingPages]] = []
     for number, pool in enumerate(pools):
         if isinstance(pool, int):
@@ -210,7 +210,7 @@ def test_restorable_prefixes(kv_pages: int, pools: list[Any]) -> None:
 
 
 def server_of(folder: Path, **arguments: Any) -> Any:
-    """As SGLang describes a server of the model in a folder, which begins now."""
+    """SGLang's description of a server that starts now with the model in a folder."""
     mark_engine_start()
     return SimpleNamespace(**{"model_path": str(folder), "load_format": "auto", "model_loader_extra_config": "{}", **arguments})
 
@@ -238,14 +238,14 @@ def model_folder(folder: Path, weights: bytes = b"weights", config: object = Non
         {"context_length": 4096},
     ],
 )
-def test_what_computes_other_kv_under_the_same_name(tmp_path: Path, other: dict[str, Any], sample: bool) -> None:
+def test_server_settings_that_change_kv_change_namespace(tmp_path: Path, other: dict[str, Any], sample: bool) -> None:
     folder = model_folder(tmp_path / "m")
     how: dict[str, Any] = {"draft": False, "sample": sample, "nobody_elses": lambda: "x"}
     assert model_text(server_of(folder), **how) == model_text(server_of(model_folder(tmp_path / "copy")), **how) != ""
     assert model_text(server_of(folder, **other), **how) != model_text(server_of(folder), **how)
 
 
-def test_the_weights_are_looked_at_unless_they_have_a_name(tmp_path: Path) -> None:
+def test_weights_are_hashed_unless_epoch_is_named(tmp_path: Path) -> None:
     first, trained, other = (
         model_folder(tmp_path / "a"),
         model_folder(tmp_path / "b", b"trained on"),
@@ -270,8 +270,8 @@ def test_the_weights_are_looked_at_unless_they_have_a_name(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "typed", [lambda path: [path], lambda path: [f"n={path}"], lambda path: {"n": path}, lambda path: [{"lora_path": path}]]
 )
-def test_adapters_that_a_server_was_started_with(tmp_path: Path, typed: Any) -> None:
-    """Their identity in SGLang's hashes is made of name and path."""
+def test_adapters_at_server_start_change_namespace(tmp_path: Path, typed: Any) -> None:
+    """SGLang's hashes identify adapters by name and path."""
     folder, adapter = model_folder(tmp_path / "m"), model_folder(tmp_path / "lora")
     drawn = iter(range(9))
 

@@ -1,4 +1,4 @@
-"""The worked example computes what attention computes, and its second run loads what its first run stored."""
+"""The worked example computes correct attention, and its second run loads the KV that its first run stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvclient.engines.transformers.example import Decoder, Shape
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 
-def test_tokens_one_by_one_are_tokens_all_at_once() -> None:
+def test_example_single_tokens_match_whole_prompt() -> None:
     model = Decoder(Shape(layers=2, heads=2, head_dim=8, positions=64)).eval()
     ids = torch.arange(20).view(1, 20)
     whole, all_at_once = model(ids, [])
@@ -26,7 +26,7 @@ def test_tokens_one_by_one_are_tokens_all_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_second_process_loads_what_the_first_stored(tmp_path: Path) -> None:
+def test_example_second_process_loads_stored_kv(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("n0", dram_bytes=32 << 20)], tmp_path) as cluster:
         command = [sys.executable, "-m", "kvclient.engines.transformers.example", "--tokens", "300"]
         command += ["--metadata", cluster.metadata_address, "--node", cluster.node("n0").local_socket]

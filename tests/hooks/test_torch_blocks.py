@@ -1,4 +1,4 @@
-"""KV tensors become blocks and come back bit for bit, whatever their shapes; what does not fit is said to be so."""
+"""Conversion of KV tensors to blocks and back: bit-exact for every shape; tensors that do not fit are rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 
 
 def random_kv(layout: KVLayout, tokens: int, rows: int = 1, seed: int = 0) -> list[KV]:
-    """A cache of random bytes, NaNs of every kind included."""
+    """A cache of random bytes, including NaNs of every kind."""
     made = torch.Generator().manual_seed(seed)
 
     def tensor(heads: int, dim: int) -> torch.Tensor:
@@ -25,7 +25,7 @@ def random_kv(layout: KVLayout, tokens: int, rows: int = 1, seed: int = 0) -> li
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes: NaNs are not equal to themselves."""
+    """Bytes of a cache, because NaNs are not equal to themselves."""
     return tensor.contiguous().view(torch.uint8)
 
 
@@ -52,7 +52,7 @@ layouts = st.builds(
 
 
 @given(layout=layouts, data=st.data())
-def test_what_is_exported_is_imported_bit_for_bit(layout: KVLayout, data: st.DataObject) -> None:
+def test_export_and_import_are_bit_exact(layout: KVLayout, data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 3))
     tokens = data.draw(st.integers(0, 4 * layout.block_tokens))
     row, first = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, tokens))
@@ -66,12 +66,12 @@ def test_what_is_exported_is_imported_bit_for_bit(layout: KVLayout, data: st.Dat
     back = import_blocks(blocks, layout, tokens=wanted)
     assert same(back, cut(layers, row, first, first + wanted))
     assert all(tensor.is_contiguous() for pair in back for tensor in pair)
-    blocks.fill_(0)  # what was imported is nobody's view
+    blocks.fill_(0)  # imported tensors are copies, not views
     assert same(back, cut(layers, row, first, first + wanted))
 
 
 @given(layout=layouts, blocks=st.integers(1, 4))
-def test_a_layer_block_is_the_keys_and_then_the_values_of_one_layer(layout: KVLayout, blocks: int) -> None:
+def test_layer_block_is_keys_then_values_of_one_layer(layout: KVLayout, blocks: int) -> None:
     layers = random_kv(layout, blocks * layout.block_tokens)
     exported = export_blocks(layers, layout)
     for block in range(blocks):
@@ -80,7 +80,7 @@ def test_a_layer_block_is_the_keys_and_then_the_values_of_one_layer(layout: KVLa
         assert torch.equal(exported[block], plain)
 
 
-def test_transposed_caches_and_given_memory_are_as_good() -> None:
+def test_export_accepts_transposed_caches_and_given_memory() -> None:
     layout = KVLayout(4, torch.float32, (LayerShape(2, 8, 2, 8),) * 2)
     layers = random_kv(layout, 10)
     strided = [
@@ -92,13 +92,13 @@ def test_transposed_caches_and_given_memory_are_as_good() -> None:
     assert not any(part.any() for part in (wide[0], wide[3], wide[:, -64:]))
 
 
-def test_gradients_stay_behind() -> None:
+def test_export_drops_gradients() -> None:
     layout = KVLayout(2, torch.float32, (LayerShape(1, 4, 1, 4),))
     layers = [(torch.randn(1, 1, 4, 4, requires_grad=True), torch.randn(1, 1, 4, 4, requires_grad=True))]
     assert not export_blocks(layers, layout).requires_grad
 
 
-def test_layouts_tell_models_apart() -> None:
+def test_layout_differs_between_models() -> None:
     gqa, mla = LayerShape(2, 64, 2, 64), LayerShape(1, 512, 1, 64)
     several = [
         KVLayout(16, torch.float32, (gqa,) * 4),
@@ -118,7 +118,7 @@ def test_layouts_tell_models_apart() -> None:
     assert (specs[6].layers, specs[6].block_bytes) == (1, several[6].block_bytes)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_import_of_wrong_sizes_is_rejected() -> None:
     layout = KVLayout(4, torch.float32, (LayerShape(2, 8, 2, 8),) * 2)
     layers = random_kv(layout, 9)
     wrong = {

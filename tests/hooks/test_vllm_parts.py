@@ -42,7 +42,7 @@ def image(offset: int, length: int, identifier: str = "i") -> Any:
 
 
 @given(tokens=st.lists(st.integers(0, 1 << 20), max_size=60), cuts=st.lists(st.integers(0, 20), max_size=6), salted=st.booleans())
-def test_keys_in_any_number_of_steps_are_those_of_the_whole(tokens: list[int], cuts: list[int], salted: bool) -> None:
+def test_keys_computed_in_steps_equal_keys_of_whole(tokens: list[int], cuts: list[int], salted: bool) -> None:
     chain = KeyChain(SPEC)
     extras = request_extras(asks(cache_salt="s" if salted else None, mm_features=[image(5, 9)]), None, 4)
     keys = RequestKeys(chain, extras)
@@ -67,7 +67,7 @@ def digest_in(adapters: Adapters, path: Path | str, number: int = 1) -> str | No
     return weights.digest if weights is not None else None
 
 
-def test_an_adapter_is_what_lies_in_its_folder(tmp_path: Path) -> None:
+def test_adapter_digest_depends_on_files_not_path(tmp_path: Path) -> None:
     folders = [adapter_folder(tmp_path / name, *what) for name, *what in (("a",), ("b",), ("c", b"two"), ("d", b"one", 32))]
     digests = [digest_in(Adapters(ConnectorCounters()), folder) for folder in folders]
     assert None not in digests
@@ -75,8 +75,8 @@ def test_an_adapter_is_what_lies_in_its_folder(tmp_path: Path) -> None:
     assert len(set(digests)) == 3, "other weights, or the same weights times another factor"
 
 
-def test_an_adapter_whose_files_have_changed_is_nobodys(tmp_path: Path) -> None:
-    """vLLM reads them again after it has evicted the adapter among others: nobody knows which it has."""
+def test_adapter_with_changed_files_is_not_shared(tmp_path: Path) -> None:
+    """vLLM reads the files again if it evicted the adapter, so its version is unknown."""
     folder, copy = adapter_folder(tmp_path / "a"), adapter_folder(tmp_path / "b")
     tally = ConnectorCounters()
     adapters = Adapters(tally)
@@ -98,8 +98,8 @@ def test_an_adapter_whose_files_have_changed_is_nobodys(tmp_path: Path) -> None:
     assert tally.totals() == {"adapters_unknown": 2}
 
 
-def test_a_number_that_stands_for_two_folders_is_nobodys(tmp_path: Path) -> None:
-    """vLLM computes with the first."""
+def test_adapter_number_of_two_folders_is_not_shared(tmp_path: Path) -> None:
+    """vLLM computes with the first folder."""
     adapters = Adapters(ConnectorCounters())
     assert digest_in(adapters, adapter_folder(tmp_path / "a")) is not None
     assert digest_in(adapters, adapter_folder(tmp_path / "b", b"two")) is None
@@ -107,7 +107,7 @@ def test_a_number_that_stands_for_two_folders_is_nobodys(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("spoil", ["missing", "a hub's name", "unreadable", "no config", "blind"])
-def test_adapters_that_cannot_be_told_apart_are_not_shared(spoil: str, tmp_path: Path) -> None:
+def test_adapter_without_digest_is_not_shared(spoil: str, tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "a")
     adapters = Adapters(ConnectorCounters())
     path = {"missing": str(tmp_path / "b"), "a hub's name": "somebody/something"}.get(spoil, str(folder))
@@ -122,7 +122,7 @@ def test_adapters_that_cannot_be_told_apart_are_not_shared(spoil: str, tmp_path:
     assert not is_hashable(asks(lora_request=adapter_of(path)), weights)
 
 
-def test_extras_of_adapters_salts_and_images() -> None:
+def test_extras_contain_adapters_salts_and_images() -> None:
     adapter, weights = adapter_of("/p"), AdapterWeights("/p", (), "w")
     extras = request_extras(
         asks(lora_request=adapter, cache_salt="s", mm_features=[image(6, 4, "x"), image(10, 1, "y")]), weights, 4
@@ -137,7 +137,7 @@ def test_extras_of_adapters_salts_and_images() -> None:
 
 
 @given(st.binary(min_size=16, max_size=16), st.lists(st.binary(min_size=16, max_size=16), max_size=9))
-def test_masked_keys_are_a_bijection(namespace: bytes, keys: list[bytes]) -> None:
+def test_key_mask_is_a_bijection(namespace: bytes, keys: list[bytes]) -> None:
     chain = SPEC.namespace
     masked = NamespaceKeyMask(chain, namespace).keys(keys)  # type: ignore[arg-type]
     again = [masked[at : at + 16] for at in range(0, len(masked), 16)]
@@ -147,7 +147,7 @@ def test_masked_keys_are_a_bijection(namespace: bytes, keys: list[bytes]) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_a_page_is_the_bytes_of_the_tensor_at_its_block(dtype: torch.dtype) -> None:
+def test_page_is_bytes_of_tensor_at_its_block(dtype: torch.dtype) -> None:
     cache = torch.arange(3 * 5 * 2 * 4 * 8).to(dtype).reshape(3, 5, 2, 4, 8)  # layer-major: 3 layers of 5 pages
     pages = GroupPages(list(cache), 5)
     buffer = pages.buffer([4, 1])
@@ -162,7 +162,7 @@ def test_a_page_is_the_bytes_of_the_tensor_at_its_block(dtype: torch.dtype) -> N
     assert [len(piece) for piece in buffer.segments(0, 0, 3)] == [buffer.shape.layer_block_bytes] * 3
 
 
-def test_pages_of_block_major_caches_and_of_kernel_blocks() -> None:
+def test_pages_of_block_major_caches_and_kernel_blocks() -> None:
     cache = torch.arange(5 * 3 * 2 * 4 * 8, dtype=torch.int32).reshape(5, 3, 2, 4, 8)  # block-major
     pages = GroupPages([cache[:, layer] for layer in range(3)], 5)
     assert bytes(pages.buffer([2]).segments(0, 1, 1)[0]) == cache[2, 1].numpy().tobytes()
@@ -171,7 +171,7 @@ def test_pages_of_block_major_caches_and_of_kernel_blocks() -> None:
     assert bytes(halves.buffer([3]).segments(0, 0, 1)[0]) == kernel[6:8].numpy().tobytes()
 
 
-def test_a_page_whose_axes_lie_in_another_order_is_moved_as_it_lies() -> None:
+def test_page_of_permuted_axes_is_copied_in_memory_order() -> None:
     memory = torch.arange(5 * 4 * 2 * 8, dtype=torch.int32).reshape(5, 4, 2, 8)  # [block, token, head, content]
     cache = memory.transpose(1, 2)
     assert page_order(cache) == (1, 0, 2)
@@ -194,13 +194,13 @@ def test_a_page_whose_axes_lie_in_another_order_is_moved_as_it_lies() -> None:
         ([torch.zeros(5, 4, 8, device="meta")], 5),
     ],
 )
-def test_memory_that_is_no_pages_is_refused(tensors: list[Any], blocks: int) -> None:
+def test_pages_unsupported_memory_is_rejected(tensors: list[Any], blocks: int) -> None:
     with pytest.raises(InvalidArgument):
         GroupPages(tensors, blocks)
 
 
 @pytest.mark.parametrize("ids", [[5], [-1], [0, 9]])
-def test_there_is_no_such_page(ids: list[int]) -> None:
+def test_page_id_out_of_range_is_rejected(ids: list[int]) -> None:
     with pytest.raises(InvalidArgument):
         GroupPages([torch.zeros(5, 4, 8)], 5).buffer(ids)
 
@@ -223,13 +223,13 @@ def test_there_is_no_such_page(ids: list[int]) -> None:
         {"shard_count": 2, "shard_rank": 1},
     ],
 )
-def test_whatever_changes_bytes_changes_the_namespace(other: dict[str, Any]) -> None:
+def test_namespace_depends_on_all_that_changes_bytes(other: dict[str, Any]) -> None:
     options = HookOptions()
     assert group_spec(options, FACTS).namespace == group_spec(options, replace(FACTS)).namespace
     assert group_spec(options, replace(FACTS, **other)).namespace != group_spec(options, FACTS).namespace
 
 
-def test_epochs_tenants_and_salts_change_the_namespace() -> None:
+def test_namespace_depends_on_epoch_tenant_and_salt() -> None:
     names = {
         group_spec(HookOptions(**choice), FACTS).namespace
         for choice in (
@@ -244,7 +244,7 @@ def test_epochs_tenants_and_salts_change_the_namespace() -> None:
     assert len(names) == 6
 
 
-def test_all_ranks_use_one_chain() -> None:
+def test_ranks_share_one_chain() -> None:
     ranks = [group_spec(HookOptions(), replace(FACTS, shard_count=2, shard_rank=rank)) for rank in range(2)]
     assert chain_spec([ranks[0]]) == chain_spec([ranks[1]])
 
@@ -268,12 +268,12 @@ def test_all_ranks_use_one_chain() -> None:
         {"load_deadline_s": 0},
     ],
 )
-def test_impossible_options(given_options: dict[str, Any]) -> None:
+def test_options_invalid_values_are_rejected(given_options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         ConnectorOptions.from_mapping(given_options)
 
 
-def test_options_of_both_kinds() -> None:
+def test_options_of_both_kinds_are_accepted() -> None:
     options = ConnectorOptions.from_mapping({"load_mode": "layerwise", "tenant": "t", "min_load_tokens": 64})
     assert (options.load_mode, options.hook.tenant, options.min_load_tokens) == ("layerwise", "t", 64)
     options.check_groups(1)
@@ -286,7 +286,7 @@ def test_options_of_both_kinds() -> None:
     [{"async_scheduling": True}, {"pipeline_parallel_size": 2}, {"speculative_config": object()}],
     ids=lambda way: next(iter(way)),
 )
-def test_layerwise_loads_are_refused_where_steps_build_on_what_may_not_have_come(way: dict[str, Any]) -> None:
+def test_layerwise_loads_with_overlapping_steps_are_rejected(way: dict[str, Any]) -> None:
     def engine(**fields: Any) -> SimpleNamespace:
         return SimpleNamespace(
             scheduler_config=SimpleNamespace(async_scheduling=fields.get("async_scheduling", False)),
@@ -341,7 +341,7 @@ def test_weights_epoch_file_names_each_epoch(tmp_path: Path) -> None:
     assert epoch.name not in {"8", "9", "10", ""}, "rather nothing than stale KV"
 
 
-def test_other_weights_have_another_digest(tmp_path: Path) -> None:
+def test_weights_digest_changes_with_weights(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(name)
@@ -355,8 +355,8 @@ def test_other_weights_have_another_digest(tmp_path: Path) -> None:
     assert sampled_digest(tmp_path / "nothing") == ""
 
 
-def test_a_small_tensor_of_large_weights_shows(tmp_path: Path) -> None:
-    """Norms between large tensors, which no sample of the file meets."""
+def test_weights_digest_sees_small_tensor_of_large_file(tmp_path: Path) -> None:
+    """Norms between large tensors, which samples of the file do not reach."""
     large, norm = 40 << 20, 512
     header = json.dumps(
         {
@@ -380,7 +380,7 @@ def test_a_small_tensor_of_large_weights_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "header", [b"[]", b"{", b'{"a": 7}', b'{"a": {"data_offsets": [5, 1]}}', b'{"a": {"data_offsets": ["x"]}}']
 )
-def test_weights_with_a_senseless_header_are_sampled_all_the_same(tmp_path: Path, header: bytes) -> None:
+def test_weights_digest_malformed_header_is_sampled(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -388,7 +388,7 @@ def test_weights_with_a_senseless_header_are_sampled_all_the_same(tmp_path: Path
     assert sampled_digest(tmp_path)
 
 
-def test_contexts_of_other_lengths_are_other_models_where_positions_depend_on_it() -> None:
+def test_model_digest_depends_on_length_if_rope_does() -> None:
     def digest_of(rope: dict[str, Any], length: int) -> str:
         config = SimpleNamespace(to_dict=lambda: {"text_config": {"rope_parameters": rope}}, _commit_hash="c")
         model = SimpleNamespace(hf_config=config, revision=None, quantization=None, dtype="f", max_model_len=length)
@@ -400,7 +400,7 @@ def test_contexts_of_other_lengths_are_other_models_where_positions_depend_on_it
 
 
 def engine_of(folder: Path, load_format: str = "auto", **fields: Any) -> Any:
-    """vLLM's description of an engine with the model in a folder, which starts now."""
+    """vLLM's description of an engine that starts now with the model in a folder."""
     mark_engine_start()
     model = {
         "model": str(folder),
@@ -417,7 +417,7 @@ def engine_of(folder: Path, load_format: str = "auto", **fields: Any) -> Any:
 
 
 def test_files_text_named_weights_differs_by_load_options(tmp_path: Path) -> None:
-    """One engine with ``--load-format dummy`` among those that give the same ``weights_epoch``."""
+    """Of the engines with the same ``weights_epoch``, one uses ``--load-format dummy``."""
     engines = [
         engine_of(tmp_path),
         engine_of(tmp_path, "dummy"),
@@ -443,12 +443,12 @@ def test_files_text_own_code_or_images_depends_on_lists(tmp_path: Path, kind: st
     engine = engine_of(tmp_path, **{kind: True})
     new = files_text(engine, named=False)
     assert new == files_text(engine, named=False) != old
-    (tmp_path / "modeling_own.py").write_text("old")  # after the engine read it, perhaps
+    (tmp_path / "modeling_own.py").write_text("old")  # perhaps after the engine read it
     assert files_text(engine, named=False) not in {old, new}
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 5), st.booleans()), max_size=5))
-def test_answers_add_up_in_any_order(workers: list[dict[int, bool]]) -> None:
+def test_worker_output_merges_in_any_order(workers: list[dict[int, bool]]) -> None:
     def merged(order: list[dict[int, bool]]) -> WorkerOutput:
         total = WorkerOutput()
         for worker in order:
@@ -459,7 +459,7 @@ def test_answers_add_up_in_any_order(workers: list[dict[int, bool]]) -> None:
     assert sum(merged(workers).stores_done.values()) == sum(map(len, workers))
 
 
-def test_a_tally_tells_each_count_once() -> None:
+def test_counters_take_returns_each_count_once() -> None:
     tally = ConnectorCounters()
     tally.add("loads")
     tally.add("load_bytes", 5)
@@ -471,7 +471,7 @@ def test_a_tally_tells_each_count_once() -> None:
         tally.add("nonsense")
 
 
-def test_facts_of_numpy_stay_plain() -> None:
+def test_facts_with_numpy_integers_become_plain() -> None:
     """Page shapes come from torch as integers; a namespace must not depend on their type."""
     shape = tuple(np.int64(one) for one in FACTS.page_shape)
     assert group_spec(HookOptions(), replace(FACTS, page_shape=shape)).namespace == group_spec(HookOptions(), FACTS).namespace  # type: ignore[arg-type]

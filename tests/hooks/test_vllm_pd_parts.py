@@ -1,4 +1,4 @@
-"""Prefill here, decode there: what requests may say, and the decisions, without vLLM."""
+"""Prefill and decode on separate engines, without vLLM: parameters of requests, and decisions of both engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = ("do_remote_decode", "do_remote_prefill", "transfer_id", "decode_node", 
 
 # ---- parameters ----
 @given(json_values | st.dictionaries(st.sampled_from(NAMES), json_values | st.just(True) | st.just("a-1")))
-def test_whatever_a_request_says_is_a_transfer_or_none_or_refused(params: Any) -> None:
+def test_transfer_params_are_accepted_absent_or_rejected(params: Any) -> None:
     try:
         transfer = read_transfer(params)
     except InvalidArgument:
@@ -42,7 +42,7 @@ def test_whatever_a_request_says_is_a_transfer_or_none_or_refused(params: Any) -
         assert bool(transfer.decode_node) == (transfer.role is Role.PREFILL)
 
 
-def test_what_the_prefill_engine_answers_is_what_the_decode_engine_reads() -> None:
+def test_transfer_prefill_answer_is_read_by_decode() -> None:
     told = {"do_remote_decode": True, "transfer_id": "a.b-c_1", "decode_node": "d0", "path_policy": "split", "other": [1]}
     transfer = read_transfer(told)
     assert transfer == Transfer(Role.PREFILL, "a.b-c_1", "d0", "split")
@@ -50,7 +50,7 @@ def test_what_the_prefill_engine_answers_is_what_the_decode_engine_reads() -> No
     assert read_transfer(transfer.for_decode(whole=False)) is None, "nobody waits for what will not come"
 
 
-def test_partial_blocks_of_two_transfers_do_not_meet() -> None:
+def test_tail_keys_of_two_transfers_differ() -> None:
     key = CHAIN.tail([1, 2])
     masked = {Transfer(Role.DECODE, f"t{number}").tail_key(key) for number in range(100)}
     assert len(masked | {key}) == 101
@@ -68,12 +68,12 @@ def test_partial_blocks_of_two_transfers_do_not_meet() -> None:
         {"prompt_deadline": 3},
     ],
 )
-def test_impossible_options_are_refused(wrong: dict[str, object]) -> None:
+def test_options_invalid_values_are_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         PdOptions.from_mapping(wrong)
 
 
-def test_a_request_may_choose_its_paths() -> None:
+def test_request_may_choose_path_policy() -> None:
     options = PdOptions.from_mapping({"path_policy": "split", "load_mode": "layerwise", "path_layer_group": 2})
     assert options.paths("d0", "").policy == "split"
     assert options.paths("d0", "prefill_only").policy == "prefill_only"
@@ -83,7 +83,7 @@ def test_a_request_may_choose_its_paths() -> None:
 @pytest.mark.parametrize(
     ("kind", "window"), [("full", 0), ("mla", 0), ("full:64", 64), ("sliding:96", 96), ("full+sliding:96", 0)]
 )
-def test_how_far_a_group_looks_back(kind: str, window: int) -> None:
+def test_group_window_in_blocks(kind: str, window: int) -> None:
     assert GroupView(("l",), BLOCK, kind, "float32").window == window
 
 
@@ -104,7 +104,7 @@ def step(made: PdScheduler, scheduled: dict[str, int] | None = None, pages: Any 
     return made.build_step_plan(scheduled or {}, {}, lambda _request_id: pages)
 
 
-def test_a_prompt_is_awaited_then_here_then_taken() -> None:
+def test_decode_prompt_is_awaited_arrives_and_is_copied() -> None:
     made, one = decisions(workers=2), prompt(10)
     made.on_new_request(one, HERE, CHAIN)
     (job,) = step(made).awaits
@@ -125,7 +125,7 @@ def test_a_prompt_is_awaited_then_here_then_taken() -> None:
     assert not made.pop_given_up("r")
 
 
-def test_a_prompt_that_some_worker_lacks_is_given_up_by_all() -> None:
+def test_decode_prompt_missing_in_one_worker_is_given_up() -> None:
     made, one = decisions(workers=2), prompt(9)
     made.on_new_request(one, HERE, CHAIN)
     step(made)
@@ -136,7 +136,7 @@ def test_a_prompt_that_some_worker_lacks_is_given_up_by_all() -> None:
     assert not made.pop_given_up("r"), "said once"
 
 
-def test_pages_that_could_not_be_filled_are_told() -> None:
+def test_decode_failed_pages_are_reported() -> None:
     made, one = decisions(), prompt(9)
     made.on_new_request(one, HERE, CHAIN)
     made.on_worker_output(PdWorkerOutput(known={"r": 1}))
@@ -146,7 +146,7 @@ def test_pages_that_could_not_be_filled_are_told() -> None:
 
 
 @pytest.mark.parametrize("stage", ["awaited", "here"])
-def test_who_leaves_while_waiting_is_dropped(stage: str) -> None:
+def test_decode_request_ended_while_waiting_is_dropped(stage: str) -> None:
     made = decisions()
     made.on_new_request(prompt(9), HERE, CHAIN)
     step(made)
@@ -154,10 +154,10 @@ def test_who_leaves_while_waiting_is_dropped(stage: str) -> None:
         made.on_worker_output(PdWorkerOutput(known={"r": 1}))
     assert made.request_finished("r") is None
     assert step(made).drops == ["r"]
-    made.on_worker_output(PdWorkerOutput(known={"r": 1}))  # too late: nobody minds
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))  # too late: ignored
 
 
-def test_of_a_sliding_window_only_what_it_still_sees_is_awaited() -> None:
+def test_decode_awaits_only_visible_part_of_window() -> None:
     made = decisions(windows=(0, 9))
     made.on_new_request(prompt(41), HERE, CHAIN)
     (job,) = step(made).awaits
@@ -167,7 +167,7 @@ def test_of_a_sliding_window_only_what_it_still_sees_is_awaited() -> None:
 
 # ---- the prefill engine ----
 @given(chunks=st.lists(st.integers(1, 13), min_size=1, max_size=6))
-def test_each_block_is_handed_over_once_with_the_step_that_completes_it(chunks: list[int]) -> None:
+def test_prefill_sends_each_block_once_when_complete(chunks: list[int]) -> None:
     tokens = sum(chunks)
     pool, one = Pool(100), prompt(tokens)
     made = decisions(pool)
@@ -195,7 +195,7 @@ def test_each_block_is_handed_over_once_with_the_step_that_completes_it(chunks: 
     assert not made.has_abandons
 
 
-def test_a_hand_over_that_failed_is_tried_once_more() -> None:
+def test_prefill_failed_handoff_is_retried_once() -> None:
     pool, one = Pool(100), prompt(12)
     made = decisions(pool)
     made.on_new_request(one, THERE, CHAIN)
@@ -214,7 +214,7 @@ def test_a_hand_over_that_failed_is_tried_once_more() -> None:
 
 
 @pytest.mark.parametrize("then", ["whole", "failed", "other weights"])
-def test_what_a_step_that_loads_computes_is_held_back_until_it_is_known_to_be_right(then: str) -> None:
+def test_prefill_defers_blocks_of_step_with_unconfirmed_load(then: str) -> None:
     pool, one = Pool(100), prompt(12)
     made = decisions(pool, workers=2)
     made.on_new_request(one, THERE, CHAIN)
@@ -241,8 +241,8 @@ def test_what_a_step_that_loads_computes_is_held_back_until_it_is_known_to_be_ri
     assert not pool.pinned
 
 
-def test_a_hand_over_that_fails_when_its_request_is_over_is_told() -> None:
-    """There is no step any more with which it could be tried again, and the answer has been given."""
+def test_prefill_handoff_failed_after_request_is_abandoned() -> None:
+    """No step remains for a retry, and the request was already answered."""
     made = decisions(workers=2)
     made.on_new_request(prompt(9), THERE, CHAIN)
     (job,) = step(made, {"r": 9}, [[1, 2, 3]]).sends
@@ -252,7 +252,7 @@ def test_a_hand_over_that_fails_when_its_request_is_over_is_told() -> None:
     assert step(made).abandons == [AbandonJob("d0", "t1")], "once, however many workers failed"
 
 
-def test_a_request_that_ends_before_its_prompt_is_computed_is_told() -> None:
+def test_prefill_request_ended_early_is_abandoned() -> None:
     made = decisions()
     made.on_new_request(prompt(12), THERE, CHAIN)
     step(made, {"r": 5}, [[1, 2, 3]])
@@ -260,7 +260,7 @@ def test_a_request_that_ends_before_its_prompt_is_computed_is_told() -> None:
     assert step(made).abandons == [AbandonJob("d0", "t1")]
 
 
-def test_what_waits_is_bounded() -> None:
+def test_prefill_pinned_pages_are_bounded() -> None:
     pool = Pool(12)
     made = decisions(pool)
     for name in "ab":
@@ -273,7 +273,7 @@ def test_what_waits_is_bounded() -> None:
     assert made.request_finished("b") == THERE.for_decode(whole=False)
 
 
-def test_other_weights_end_what_is_on_its_way() -> None:
+def test_changed_weights_end_pending_transfers() -> None:
     made = decisions()
     made.on_new_request(prompt(9, "a"), HERE, CHAIN)
     step(made)

@@ -13,7 +13,7 @@ from kvclient.engines.vllm.worker.cpu_affinity import unbound
 
 
 def allowed() -> set[int]:
-    """Where a thread that is started now may run."""
+    """Processors on which a new thread may run."""
     seen: list[set[int]] = []
     thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
     thread.start()
@@ -22,7 +22,7 @@ def allowed() -> set[int]:
 
 
 def worker(pipe: Connection) -> None:
-    """As an engine's: bound to one processor."""
+    """Bind this process to one processor, like the worker of an engine."""
     one = {min(os.sched_getaffinity(0))}
     os.sched_setaffinity(0, one)
     with unbound():
@@ -31,7 +31,7 @@ def worker(pipe: Connection) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
-def test_a_bound_worker_starts_threads_that_are_not() -> None:
+def test_threads_of_bound_worker_are_unbound() -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=worker, args=(theirs,))
@@ -47,8 +47,8 @@ def test_a_bound_worker_starts_threads_that_are_not() -> None:
     assert (inside, behind, main) == (os.sched_getaffinity(0), one, one)
 
 
-def test_whoever_bound_the_whole_process_is_heeded() -> None:
-    """Not what vLLM started as its worker: nobody knows better than itself where it may run."""
+def test_threads_of_bound_process_stay_bound() -> None:
+    """vLLM did not start this process as its worker, so its own binding is kept."""
     own = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(own)})

@@ -1,4 +1,4 @@
-"""The decisions of the vLLM connector, without vLLM: matches, loads, stores, pins, failures; against a simple pool and store."""
+"""The decisions of the vLLM connector, without vLLM: matches, loads, stores, pins and failures, with a simple pool and store."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Block:
 
 
 class Pool:
-    """Blocks with a count of users, as the engine's pool has them."""
+    """Blocks with reference counts, like the engine's pool."""
 
     def __init__(self, count: int) -> None:
         self.blocks = [Block(at) for at in range(count)]
@@ -75,7 +75,7 @@ class Pool:
 
 
 class Shelf:
-    """A store as the finder sees it: how many blocks it says to hold; answers when told to."""
+    """A store with a fixed number of hits, which answers lookups when the test lets it."""
 
     def __init__(self, hits: int = 0, groups: int = 1, *, at_once: bool = True) -> None:
         self.chain = KeyChain(SPEC)
@@ -122,7 +122,7 @@ def plan(made: SchedulerConnector, one: Request, tokens: int, ids: list[list[int
     return found
 
 
-def test_a_hit_is_offered_and_planned_once() -> None:
+def test_hit_is_offered_and_planned_once() -> None:
     made = side(Shelf(hits=3))
     one = request(17)
     made.on_new_request(one)
@@ -139,7 +139,7 @@ def test_a_hit_is_offered_and_planned_once() -> None:
     assert made.build_step_plan({}, {}, lambda _: None).loads == []
 
 
-def test_a_token_is_always_left_to_compute() -> None:
+def test_hit_leaves_one_token_to_compute() -> None:
     made = side(Shelf(hits=100))
     one = request(12)
     made.on_new_request(one)
@@ -149,7 +149,7 @@ def test_a_token_is_always_left_to_compute() -> None:
     assert made.get_num_new_matched_tokens(two, 0) == (0, False)
 
 
-def test_none_until_the_lookup_is_answered() -> None:
+def test_match_is_none_until_lookup_is_answered() -> None:
     shelf = Shelf(hits=2, at_once=False)
     made = side(shelf)
     one = request(17)
@@ -161,7 +161,7 @@ def test_none_until_the_lookup_is_answered() -> None:
     assert made.counters.totals()["lookups_asked_again"] == 2
 
 
-def test_pages_before_a_window_are_not_loaded() -> None:
+def test_load_skips_pages_before_window() -> None:
     made = side(Shelf(hits=4, groups=2))
     one = request(20)
     made.on_new_request(one)
@@ -173,7 +173,7 @@ def test_pages_before_a_window_are_not_loaded() -> None:
 
 
 @pytest.mark.parametrize("by_pages", [True, False])
-def test_a_failed_load_is_not_offered_again(by_pages: bool) -> None:
+def test_load_failed_is_not_offered_again(by_pages: bool) -> None:
     made = side(Shelf(hits=3), Pool(20))
     one = request(17)
     made.on_new_request(one)
@@ -187,7 +187,7 @@ def test_a_failed_load_is_not_offered_again(by_pages: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "async"])
-def test_what_a_layerwise_load_did_not_bring_leaves_the_engines_cache_with_what_came_behind_it(mode: str) -> None:
+def test_layerwise_load_failed_evicts_its_and_later_blocks(mode: str) -> None:
     pool = Pool(40)
     made = side(Shelf(hits=3), pool, load_mode=mode)
     one, two, three = request(17), request(17, "s"), request(9, "t")
@@ -195,7 +195,7 @@ def test_what_a_layerwise_load_did_not_bring_leaves_the_engines_cache_with_what_
         made.on_new_request(each)
     made.get_num_new_matched_tokens(one, 0)
     made.update_state_after_alloc(one, [[7, 8, 9, 10, 11]], 12)
-    pages = {"r": [[7, 8, 9, 10, 11]], "s": [[7, 8, 20, 21, 22]], "t": [[30, 31, 32]]}  # the second shares the first one's
+    pages = {"r": [[7, 8, 9, 10, 11]], "s": [[7, 8, 20, 21, 22]], "t": [[30, 31, 32]]}  # "s" shares pages of "r"
     made.build_step_plan({"r": 5, "s": 9, "t": 9}, {}, pages.__getitem__)
     made.on_loads_failed({8, 9}, set())
     assert pool.evicted == ({8, 9, 10, 11, 20, 21, 22} if mode == "layerwise" else set()), "async: the engine caches what came"
@@ -205,7 +205,7 @@ def test_what_a_layerwise_load_did_not_bring_leaves_the_engines_cache_with_what_
     assert not pool.evicted, "no load of this step"
 
 
-def test_who_shares_what_is_being_loaded_layer_by_layer_waits_a_step() -> None:
+def test_layerwise_load_shared_prefix_waits_one_step() -> None:
     made = side(Shelf(hits=3), Pool(40), load_mode="layerwise")
     one = request(17)
     same, head, other = request(17, "same"), request(17, "head"), request(17, "other")
@@ -222,7 +222,7 @@ def test_who_shares_what_is_being_loaded_layer_by_layer_waits_a_step() -> None:
     assert made.get_num_new_matched_tokens(same, 12) == (0, False)
 
 
-def test_pages_of_others_are_no_failure_of_ours() -> None:
+def test_load_failure_concerns_only_owner_of_pages() -> None:
     made = side(Shelf(hits=3))
     one, two = request(17), request(17, "s")
     for each, ids in ((one, [1, 2, 3, 4, 5]), (two, [6, 7, 8, 9, 10])):
@@ -237,7 +237,7 @@ def test_pages_of_others_are_no_failure_of_ours() -> None:
     assert made.get_num_new_matched_tokens(one, 0) == (12, True), "what has been loaded is the engine's"
 
 
-def test_after_a_preemption_there_is_more_in_the_store() -> None:
+def test_request_preempted_is_looked_up_again() -> None:
     shelf = Shelf(hits=1)
     made = side(shelf)
     one = request(17)
@@ -248,7 +248,7 @@ def test_after_a_preemption_there_is_more_in_the_store() -> None:
     assert made.get_num_new_matched_tokens(one, 0) == (16, True)
 
 
-def test_blocks_are_stored_when_they_are_full_and_known() -> None:
+def test_blocks_are_stored_when_full_and_confirmed() -> None:
     pool = Pool(20)
     made = side(Shelf(), pool)
     one = request(10)
@@ -274,7 +274,7 @@ def test_blocks_are_stored_when_they_are_full_and_known() -> None:
     assert [(stored.first, stored.stop) for stored in made.take_stored_blocks()] == [(0, 1), (1, 2), (2, 3)]
 
 
-def test_all_workers_answer_before_pages_are_free() -> None:
+def test_pages_are_pinned_until_all_workers_answer() -> None:
     pool = Pool(9)
     made = SchedulerConnector(ConnectorOptions(), BLOCK, workers=3)
     made.connect(Shelf(), 0, "")  # type: ignore[arg-type]
@@ -292,7 +292,7 @@ def test_all_workers_answer_before_pages_are_free() -> None:
 
 
 @pytest.mark.parametrize("then", ["whole", "failed", "other weights", "pages wanted"])
-def test_with_several_workers_what_a_step_that_loads_computes_waits_until_all_have_told(then: str) -> None:
+def test_store_after_layerwise_load_waits_for_all_workers(then: str) -> None:
     pool = Pool(20)
     made = SchedulerConnector(ConnectorOptions(load_mode="layerwise", lookup_wait_ms=0.0), BLOCK, workers=2)
     made.connect(Shelf(hits=3), 0, "")  # type: ignore[arg-type]
@@ -327,7 +327,7 @@ def test_with_several_workers_what_a_step_that_loads_computes_waits_until_all_ha
     assert pool.pinned == set()
 
 
-def test_a_failed_store_is_tried_once_more_with_the_next_blocks() -> None:
+def test_store_failed_is_retried_once_with_next_blocks() -> None:
     pool = Pool(20)
     made = side(Shelf(), pool)
     one = request(40)
@@ -344,7 +344,7 @@ def test_a_failed_store_is_tried_once_more_with_the_next_blocks() -> None:
     assert made.take_stored_blocks() == []
 
 
-def test_no_more_pages_wait_than_a_share() -> None:
+def test_pages_waiting_for_store_are_bounded() -> None:
     pool = Pool(10)
     made = side(Shelf(), pool, pinned_share=0.3)
     one, two = request(12), request(12, "s")
@@ -355,7 +355,7 @@ def test_no_more_pages_wait_than_a_share() -> None:
     assert made.counters.totals()["stores_skipped"] == 1
 
 
-def test_a_chain_that_a_window_has_torn_ends() -> None:
+def test_store_of_chain_with_freed_window_pages_ends() -> None:
     made = side(Shelf(groups=2), Pool(10))
     one = request(12)
     made.on_new_request(one)
@@ -363,7 +363,7 @@ def test_a_chain_that_a_window_has_torn_ends() -> None:
     assert made.counters.totals()["stores_broken"] == 1
 
 
-def test_embeddings_are_nobodys_tokens() -> None:
+def test_prompt_of_embeddings_is_not_shared() -> None:
     made = side(Shelf(hits=3), Pool(10))
     one = request(17)
     one.prompt_embeds = object()
@@ -372,7 +372,7 @@ def test_embeddings_are_nobodys_tokens() -> None:
     assert plan(made, one, 17, [[1, 2, 3, 4, 5]]).stores == []
 
 
-def test_other_weights() -> None:
+def test_changed_weights_drop_pending_work() -> None:
     pool = Pool(20)
     old, new = Shelf(hits=2), Shelf(hits=2)
     made = side(old, pool)
@@ -395,7 +395,7 @@ def test_other_weights() -> None:
 
 
 @given(st.data())
-def test_whatever_happens_every_block_is_stored_after_its_parent_and_every_pin_is_given_back(data: st.DataObject) -> None:
+def test_any_history_stores_parents_first_and_unpins_all(data: st.DataObject) -> None:
     pool = Pool(64)
     made = side(Shelf(hits=data.draw(st.integers(0, 6))), pool)
     held: dict[str, set[int]] = {}
@@ -447,8 +447,8 @@ def test_whatever_happens_every_block_is_stored_after_its_parent_and_every_pin_i
     assert not made.has_pins
 
 
-def test_what_is_computed_before_the_lookup_is_answered_is_stored_after_it() -> None:
-    """vLLM does not wait for lookups of requests that read no prefix, such as those that want logprobs of their prompt."""
+def test_blocks_computed_before_lookup_answer_are_stored() -> None:
+    """vLLM does not wait for lookups of requests that read no prefix, for example with logprobs of the prompt."""
     shelf, pool = Shelf(hits=2, at_once=False), Pool(16)
     made = side(shelf, pool)
     one = request(6 * BLOCK)
@@ -460,13 +460,13 @@ def test_what_is_computed_before_the_lookup_is_answered_is_stored_after_it() -> 
     assert job.keys == KeyChain(SPEC).keys(np.array(one.all_token_ids))[2:], "what the lookup found is not stored again"
 
 
-def test_keys_that_two_threads_want_at_once_are_made_once() -> None:
+def test_keys_of_two_threads_are_computed_once() -> None:
     both = threading.Barrier(2)
 
     class Slow(KeyChain):
         def keys(self, *given: Any, **named: Any) -> list[BlockKey]:
             with suppress(threading.BrokenBarrierError):
-                both.wait(0.2)  # the other thread is here too, unless it is kept out
+                both.wait(0.2)  # the other thread also gets here, unless a lock excludes it
             return super().keys(*given, **named)
 
     tokens = random.Random(1).choices(range(1000), k=12 * BLOCK)

@@ -1,4 +1,4 @@
-"""Pages as vLLM's CPU kernels have them become plain tensors; what cannot be read is refused by name."""
+"""Conversion of pages in the layout of vLLM's CPU kernels to plain tensors; the error names an unreadable layout."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def packed(isa: str, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     st.integers(1, 2),
     st.integers(0, 2),
 )
-def test_pages_become_tokens(kind: tuple[str, str], heads: int, tokens: int, dim: int, layers: int, blocks: int) -> None:
+def test_unpack_pages_returns_tokens(kind: tuple[str, str], heads: int, tokens: int, dim: int, layers: int, blocks: int) -> None:
     isa, dtype = kind
     layout = PageLayout.of(group_spec(HookOptions(), facts(isa, dtype, heads, tokens, dim, layers)))
     made = torch.randn(2, layers, heads, blocks * tokens, dim).to(getattr(torch, dtype))
@@ -79,7 +79,7 @@ def test_pages_become_tokens(kind: tuple[str, str], heads: int, tokens: int, dim
         assert torch.equal(values[0], made[1, layer])
 
 
-def test_what_cannot_be_read_is_refused() -> None:
+def test_unpack_unsupported_layout_is_rejected() -> None:
     def spec(**changed: object) -> CacheSpec:
         return group_spec(HookOptions(), replace(FACTS, **changed))  # type: ignore[arg-type]
 
@@ -108,8 +108,8 @@ def test_what_cannot_be_read_is_refused() -> None:
             layout.unpack(memory)
 
 
-def test_which_of_several_models_of_one_name_is_the_callers_to_say(tmp_path: Path) -> None:
-    """The last one would be anybody's: an older engine's weights, and so other tokens."""
+def test_find_pages_several_models_of_one_name_is_rejected(tmp_path: Path) -> None:
+    """The last registered model may be an older engine's, with other weights, so the caller must choose."""
     options = HookOptions()
     first, other = (group_spec(options, replace(FACTS, model_digest=digest)) for digest in ("one", "other"))
     named = group_spec(options.with_epoch("7"), FACTS)

@@ -53,7 +53,7 @@ def spec(group: int = 0, rank: int = 0, ranks: int = 1) -> CacheSpec:
 
 
 class Rank:
-    """A worker with pages of its own."""
+    """A worker and its pages."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Rank:
         self.side = WorkerConnector(ConnectorOptions(hook=self.hook), connect, "", pages, [NAMES] * len(specs), stores=stores)
 
     def save(self, ids: Sequence[Sequence[int]], keys: RequestKeys, first: int = 0, job_id: int = 1) -> set[int]:
-        """Stores pages as the first blocks of ``TOKENS``; the jobs that failed."""
+        """Store pages as the first blocks of ``TOKENS``; return the failed jobs."""
         chain = keys.upto(TOKENS, first + len(ids[0]))
         parent = chain[first - 1] if first else None
         job = StoreJob(job_id, "r", first, parent, chain[first:], [list(one) for one in ids])
@@ -163,7 +163,7 @@ Find = Callable[..., tuple[PrefixMatch, RequestKeys]]
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_pages_come_back_in_other_places(cluster: LocalCluster, find: Find, layerwise: bool) -> None:
+def test_load_into_other_pages_is_bit_exact(cluster: LocalCluster, find: Find, layerwise: bool) -> None:
     writer, reader = Rank(cluster, [spec()], seed=1), Rank(cluster, [spec()])
     _, keys = find([[spec()]])
     assert writer.save([[3, 9, 4]], keys) == set()
@@ -180,7 +180,7 @@ def test_pages_come_back_in_other_places(cluster: LocalCluster, find: Find, laye
     reader.side.close()
 
 
-def test_groups_have_keys_of_their_own(cluster: LocalCluster, find: Find) -> None:
+def test_groups_have_separate_keys(cluster: LocalCluster, find: Find) -> None:
     specs = [spec(0), spec(1)]
     writer, reader = Rank(cluster, specs, seed=2), Rank(cluster, specs)
     groups = [[one] for one in specs]
@@ -195,16 +195,14 @@ def test_groups_have_keys_of_their_own(cluster: LocalCluster, find: Find) -> Non
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_what_does_not_arrive_is_named_and_nothing_of_the_step_is_stored(
-    cluster: LocalCluster, find: Find, layerwise: bool
-) -> None:
+def test_load_failed_names_pages_and_stores_nothing_of_step(cluster: LocalCluster, find: Find, layerwise: bool) -> None:
     writer = Rank(cluster, [spec()], seed=3)
     _, keys = find([[spec()]])
     writer.save([[1, 2, 3]], keys)
     found, _ = find([[spec()]], 3)
     cluster.kill("n")
     reader = writer
-    writer.caches[0][:, 10:15] = float("nan")  # as bytes that are no KV may read
+    writer.caches[0][:, 10:15] = float("nan")  # bytes that are not KV may decode to this
     parts = [GroupLoad(0, [10, 11, 12], 0, {name: one.part(0, 3) for name, one in found.by_group[0].items()}, [13])]
     chain = keys.upto(TOKENS, 4)
     plan = StepPlan(
@@ -228,7 +226,7 @@ def test_what_does_not_arrive_is_named_and_nothing_of_the_step_is_stored(
     writer.side.close()
 
 
-def test_a_rank_with_the_same_pages_as_another_answers_and_stores_nothing(cluster: LocalCluster, find: Find) -> None:
+def test_rank_with_replicated_pages_stores_nothing(cluster: LocalCluster, find: Find) -> None:
     second = Rank(cluster, [spec()], seed=4, stores=False)
     _, keys = find([[spec()]])
     assert second.save([[1, 2]], keys) == set()
@@ -236,7 +234,7 @@ def test_a_rank_with_the_same_pages_as_another_answers_and_stores_nothing(cluste
     second.side.close()
 
 
-def test_a_store_whose_turn_comes_too_late_gives_its_pages_back(cluster: LocalCluster, find: Find) -> None:
+def test_store_queued_too_long_releases_its_pages(cluster: LocalCluster, find: Find) -> None:
     rank = Rank(cluster, [spec()], seed=6, store_s=1e-9)
     _, keys = find([[spec()]])
     assert rank.save([[1, 2]], keys) == {1}
@@ -246,8 +244,8 @@ def test_a_store_whose_turn_comes_too_late_gives_its_pages_back(cluster: LocalCl
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["asked at once", "asked by a plan"])
-def test_pages_that_are_wanted_back_do_not_wait_for_the_node(cluster: LocalCluster, find: Find, elsewhere: bool) -> None:
-    """The node hangs, and a store may take ten minutes: given up, it and what waits behind it are answered."""
+def test_pages_reclaimed_do_not_wait_for_hung_node(cluster: LocalCluster, find: Find, elsewhere: bool) -> None:
+    """The node hangs, and a store may last ten minutes. Giving it up answers it and the stores queued after it."""
     rank = Rank(cluster, [spec()], seed=7, store_s=600.0)
     _, keys = find([[spec()]])
     chain = keys.upto(TOKENS, 4)
@@ -267,7 +265,7 @@ def test_pages_that_are_wanted_back_do_not_wait_for_the_node(cluster: LocalClust
             rank.side.take_completions(StepPlan(), set())  # waits a moment
             total.merge(rank.side.take_output() or WorkerOutput())
         assert total.stores_failed == {1, 2, 3, 4}
-        rank.caches[0].fill_(float("nan"))  # somebody else has the pages
+        rank.caches[0].fill_(float("nan"))  # another request has the pages
     finally:
         process.send_signal(signal.SIGCONT)
     assert rank.save([[9, 10]], keys, job_id=5) == set(), "later ones are stored"
@@ -279,10 +277,10 @@ def test_pages_that_are_wanted_back_do_not_wait_for_the_node(cluster: LocalClust
     rank.side.close()
 
 
-def test_pages_that_are_wanted_back_are_stored_where_that_takes_a_moment(
+def test_pages_reclaimed_are_stored_if_node_is_only_slow(
     cluster: LocalCluster, find: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step asks for them, and the node is slow."""
+    """A step requests the pages while the node is slow."""
     monkeypatch.setattr(worker_side, "RESET_GRACE_S", WAIT_S)
     rank = Rank(cluster, [spec()], seed=8)
     _, keys = find([[spec()]])
@@ -299,9 +297,7 @@ def test_pages_that_are_wanted_back_are_stored_where_that_takes_a_moment(
     rank.side.close()
 
 
-def test_pages_that_are_wanted_back_are_waited_for_once_a_step(
-    cluster: LocalCluster, find: Find, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_reclaimed_are_awaited_once_per_step(cluster: LocalCluster, find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(cluster, [spec()], seed=9)
     waits: list[float] = []
     monkeypatch.setattr(StoreWorker, "drain", lambda _, timeout_s: bool(waits.append(timeout_s)))
@@ -313,7 +309,7 @@ def test_pages_that_are_wanted_back_are_waited_for_once_a_step(
     rank.side.close()
 
 
-def test_other_weights_are_another_namespace(cluster: LocalCluster, find: Find) -> None:
+def test_changed_weights_change_namespace(cluster: LocalCluster, find: Find) -> None:
     rank = Rank(cluster, [spec()], seed=5)
     _, keys = find([[spec()]])
     rank.save([[1, 2]], keys)
@@ -330,8 +326,8 @@ def test_other_weights_are_another_namespace(cluster: LocalCluster, find: Find) 
     rank.side.close()
 
 
-def test_two_ranks_are_shards_and_a_hit_needs_both(cluster: LocalCluster, find: Find) -> None:
-    """Each rank in a process of its own, as under tensor parallelism; each has other heads, so other bytes."""
+def test_hit_requires_shards_of_both_ranks(cluster: LocalCluster, find: Find) -> None:
+    """Each rank is a separate process, as with tensor parallelism. Ranks have different heads, so different bytes."""
     shards = [spec(0, rank, 2) for rank in range(2)]
 
     def run(rank: int, blocks: int) -> None:
@@ -354,8 +350,8 @@ def test_two_ranks_are_shards_and_a_hit_needs_both(cluster: LocalCluster, find: 
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_ranks_compute_from_another_ranks_garbage_is_not_stored(tmp_path: Path, whole: bool) -> None:
-    """A layer-wise load fails in one rank alone; hidden states are mixed, so what the other computes is wrong, too."""
+def test_load_failed_in_one_rank_stores_nothing_in_others(tmp_path: Path, whole: bool) -> None:
+    """A layer-wise load fails in one rank. Ranks exchange hidden states, so the results of the other rank are wrong, too."""
     shards = [spec(0, rank, 2) for rank in range(2)]
     tokens, pages = TOKENS[: 5 * BLOCK], [9, 8, 7, 6, 5]
     with LocalCluster([NodeSpec(name, dram_bytes=16 << 20) for name in "ab"], tmp_path) as cluster:
@@ -416,7 +412,7 @@ def test_what_ranks_compute_from_another_ranks_garbage_is_not_stored(tmp_path: P
 
 
 class _Elsewhere:
-    """What ``Rank`` asks of a cluster, from its addresses."""
+    """The part of a cluster that ``Rank`` uses, built from addresses."""
 
     def __init__(self, metadata: str, node: str) -> None:
         self.metadata_address = metadata

@@ -112,7 +112,7 @@ def test_prefix_stale_claims_make_sound_answers(records: list[Replicas], guesses
 
 
 def test_prefix_discovery_probes_are_bounded() -> None:
-    """One volume holds all blocks, and each block is also in a volume of its own that ends there."""
+    """One volume holds all blocks, and each block is also in a separate volume that ends there."""
     length = 60_000
     records: list[Replicas] = [{ONE: 0, VolumeEpoch(10 + at): at} for at in range(length)]
     hit, seen = search(records)

@@ -42,7 +42,7 @@ def run_of(keys: Sequence[bytes], start: int = 0, stop: int | None = None, names
 
 
 class Peer:
-    """A node: registers, beats, publishes. Volumes: ``<node>/dram`` and ``<node>/nvme0`` unless told otherwise."""
+    """A node: registers, beats, publishes. Default volumes: ``<node>/dram`` and ``<node>/nvme0``."""
 
     def __init__(self, channel: grpc.aio.Channel, node_id: str = "host-1", volumes: dict[str, Tier] | None = None) -> None:
         self.stub = metadata_pb2_grpc.MetadataStub(channel)
@@ -75,7 +75,7 @@ class Peer:
         self.sequence = 0
 
     async def register(self) -> dict[str, bool]:
-        """Which volumes' inventories are wanted."""
+        """The volumes whose inventories the server requests."""
         request = pb.RegisterNodeRequest(operation_id=secrets.token_bytes(16), node=self.info())
         answer = await call_aio(self.stub.RegisterNode, request, TIMEOUT_S)
         return {need.volume_id: need.inventory_needed for need in answer.volume_needs}
@@ -101,14 +101,14 @@ class Peer:
         )
 
     async def send(self, *messages: pb.PublishRequest) -> list[int]:
-        """Sends messages on one stream; returns the acknowledgements. Raises our errors."""
+        """Send messages on one stream and return the acknowledgements. Raises kvstore errors."""
         try:
             return [answer.sequence async for answer in self.stub.Publish(iter(messages), timeout=TIMEOUT_S)]
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
     async def publish(self, volume: str, *stored: BlockRun, sync_end: bool = False) -> None:
-        """One batch, acknowledged."""
+        """Send one batch and return its acknowledgement."""
         message = self.batch(volume, stored, sync_end=sync_end)
         assert (await self.send(message))[-1] == message.sequence
 
@@ -116,7 +116,7 @@ class Peer:
         return await call_aio(self.stub.Lookup, pb.LookupRequest(namespace_id=namespace, keys=b"".join(keys)), TIMEOUT_S)
 
     async def hit(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE) -> int:
-        """Length of the longest prefix."""
+        """Return the length of the longest prefix."""
         return (await self.lookup(keys, namespace)).hit_blocks
 
     async def counters(self) -> dict[str, int]:
@@ -180,7 +180,7 @@ class ServerProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts (again, on the port of the first time) and waits until calls are answered."""
+        """Start, or restart on the same port, and wait until calls are answered."""
         ready = self.folder / "ready"
         ready.unlink(missing_ok=True)
         arguments = [str(self.folder), self.address, str(self.workers), str(self.ttl_ms), self.settings]
@@ -196,7 +196,7 @@ class ServerProcess:
         self.address = said["address"]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ends it by a signal; its exit code."""
+        """End the server by a signal and return its exit code."""
         assert self.process is not None
         self.process.send_signal(number)
         return self.process.wait(20)

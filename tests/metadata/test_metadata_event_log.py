@@ -60,7 +60,7 @@ class Subscriber:
 
 
 class FeedMachine(RuleBasedStateMachine):
-    """Nodes store, remove, die, fall silent; subscribers read, stand still, come back; the server is started again."""
+    """Nodes store, remove, die, fall silent; subscribers read, stall, return; the server restarts."""
 
     ring_bytes = 1 << 20
 
@@ -102,7 +102,7 @@ class FeedMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(close())
 
     def read_one(self, subscriber: Subscriber) -> bool:
-        """Takes the next message in; False: there is none now."""
+        """Apply the next message. Returns False if there is none now."""
 
         async def step() -> bool:
             if subscriber.stream is None:
@@ -151,7 +151,7 @@ class FeedMachine(RuleBasedStateMachine):
 
     @rule(forgets=st.booleans())
     def long_pause(self, forgets: bool) -> None:
-        """Nobody watches for so long that nothing is kept."""
+        """No subscriber watches until all events are dropped."""
         for subscriber in self.subscribers:
             self.hang_up(subscriber)
         if forgets:
@@ -263,14 +263,14 @@ class FeedMachine(RuleBasedStateMachine):
 
 
 class SmallRingMachine(FeedMachine):
-    """As above, but hardly anything is remembered."""
+    """As above, but with a log of few events."""
 
     ring_bytes = 1_500
 
 
 @contextmanager
 def small_pages() -> Iterator[None]:
-    """Snapshots in many pages, so that much happens between them; messages of few events."""
+    """Snapshots with many pages, so that changes happen between them, and messages with few events."""
     before = watching.PAGE_RECORDS, watching.MESSAGE_BYTES
     watching.PAGE_RECORDS, watching.MESSAGE_BYTES = 3, 400
     try:

@@ -22,7 +22,7 @@ WAIT_S = 30.0
 
 
 async def mirrors(watcher: BlockWatcher, expected: Sequence[bytes]) -> None:
-    """Waits until the watcher's mirror is complete, with just these keys."""
+    """Wait until the watcher's mirror is complete and has exactly these keys."""
 
     async def so() -> bool:
         found: list[bool] = []

@@ -32,7 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Takes all room that is left."""
+    """Use all free space."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):

@@ -124,7 +124,7 @@ def test_hostile_repair_gets_typed_errors(stub: MetadataStub, request: pb.Repair
     operation_id=some_bytes,
     node=st.builds(
         NodeInfo,
-        node_id=names.filter(lambda name: name != GOOD),  # a new boot of the good node is the good node's own business
+        node_id=names.filter(lambda name: name != GOOD),  # only the good node may announce a new boot of itself
         boot_id=some_bytes,
         roles=st.lists(st.one_of(st.sampled_from(["prefill", "storage"]), st.text(max_size=4)), max_size=4),
         control_address=st.text(max_size=20),

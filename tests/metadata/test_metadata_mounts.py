@@ -14,7 +14,7 @@ from support.wait import wait_until_async
 
 
 class Mounting(Peer):
-    """A node that mounts volumes of others."""
+    """A node that mounts volumes of other nodes."""
 
     mounts: tuple[str, ...] = ()
 
@@ -69,7 +69,7 @@ async def test_mounted_volume_survives_its_owner(running: Running) -> None:
         answer = await owner.lookup(keys)
         assert answer.hit_blocks == 10
         seen |= servers(answer)
-    assert seen == {("m1", owner.nvme), ("m2", owner.nvme)}  # in turn, and none for its DRAM blocks
+    assert seen == {("m1", owner.nvme), ("m2", owner.nvme)}  # alternately, and none for its DRAM blocks
     await silence(running, second, first)
     assert servers(await owner.lookup(keys)) == {("m1", owner.nvme)}
     await owner.beat()

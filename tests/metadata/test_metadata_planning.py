@@ -258,7 +258,7 @@ async def test_plan_expires_at_its_deadline(running: Running) -> None:
     p = made["p"]
     short, long = await plan(p, asked(budget_ms=50)), await plan(p, asked(budget_ms=600_000))
     moved = [pb.LoadReport(plan_id=one.plan_id, parts=[pb.PartReport(index=one.parts[0].index)]) for one in (short, long)]
-    assert await report(p, *moved) == []  # which must not give the first one another minute
+    assert await report(p, *moved) == []  # must not extend the first one by a minute
     running.clock.advance(DEADLINE_GRACE_S + 0.1)
 
     async def forgotten() -> bool:

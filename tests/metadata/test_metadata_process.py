@@ -174,7 +174,7 @@ async def test_workers_share_port_index_and_heartbeats(tmp_path: Path) -> None:
             return {await peer.hit(KEYS) for peer in peers} == {50}
 
         await wait_until_async(all_see)
-        # heartbeats go to one worker alone, yet the node stays visible to all for several times to live
+        # heartbeats reach only one worker, yet the node stays visible to all for several times to live
         for _ in range(4):
             seen = {(await peer.counters()).get("metadata_nodes_expired_total", 0) for peer in peers}
             assert seen == {0}

@@ -129,7 +129,7 @@ async def test_assign_informs_both_groups_and_router() -> None:
     assert not router.done()
     (both,) = decode.report()
     assert (both.prefill.node, both.decode.node, both.prefill.address) == ("node-p", "node-d", "p:80")
-    (told,) = prefill.report()  # of the engine that it lacked
+    (told,) = prefill.report()  # from the engine that it lacked
     assert told.decode.engine == "d"
     answer = await router
     assert answer.generation == both.generation == told.generation == alone.generation != 0
@@ -501,7 +501,7 @@ async def test_deadlock_after_lost_engines_is_broken() -> None:
     assert [one.engine for one in prefill.report()] == ["p", "q"]
     assert [one.request_id for one in decode.report()] == ["old"]
     await calls[0]
-    prefill.engines = [engine("q")]  # old has room and no prefill engine; young has that, and no room
+    prefill.engines = [engine("q")]  # old has room but no prefill engine; young has a prefill engine but no room
     prefill.report()
     for _ in range(3):
         shell.clock.advance(TTL_S * 0.6)

@@ -29,7 +29,7 @@ def scheduler(clock: ManualClock) -> SchedulerService:
 
 
 class Group:
-    """A leader with engines that can only do what they know of. Answers and calls are lost as told."""
+    """A leader with engines that know only received assignments. The test chooses which answers and calls are lost."""
 
     def __init__(self, door: SchedulerService, name: str, engines: int) -> None:
         self.door, self.name, self.decodes = door, name, name.startswith("D")
@@ -73,7 +73,7 @@ class Group:
         for gone in news.revoked:
             if gone.request_id in self.work and self.work[gone.request_id][0] <= gone.generation:
                 del self.work[gone.request_id]
-        if self.decodes:  # room was given out once
+        if self.decodes:  # room was granted once
             assert all(figures.free_hbm_tokens is not None and figures.free_hbm_tokens >= 0 for figures in self.figures())
 
 

@@ -70,14 +70,14 @@ class Engines:
             await asyncio.sleep(POLL_S)
 
     async def die(self) -> None:
-        """Falls silent."""
+        """Stop reporting."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
 
 @asynccontextmanager
 async def client_of(address: str) -> AsyncIterator[AsyncSchedulerClient]:
-    """A client whose breaker is quick to try again."""
+    """A client whose circuit breaker retries quickly."""
     async with AsyncSchedulerClient(address, options=ClientOptions(breaker_pause_s=0.05)) as client:
         yield client
 
@@ -104,7 +104,7 @@ async def test_assignment_follows_the_rules(tmp_path: Path) -> None:
             prefill, decode = client.leader("P", "prefill"), client.leader("D", "decode")
             computing = [
                 EngineFigures("overloaded", "idle", sequences=1, tokens=101),
-                EngineFigures("long-queue", "busy", sequences=0, tokens=0),  # the planner knows that its node has much to read
+                EngineFigures("long-queue", "busy", sequences=0, tokens=0),  # the planner knows that its node has a long queue
                 EngineFigures("short-queue", "idle", "10.0.0.3:8000", sequences=1, tokens=50),
             ]
             generating = [
@@ -218,7 +218,7 @@ async def test_many_requests_are_served_once_each(tmp_path: Path) -> None:
             ]
             together = asyncio.gather(*calls, return_exceptions=True)
             await peer.register()
-            assert not (await peer.beat()).register_again  # nodes are not shut out
+            assert not (await peer.beat()).register_again  # nodes are not rejected
             ended = Counter(type(error) for error in await together)
             # those that the library itself turns away before they are looked at are Unavailable
             assert sum(ended.values()) == len(calls)
@@ -287,7 +287,7 @@ async def test_assign_late_answer_frees_engines(tmp_path: Path, monkeypatch: pyt
 
 
 async def test_cancel_reaches_hung_server_later(tmp_path: Path) -> None:
-    """The request has its engines by then: neither a deadline nor the end of a call would ever free them again."""
+    """The request has engines by then, and neither a deadline nor the end of a call would free them."""
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel, client_of(server.address) as client:
             groups = [Engines(client, "P", "prefill", ends=False), Engines(client, "D", "decode", ends=False)]

@@ -26,7 +26,7 @@ OTHERS = b"another-namespac"
 
 
 class Watch:
-    """One stream and the mirror that it makes."""
+    """One stream and the mirror built from it."""
 
     def __init__(self, channel: grpc.aio.Channel, request: pb.WatchBlocksRequest | None = None) -> None:
         self.mirror = BlockMirror()
@@ -51,7 +51,7 @@ class Watch:
             await self.read()
 
     async def held(self, expected: Sequence[bytes]) -> None:
-        """Reads until the mirror holds just these keys."""
+        """Read until the mirror has exactly these keys."""
         while set(self.mirror) != set(expected):
             await self.read()
 
@@ -85,7 +85,7 @@ async def test_watch_sends_snapshot_then_events(running: Running) -> None:
     await watch.held(KEYS[:20])
     (removed,) = [event.removed for event in watch.events if event.HasField("removed")]
     assert removed.namespace_id == NAMESPACE
-    assert removed.keys == b"".join(KEYS[20:])  # not what was not there
+    assert removed.keys == b"".join(KEYS[20:])  # only existing blocks
     assert [volume.volume_id for volume in watch.mirror.holders(KEYS[0])] == [peer.dram, peer.nvme]
 
 

@@ -45,7 +45,7 @@ class Peer:
         )
 
     def line(self) -> Any:
-        """The next thing it says; fails if it ended instead."""
+        """Return its next line of output; fail if it ended."""
         assert self.process.stdout is not None
         text = self.process.stdout.readline()
         if not text:
@@ -54,7 +54,7 @@ class Peer:
         return json.loads(text)
 
     def end(self) -> None:
-        """Kills it if need be, and reaps it."""
+        """Kill the process if it runs, and reap it."""
         self.process.kill()
         self.process.communicate(timeout=10)
 

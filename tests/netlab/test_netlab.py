@@ -1,4 +1,4 @@
-"""Labs of real namespaces: rates, isolation, faults, and that nothing stays behind."""
+"""Labs of real namespaces: rates, isolation, faults, and complete removal."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def sources() -> list[tuple[str, ast.AST]]:
 
 
 def events_of(module: str, name: str) -> list[str]:
-    """Events, or the sampled metric, behind one constant of ``metric_definitions``."""
+    """Events, or the sampled metric, of one constant of ``metric_definitions``."""
     found = getattr(getattr(metric_definitions, module), name)
     return [found] if isinstance(found, str) else list(found.metric.events)
 

@@ -33,7 +33,7 @@ def keys(count: int) -> list[BlockKey]:
 
 
 class StorageNode:
-    """A storage node: blocks in memory behind a real data plane."""
+    """A storage node: blocks in memory, served by a real data plane."""
 
     def __init__(self, name: str, blocks: Sequence[int] = ()) -> None:
         self.provider = MemoryProvider()
