@@ -1,7 +1,7 @@
 """Agents of a timed engine run: trajectories, and the tokens and keys that all processes derive from the same few numbers.
 
-An agent has a context that lies in storage when a run begins, and turns that follow one another at once, as if its tools took no
-time. What it appends and what is generated differs from run to run, so that no run finds what another one stored.
+An agent has a context that is in storage when a run starts, and turns that follow each other immediately, as if its tools took no
+time. Appended and generated tokens differ between runs, so that no run hits blocks of another one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.core.types import BlockKey
 from kvstore.workload.generator import PROFILES, AgentWorkload
 
 MOST_TOKENS = 1 << 18
-"""Of an agent, at its end."""
+"""Largest number of tokens of an agent at its end."""
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, spread evenly however many are drawn."""
 _BEFORE_ALL_RUNS = 0
@@ -36,7 +36,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One agent: ``context`` tokens of which all whole blocks lie in storage, and the turns that follow."""
+    """One agent: ``context`` tokens whose whole blocks are in storage, and the turns after it."""
 
     context: int
     turns: tuple[Turn, ...]
@@ -65,8 +65,8 @@ def trajectories(
         agents: how many.
         turns: of each.
         seed: of everything drawn.
-        append_factor: so many times the appended tokens.
-        out_factor: so many times the generated tokens.
+        append_factor: factor of the appended tokens.
+        out_factor: factor of the generated tokens.
     """
     found: dict[str, list[tuple[int, int]]] = {}
     for request in AgentWorkload(PROFILES[profile], agents, seed):
@@ -111,7 +111,7 @@ class Chains:
         return [*keys[:full], self._chain.tail(text[full * self._block_tokens : tokens], keys[full - 1] if full else None)]
 
     def stored(self, agent: int) -> list[BlockKey]:
-        """Keys of what lies in storage before all runs."""
+        """Keys of the blocks that are in storage before all runs."""
         return self._of(agent, _BEFORE_ALL_RUNS)[1][: self._contexts[agent] // self._block_tokens]
 
     def _of(self, agent: int, run: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint32]], list[BlockKey]]:

@@ -1,4 +1,4 @@
-"""Who computes a request: by the scheduler's rules, asked directly or through the metadata server, or in turns."""
+"""Assignment of engines to requests: by the scheduler's rules, called directly or through the metadata server, or round robin."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Assigner(Protocol):
     """Told what happens to requests; each answers with what has both engines for that, at once."""
 
     def submit(self, wanted: Wanted) -> list[Assigned]:
-        """A new request."""
+        """Submit a new request."""
 
     def prefilled(self, name: str) -> list[Assigned]:
         """Its prompt is computed and handed over."""
 
     def finished(self, name: str) -> list[Assigned]:
-        """It is done."""
+        """Record that a request is done."""
 
     def assigned(self, event: dict[str, Any]) -> Assigned:
         """An answer that came later."""
@@ -54,7 +54,7 @@ class InTurns:
         self._prefill, self._decode = itertools.cycle(bed.bed.prefill_hosts), itertools.cycle(bed.bed.decode_hosts)
 
     def assigned(self, event: dict[str, Any]) -> Assigned:
-        raise Internal("nobody was asked", got=event["id"])
+        raise Internal("no answer is pending: this assignment is synchronous", got=event["id"])
 
     def submit(self, wanted: Wanted) -> list[Assigned]:
         return [Assigned(wanted.name, next(self._prefill), next(self._decode))]
@@ -82,7 +82,7 @@ class ByRules:
                 self._scheduler.join(Engine(name, role, group=role.value, node=name, hbm_bytes=room))
 
     def assigned(self, event: dict[str, Any]) -> Assigned:
-        raise Internal("nobody was asked", got=event["id"])
+        raise Internal("no answer is pending: this assignment is synchronous", got=event["id"])
 
     def submit(self, wanted: Wanted) -> list[Assigned]:
         room = int((wanted.prompt + wanted.out) * self._token_bytes)
@@ -116,7 +116,7 @@ class ByServer:
         self._generations: dict[str, int] = {}
 
     def assigned(self, event: dict[str, Any]) -> Assigned:
-        """What the router was told."""
+        """Process an answer of the router."""
         found = Assigned(event["id"], event["prefill"], event["decode"], event["generation"])
         self._generations[found.name] = found.generation
         return found

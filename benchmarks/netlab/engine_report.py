@@ -53,7 +53,7 @@ class Summary:
 
 
 def summarize(result: RunResult, bed: LabBed, dilation: float) -> Summary:
-    """Also ends the benchmark where a byte was wrong or a request failed."""
+    """Summarize a run. A wrong byte or a failed request ends the benchmark."""
     check(result)
     requests = result.requests
     readers = [*bed.prefill_hosts, *bed.decode_hosts]
@@ -121,7 +121,7 @@ def plot(offline: Mapping[str, Sequence[Summary]], online: Sequence[Mapping[str,
     Args:
         offline: runs by variant.
         online: trials: variant, agents a second, share of good requests.
-        file: what to write; nothing where matplotlib is not installed.
+        file: what to write; skipped if matplotlib is not installed.
     """
     try:
         import matplotlib as mpl

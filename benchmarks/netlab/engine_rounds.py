@@ -1,4 +1,4 @@
-"""Rounds of offline runs on a bed of timed engines, and what every figure made of them says."""
+"""Rounds of offline runs on a bed of timed engines, and the facts that their figures share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from netlab.engine_report import Summary, summarize
 
 PROFILE = "agentic-64k"
 GROUPS = 8
-"""Layers of a group, of 32, where computing is what takes long: it begins when the first group is there."""
+"""Layers of a group, of 32, if computing dominates: it starts when the first group is loaded."""
 
 
 def rounds_of(
@@ -62,7 +62,7 @@ def read_s_of(made: Sequence[Trajectory], settings: EngineSettings, bed: LabBed)
 
 
 def facts_of(made: Sequence[Trajectory], settings: EngineSettings, bed: LabBed) -> str:
-    """What bounds the bed: reading and computing, a turn."""
+    """Bottleneck of the bed: seconds of reading and of computing per turn."""
     engine = settings.engine(bed)
     chunks = [(one.known(turn), one.prompt(turn) - one.known(turn)) for one in made for turn in range(len(one.turns))]
     compute_s = sum(engine.prefill_seconds([PrefillChunk(*chunk)]) for chunk in chunks) / len(chunks)
@@ -77,12 +77,12 @@ def facts_of(made: Sequence[Trajectory], settings: EngineSettings, bed: LabBed) 
 
 
 def parameters_of(settings: EngineSettings, agents: int, turns: int, bed: str = "1P1D") -> dict[str, Parameter]:
-    """What every figure says of its runs."""
+    """Facts of the runs that every figure records."""
     return {"bed": bed, "model": settings.model, "dilation": settings.dilation, "agents": agents, "turns": turns}
 
 
 def notes_of(runs: Sequence[Summary], facts: str) -> str:
-    """Percentiles over the middle run, and where bytes went."""
+    """Percentiles of the median run, and bytes by link."""
     run = sorted(runs, key=lambda one: one.jct_s)[len(runs) // 2]
     times = ", ".join(
         f"{name} p50 {run.times[name]['p50']:.3f} p90 {run.times[name]['p90']:.3f} s" for name in ("ttft", "ttst", "tpot")

@@ -1,4 +1,4 @@
-"""What both kinds of timed engine share: a modelled processor, and a voice."""
+"""Shared parts of both timed engines: a modelled processor and an event writer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Processor:
 
         Args:
             seconds: of each step.
-            ready_s: when what they take was there.
+            ready_s: time at which their input was ready.
             steps: how many.
 
         Yields:

@@ -1,5 +1,5 @@
-"""What the store is held against: each module runs one peer on this machine, in the same run as our own measurement."""
+"""Peers of the store: each module runs one peer on this machine, in the same run as the store's measurement."""
 
 
 class PeerMissingError(RuntimeError):
-    """A peer is not installed here or does not run: the figure is then kept without it, and says so."""
+    """A peer is not installed or does not start. The figure is then recorded without it, with a note."""

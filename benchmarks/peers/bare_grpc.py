@@ -1,4 +1,4 @@
-"""The limit of a lookup over gRPC: the same request and an answer of the same size, with nothing behind them.
+"""The limit of a lookup over gRPC: the same request and an answer of the same size, without an index.
 
 A grpc.aio server process, as the metadata server is one, whose handler returns a constant.
 """
@@ -30,7 +30,7 @@ class _Constant(metadata_pb2_grpc.MetadataServicer):
 
 
 async def serve(answer: bytes) -> None:
-    """Server process: prints its port, then answers until it is ended."""
+    """Run the server process: print the port and answer until stopped."""
     server = grpc.aio.server()
     metadata_pb2_grpc.add_MetadataServicer_to_server(_Constant(metadata_pb2.LookupResponse.FromString(answer)), server)
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
@@ -42,7 +42,7 @@ class BareGrpc:
     """A running server; a context manager that ends it.
 
     Args:
-        answer: what it answers to every lookup.
+        answer: answer to every lookup.
     """
 
     def __init__(self, answer: metadata_pb2.LookupResponse) -> None:
@@ -52,7 +52,7 @@ class BareGrpc:
         self.address = f"127.0.0.1:{int(self._server.stdout.readline())}"
 
     def close(self) -> None:
-        """Ends the server process."""
+        """Stop the server process."""
         self._server.terminate()
         self._server.wait(timeout=10)
         assert self._server.stdout is not None

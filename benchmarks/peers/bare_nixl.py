@@ -1,4 +1,4 @@
-"""Bare NIXL between two processes: the same memory and descriptors as the store's transport, and nothing around them.
+"""Bare NIXL between two processes, with the same memory and descriptors as the store's transport.
 
 No keys, no checksums, no pins: one side has all addresses, and moves batch after batch. ``pull``: the client reads the child's
 memory. ``push``: the child writes into the client's, which lets its agent make progress for as long as that takes.
@@ -25,16 +25,16 @@ BATCH_BYTES = 64 << 20
 """Descriptors handed to NIXL at once: larger batches are no faster."""
 
 SUMMED_BYTES = 8 << 20
-"""Moved and then summed at once."""
+"""Bytes that are moved and then summed together."""
 
 HEAR_S = 60.0
-"""How long the child may take over anything."""
+"""Timeout of any command of the child, in seconds."""
 
 Way = Literal["pull", "push"]
 
 
 def address_of(memory: np.ndarray) -> int:
-    """Where an array begins."""
+    """Address of an array."""
     return int(memory.__array_interface__["data"][0])
 
 
@@ -101,7 +101,7 @@ class BareNixl:
     def _hear(self) -> dict[str, Any]:
         assert self._child.stdout is not None
         if not select([self._child.stdout], [], [], HEAR_S)[0]:  # it says one line to each of ours: none waits in a buffer
-            raise TimeoutError(f"the child process says nothing for {HEAR_S:g} s")
+            raise TimeoutError(f"the child process did not answer within {HEAR_S:g} s")
         told: dict[str, Any] = json.loads(self._child.stdout.readline())
         return told
 
@@ -128,7 +128,7 @@ def move(
 
 
 def serve(total: int, block_bytes: int, transports: str) -> None:
-    """The child: holds bytes, moves them or helps to, until its stdin ends."""
+    """Run the child: hold bytes and move them or help to, until stdin closes."""
     memory = np.random.default_rng(1).integers(0, 256, total, np.uint8)
     port = NixlAgent(NixlOptions(transports=transports), name="bare-child", regions=[Region(address_of(memory), total)])
     epoch, metadata = port.metadata()
@@ -146,7 +146,7 @@ def serve(total: int, block_bytes: int, transports: str) -> None:
         elif do == "pull":
             while not select([orders], [], [], 0)[0]:
                 port.progress(epoch)
-                time.sleep(1e-3)  # its reader needs no help of it but to connect
+                time.sleep(1e-3)  # a pulling reader needs this agent only to connect
             orders.readline()
         print("{}", flush=True)
     port.close()

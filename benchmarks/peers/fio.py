@@ -1,6 +1,6 @@
-"""The peer fio: what the disk gives to a program that does nothing else.
+"""The peer fio: the speed of the disk for a program that only reads and writes.
 
-It raises ``PeerMissingError`` where it is not installed (``sudo apt install fio``): the figure is then kept without its peer.
+It raises ``PeerMissingError`` if fio is not installed (``sudo apt install fio``): the figure is then kept without its peer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Fio:
         return {"read": job["read"]["bw_bytes"] / 1e9, "write": job["write"]["io_bytes"] / max(job["job_runtime"], 1) / 1e6}
 
     def prepare(self) -> None:
-        """Fills the file with bytes that do not compress; done before the rounds."""
+        """Fill the file with incompressible bytes, before the rounds."""
         self._run("--rw=write", "--bs=4M", "--iodepth=4", "--refill_buffers", "--end_fsync=1")
 
     def read(self, nbytes: int, block_bytes: int, depth: int, seed: int) -> float:

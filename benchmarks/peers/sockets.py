@@ -1,7 +1,7 @@
 """The peer of the data plane: bare TCP sockets between two processes on loopback, which only move bytes.
 
 The server process sends blocks from its memory with ``sendall``; the client receives them with ``recv_into`` into one buffer,
-over as many streams as asked for, a thread each. No keys, no checksums, no outcomes: what is left is what the wire costs.
+over as many streams as asked for, a thread each. There are no keys, checksums or outcomes: the figure is the cost of the wire.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _tune(connection: socket.socket) -> None:
 
 
 def serve(nbytes: int) -> None:
-    """Server process: prints its port, then answers requests until its stdin ends."""
+    """Run the server process: print the port and answer requests until stdin closes."""
     memory = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8).data.cast("B")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
@@ -69,7 +69,7 @@ class Sockets:
             _tune(stream)
 
     def load(self, block_bytes: int) -> None:
-        """Receives all blocks; returns when the last byte is here."""
+        """Receive all blocks and wait for the last byte."""
         blocks = self.memory.nbytes // block_bytes
         count = len(self._streams)
         threads = [
@@ -97,7 +97,7 @@ class Sockets:
                 received += got
 
     def close(self) -> None:
-        """Ends the server process."""
+        """Stop the server process."""
         for stream in self._streams:
             stream.close()
         assert self._server.stdin is not None

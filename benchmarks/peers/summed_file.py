@@ -1,9 +1,9 @@
 """The limit of NVMe through the store: threads that move as many bytes between a caller's memory, room of their own and a file.
 
 A store copies each block into room that is aligned, sums it before and after, writes it with O_DIRECT, and ends with one
-fdatasync: what the client and the node do between them. A load reads each block into the room, sums it, and copies it to the
+fdatasync; client and node share this work. A load reads each block into the room, sums it, and copies it to the
 caller. As many threads as the volume has. No keys, slots, catalog, processes or outcomes, and the sums are compared with nothing:
-what is left is the disk, the memory and the sums.
+the figure is the cost of disk, memory and sums.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SummedFile:
     Args:
         file: made here, on the filesystem that is measured; removed by ``close``.
         nbytes: its size, a multiple of all block sizes.
-        piece_bytes: what one sum is made of: a Layer Block.
+        piece_bytes: bytes per sum, one layer block.
         threads: that many blocks are under way.
 
     Raises:
@@ -45,12 +45,12 @@ class SummedFile:
         self.write_durable(nbytes)  # laid out, as a slab is
 
     def write_durable(self, block_bytes: int) -> None:
-        """Writes all of it, a block after the other."""
+        """Write all blocks."""
         self._each(block_bytes, self._write)
         os.fdatasync(self._fd)
 
     def read(self, block_bytes: int) -> None:
-        """Reads all of it."""
+        """Read all blocks."""
         self._each(block_bytes, self._read)
 
     def _each(self, block_bytes: int, work: Callable[[int, int], None]) -> None:
@@ -79,7 +79,7 @@ class SummedFile:
             xxhash.xxh3_64_intdigest(view[at : at + self._piece_bytes])
 
     def close(self) -> None:
-        """Ends the threads, and removes the file."""
+        """Stop the threads and remove the file."""
         self._pool.shutdown()
         os.close(self._fd)
         self._file.unlink(missing_ok=True)

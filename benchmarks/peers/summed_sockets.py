@@ -2,7 +2,8 @@
 
 A put sums each piece of the client's memory and sends it; the other process receives and sums it, and answers one byte a batch.
 A get asks for a batch; the other process sends it, and the client sums what it receives. Stretches are as long as in the store's
-own data plane. No keys, slots, index or outcomes, and the sums are compared with nothing: what is left is the wire and the sums.
+own data plane. No keys, slots, index or outcomes, and the sums are compared with nothing: the figure is the cost of the wire and
+the sums.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class SummedSockets:
 
     Args:
         nbytes: of each side.
-        piece_bytes: what one sum is made of: a Layer Block.
+        piece_bytes: bytes per sum, one layer block.
     """
 
     def __init__(self, nbytes: int, piece_bytes: int) -> None:
@@ -99,7 +100,7 @@ class SummedSockets:
             _receive(self._stream, batch, self._piece_bytes)
 
     def close(self) -> None:
-        """Ends the server process."""
+        """Stop the server process."""
         self._stream.close()
         self._server.wait(timeout=10)
         assert self._server.stdout is not None
