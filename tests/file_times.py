@@ -1,7 +1,7 @@
 """Seconds that each test file takes, recorded in ``tests/file_times.json``: shows what tests cost, and orders them.
 
 ``pytest --record-times`` updates the record for the files that it ran. Every run starts the slowest files first, so that no
-worker is left with a long file at the end. Files without a record start before all others.
+worker is left with a long file at the end. Files without a record start last.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def merged(recorded: Mapping[str, float], measured: Mapping[str, float], exists:
 
 
 def start_order(names: set[str], times: Mapping[str, float]) -> dict[str, int]:
-    """Rank of each file: unrecorded files first, then the slowest."""
-    ordered = sorted(names, key=lambda name: (-times.get(name, float("inf")), name))
+    """Rank of each file: the slowest first, unrecorded files last."""
+    ordered = sorted(names, key=lambda name: (-times.get(name, 0.0), name))
     return {name: rank for rank, name in enumerate(ordered)}
 
 

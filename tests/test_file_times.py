@@ -13,6 +13,6 @@ def test_merged_removed_file_is_dropped() -> None:
     assert merged({"a": 5.0, "gone": 9.0}, {}, {"a"}) == {"a": 5.0}
 
 
-def test_start_order_unrecorded_then_slowest_first() -> None:
+def test_start_order_slowest_first_unrecorded_last() -> None:
     ranks = start_order({"slow", "fast", "new"}, {"slow": 9.0, "fast": 1.0})
-    assert sorted(ranks, key=ranks.__getitem__) == ["new", "slow", "fast"]
+    assert sorted(ranks, key=ranks.__getitem__) == ["slow", "fast", "new"]
