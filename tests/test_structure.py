@@ -25,7 +25,7 @@ ROOTS = (REPOSITORY / "kvstore", REPOSITORY / "clients" / "kvclient")
 MOST_MODULES = 12
 MOST_TEST_NAME = 60
 PARTICIPLE = re.compile(r"[a-z]+ing$")
-NOUNS_IN_ING = {"scheduling", "tracing", "string", "ring", "sizing"}
+NOUNS_IN_ING = {"accounting", "scheduling", "tracing", "string", "ring", "sizing"}
 """Module names that end like participles and are nouns of the field."""
 
 

@@ -24,11 +24,11 @@ from kvstore.config.model import Config
 from kvstore.config.node import NodeSection
 from kvstore.config.sources import Provenance, leaves
 from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
+from kvstore.doctor.daemon_findings import Answer, RunningMetadata, RunningNode, metadata_findings, nodes_findings
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
 from kvstore.doctor.findings import findings, healthy
 from kvstore.doctor.levels import Finding, Level
 from kvstore.doctor.local_nodes import sockets_in
-from kvstore.doctor.running import Answer, RunningMetadata, RunningNode, metadata_findings, nodes_findings
 from kvstore.process.host_defaults import NodeDefaults
 from kvstore.process.memory_sizing import USUAL_BLOCK_BYTES
 from kvstore.rpc.address import stays_on_host
