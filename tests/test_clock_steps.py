@@ -21,7 +21,7 @@ BY_THE_CALENDAR = {
     / "events"
     / "publisher.py",  # vLLM's format dates a batch; numbers begin there, to differ after a restart
     REPOSITORY / "kvstore" / "doctor" / "findings.py",  # certificates expire by the calendar
-    REPOSITORY / "clients" / "kvclient" / "engines" / "stamps.py",  # compared with times that the file system wrote
+    REPOSITORY / "clients" / "kvclient" / "engines" / "file_stamps.py",  # compared with times that the file system wrote
 }
 NAMESPACE = NamespaceId(b"n" * 16)
 YEAR_S = 365 * 86_400.0
