@@ -1,6 +1,6 @@
 """Count the files of this repository whose functions run for one load: a measure of how far a reader of the code has to go.
 
-    PYTHONPATH=.:clients:proto:benchmarks python benchmarks/files_touched.py [--list]
+    PYTHONPATH=.:clients:proto:benchmarks python scripts/files_touched.py [--list]
 
 Two cases, each a lookup and a load of one chain: a hit in the DRAM of this host, and a load over both hosts' storage links. A
 profiler in every process (client, metadata server, nodes) records the files of the functions called while a load runs. A file
@@ -60,7 +60,7 @@ def main() -> None:
         (folder / "window").write_bytes(b"\0")
         os.environ["FILES_TOUCHED"] = name
         os.environ["PYTHONPATH"] = os.pathsep.join([name, *map(str, (REPOSITORY, REPOSITORY / "clients", REPOSITORY / "proto"))])
-        exec(RECORDER, {})  # this process is the client
+        exec(RECORDER, {})  # noqa: S102  # our own text; this process is the client
         for case, run in (("hit in local DRAM", dram_hit), ("planned load", planned_load)):
             files = run(folder)
             print(f"{case}: {len(files)} files")
