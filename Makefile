@@ -22,8 +22,10 @@ TRITON := triton==3.9.0
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# An import of vLLM takes 20 s without cached bytecode and 9 s with it: let Python write it, whatever the caller's environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-engines run test test-store test-engines test-gpu bench-gpu docs lint format types stubs check bench clean
+.PHONY: help install install-engines run test test-store test-engines test-gpu bench-gpu wheel wheels docs lint format types stubs check bench clean
 
 help:  ## shows this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*##\s*/\1\t/' | expand -t 10
@@ -102,6 +104,14 @@ bench-gpu: $(GPU_SETUP)  ## the figures that need a CUDA device; GPU_PYTHON and 
 	@$(GPU_PYTHON) -c $(NEED_CUDA)
 	@PYTHONPATH=.:clients:proto $(GPU_PYTHON) benchmarks/gpu_copies.py $(BENCH_ARGS)
 	@$(if $(findstring --only,$(BENCH_ARGS)),:,PYTHONPATH=.:clients:proto $(GPU_PYTHON) benchmarks/gds_read.py --device cuda:0 $(BENCH_ARGS))
+
+wheel: install  ## wheel and sdist, into dist/
+	@rm -rf dist
+	@$(BIN)/python -m hatchling build
+
+wheels: install  ## wheels for x86-64 and aarch64, into dist/, by a cross compiler that is fetched (about 100 MB)
+	@$(BIN)/python -m pip install --quiet ziglang==0.13.0
+	@$(BIN)/python scripts/make_wheels.py
 
 docs: install  ## the documentation site, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build

@@ -127,7 +127,7 @@ class Bed:
             (role,),
             dram,
             nvme,
-            write_behind_to=None if nvme else STORAGE,
+            write_back_to=None if nvme else STORAGE,
             settings=tuple(more.items()),
             place=DaemonHost(host.compute_ip, host.popen),
         )

@@ -16,8 +16,8 @@ import harness
 import simulate_parts
 import simulate_plot
 from harness import Figure, Options, Reference
-from kvstore.engine.hardware import GPUS
-from kvstore.engine.models import model_named
+from kvstore.roofline.hardware import GPUS
+from kvstore.roofline.models import model_named
 from kvstore.simulate.capacity import capacity
 from kvstore.simulate.cluster import LADDER, VARIANTS, SimConfig, uniform
 from kvstore.simulate.result import SimResult
@@ -35,7 +35,7 @@ INTRODUCTION = """# The simulator against the DualPath paper
 
 Made by `benchmarks/simulate_paper.py`; do not edit. "Paper" is arXiv 2602.21548; "~" marks what was read off a figure.
 No parameter of the model was fitted to any row: GPUs by data sheet, efficiencies from DeepSeek's published inference overview and
-kernel figures (`kvstore/engine/hardware.py`), workload from the paper's Table 2, links as the paper states them (one
+kernel figures (`kvstore/roofline/hardware.py`), workload from the paper's Table 2, links as the paper states them (one
 400 Gb/s storage link a node, one compute link a GPU).
 
 What was chosen with the published figures in view, for all rows alike, and so is no evidence of agreement by itself:

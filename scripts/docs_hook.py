@@ -15,6 +15,8 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from kvstore import __version__
+
 GENERATED: Final[Mapping[str, Callable[[], str]]] = {
     "command line": command_line.pages,
     "configuration": configuration.pages,
@@ -44,7 +46,8 @@ _sources = tempfile.TemporaryDirectory(prefix="kvstore-docs-")
 
 @event_priority(100)  # before mkdocstrings reads the configuration
 def on_config(config: MkDocsConfig) -> None:
-    """Let mkdocstrings parse only the described packages, through a folder of links."""
+    """Show the version below each page, and let mkdocstrings parse only the described packages, through a folder of links."""
+    config.copyright = f"kvstore {__version__} · Apache-2.0"
     for pattern in _DESCRIBED:
         for path in included.REPOSITORY.glob(pattern):
             link = Path(_sources.name) / path.relative_to(included.REPOSITORY).as_posix().removeprefix("clients/")

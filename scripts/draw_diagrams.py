@@ -13,9 +13,13 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Final
 
 from docs_site.diagrams import FOLDER, image_name, sources
 from docs_site.included import REPOSITORY
+
+_FONT: Final = "'DejaVu Sans', Verdana, sans-serif"
+"""Wide fonts, so that a label fits its box in whatever font a reader has."""
 
 
 def draw(source: str, image: Path, mmdc: str, chromium: str) -> None:
@@ -24,7 +28,7 @@ def draw(source: str, image: Path, mmdc: str, chromium: str) -> None:
         options = Path(folder, "browser.json")
         options.write_text(json.dumps({"executablePath": chromium, "args": ["--no-sandbox", "--disable-background-networking"]}))
         style = Path(folder, "style.json")
-        style.write_text(json.dumps({"theme": "neutral", "fontFamily": "sans-serif", "sequence": {"noteMargin": 14}}))
+        style.write_text(json.dumps({"theme": "neutral", "fontFamily": _FONT, "sequence": {"noteMargin": 14}}))
         diagram = Path(folder, "diagram.mmd")
         diagram.write_text(source, encoding="utf-8")
         command = [mmdc, "--quiet", "--backgroundColor", "transparent", "--puppeteerConfigFile", str(options)]

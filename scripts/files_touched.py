@@ -83,7 +83,7 @@ def planned_load(folder: Path) -> set[str]:
     quiet = (("keep_loaded", "false"),) if "keep_loaded" in _node_settings() else (("cache_loads", "false"),)
     nodes = [
         {"node_id": "s", "roles": ("storage",), "dram_bytes": 64 * MIB, "nvme_bytes": 128 * MIB, "settings": quiet},
-        {"node_id": "p", "dram_bytes": 64 * MIB, "write_behind_to": "s"},
+        {"node_id": "p", "dram_bytes": 64 * MIB, "write_back_to": "s"},
         {"node_id": "d", "roles": ("decode",), "dram_bytes": 64 * MIB, "settings": quiet},
     ]
     with started(nodes) as (cluster, connect, spec), connect(cluster.node("p").local_socket) as client:

@@ -16,6 +16,7 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import secrets
@@ -55,9 +56,10 @@ SERVED = [sys.executable, "-m", SERVER]
 TASKSET = ["taskset", "--cpu-list"]
 READY = b"ready"
 CLONE_NEWNET = 0x40000000
-SEEN_BY_IMPORTS = ("GRPC_", "LC_", "LANG", "LD_", "NPY_", "OTEL_", "PROMETHEUS_", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYTHON")
-OF_ONE_ENGINE = "VLLM_CPU_OMP_THREADS_BIND"
-"""Read after the cores are assigned, not by imports."""
+SEEN_BY_IMPORTS = ("GRPC_", "LC_", "LANG", "NPY_", "OTEL_", "PROMETHEUS_", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYTHON")
+"""Prefixes of variables that imports read. Not ``LD_``: the loader reads it at an exec, and vLLM sets it in the test process."""
+OF_ONE_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
+"""Variables that engines read when they start, not when they are imported."""
 
 
 class Nursling(subprocess.Popen[bytes]):
@@ -132,7 +134,9 @@ class Nurseries:
         cores, words = ([int(argv[2])], argv[3:]) if list(argv[:2]) == TASKSET else (None, argv)
         if list(words[: len(SERVED)]) == SERVED:
             asked = {"arguments": list(words[len(SERVED) :]), "environment": dict(env), "session": new_session, "cores": cores}
-            seen = {name: value for name, value in env.items() if name != OF_ONE_ENGINE and not name.startswith("PYTEST_")}
+            # What differs from this process: vLLM and its libraries, once imported here, change this process's environment, too.
+            own = {name: value for name, value in env.items() if os.environ.get(name) != value}
+            seen = {name: value for name, value in own.items() if name not in OF_ONE_ENGINE}
             process = self._from(SERVER, seen, asked, argv, stdout, stderr)
             if process is not None:
                 return process
@@ -269,11 +273,19 @@ def _become(asked: dict[str, Any], fds: Sequence[int]) -> None:
     sys.argv = ["kvstore", *asked["arguments"]]
 
 
+def _fork_engine_core() -> None:
+    """Let vLLM fork the process of its engine core. On CPUs vLLM spawns that process, which then imports vLLM again."""
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the event loop that it wakes is the server's
+
+
 def main() -> NoReturn:
     """``nursery.py KIND FD``."""
     kind, asked = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
     keep(kind, asked)
     if kind == SERVER:
+        _fork_engine_core()
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
     else:
         importlib.import_module("kvstore.cli.app").main()

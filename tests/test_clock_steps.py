@@ -16,12 +16,21 @@ from kvstore.transport.tickets import TicketAuthority
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BY_THE_CALENDAR = {
-    REPOSITORY
-    / "kvstore"
-    / "events"
-    / "publisher.py",  # vLLM's format dates a batch; numbers begin there, to differ after a restart
-    REPOSITORY / "kvstore" / "doctor" / "findings.py",  # certificates expire by the calendar
-    REPOSITORY / "clients" / "kvclient" / "engines" / "file_stamps.py",  # compared with times that the file system wrote
+    REPOSITORY / path
+    for path in (
+        "kvstore/events/publisher.py",  # vLLM's format dates a batch; numbers begin there, to differ after a restart
+        "kvstore/doctor/findings.py",  # certificates expire by the calendar
+        "kvstore/health/host_reports.py",  # the same
+        "clients/kvclient/engines/file_stamps.py",  # compared with times that the file system wrote
+        # times that people read: figures of the last hour, cluster events, since when a finding is true
+        "kvstore/control_api/history.py",
+        "kvstore/observe/history.py",
+        "kvstore/metadata/admin_service.py",
+        "kvstore/metadata/cluster/event_journal.py",
+        # the clocks of two hosts are compared, to warn of a difference
+        "kvstore/metadata/membership/node_table.py",
+        "kvstore/node/publish/publisher.py",
+    )
 }
 NAMESPACE = NamespaceId(b"n" * 16)
 YEAR_S = 365 * 86_400.0

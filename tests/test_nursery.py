@@ -94,6 +94,14 @@ def test_nursery_changed_environment_starts_plain_child(
     assert process.wait(WAIT_S) == 0
 
 
+def test_nursery_loader_variables_allow_forks(nurseries: Nurseries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM sets them in the test process; each daemon after that was started the plain way."""
+    monkeypatch.setenv("LD_PRELOAD", "/lib/libnone.so")
+    process = started(nurseries, tmp_path, "metadata", "--help")
+    assert isinstance(process, Nursling)
+    assert process.wait(WAIT_S) == 0
+
+
 def test_nursery_daemons_end_with_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     own = Nurseries()

@@ -1,4 +1,4 @@
-"""The simulator against the lab, on the same small beds: what both say of a run, row by row, as table and plot."""
+"""The simulator against the lab, on the same small beds: the figures of both for a run, row by row, as table and plot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Row:
 
     Attributes:
         bed: as ``1P2D``.
-        bound: what the load is bound by: ``storage`` or ``compute``.
+        bound: the link that bounds the load: ``storage`` or ``compute``.
         policy: of paths.
         jct_s: of the lab's rounds.
         ttft_s: mean over requests, of each round.

@@ -13,7 +13,7 @@ from netlab.engine_bed import EngineBed
 
 
 class Assigned(NamedTuple):
-    """A request has both engines; ``generation`` names the attempt where the metadata server found them."""
+    """A request has both engines; ``generation`` names the attempt in which the metadata server found them."""
 
     name: str
     prefill: str
@@ -48,7 +48,7 @@ class Assigner(Protocol):
 
 
 class InTurns:
-    """Engines in turns, whatever their load."""
+    """Engines in turns, independent of their load."""
 
     def __init__(self, bed: EngineBed) -> None:
         self._prefill, self._decode = itertools.cycle(bed.bed.prefill_hosts), itertools.cycle(bed.bed.decode_hosts)

@@ -36,8 +36,8 @@ class BedOptions:
     """Sizes that a scenario may choose.
 
     Attributes:
-        arena_bytes: of each prefill and decode node: what is under way, nothing else, lives there.
-        window_bytes: what a node reads ahead for one load.
+        arena_bytes: of each prefill and decode node, for blocks under way only.
+        window_bytes: read-ahead of a node for one load.
         settings: further settings of prefill and decode nodes.
     """
 
@@ -48,7 +48,7 @@ class BedOptions:
 
 @dataclass(frozen=True, slots=True)
 class OneLoad:
-    """What a driver says of one load. Times in seconds of the monotonic clock."""
+    """Report of a driver on one load. Times in seconds of the monotonic clock."""
 
     load: int
     start_s: float
@@ -68,13 +68,13 @@ class OneLoad:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What became of some loads."""
+    """Results of some loads."""
 
     loads: tuple[OneLoad, ...]
     began_s: float
     driver_cpu_s: float
     machine_cpu: float
-    """Share of all cores of the machine that were busy meanwhile, whoever used them."""
+    """Share of all cores of the machine that were busy during the loads, with any process."""
     counters: Mapping[str, int]
     """The clients' totals since they were made, added up."""
 
@@ -154,7 +154,7 @@ class LoadBed:
     Args:
         bed: hosts and rates.
         spec: the namespace.
-        workload: what is stored, and loaded.
+        workload: the stored and loaded blocks.
         options: sizes.
         scratch: folder for volumes; None: a temporary one.
     """

@@ -1,7 +1,7 @@
 """Runs agents against the engines of a bed: submits their turns, assigns engines, and keeps book of every request.
 
 Requests are assigned by the scheduler of the metadata server, by the same rules without the server, or in turns. A prefill
-engine has ``in_flight`` requests at a time; what else is assigned to it waits here, in order.
+engine has ``in_flight`` requests at a time; further requests assigned to it wait here, in order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Variant:
         layerwise: loads, computing and hand-over overlap layer by layer.
         scheduled: engines are chosen by the paper's scheduler; else in turns.
         layer_group: layers read from storage together; 0: whole blocks.
-        by_server: the scheduler is that of the metadata server, behind its RPCs; else the coordinator holds one.
+        by_server: use the metadata server's scheduler over its RPCs; else the coordinator runs a scheduler.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Variant:
     by_server: bool = False
 
     def assigner(self, bed: EngineBed) -> Assigner:
-        """Who chooses the engines."""
+        """The chooser of the engines."""
         if not self.scheduled:
             return InTurns(bed)
         return ByServer(bed) if self.by_server else ByRules(bed)
@@ -60,7 +60,7 @@ LADDER = (
     Variant("+ scheduler", "shorter_queue"),
     Variant("+ split", "split"),
 )
-"""Step after step, as in the paper; each name stands for everything up to it."""
+"""Step after step, as in the paper; each name includes all steps before it."""
 ORACLE = Variant("oracle", "oracle")
 
 
@@ -82,9 +82,9 @@ class Request:
     paired_s: float = 0.0
     """When its engines were known."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the prefill engine said."""
+    """Report of the prefill engine."""
     ends: dict[str, Any] = field(default_factory=dict)
-    """What the decode engine said."""
+    """Report of the decode engine."""
 
     @property
     def ttft_s(self) -> float:
@@ -111,7 +111,7 @@ class RunResult:
     began_s: float
     recording: Recording
     machine_cpu: float
-    """Share of all cores that was busy, whoever used them."""
+    """Share of all cores that was busy, with any process."""
     engines: tuple[dict[str, Any], ...]
 
     @property
@@ -145,7 +145,7 @@ class Coordinator:
         Args:
             variant: how they are served.
             arrivals: when agents begin, seconds after the beginning, ascending.
-            at_once: no more agents than so many at the same time: the next one begins when another has ended.
+            at_once: maximum number of concurrent agents. The next one begins when another has ended.
         """
         bed = self._bed
         number = next(self._runs)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvclient import KVClient
 from kvclient.handoff.receiver import PromptReceiver
 from kvstore.core.types import BlockKey
-from kvstore.engine.roofline import EngineModel
+from kvstore.roofline.engine_model import EngineModel
 from kvstore.workload.payload import Payloads
 from netlab.agents import Chains
 from netlab.stepping import Speaker, sleep_until
@@ -94,7 +94,7 @@ class DecodeEngine:
             self._awaiting.submit(self._await, command, keys, awaited)
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Wait for requests under way."""
         self._awaiting.shutdown()
         with self._changed:
             self._stopping = True
@@ -151,7 +151,7 @@ class DecodeEngine:
                 due_s = 0.0
 
     def _admit(self) -> bool:
-        """Lets sequences join while there is room; waits for one where there is none. False: it is over."""
+        """Let sequences join while there is room; wait for one if the batch is empty. False: the run is over."""
         with self._changed:
             while not self._batch and not self._waiting and not self._stopping:
                 self._changed.wait()

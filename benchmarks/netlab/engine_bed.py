@@ -1,6 +1,6 @@
 """A bed for timed engine runs: daemons and engines on the hosts of a lab, and the contexts of all agents in storage.
 
-As in the paper, nothing is cached in DRAM: what passes through a node leaves its memory when nobody uses it, so that all
+As in the paper, nothing is cached in DRAM: blocks leave a node's memory after their last use, so that all
 context comes over storage links at every turn.
 """
 
@@ -25,11 +25,11 @@ from typing import Any, Self
 from kvstore.core.spec import CacheSpec
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
-from kvstore.engine.hardware import gpu_named
-from kvstore.engine.models import model_named
-from kvstore.engine.roofline import EngineModel, PrefillChunk, Scale
 from kvstore.netlab.bed import METADATA_HOST, LabBed
 from kvstore.netlab.lab import LabHost, NetLab
+from kvstore.roofline.engine_model import EngineModel, PrefillChunk, Scale
+from kvstore.roofline.hardware import gpu_named
+from kvstore.roofline.models import model_named
 from netlab.agents import Trajectory
 
 MIB = 1 << 20
@@ -39,23 +39,23 @@ ALPHA_S, BETA_S = 3.0, 5.0
 _ANSWER_S = 90.0
 BYTES_PER_MBIT = 125_000.0
 PREFILL_BUFFER, DECODE_BUFFER = 288 * MIB, 512 * MIB
-"""Of a prefill and of a decode host's arena, for what is on its way; more where a dilation above 1 makes blocks larger."""
+"""Arena of a prefill and of a decode host, for blocks in transit. A dilation above 1 makes blocks larger and requires more."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the engines of a bed are taken to be. All of a host's GPUs are one engine.
+    """The assumed engines of a bed. All of a host's GPUs are one engine.
 
     Attributes:
         model: by name.
         gpu: by name.
         gpus: of a host.
         snic_bytes_per_s: the real storage link of a host, of which the lab's is the emulation.
-        dilation: so many times as long as in reality.
+        dilation: factor by which times are longer than in reality.
         block_tokens: tokens of a block.
-        layers_together: so many of the model's layers are one in the lab.
+        layers_together: number of the model's layers that are one in the lab.
         in_flight: requests that a prefill engine serves at once: they hold its buffers.
-        loads: so many of them load at the same time, the first that came first; the others wait, or are computed.
+        loads: number of requests that load at the same time, in order of arrival; the others wait, or are computed.
     """
 
     model: str = "qwen2.5-32b"
@@ -77,7 +77,7 @@ class EngineSettings:
         return EngineModel(model_named(self.model), gpu_named(self.gpu), self.gpus, self.gpus, self.scale(bed))
 
     def spec(self, bed: LabBed) -> CacheSpec:
-        """The namespace: Layer Blocks of scaled size."""
+        """The namespace: Layer blocks of scaled size."""
         engine = self.engine(bed)
         size = engine.model.layer_token_bytes * self.block_tokens * self.layers_together * engine.scale.bytes
         layers = math.ceil(engine.model.layers / self.layers_together)
@@ -131,7 +131,7 @@ class EngineBed:
         settings: the engines.
         made: the agents; whole blocks of their first contexts are stored before anything runs.
         seed: of all tokens.
-        growth_blocks: room in storage for what runs add.
+        growth_blocks: room in storage for the blocks that runs add.
         scratch: folder for volumes; None: a temporary one.
     """
 
@@ -160,7 +160,7 @@ class EngineBed:
         self.events: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self.engines: dict[str, EngineProcess] = {}
         self.router: EngineProcess
-        """Speaks with the metadata server's scheduler where a run wants it to."""
+        """Calls the metadata server's scheduler if a run asks for it."""
 
     def __enter__(self) -> Self:
         try:
@@ -300,4 +300,4 @@ class EngineBed:
         host = self.lab.host(name)
         more = {"storage_listen": f"{host.storage_ip}:0", **settings}
         place = DaemonHost(host.compute_ip, host.popen)
-        return NodeSpec(name, (role,), dram, nvme, write_behind_to=behind, settings=tuple(more.items()), place=place)
+        return NodeSpec(name, (role,), dram, nvme, write_back_to=behind, settings=tuple(more.items()), place=place)

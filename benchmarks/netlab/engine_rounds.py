@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness import Options, Parameter
-from kvstore.engine.roofline import PrefillChunk
 from kvstore.netlab.bed import LabBed
+from kvstore.roofline.engine_model import PrefillChunk
 from netlab.agents import Trajectory
 from netlab.coordinator import Coordinator, Variant
 from netlab.engine_bed import EngineBed, EngineSettings
@@ -34,8 +34,8 @@ def rounds_of(
         made: the agents.
         settings: the engines.
         variants: in the order of the first round.
-        growth: blocks of room in storage for what runs add.
-        at_once: no more agents than so many at the same time.
+        growth: blocks of room in storage for the blocks that runs add.
+        at_once: maximum number of concurrent agents.
     """
     runs: dict[str, list[Summary]] = {variant.name: [] for variant in variants}
     with EngineBed(bed, settings, made, seed=options.seed, growth_blocks=growth, scratch=options.scratch) as running:

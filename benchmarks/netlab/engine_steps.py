@@ -1,4 +1,4 @@
-"""What each step towards loads over both paths gains, where there is room for each; and what the scheduler's RPCs cost."""
+"""The gain of each step towards loads over both paths, in beds with room for that gain, and the cost of the scheduler's RPCs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BY_SERVER = "+ split, by server"
 
 
 def run_steps(options: Options) -> None:
-    """Few requests at once on 1P2D: with many, what comes after the second path only changes who waits for links that are full.
+    """Few requests at once on 1P2D: with many, the steps after the second path only change who waits for links that are full.
 
-    What is appended takes a good part of the time to compute that one link takes to load what hits, so that an engine gains by
+    What is appended requires a good part of the time to compute that one link takes to load what hits, so that an engine gains by
     doing both at once; layer-wise variants read storage in groups of layers. Two decode hosts, so that there is a choice. One
-    turn an agent: a next one would find blocks on their way from the decode host to storage, and some of them in neither place.
+    turn an agent: a next one would find blocks in transit from the decode host to storage, and some of them in neither place.
     """
     agents, at_once = options.pick(full=(12, 3), quick=(6, 3), smoke=(2, 2))
     made = trajectories(PROFILE, agents, 1, options.seed, append_factor=APPEND, out_factor=0.25)

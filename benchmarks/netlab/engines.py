@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from kvclient import CacheSpec, ClientOptions, KVClient
-from kvstore.engine.hardware import gpu_named
-from kvstore.engine.models import model_named
-from kvstore.engine.roofline import EngineModel, Scale
+from kvstore.roofline.engine_model import EngineModel, Scale
+from kvstore.roofline.hardware import gpu_named
+from kvstore.roofline.models import model_named
 from kvstore.workload.payload import Payloads
 from netlab.agents import Chains
 from netlab.decode_engine import DecodeEngine
@@ -39,7 +39,7 @@ def engine_model(settings: dict[str, Any]) -> EngineModel:
 
 
 def store_contexts(client: KVClient, chains: Chains, agents: int) -> int:
-    """Stores what lies in storage before a run; returns the blocks once all are durable."""
+    """Store the blocks that a run expects in storage; returns the blocks once all are durable."""
     import numpy as np  # only this role needs room of its own
 
     payloads = Payloads(client.spec.block_bytes)

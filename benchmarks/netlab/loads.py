@@ -33,19 +33,19 @@ TRANSPORT = "tcp over shaped veth links"
 CNIC_TIMES = 8
 """Compute link over storage link, as in the paper's hosts."""
 STORAGE_SLACK = 1.3
-"""Storage hosts can send so much more than all others can receive."""
+"""Rate of all storage hosts relative to the rate at which all others can receive."""
 WINDOW_BYTES = 4 * MIB
 """Small against a load, as production's 64 MiB are against gigabytes."""
 BALANCE_WINDOW_S = 0.5
 FEW = 3
-"""Loads in flight where policies differ in how even they use the links: with many, whatever they do keeps all links full."""
+"""Loads in flight at which policies differ in how evenly they use the links. With more, every policy keeps all links full."""
 FAULT_AT = 0.35
 """Share of a load that has arrived when something breaks."""
 
 
 @dataclass(slots=True)
 class Run:
-    """One measured batch and what went over the links meanwhile."""
+    """One measured batch, and the traffic of the links during it."""
 
     batch: Batch
     recording: Recording
@@ -67,7 +67,7 @@ class Runs:
         return run
 
     def notes(self, name: str) -> str:
-        """CPU, and what really went over the storage links, against the bytes asked for."""
+        """CPU, and the traffic of the storage links relative to the requested bytes."""
         runs = self.kept[name]
         hosts = self.bed.readers
         wire = [sum(run.recording.series(host, "storage").total_bytes("rx") for host in hosts) / run.batch.bytes for run in runs]
@@ -87,7 +87,7 @@ def bed_of(options: Options, decode: int) -> LabBed:
 
 
 def parameters(bed: LabBed, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # harness.Parameter
-    """What every figure says of its bed."""
+    """Facts of the bed in every figure."""
     return {"bed": f"{bed.prefill}P{bed.decode}D", "snic_mbit": bed.snic_mbit, "cnic_mbit": bed.cnic_mbit, **more}
 
 
@@ -105,7 +105,7 @@ def busy(options: Options, decode: int, bound: Mapping[str, float], most_in_flig
     Args:
         options: of the command line.
         decode: decode hosts.
-        bound: what is asked of a policy's rate, in those of ``prefill_only``.
+        bound: required rate of a policy, relative to ``prefill_only``.
         most_in_flight: loads at once; None: enough to keep all links busy whatever the policy.
     """
     path: Path = options.extra.traces / TRACE
@@ -223,7 +223,7 @@ def single(options: Options, decode: int) -> None:
 
 
 def layer_groups(options: Options) -> None:
-    """What layer groups cost in throughput."""
+    """Cost of layer groups in throughput."""
     block_bytes = options.pick(full=64 << 10, quick=64 << 10, smoke=16 << 10)
     in_flight = 4
     blocks = options.pick(full=512, quick=512, smoke=128)

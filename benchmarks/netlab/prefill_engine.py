@@ -16,7 +16,7 @@ from kvclient import KVClient, Lookup, Paths
 from kvclient.handoff.sender import PromptSender
 from kvclient.load.layerwise import LoadHandle
 from kvstore.core.types import BlockKey
-from kvstore.engine.roofline import EngineModel, PrefillChunk
+from kvstore.roofline.engine_model import EngineModel, PrefillChunk
 from kvstore.workload.payload import Payloads
 from netlab.agents import Chains
 from netlab.stepping import Processor, Speaker
@@ -25,12 +25,12 @@ Bytes = npt.NDArray[np.uint8]
 DEADLINE_S = 60.0
 """Of each load and hand-over."""
 _AGAIN = 3
-"""A hand-over that came to nothing, or not to all, is tried so often again."""
+"""Number of retries of a handoff that failed for some or all blocks."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One request, and what became of it."""
+    """One request and its result."""
 
     name: str
     keys: list[BlockKey]
@@ -79,7 +79,7 @@ class PrefillEngine:
         self._loads = ThreadPoolExecutor(settings["loads"], thread_name_prefix="load")
         self._jobs = ThreadPoolExecutor(in_flight, thread_name_prefix="prefill")
         self._pushers = ThreadPoolExecutor(in_flight, thread_name_prefix="push")
-        # buffers are made once: their first touch is no part of a load
+        # buffers are made once: a load does not include their first touch
         shape = (settings["most_blocks"], client.spec.block_bytes)
         self._rows: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         for _ in range(in_flight):
@@ -98,7 +98,7 @@ class PrefillEngine:
             self._jobs.submit(self._serve, command)
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Wait for requests under way."""
         self._jobs.shutdown()
         self._loads.shutdown()
         self._pushers.shutdown()
@@ -190,7 +190,7 @@ class PrefillEngine:
             load = None
             if job.hit:
                 load = self._client.start_load(lookup, job.rows[: job.hit], deadline_s=DEADLINE_S, paths=self._paths(job))
-        except Exception as error:  # noqa: BLE001  # the edge of this thread: told to whoever waits for the load
+        except Exception as error:  # noqa: BLE001  # thread edge: the waiter of the load gets the error
             begun.set_exception(error)
             return
         begun.set_result(load)
@@ -258,7 +258,7 @@ class PrefillEngine:
             job.error = str(result.error)
 
     def _account(self, job: Job, hits: int, paths: dict[str, int], error: object) -> None:
-        """What a load brought; what it did not is computed."""
+        """The blocks that a load brought; all others are computed."""
         job.paths = dict(paths)
         job.error = job.error or (None if error is None else str(error))
         job.wrong += len(self._payloads.wrong_blocks(_packed(job.keys[:hits]), job.rows[:hits]))

@@ -1,4 +1,4 @@
-"""What speaks with the metadata server's scheduler on a bed, as routers and leaders of engine groups would in production."""
+"""Callers of the metadata server's scheduler on a bed, as routers and leaders of engine groups are in production."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.core.errors import KVStoreError
 from netlab.stepping import Speaker
 
 PERIOD_S = 0.02
-"""A group reports at least so often; at once where something has ended."""
+"""Maximum interval of a group's reports. A group reports at once after a request ended."""
 MOST_WAITING = 128
 """Requests that wait for engines at once, each in a thread."""
 _DEADLINE_S = 5.0
@@ -21,7 +21,7 @@ _ASSIGN_S = 120.0
 
 
 class Leading:
-    """The leader of a group, in a thread of its own. Failures are said, and end the run.
+    """The leader of a group, in a separate thread. Failures are reported, and end the run.
 
     Args:
         client: of the metadata server.
@@ -98,7 +98,7 @@ class Routing:
             self._waiting.submit(self._assign, command)
 
     def close(self) -> None:
-        """Waits for what is asked; the groups leave."""
+        """Wait for calls under way, and stop the groups."""
         self._waiting.shutdown()
         self._leave()
         self._client.close()

@@ -1,4 +1,4 @@
-"""What the simulator says of a bed of timed engines: the same hosts, links, engines and agents, as it sees them."""
+"""The simulator's results for a bed of timed engines: the same hosts, links, engines and agents, as it sees them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def simulated(bed: LabBed, settings: EngineSettings, made: Sequence[Trajectory],
     Args:
         bed: the hosts and their links.
         settings: the engines; ``loads`` of a storage link are served at the same time.
-        made: the agents, who all begin at once.
+        made: the agents, all of which begin at once.
         variant: how requests are served.
     """
     return simulate(sim_config(bed, settings, made, variant))

@@ -25,7 +25,7 @@ class Processor:
         """By how much sleeps ended late, added up."""
 
     def run(self, seconds: float, ready_s: float, steps: int = 1) -> Iterator[float]:
-        """Computes ``steps`` steps of so many seconds without a break.
+        """Computes ``steps`` steps of this many seconds each without a break.
 
         Args:
             seconds: of each step.

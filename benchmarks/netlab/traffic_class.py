@@ -64,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one run of a case brought. Round trips in milliseconds; KV in bytes a second, 0 where none ran."""
+    """Results of one run of a case. Round trips in milliseconds; KV in bytes per second, 0 if none ran."""
 
     p50_ms: float
     p99_ms: float
@@ -73,7 +73,7 @@ class Seen:
 
 
 def cases(mbit: float) -> tuple[Case, ...]:
-    """All ways, on a link of so many Mbit/s."""
+    """All ways, on a link of this rate in Mbit/s."""
     link = int(mbit * 125_000)
     return (
         Case("nothing", {"kv_dscp": "0"}),

@@ -1,6 +1,6 @@
-"""What the lab's engines load: a slice of a trace, or chains made up; as files that drivers on other hosts read.
+"""The load of the lab's engines: a slice of a trace, or generated chains, as files that drivers on other hosts read.
 
-A request loads what it *hits*: the leading blocks that earlier requests brought. All of them lie in storage beforehand, so
+A request loads what it *hits*: the leading blocks that earlier requests brought. All of them are in storage beforehand, so
 that a run measures loads alone; requests of one session follow one another, different sessions overlap.
 """
 
@@ -39,7 +39,7 @@ class Workload:
 
     Attributes:
         keys: by number.
-        chains: what has to be stored: whole chains; their numbers cover all keys.
+        chains: whole chains to store; their numbers cover all keys.
         loads: in the order in which they are to begin.
         name: for records.
     """
@@ -81,7 +81,7 @@ def from_trace(path: Path, spec: CacheSpec, sessions: int, most_loads: int) -> W
     """The first loads of the first sessions of a trace that share no block: turn by turn, all sessions in their order.
 
     So all sessions run together from begin to end, as agents do that start at once; by the trace's own clock a run would end with
-    the turns of one session, one after the other, over links that nobody else uses. A block that two sessions load at once
+    the turns of one session, one after the other, over links without other traffic. A block that two sessions load at once
     crosses a link once; which policy gains by that is chance, and no matter of links.
 
     Args:
@@ -97,7 +97,7 @@ def from_trace(path: Path, spec: CacheSpec, sessions: int, most_loads: int) -> W
     chosen: dict[str, int] = {}
     heads: set[int] = set()
     for session, turns in by_session.items():
-        mine = {int(turn.block_ids[0]) for turn in turns if len(turn.block_ids)}  # ids name a block behind its whole prefix
+        mine = {int(turn.block_ids[0]) for turn in turns if len(turn.block_ids)}  # an id includes the whole prefix
         if len(chosen) < sessions and not mine & heads:
             chosen[session] = len(chosen)
             heads |= mine
@@ -121,7 +121,7 @@ def from_trace(path: Path, spec: CacheSpec, sessions: int, most_loads: int) -> W
 
 
 def made_up(spec: CacheSpec, blocks: int, chains: int, loads: int, seed: int) -> Workload:
-    """Chains of equal length that share nothing, each loaded as a session of its own, again and again in turn."""
+    """Chains of equal length that share nothing, each loaded as a separate session, again and again in turn."""
     tokens = np.random.default_rng(seed).integers(0, 1 << 32, (chains, blocks * spec.block_tokens), np.uint32)
     maker = KeyChain(spec)
     keys = [key for row in tokens for key in maker.keys(row)]
@@ -130,7 +130,7 @@ def made_up(spec: CacheSpec, blocks: int, chains: int, loads: int, seed: int) ->
 
 
 def stores(workload: Workload) -> Iterator[tuple[npt.NDArray[np.int64], int]]:
-    """What to store: (numbers of a chain's blocks that nobody stored before, how many precede them), parents first."""
+    """Blocks to store: (numbers of a chain's blocks not stored before, how many precede them), parents first."""
     seen = np.zeros(len(workload.keys), bool)
     for chain in workload.chains:
         new = ~seen[chain]

@@ -22,7 +22,7 @@ from kvstore.transport.nixl.address_table import Rows, consecutive_blocks
 from kvstore.transport.nixl.agent import WAIT_S, NixlAgent, NixlOptions, Region
 
 BATCH_BYTES = 64 << 20
-"""Descriptors handed to NIXL at once: larger batches are no faster."""
+"""Descriptors handed to NIXL at once: larger batches are not faster."""
 
 SUMMED_BYTES = 8 << 20
 """Bytes that are moved and then summed together."""
@@ -45,7 +45,7 @@ class BareNixl:
         memory: here, uint8.
         block_bytes: of one descriptor.
         transports: as ``NixlOptions``.
-        way: who moves the bytes.
+        way: the side that moves the bytes.
     """
 
     def __init__(self, memory: np.ndarray, block_bytes: int, transports: str, way: Way) -> None:
@@ -66,7 +66,7 @@ class BareNixl:
         self._batch = max(1, BATCH_BYTES // block_bytes)
 
     def load(self, layer_bytes: int = 0) -> None:
-        """Moves everything once. ``layer_bytes``: and sums pieces of so many bytes; where it pulls, chunk by chunk."""
+        """Move everything once. ``layer_bytes``: compute a checksum per piece of this size, chunk by chunk if this side pulls."""
         self._say({"do": self._way})
         if self._way == "pull":
             batch = min(self._batch, max(1, SUMMED_BYTES // int(self._ours[0, 1]))) if layer_bytes else self._batch

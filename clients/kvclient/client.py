@@ -31,7 +31,7 @@ from kvclient.load.paths import Paths
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
 from kvclient.memory.engine_pool import EnginePool
-from kvclient.nodes.connect import NodeFinder, attempt, check_types, watch_servers
+from kvclient.nodes.connect import NodeChoice, NodeFinder, attempt, check_types, watch_servers
 from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
@@ -75,10 +75,12 @@ Keys = Sequence[BlockKey] | bytes
 class KVClient:
     """An engine's access to the store, in one namespace. Made by ``connect``. A context manager.
 
-    spec = CacheSpec(model="m", block_tokens=64, layers=32, layer_block_bytes=65536)
-    with KVClient.connect("127.0.0.1:7400", spec) as client:
-        keys = client.keys(tokens)
-        result = client.load(keys, buffer)
+    Example::
+
+        spec = CacheSpec(model="m", block_tokens=64, layers=32, layer_block_bytes=65536)
+        with KVClient.connect("127.0.0.1:7400", spec) as client:
+            keys = client.keys(tokens)
+            result = client.load(keys, buffer)
     """
 
     def __init__(self, context: ClientContext) -> None:
@@ -95,6 +97,7 @@ class KVClient:
         self._pid = os.getpid()
         self._closed = False
         self._metrics: MetricsServer | None = None
+        self._finder: NodeFinder | None = None
 
     @classmethod
     def connect(
@@ -146,7 +149,7 @@ class KVClient:
         if metadata is not None:
             metadata_client = MetadataClient(metadata, spec, tls, clock, options, incidents, server)
         peers = PeerPool(spec, tls, options, incidents, liveness)
-        local = None
+        local = finder = None
         end_s = clock.now_s() + options.connect_deadline_s
         try:
             if metadata_client is not None:
@@ -183,6 +186,7 @@ class KVClient:
             part_threads=LazyThreadPool(options.part_workers, "kvclient-part"),
         )
         client = cls(context)
+        client._finder = finder
         if hbm is not None:
             try:
                 pool = hbm.attach(spec, client._demote)
@@ -607,6 +611,14 @@ class KVClient:
     def local_node(self) -> NodeId | None:
         """The node with which a session is open, if any."""
         return self._context.local.node_id if self._context.local is not None else None
+
+    @property
+    def local_node_choice(self) -> NodeChoice | None:
+        """Which of the nodes on this host the client uses and why; None: no node runs here, or ``node=None``.
+
+        Example: ``print(client.local_node_choice.node_id, client.local_node_choice.reason)``
+        """
+        return None if self._finder is None else self._finder.choice
 
     def close(self) -> None:
         """Cancel what runs and close all connections. Later calls are misses and skips. Idempotent."""

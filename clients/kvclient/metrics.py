@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import kvstore
+from kvstore import native
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector
 from kvstore.observe.http import MetricsServer, serve
@@ -40,6 +41,8 @@ def collector(clients: Iterable[KVClient]) -> StoreCollector:
 
     def gauges() -> Iterator[Sample]:
         yield Sample(common_metrics.BUILD_INFO, 1, {"version": kvstore.__version__})
+        yield Sample(common_metrics.COPY_KERNEL, 1, {"kernel": native.kernel_name()})
+        yield Sample(common_metrics.PYTHON_COPIES, native.fallback_calls())
         yield Sample(client_metrics.SESSION_OPEN, sum(client.stats()["client_session_open"] for client in clients))
 
     return StoreCollector(_Registries(clients), [gauges], process="client")

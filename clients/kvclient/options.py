@@ -42,6 +42,7 @@ class ClientOptions:
             them, and everything is a miss until they answer.
         verify: default of ``load``.
         local_roles: with ``node="auto"``: preferred roles if several nodes run on this host, best first.
+        local_node: with ``node="auto"``: id of the node to use if several run on this host; None: the first by role, then by id.
         store_node: without a local node: id of the node to store to; None: the first living one by ``store_roles``.
         store_roles: preferred roles of that node, best first.
         room_wait_s: maximum wait of a store for space in the local node, per chunk; then the chunk is skipped.
@@ -79,6 +80,7 @@ class ClientOptions:
     require_store: bool = True
     verify: Verify = "auto"
     local_roles: tuple[str, ...] = ("prefill", "decode", "storage")
+    local_node: str | None = None
     store_node: str | None = None
     store_roles: tuple[str, ...] = ("storage", "prefill", "decode")
     room_wait_s: float = 2.0

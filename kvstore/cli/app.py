@@ -10,7 +10,7 @@ from typing import NoReturn
 import click
 
 import kvstore
-from kvstore.cli.support.help import Command
+from kvstore.cli.support.help import Group
 from kvstore.cli.support.output import clean
 from kvstore.core.errors import KVStoreError
 from kvstore.rpc.grpc_io_mode import wait_in_callers_threads
@@ -23,24 +23,23 @@ _COMMANDS = {
     "admin": "kvstore.cli.commands.daemons.admin:admin",
     "events": "kvstore.cli.commands.daemons.events:events",
     "demo": "kvstore.cli.commands.workloads.demo:demo",
+    "stress": "kvstore.cli.commands.workloads.stress:stress",
     "replay": "kvstore.cli.commands.workloads.replay:replay",
     "simulate": "kvstore.cli.commands.workloads.simulate:simulate",
     "status": "kvstore.cli.commands.store.status:status",
+    "history": "kvstore.cli.commands.store.history:history",
     "top": "kvstore.cli.top.command:top",
     "nodes": "kvstore.cli.commands.store.nodes:nodes",
-    "volumes": "kvstore.cli.commands.store.nodes:volumes",
+    "volumes": "kvstore.cli.commands.store.volumes:volumes",
     "namespaces": "kvstore.cli.commands.store.namespaces:namespaces",
     "tenants": "kvstore.cli.commands.store.tenants:tenants",
     "blocks": "kvstore.cli.commands.store.blocks:blocks",
     "plans": "kvstore.cli.commands.store.plans:plans",
     "loads": "kvstore.cli.commands.store.plans:loads",
-    "path-policy": "kvstore.cli.commands.store.plans:path_policy",
+    "policy": "kvstore.cli.commands.store.plans:policy",
     "health": "kvstore.cli.commands.host.health:health",
-    "drain": "kvstore.cli.commands.store.drain:drain",
-    "undrain": "kvstore.cli.commands.store.drain:undrain",
-    "remove": "kvstore.cli.commands.store.drain:remove",
+    "ping": "kvstore.cli.ping.command:ping",
     "doctor": "kvstore.cli.commands.host.doctor:doctor",
-    "volume": "kvstore.cli.commands.host.volume:volume",
     "bench": "kvstore.cli.commands.workloads.bench:bench",
     "config": "kvstore.cli.commands.host.configuration:config",
     "completion": "kvstore.cli.commands.host.completion:completion",
@@ -55,31 +54,30 @@ _SUMMARIES = {
     "admin": "Run an admin server: REST API and web page.",
     "events": "Show block events, or publish them for routers in vLLM's format.",
     "demo": "Start a small store, run a workload on it and check every byte.",
+    "stress": "Load a running store, check every byte and measure its speed.",
     "replay": "Replay a request trace against a temporary store.",
     "simulate": "Simulate a cluster: the gain of loading over two storage links.",
     "status": "Show nodes, volumes and usage of a running store.",
+    "history": "Show the cluster's events of the last 24 hours.",
     "top": "Show live statistics: loads, bytes by path and tier, hits, latency, nodes.",
-    "nodes": "List nodes, or show one.",
-    "volumes": "List, evict and check volumes of running nodes.",
-    "namespaces": "List, inspect, evict and invalidate namespaces.",
+    "nodes": "List, inspect, drain and remove nodes.",
+    "volumes": "List, evict, check and repair volumes.",
+    "namespaces": "List, inspect, evict, pin and invalidate namespaces.",
     "tenants": "List tenants with their usage, and set quotas.",
     "blocks": "Explain which blocks of a prompt hit, and why the others miss.",
     "plans": "Show planned loads and recent load decisions.",
     "loads": "Show the slowest loads of the last minute and their causes.",
-    "path-policy": "Show or change the path policy: the choice of storage links.",
+    "policy": "Show or set the path policy: the choice of storage links.",
     "health": "Check whether a daemon of this host serves.",
-    "drain": "Drain a node of a running store without losing blocks.",
-    "undrain": "Cancel the drain of a node.",
-    "remove": "Forget a dead or drained node.",
+    "ping": "Measure round trips to the servers of a store.",
     "doctor": "Check hardware, drivers and configuration of this host.",
-    "volume": "Check and repair NVMe volumes offline.",
     "bench": "Run the benchmarks of a source checkout.",
-    "config": "Show the effective configuration.",
+    "config": "Show the effective configuration and the named clusters.",
     "completion": "Print a shell completion script.",
 }
 
 
-class _Commands(Command, click.Group):
+class _Commands(Group):
     """Group whose subcommands are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
@@ -93,6 +91,10 @@ class _Commands(Command, click.Group):
         module, _, name = _COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
+
+    def elsewhere(self, ctx: click.Context, name: str) -> list[str]:
+        found = ((group, self.get_command(ctx, group)) for group in _COMMANDS)
+        return [f"{group} {name}" for group, command in found if isinstance(command, click.Group) and name in command.commands]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

@@ -22,7 +22,9 @@ class AdminSection(Section):
         default="127.0.0.1:7470",
         description="address of the HTTP service; port 0: any free port; none: kvstore up starts no admin server",
     )
-    metadata: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
+    metadata: str = Field(
+        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server that the page and the REST show"
+    )
     tokens_file: Path | None = Field(
         default=None,
         description="file with lines of ROLE NAME TOKEN, roles read and operator; read again after a change."
@@ -30,14 +32,19 @@ class AdminSection(Section):
     )
     timeout_ms: DurationMs = Field(default=3_000, gt=0, description="timeout of a query to the metadata server or a node")
     change_timeout_ms: DurationMs = Field(default=60_000, gt=0, description="timeout of a change, such as an eviction")
-    max_body_bytes: Size = Field(default=4 << 20, ge=1_024, description="largest request body")
-    max_inflight: int = Field(default=64, ge=1, le=10_000, description="concurrent requests; further ones are rejected")
+    max_body_bytes: Size = Field(default=4 << 20, ge=1_024, description="largest body of a REST call that is accepted")
+    max_inflight: int = Field(default=64, ge=1, le=10_000, description="REST calls that run at once; further ones are rejected")
     stop_grace_ms: DurationMs = Field(default=5_000, description="time for requests in flight to finish when the server stops")
+    tokenizer: Path | None = Field(
+        default=None,
+        description="tokenizer.json or folder of a local model, for texts in the prefix explorer (extra tokenizer)."
+        " Unset: token ids only",
+    )
     tls: TlsSection = TlsSection()
     allow_insecure_remote: bool = Field(
         default=False, description="allow plain HTTP on an address that other hosts can reach; tokens remain required"
     )
-    ready_file: Path | None = Field(default=None, description="file written as JSON once the server answers")
+    ready_file: Path | None = Field(default=None, description="file written as JSON once the admin server answers")
 
 
 class AdminConfig(AdminSection):

@@ -62,4 +62,5 @@ TOKENS_FILE: Final = (
     "file with lines of ROLE NAME TOKEN, roles read, operator, node, engine and tenant; read again after a change."
     " Unset: every caller may do everything"
 )
-INSECURE: Final = "allow plain text on an address that other hosts can reach"
+INSECURE: Final = "allow plain text on an address that other hosts can reach, metrics included"
+INSECURE_METRICS: Final = "allow plain HTTP metrics on an address that other hosts can reach; other ports still require TLS"

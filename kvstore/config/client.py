@@ -13,7 +13,9 @@ from kvstore.config.values import DurationMs
 class ClientSection(Section):
     """Clients of the store: commands, admin server, router, event publisher."""
 
-    metadata: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
+    metadata: str = Field(
+        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server that commands, admin server and router ask"
+    )
     node: str | None = Field(default=None, description="address or unix socket of the node on this host; unset: no node")
     deadline_ms: DurationMs = Field(default=10_000, gt=0, description="deadline of a load or store")
     lookup_deadline_ms: DurationMs = Field(default=1_000, gt=0, description="deadline of a lookup")
@@ -21,5 +23,17 @@ class ClientSection(Section):
     read_token_file: Path | None = Field(
         default=None,
         description="file with a token of role read, for queries of the admin server and commands to nodes; unset: token_file",
+    )
+    tls: TlsSection = TlsSection()
+
+
+class ClusterSection(Section):
+    """A named cluster of the commands' option ``--cluster``. It replaces these settings of ``[client]``."""
+
+    metadata: str = Field(description="address of the metadata server")
+    node: str | None = Field(default=None, description="address or unix socket of a node; unset: no node")
+    token_file: Path | None = Field(default=None, description="file with the token for the metadata server and nodes")
+    read_token_file: Path | None = Field(
+        default=None, description="file with a token of role read for queries of nodes; unset: token_file"
     )
     tls: TlsSection = TlsSection()

@@ -22,7 +22,9 @@ _ENDPOINT: Final = re.compile(r"(?P<kind>tcp|ipc)://(?P<rest>.+)")
 class EventsSection(Section):
     """The publisher of block events in vLLM's KV event format."""
 
-    metadata: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
+    metadata: str = Field(
+        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server whose block events are published"
+    )
     zmq: str | None = Field(
         default=None, description="endpoint of the PUB socket: tcp://HOST:PORT or ipc://PATH; port *: any free port"
     )
@@ -55,7 +57,10 @@ class EventsSection(Section):
         default=5_000, gt=0, description="an empty batch is sent after this time without a batch, so that a gap is noticed"
     )
     allow_insecure_remote: bool = Field(
-        default=False, description="bind an address that other hosts can reach: ZeroMQ has no TLS and checks nobody"
+        default=False, description="bind an address that other hosts can reach: ZeroMQ lacks TLS and access control"
+    )
+    allow_insecure_metrics: bool = Field(
+        default=False, description="allow plain HTTP metrics on an address that other hosts can reach"
     )
     metrics_listen: AddressOrNone = Field(
         default="127.0.0.1:7485", description="address of /metrics over plain HTTP; port 0: any free port; none: off"
@@ -118,7 +123,7 @@ class EventsConfig(EventsSection):
             self._check_endpoint(self.replay, binds=True)
         if len(self.topic.encode()) > limits.MAX_NAME_BYTES:
             raise InvalidArgument("events.topic is too long", limit=limits.MAX_NAME_BYTES)
-        check_metrics_address(self.metrics_listen, allow_remote=self.allow_insecure_remote)
+        check_metrics_address(self.metrics_listen, allow_remote=self.allow_insecure_remote or self.allow_insecure_metrics)
         return self
 
     def _check_endpoint(self, endpoint: str, *, binds: bool) -> None:
@@ -133,7 +138,7 @@ class EventsConfig(EventsSection):
         local = host != "*" and stays_on_host(f"{host}:{0 if port == '*' else port}")
         if not local and not self.allow_insecure_remote:
             raise InvalidArgument(
-                "binding a remote address is refused: ZeroMQ has no TLS and checks nobody; set events.allow_insecure_remote to"
+                "binding a remote address is refused: ZeroMQ lacks TLS and access control; set events.allow_insecure_remote to"
                 " allow it",
                 endpoint=endpoint,
             )

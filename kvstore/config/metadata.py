@@ -7,7 +7,15 @@ from typing import Final, Literal, Self
 
 from pydantic import Field
 
-from kvstore.config.base import DEFAULT_METADATA_ADDRESS, INSECURE, TOKENS_FILE, AddressOrNone, Section, TlsSection
+from kvstore.config.base import (
+    DEFAULT_METADATA_ADDRESS,
+    INSECURE,
+    INSECURE_METRICS,
+    TOKENS_FILE,
+    AddressOrNone,
+    Section,
+    TlsSection,
+)
 from kvstore.config.values import DurationMs, Size
 from kvstore.core.errors import InvalidArgument
 from kvstore.process.effective_config import EffectiveSetting
@@ -20,7 +28,10 @@ MIN_EVENTS_BYTES: Final = 1 << 20
 class MetadataSection(Section):
     """The metadata server."""
 
-    listen: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the gRPC service; port 0: any free port")
+    listen: str = Field(
+        default=DEFAULT_METADATA_ADDRESS,
+        description="address at which nodes and clients reach the server by gRPC; port 0: any free port",
+    )
     index_path: Path | None = Field(
         default=None, description="folder of the index; may be deleted while the server is down. Unset: in data_dir"
     )
@@ -66,14 +77,15 @@ class MetadataSection(Section):
     max_subscribers: int = Field(
         default=64, ge=1, le=1_024, description="concurrent subscribers of block events; further ones are rejected"
     )
-    tokens_file: Path | None = Field(default=None, description=TOKENS_FILE)
+    tokens_file: Path | None = Field(default=None, description=f"who may call the metadata server: {TOKENS_FILE}")
     tls: TlsSection = TlsSection()
-    allow_insecure_remote: bool = Field(default=False, description=INSECURE)
+    allow_insecure_remote: bool = Field(default=False, description=f"metadata server: {INSECURE}")
+    allow_insecure_metrics: bool = Field(default=False, description=f"metadata server: {INSECURE_METRICS}")
     metrics_listen: AddressOrNone = Field(
         default="127.0.0.1:7401",
         description="address of /metrics over plain HTTP; worker N adds N to the port; port 0: any free port; none: off",
     )
-    ready_file: Path | None = Field(default=None, description="file written as JSON once the server answers")
+    ready_file: Path | None = Field(default=None, description="file written as JSON once the metadata server answers")
 
 
 class MetadataConfig(MetadataSection):
@@ -92,6 +104,11 @@ class MetadataConfig(MetadataSection):
     def orders_path(self) -> Path:
         """File of the operators' orders. It is stored beside the index folder, which may be deleted."""
         return self.index_path.with_name(f"{self.index_path.name}.orders.json")
+
+    @property
+    def events_path(self) -> Path:
+        """File of the cluster events of the last 24 hours, beside the index folder."""
+        return self.index_path.with_name(f"{self.index_path.name}.events.jsonl")
 
     def check(self) -> Self:
         """This configuration, after checks that span several settings.
@@ -127,5 +144,5 @@ class MetadataConfig(MetadataSection):
                 "listening on a remote address requires TLS; set metadata.tls, or metadata.allow_insecure_remote",
                 listen=self.listen,
             )
-        check_metrics_address(self.metrics_listen, allow_remote=self.allow_insecure_remote)
+        check_metrics_address(self.metrics_listen, allow_remote=self.allow_insecure_remote or self.allow_insecure_metrics)
         return self

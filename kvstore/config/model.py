@@ -7,19 +7,29 @@ of the client library imports this package, because it requires pydantic.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from kvstore.config.admin import AdminSection
 from kvstore.config.base import Section
-from kvstore.config.client import ClientSection
+from kvstore.config.client import ClientSection, ClusterSection
 from kvstore.config.events import EventsSection
 from kvstore.config.metadata import MetadataSection
 from kvstore.config.node import NodeSection
 from kvstore.config.router import RouterSection
 from kvstore.config.values import DurationMs
+
+
+def _check_cluster_name(name: str) -> str:
+    if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,62}", name):
+        raise ValueError("the name of a cluster has lower-case letters, digits, - and _")
+    return name
+
+
+ClusterName = Annotated[str, AfterValidator(_check_cluster_name)]
 
 
 class LogSection(Section):
@@ -56,6 +66,9 @@ class Config(Section):
     metadata: MetadataSection = MetadataSection()
     node: NodeSection = NodeSection()
     client: ClientSection = ClientSection()
+    clusters: dict[ClusterName, ClusterSection] = Field(
+        default={}, description="named clusters for --cluster and KVSTORE_CLUSTER, each with its own [clusters.NAME] section"
+    )
     router: RouterSection = RouterSection()
     admin: AdminSection = AdminSection()
     events: EventsSection = EventsSection()

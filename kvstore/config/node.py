@@ -7,7 +7,15 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from kvstore.config.base import DEFAULT_METADATA_ADDRESS, INSECURE, TOKENS_FILE, AddressOrNone, Section, TlsSection
+from kvstore.config.base import (
+    DEFAULT_METADATA_ADDRESS,
+    INSECURE,
+    INSECURE_METRICS,
+    TOKENS_FILE,
+    AddressOrNone,
+    Section,
+    TlsSection,
+)
 from kvstore.config.values import (
     DurationMs,
     DurationMsIfSet,
@@ -74,7 +82,10 @@ class NodeSection(Section):
     roles: Annotated[tuple[Literal["prefill", "decode", "storage"], ...], BeforeValidator(parse_list)] = Field(
         default=("prefill",), description="roles of the host: prefill, decode, storage"
     )
-    listen: str = Field(default="127.0.0.1:0", description="address of the gRPC service; port 0: any free port")
+    listen: str = Field(
+        default="127.0.0.1:0",
+        description="address at which clients and other nodes reach the node by gRPC; port 0: any free port",
+    )
     data_listen: str = Field(default="127.0.0.1:0", description="address of the data plane")
     advertise_host: str | None = Field(
         default=None, description="host name or address for other hosts; unset: the host of the listen address"
@@ -82,7 +93,9 @@ class NodeSection(Section):
     run_dir: Path | None = Field(
         default=None, description="folder of the unix sockets; the path must be short. Unset: one folder per node id"
     )
-    metadata: str | None = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
+    metadata: str | None = Field(
+        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server that the node registers with"
+    )
     dram_bytes: Memory = Field(
         default=1 << 30, gt=0, description="size of the DRAM arena, in bytes or as a share of the host's memory such as 80%"
     )
@@ -97,7 +110,7 @@ class NodeSection(Section):
     mounts: Annotated[tuple[_Mount, ...], BeforeValidator(parse_list)] = Field(
         default=(), description="volumes of other nodes on a shared file system, read directly: VOLUME=PATH, …"
     )
-    write_behind_to: Annotated[str, AfterValidator(check_node_id)] | None = Field(
+    write_back_to: Annotated[str, AfterValidator(check_node_id)] | None = Field(
         default=None, description="node id of the storage node for write-back; unset: this node's NVMe volumes"
     )
     policy: Literal["reuse-distance", "s3-fifo", "lru"] = Field(
@@ -176,7 +189,7 @@ class NodeSection(Section):
     )
     move_bandwidth: SizeIfSet = Field(
         default=None,
-        description="limit of reads from this node while it drains (kvstore drain --move), in bytes per second; 0: no limit."
+        description="limit of reads from this node while it drains with --move, in bytes per second; 0: no limit."
         " Unset: a quarter of the link, or 256MiB if its speed is unknown",
     )
     move_window_bytes: SizeIfSet = Field(
@@ -184,12 +197,13 @@ class NodeSection(Section):
         gt=0,
         description="bytes in flight from this node while it drains. Unset: 1/32 s of move_bandwidth, at least 32MiB",
     )
-    tokens_file: Path | None = Field(default=None, description=TOKENS_FILE)
+    tokens_file: Path | None = Field(default=None, description=f"who may call the node: {TOKENS_FILE}")
     token_file: Path | None = Field(
         default=None, description="file with this node's token for the metadata server and other nodes; role node"
     )
     tls: TlsSection = TlsSection()
-    allow_insecure_remote: bool = Field(default=False, description=INSECURE)
+    allow_insecure_remote: bool = Field(default=False, description=f"node: {INSECURE}")
+    allow_insecure_metrics: bool = Field(default=False, description=f"node: {INSECURE_METRICS}")
     metrics_listen: AddressOrNone = Field(
         default="127.0.0.1:7480",
         description="address of /metrics and /loads over plain HTTP, different for each node on a host; port 0: any free port;"
@@ -234,9 +248,9 @@ class NodeConfig(NodeSection):
             raise InvalidArgument("node.mounts must name volumes of other nodes, each once", mounts=", ".join(mounted))
         if not self.roles:
             raise InvalidArgument("node.roles is empty; name at least one of prefill, decode and storage")
-        if self.write_behind_to == self.node_id:
+        if self.write_back_to == self.node_id:
             raise InvalidArgument(
-                "node.write_behind_to names this node itself; name a storage node, or unset it and set node.nvme",
+                "node.write_back_to names this node itself; name a storage node, or unset it and set node.nvme",
                 node_id=self.node_id,
             )
         if self.nixl != "off" and not self.nixl_trusted_network:

@@ -39,8 +39,10 @@ class RouterSection(Section):
     flow: Literal["concurrent", "sequential"] = Field(
         default="concurrent", description="call prefill and decode engine at once, or the decode engine after the prefill engine"
     )
-    max_body_bytes: Size = Field(default=16 << 20, ge=1_024, description="largest request body")
-    max_inflight: int = Field(default=1_024, ge=1, le=1_000_000, description="concurrent requests; further ones are rejected")
+    max_body_bytes: Size = Field(default=16 << 20, ge=1_024, description="largest body of a request that the router accepts")
+    max_inflight: int = Field(
+        default=1_024, ge=1, le=1_000_000, description="requests that the router serves at once; further ones are rejected"
+    )
     assign_timeout_ms: DurationMs = Field(
         default=60_000, gt=0, description="how long a request waits for an engine with capacity"
     )

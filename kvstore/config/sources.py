@@ -7,10 +7,11 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
+from kvstore.config.client import ClusterSection
 from kvstore.config.model import Config
 from kvstore.config.values import FROM_SOURCES, Rendered
 from kvstore.core.errors import InvalidArgument
@@ -18,6 +19,7 @@ from kvstore.core.errors import InvalidArgument
 ENVIRONMENT_PREFIX = "KVSTORE_"
 DEFAULT_FILES = (Path("kvstore.toml"), Path("/etc/kvstore/kvstore.toml"))
 _MAX_FILE_BYTES = 1 << 20
+_CLUSTERS = "clusters."
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value that a source gives."""
+    """One value of a source."""
 
     key: str
     """Dotted, e.g. ``node.dram``."""
@@ -44,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One value in force, as it is shown."""
+    """One effective value and its texts."""
 
     key: str
     value: object
@@ -63,25 +65,30 @@ def load_config(
     flags: Sequence[Setting] = (),
     *,
     default_files: Sequence[Path] = DEFAULT_FILES,
+    cluster: str | None = None,
 ) -> tuple[Config, Provenance]:
-    """Reads all sources and merges them.
+    """Read all sources and merge them.
 
     Args:
-        file: must exist if given; else the first of ``default_files`` that exists is read.
+        file: TOML file, which must exist. None: the first file of ``default_files`` that exists is read.
         environment: variables, e.g. ``os.environ``; those with ``KVSTORE_`` and a ``__`` count.
         flags: settings of the command line, the last of equal keys wins.
-        default_files: where to look without ``file``.
+        default_files: candidates if ``file`` is None.
+        cluster: named cluster. Its address, TLS and tokens replace those of ``[client]``; flags still win.
 
     Returns:
         The configuration, and the source of every value.
 
     Raises:
-        InvalidArgument: a file cannot be read, a key is unknown, a value cannot be; names key and source.
+        InvalidArgument: a file cannot be read, a key is unknown, or a value is invalid. Names the key and its source.
     """
     if file is None:
         file = next((path for path in default_files if path.is_file()), None)
-    settings = [*(_from_file(file) if file is not None else ()), *_from_environment(environment or {}), *flags]
-    known = list(_leaf_keys(Config))
+    settings = [*(_from_file(file) if file is not None else ()), *_from_environment(environment or {})]
+    if cluster is not None:
+        settings = list(_with_cluster(settings, cluster))
+    settings += flags
+    known = [*_leaf_keys(Config), *_cluster_keys(settings)]
     in_force: dict[str, Setting] = {}
     for setting in settings:
         if setting.key not in known:
@@ -101,8 +108,34 @@ def load_config(
     return config, {key: in_force[key].origin if key in in_force else Origin("default") for key in known}
 
 
+def _cluster_keys(settings: Sequence[Setting]) -> Iterator[str]:
+    """Keys of the named clusters that the settings mention."""
+    for name in dict.fromkeys(setting.key.split(".")[1] for setting in settings if setting.key.startswith(_CLUSTERS)):
+        yield from _leaf_keys(ClusterSection, f"{_CLUSTERS}{name}.")
+
+
+def _with_cluster(settings: Sequence[Setting], cluster: str) -> Iterator[Setting]:
+    """Replace the store that ``[client]`` names by a named cluster. A token of one store is never sent to another.
+
+    Raises:
+        InvalidArgument: no such cluster.
+    """
+    prefix = f"{_CLUSTERS}{cluster}."
+    if not any(setting.key.startswith(prefix) for setting in settings):
+        names = sorted({setting.key.split(".")[1] for setting in settings if setting.key.startswith(_CLUSTERS)})
+        hint = f"the configuration has {', '.join(names)}" if names else f"add [{prefix[:-1]}] to the configuration"
+        raise InvalidArgument(f"no cluster '{cluster}'; {hint}")
+    replaced = {f"client.{key}" for key in _leaf_keys(ClusterSection)}
+    for setting in settings:
+        if setting.key not in replaced:
+            yield setting
+        if setting.key.startswith(prefix):
+            origin = Origin(setting.origin.source, f"{setting.origin.detail} [{prefix[:-1]}]")
+            yield Setting(f"client.{setting.key.removeprefix(prefix)}", setting.value, origin)
+
+
 def parse_assignment(text: str) -> Setting:
-    """Reads ``node.dram=4GiB``, as ``--set`` takes it.
+    """Parse ``node.dram=4GiB``, as given with ``--set``.
 
     Raises:
         InvalidArgument: there is no ``=``.
@@ -114,7 +147,7 @@ def parse_assignment(text: str) -> Setting:
 
 
 def leaves(config: BaseModel, provenance: Provenance) -> Iterator[Leaf]:
-    """All values in force, in the order of declaration, with their origins."""
+    """Iterate over all effective values, in the order of declaration, with their origins."""
     yield from _leaves(config, provenance, "")
 
 
@@ -125,6 +158,10 @@ def _leaves(model: BaseModel, provenance: Provenance, prefix: str) -> Iterator[L
         value = getattr(model, name)
         if isinstance(value, BaseModel):
             yield from _leaves(value, provenance, key + ".")
+            continue
+        if isinstance(value, dict):
+            for inner, section in value.items():
+                yield from _leaves(section, provenance, f"{key}.{inner}.")
             continue
         shown = next((note for note in field.metadata if isinstance(note, Rendered)), None)
         if isinstance(value, SecretStr):
@@ -142,7 +179,7 @@ def _leaf_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _leaf_keys(field.annotation, f"{prefix}{name}.")
-        else:
+        elif get_origin(field.annotation) is not dict:  # the keys of named sections depend on their names
             yield prefix + (field.alias or name)
 
 
@@ -157,7 +194,7 @@ def _from_file(path: Path) -> Iterator[Setting]:
     try:
         tables = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"the configuration is no TOML: {error}", file=path) from error
+        raise InvalidArgument(f"the configuration is not valid TOML: {error}", file=path) from error
     yield from _flatten(tables, Origin("file", str(path)), "")
 
 
@@ -170,7 +207,7 @@ def _flatten(table: Mapping[str, Any], origin: Origin, prefix: str) -> Iterator[
 
 
 def _from_environment(environment: Mapping[str, str]) -> Iterator[Setting]:
-    """Variables without a double underscore are not ours: Kubernetes makes KVSTORE_PORT and the like for a service's name."""
+    """Settings of variables with a double underscore. Kubernetes sets others, such as KVSTORE_PORT for a service."""
     for name, value in sorted(environment.items()):
         rest = name.removeprefix(ENVIRONMENT_PREFIX)
         if rest != name and "__" in rest:
@@ -183,7 +220,7 @@ def _unknown(setting: Setting, known: list[str]) -> InvalidArgument:
     inside = [key for key in known if key.startswith(f"{setting.key}.")]
     if inside:
         return InvalidArgument(
-            f"'{setting.key}' is a section, not a setting: say which of its settings, e.g. '{inside[0]}'", source=setting.origin
+            f"'{setting.key}' is a section, not a setting; name a setting in it, e.g. '{inside[0]}'", source=setting.origin
         )
     near = difflib.get_close_matches(setting.key, known, n=1, cutoff=0.5)
     if not near:  # the right name in the wrong section

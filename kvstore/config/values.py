@@ -82,7 +82,7 @@ def _scaled(value: object, units: dict[str, int], hint: str) -> int:
     parts = int("1" + "0" * len(fraction))
     scaled, rest = divmod((int(whole) * parts + int(fraction or 0)) * scale, parts)
     if rest:
-        raise ValueError(f"{hint}; {value!r} is no whole number of the smallest unit")
+        raise ValueError(f"{hint}; {value!r} is not a whole number of the smallest unit")
     return scaled
 
 
@@ -104,10 +104,24 @@ def format_duration_ms(duration_ms: int) -> str:
 
 
 def parse_list(value: object) -> object:
-    """Splits ``"a,b"``, as environment and flags give lists; leaves anything else to pydantic."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value
+    """Parse a list of a flag or a variable: ``a,b``, or a TOML list ``["a", "b"]``, whose quotes a shell may have removed.
+
+    Raises:
+        ValueError: a text that begins with ``[`` and does not end with ``]``.
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.startswith("["):
+        if not text.endswith("]"):
+            raise ValueError(f"{value!r} is not a list: write {_forms('A')}")
+        text = text[1:-1]
+    return [part for part in (part.strip().strip("\"'") for part in text.split(",")) if part]
+
+
+def _forms(item: str) -> str:
+    """Ways to write a list of items."""
+    return f'{item},{item} or ["{item}", "{item}"]'
 
 
 def parse_volume(value: object) -> object:
@@ -120,7 +134,9 @@ def parse_volume(value: object) -> object:
         return value
     path, _, size = value.rpartition(":")
     if not path or not size:
-        raise ValueError(f'a volume looks like "/path:100GiB", with no comma in the path, not {value!r}')
+        raise ValueError(
+            f"{value!r} is not PATH:SIZE (/v0:100GiB); a path must not contain a comma; a list is {_forms('PATH:SIZE')}"
+        )
     return {"path": path, "capacity": size}
 
 
@@ -134,7 +150,7 @@ def parse_mount(value: object) -> object:
         return value
     volume, _, path = value.partition("=")
     if not path or not volume:
-        raise ValueError(f'a mount looks like "storage-1/nvme0=/path", with no comma in the path, not {value!r}')
+        raise ValueError(f"{value!r} is not VOLUME=PATH such as storage-1/nvme0=/mnt/v; a list is {_forms('VOLUME=PATH')}")
     return {"volume": volume, "path": path}
 
 

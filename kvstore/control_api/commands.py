@@ -65,7 +65,7 @@ class Commands:
         wanted = set(tiers)
 
         def volumes(status: NodeStatus) -> list[str]:
-            """The volumes to evict from; an empty name stands for all volumes of the node."""
+            """The volumes to evict from; an empty name selects all volumes of the node."""
             found = [volume.volume_id for volume in status.node.volumes if serializers.tier_name(volume.tier) in wanted]
             return [""] if len(wanted) == 2 and found else found
 

@@ -14,15 +14,16 @@ from kvproto.v1.metadata_pb2 import NodeStatus
 from kvstore.control_api import serializers
 from kvstore.control_api.schemas import retention as retention_models
 from kvstore.control_api.schemas import store as models
+from kvstore.control_api.schemas.health import ClusterEventEntry, ClusterHealth
 from kvstore.control_api.store_rpc import NodeRpc, StoreRpc
 from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.core.keys import KeyChain
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.core.types import KEY_BYTES
+from kvstore.health.findings import from_proto
 from kvstore.rpc.codec import spec_from_proto
 
 NAMESPACES_A_CALL: Final = 500
-MOST_PROBLEMS: Final = 100
 
 
 def id_from_hex(shown: str) -> bytes:
@@ -56,16 +57,14 @@ class Queries:
         self._rpc = rpc
 
     async def cluster(self, address: str) -> models.Cluster:
-        """Health, versions and counts. Health is derived from the nodes' heartbeats.
+        """Health, versions and counts.
 
         Args:
             address: address of the metadata server, for display.
         """
-        server, statuses = await self._rpc.server(), await self._rpc.nodes()
-        problems = serializers.problems(server.problems, list(statuses.values()), MOST_PROBLEMS)
+        server = await self._rpc.server()
         return models.Cluster(
-            health="degraded" if problems else "ok",
-            problems=problems,
+            **serializers.health(from_proto(server.findings)).model_dump(),
             admin_version=kvstore.__version__,
             metadata_version=server.version,
             metadata_address=address,
@@ -81,6 +80,15 @@ class Queries:
             live_plans=server.live_plans,
             path_policy=server.path_policy,
         )
+
+    async def health(self) -> ClusterHealth:
+        """Health of the store and its findings, errors first."""
+        return serializers.health(from_proto((await self._rpc.server()).findings))
+
+    async def cluster_events(self, after_id: int, since_s: float, limit: int) -> tuple[list[ClusterEventEntry], bool]:
+        """Events after an id, of the last ``since_s`` seconds (0: of 24 hours), oldest first, and whether there are more."""
+        found = await self._rpc.cluster_events(after_id, since_s, limit)
+        return [serializers.cluster_event(one) for one in found.events], found.more
 
     async def nodes(self) -> list[models.Node]:
         """All known nodes by id, with their links as the planner sees them."""
@@ -246,7 +254,10 @@ class Queries:
         found = await self._rpc.blocks(wanted, keys)
         runs = [serializers.block_run(run, found.hit_blocks) for run in found.runs]
         missed = next((run.why for run in runs if not run.hit), None)
-        return models.LookedUp(blocks=len(keys) // KEY_BYTES, hit_blocks=found.hit_blocks, first_miss=missed, runs=runs)
+        tokens = None if chain.tokens is None else len(chain.tokens)
+        return models.LookedUp(
+            blocks=len(keys) // KEY_BYTES, hit_blocks=found.hit_blocks, first_miss=missed, runs=runs, tokens=tokens
+        )
 
     async def _keys(self, namespace_id: bytes, chain: models.LookUp) -> bytes:
         """Packed keys of a chain."""

@@ -7,10 +7,12 @@ from typing import Any, Final, cast, get_args
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import common_pb2, metadata_pb2
+from kvstore.control_api.schemas import health as health_models
 from kvstore.control_api.schemas import retention as retention_models
 from kvstore.control_api.schemas import store as models
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Tier
+from kvstore.health.findings import HealthFinding, overall
 from kvstore.observe.fault_counters import faults
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metric_definitions import transport as transport_metrics
@@ -127,7 +129,7 @@ def node_process(found: pb.DescribeNodeResponse) -> models.NodeProcess:
         uptime_s=found.uptime_ms / 1000,
         sessions=found.sessions,
         blocks=found.blocks,
-        write_behind_waiting_blocks=found.write_behind_waiting_blocks,
+        write_back_waiting_blocks=found.write_back_waiting_blocks,
         publish_waiting_events=found.publish_waiting_events,
         staging=[
             models.Staging(name=one.name, used_bytes=one.used_bytes, waiting_loads=one.waiting_loads) for one in found.staging
@@ -469,30 +471,33 @@ def settings(process: str, found: Iterable[pb.SettingInForce]) -> models.Setting
 
 
 # ---- health ----
-def _not_reporting(status: metadata_pb2.NodeStatus) -> str:
-    node, host = status.node.node_id, status.node.control_address.rpartition(":")[0].strip("[]")
-    if status.stopped:
-        return f"node {node} was stopped; its blocks are misses until it reports again. If its process runs, see its log"
-    return (
-        f"node {node} has not reported for {status.heartbeat_age_ms / 1000:.0f} s; its blocks are misses until it reports again."
-        f" Check its process and its log on {host or 'its host'}, and the network"
+def finding(one: HealthFinding) -> health_models.FindingDetail:
+    """A finding with the texts of its code."""
+    return health_models.FindingDetail(
+        code=one.code.name,
+        severity=one.severity.value,
+        subject=one.subject or None,
+        facts=one.facts,
+        title=one.code.title,
+        meaning=one.code.meaning,
+        action=one.code.action,
+        docs=one.code.docs,
     )
 
 
-def problems(server: Iterable[str], statuses: Sequence[metadata_pb2.NodeStatus], most: int) -> list[str]:
-    """Problems of the metadata server and of the nodes."""
-    found = [f"metadata server: {problem}" for problem in server]
-    if not statuses:
-        found.append("no node has registered")
-    for status in statuses:
-        if status.refused:
-            found.append(f"node {status.node.node_id} is refused by the metadata server: {status.refused} (node.token_file)")
-        elif not status.alive:
-            found.append(_not_reporting(status))
-        else:
-            found += [f"volume {usage.volume_id} is read-only: {usage.read_only}" for usage in status.usages if usage.read_only]
-            if status.state == common_pb2.NODE_STATE_DRAIN_BLOCKED:
-                lost = f"{status.drain.not_durable_blocks} blocks would be lost if it stopped now"
-                found.append(f"node {status.node.node_id} cannot be drained ({status.drain.why}): {lost}")
-            found += [f"node {status.node.node_id}: {problem}" for problem in status.problems]
-    return found[:most]
+def cluster_event(one: pb.ClusterEvent) -> health_models.ClusterEventEntry:
+    """An event of the last 24 hours."""
+    return health_models.ClusterEventEntry(
+        id=str(one.id),
+        at_s=one.id / 1e6,
+        kind=one.kind,
+        subject=one.subject or None,
+        text=one.text,
+        code=one.code or None,
+        who=one.who or None,
+    )
+
+
+def health(found: Sequence[HealthFinding]) -> health_models.ClusterHealth:
+    """Health of the store."""
+    return health_models.ClusterHealth(health=overall(found), findings=[finding(one) for one in found])

@@ -29,8 +29,9 @@ NODES_AT_ONCE: Final = 32
 _NOT_REPORTING: Final = "the node does not report to the metadata server"
 DIAGNOSIS_HOLDS_S: Final = 10.0
 """How long a diagnosis of an unreachable metadata server is reused."""
-_QUESTION: Final = RetryPolicy(attempts=2, first_backoff_s=0.05)
-"""The second attempt reaches a server that was restarted."""
+_TWO_ATTEMPTS: Final = RetryPolicy(attempts=2, first_backoff_s=0.05)
+"""The second attempt reaches a server that was restarted. Calls of nodes use it for changes too, because these may be repeated:
+they carry an operation id or the expected old value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,9 @@ class StoreEndpoint:
         metadata: address of the metadata server.
         tls: TLS settings of the channels to metadata server and nodes.
         token: token for metadata server and nodes; None: no token.
-        read_token: token for queries to nodes; None: ``token``. The address of a node is not verified, so a query
-            must not send a token that permits changes.
+        read_token: token for queries to nodes; None: ``token``. The metadata server repeats the address
+            that a node registered, and nothing proves that the address is that node's. So a query must not send a token that
+            permits changes.
         timeout_s: timeout of a query.
         change_timeout_s: timeout of a change, such as an eviction.
     """
@@ -140,6 +142,11 @@ class StoreRpc:
         request = pb.DescribeBlocksRequest(namespace_id=namespace_id, keys=keys)
         return await self._ask(self._admin.DescribeBlocks, request)
 
+    async def cluster_events(self, after_id: int, since_s: float, limit: int) -> pb.ListClusterEventsResponse:
+        """A page of cluster events, in order."""
+        request = pb.ListClusterEventsRequest(after_id=after_id, since_ms=round(since_s * 1000), limit=limit)
+        return await self._ask(self._admin.ListClusterEvents, request)
+
     async def planning(self, *, decisions: int = 0, live: int = 0, after_plan: int = 0) -> pb.DescribePlanningResponse:
         """Planning state: queues, decisions and live plans."""
         request = pb.DescribePlanningRequest(decisions=decisions, live=live, after_plan=after_plan)
@@ -197,6 +204,10 @@ class StoreRpc:
         answer: metadata_pb2.GetStatsResponse = await self._ask(self._metadata.GetStats, metadata_pb2.GetStatsRequest())
         return dict(answer.counters)
 
+    async def history(self, request: pb.DescribeHistoryRequest) -> pb.DescribeHistoryResponse:
+        """Figures of the metadata server of the last hour."""
+        return await self._ask(self._admin.DescribeHistory, request)
+
     # ---- nodes ----
     async def ask_node(
         self,
@@ -212,8 +223,8 @@ class StoreRpc:
             status: the node.
             ask: the call, given stubs of the node.
             timeout_s: timeout; None: timeout of a query.
-            changes: send the token that permits changes. A query sends ``read_token`` if there is one, because the
-                address of a node is not verified.
+            changes: send the token that permits changes. A query sends ``read_token`` if there is one, because
+                nothing proves that the address is the node's.
 
         Raises:
             Unavailable: the node does not report to the metadata server, or does not answer.
@@ -266,7 +277,7 @@ class StoreRpc:
 
     # ---- inside ----
     async def _ask(self, method: Callable[..., Awaitable[T]], request: object) -> T:
-        return await self._call(method, request, self._endpoint.timeout_s, _QUESTION)
+        return await self._call(method, request, self._endpoint.timeout_s, _TWO_ATTEMPTS)
 
     async def _change(self, method: Callable[..., Awaitable[T]], request: object) -> T:
         return await self._call(method, request, self._endpoint.change_timeout_s, RetryPolicy(attempts=1))
@@ -275,7 +286,7 @@ class StoreRpc:
         try:
             answer = await _counted(self._counters, call_aio(method, request, timeout_s, retry))
         except (Unavailable, DeadlineExceeded, Unauthenticated) as error:
-            if retry is not _QUESTION and isinstance(error, DeadlineExceeded):
+            if retry is not _TWO_ATTEMPTS and isinstance(error, DeadlineExceeded):
                 raise  # a slow change does not indicate a bad connection
             known = self._diagnoser.known(error)
             if known is error:
@@ -297,7 +308,7 @@ class NodeRpc:
 
     async def __call__(self, method: Callable[..., Awaitable[T]], request: object) -> T:
         """Call a method of a stub."""
-        return await _counted(self._counters, call_aio(method, request, self._timeout_s, _QUESTION))
+        return await _counted(self._counters, call_aio(method, request, self._timeout_s, _TWO_ATTEMPTS))
 
 
 async def _counted(counters: Counters, answer: Awaitable[T]) -> T:

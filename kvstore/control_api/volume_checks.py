@@ -8,7 +8,8 @@ from typing import Final, Literal
 from pydantic import Field
 
 from kvproto.v1 import admin_pb2 as pb
-from kvstore.control_api.schemas.store import Bytes, Count, RequestModel, ResponseModel, Seconds
+from kvstore.control_api.schemas.base import RequestModel, ResponseModel
+from kvstore.control_api.schemas.store import Bytes, Count, Seconds
 from kvstore.control_api.store_rpc import NodeRpc, StoreRpc, operation_id
 from kvstore.core.errors import NotFound
 
@@ -42,21 +43,21 @@ class VolumeCheck(ResponseModel):
 
     volume_id: str = Field(examples=["host-1/nvme0"])
     state: CheckStateName = Field(
-        description="none: no check since the node started; waiting: for checks of other volumes; cancelled: corrupt blocks found"
-        " so far stay removed; failed: see `why`",
+        description="none: no check since the node started; waiting: for checks of other volumes; cancelled: corrupt blocks that"
+        " it found stay removed; failed: see `why`",
         examples=["running"],
     )
     blocks: Count = Field(description="blocks on the volume when the check began")
-    checked_blocks: Count = Field(description="blocks processed so far: good, bad, unreadable or gone", examples=[800])
+    checked_blocks: Count = Field(description="processed blocks: good, bad, unreadable or gone", examples=[800])
     good_blocks: Count = Field(description="blocks with valid checksums", examples=[799])
     bad_blocks: Count = Field(description="corrupt blocks, which were removed and are misses now", examples=[1])
     rewritten_blocks: Count = Field(description="corrupt blocks that are written again from DRAM", examples=[0])
     unreadable_blocks: Count = Field(description="blocks that could not be read; they stay on the volume", examples=[0])
     gone_blocks: Count = Field(description="blocks evicted before they were checked", examples=[0])
-    checked_bytes: Bytes = Field(description="bytes read so far")
+    checked_bytes: Bytes = Field(description="bytes read")
     bytes_per_s: Bytes = Field(description="read rate limit; 0: no check", examples=[200000000])
     began_ago_s: Seconds = Field(description="time since the check was requested; 0: no check", examples=[4.2])
-    took_s: Seconds = Field(description="duration of the check so far", examples=[4.2])
+    took_s: Seconds = Field(description="time from the request to the end of the check, or until now", examples=[4.2])
     why: str | None = Field(description="why the check failed; null: it did not fail", examples=[None])
 
     @property
@@ -65,7 +66,7 @@ class VolumeCheck(ResponseModel):
         return self.state not in ("waiting", "running")
 
 
-class VolumeChecks:
+class RunningChecks:
     """Starts, follows and cancels online volume checks.
 
     Args:

@@ -47,7 +47,7 @@ class DenseBlocks:
     def __init__(self, array: Bytes) -> None:
         if array.ndim != 3 or array.dtype != np.uint8 or (array.size and array.shape[2] > 1 and array.strides[2] != 1):
             raise InvalidArgument(
-                "blocks take a uint8 array [blocks, layers, layer_block_bytes] whose last axis is contiguous",
+                "blocks must be a uint8 array [blocks, layers, layer_block_bytes] whose last axis is contiguous",
                 shape=array.shape,
                 strides=array.strides,
                 dtype=array.dtype,
@@ -84,13 +84,13 @@ class DenseBlocks:
 
 
 class ScatteredBlocks:
-    """Blocks in separate pieces of memory, each one contiguous Full Block."""
+    """Blocks in separate pieces of memory, each one contiguous full block."""
 
     def __init__(self, blocks: Sequence[memoryview], shape: BlockShape) -> None:
         for position, view in enumerate(blocks):
             if view.nbytes != shape.block_bytes or view.format != "B" or not view.c_contiguous:
                 raise InvalidArgument(
-                    "each block takes one contiguous byte view of a Full Block",
+                    "each block must be one contiguous byte view of a full block",
                     position=position,
                     nbytes=view.nbytes,
                     expected=shape.block_bytes,

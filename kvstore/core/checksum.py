@@ -1,8 +1,8 @@
-"""Checksums: xxh3-64 (seed 0) of each Layer Block, as slot headers, catalogs and the data plane carry them.
+"""Checksums: xxh3-64 (seed 0) of each layer block, as slot headers, catalogs and the data plane carry them.
 
-A block's checksums are ``layers`` unsigned 64-bit integers; packed, they are little-endian. xxhash lets go of the GIL for
-buffers of some size, so that large blocks are checked by several threads at once; for tiny ones the loops below are what costs.
-Golden vectors: ``tests/core/golden/checksums.json``.
+A block's checksums are ``layers`` unsigned 64-bit integers; packed, they are little-endian. Larger blocks are hashed by the
+native kernel without the interpreter lock, and tiny ones by xxhash, whose call is cheaper. Golden vectors:
+``tests/core/golden/checksums.json``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +19,20 @@ import xxhash
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
+from kvstore.native import CopyBatch, hash_parts, run
 
 ChecksumArray = npt.NDArray[np.uint64]
 """``[blocks, layers]``."""
 
 _digest = xxhash.xxh3_64_intdigest
+_NATIVE_FROM_BYTES: Final = 16 << 10
 
 
 def layer_checksums(view: memoryview, shape: BlockShape) -> bytes:
-    """Checksums of a Full Block, packed: little-endian uint64 a layer.
+    """Checksums of a full block, packed: little-endian uint64 a layer.
 
     Args:
-        view: the Full Block, contiguous.
+        view: the full block, contiguous.
         shape: its shape.
 
     Raises:
@@ -39,7 +42,7 @@ def layer_checksums(view: memoryview, shape: BlockShape) -> bytes:
 
 
 def verify(view: memoryview, shape: BlockShape, checksums: bytes) -> bool:
-    """Whether a Full Block matches its packed checksums. Checksums of another length never match.
+    """Whether a full block matches its packed checksums. Checksums of another length never match.
 
     Raises:
         InvalidArgument: the view is not the size of one block.
@@ -58,24 +61,30 @@ def block_checksums(buffer: BlockBuffer, blocks: Sequence[int]) -> ChecksumArray
         uint64 ``[len(blocks), layers]``.
     """
     shape = buffer.shape
-    size = shape.layer_block_bytes
-    digest = _digest
-    digests: list[int] = []
-    if isinstance(buffer, DenseBlocks) and (flat := buffer.flat) is not None:
-        block_bytes = shape.block_bytes
-        for block in blocks:
-            at = block * block_bytes
-            if not 0 <= at < flat.nbytes:
-                raise InvalidArgument("no such block in the buffer", block=block, count=buffer.count)
-            digests += [digest(flat[start : start + size]) for start in range(at, at + block_bytes, size)]
-    else:
-        for block in blocks:
-            pieces = buffer.segments(block, 0, shape.layers)
-            if len(pieces) == 1:
-                digests += _block_digests(pieces[0], shape)
-            else:
-                digests += [_digest_of(buffer.segments(block, layer, 1)) for layer in range(shape.layers)]
-    return np.array(digests, np.uint64).reshape(len(blocks), shape.layers)
+    found = np.empty((len(blocks), shape.layers), np.uint64)
+    if isinstance(buffer, DenseBlocks) and shape.block_bytes and len(blocks) and min(buffer.array.strides) >= 0:
+        which = np.asarray(blocks, np.int64)
+        if not 0 <= int(which.min()) <= int(which.max()) < buffer.count:
+            raise InvalidArgument("no such block in the buffer", blocks=(int(which.min()), int(which.max())), count=buffer.count)
+        return _dense_checksums(buffer, which, found)
+    for row, block in enumerate(blocks):
+        pieces = buffer.segments(block, 0, shape.layers)
+        if len(pieces) == 1:
+            found[row] = _block_digests(pieces[0], shape)
+        else:
+            found[row] = [_digest_of(buffer.segments(block, layer, 1)) for layer in range(shape.layers)]
+    return found
+
+
+def _dense_checksums(buffer: DenseBlocks, blocks: npt.NDArray[np.int64], found: ChecksumArray) -> ChecksumArray:
+    shape, (block_stride, layer_stride, _) = buffer.shape, buffer.array.strides
+    base = int(buffer.array.__array_interface__["data"][0])
+    sources, parts = base + blocks * block_stride, shape.layers
+    if shape.layers > 1 and layer_stride != shape.layer_block_bytes:
+        sources, parts = (sources[:, None] + np.arange(shape.layers) * layer_stride).reshape(-1), 1
+    end = base + (buffer.count - 1) * block_stride + (shape.layers - 1) * layer_stride + shape.layer_block_bytes
+    run(CopyBatch(sources.view(np.uint64), None, (base, end), size=shape.layer_block_bytes, parts=parts), found.reshape(-1))
+    return found
 
 
 @cache
@@ -88,6 +97,9 @@ def _block_digests(view: memoryview, shape: BlockShape) -> list[int]:
     size, total = shape.layer_block_bytes, shape.block_bytes
     if view.nbytes != total:
         raise InvalidArgument("the view is not one Full Block", bytes=view.nbytes, expected=total)
+    if total >= _NATIVE_FROM_BYTES:
+        found: list[int] = hash_parts(view, size).tolist()
+        return found
     if shape.layers == 1:
         return [_digest(view)]
     if view.format != "B" or view.ndim != 1:
@@ -97,7 +109,7 @@ def _block_digests(view: memoryview, shape: BlockShape) -> list[int]:
 
 
 def _digest_of(pieces: Sequence[memoryview]) -> int:
-    """Checksum of one Layer Block, which may consist of several pieces."""
+    """Checksum of one layer block, which may consist of several pieces."""
     if len(pieces) == 1:
         return _digest(pieces[0])
     state = xxhash.xxh3_64()

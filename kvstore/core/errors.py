@@ -66,76 +66,76 @@ class KVStoreError(Exception):
 
 
 class InvalidArgument(KVStoreError, ValueError):
-    """The call can never succeed as it is."""
+    """An argument is invalid. Correct the call: a retry fails again."""
 
     kind = ErrorKind.INVALID_ARGUMENT
 
 
 class Unsupported(KVStoreError):
-    """This build, volume or peer cannot do it."""
+    """This build, volume or peer does not support the call."""
 
     kind = ErrorKind.UNSUPPORTED
 
 
 class NotFound(KVStoreError, KeyError):
-    """A named thing (a node, a namespace, a session) is not there."""
+    """The named object, such as a node, namespace or session, does not exist."""
 
     kind = ErrorKind.NOT_FOUND
     __str__ = KVStoreError.__str__  # KeyError would print the repr
 
 
 class Conflict(KVStoreError):
-    """It is there already, differently."""
+    """The object exists already, with other properties."""
 
     kind = ErrorKind.CONFLICT
 
 
 class PermissionDenied(KVStoreError):
-    """The caller may not do this."""
+    """The role or tenant of the caller does not permit the call."""
 
     kind = ErrorKind.PERMISSION_DENIED
 
 
 class Unauthenticated(KVStoreError):
-    """The caller has not shown who it is."""
+    """The caller showed no token, or one that the server does not know."""
 
     kind = ErrorKind.UNAUTHENTICATED
 
 
 class LeaseLost(KVStoreError):
-    """A session, lease or prepared slot is no longer the caller's."""
+    """The session, lease or prepared slot of the caller has expired. Begin again."""
 
     kind = ErrorKind.LEASE_LOST
 
 
 class CapacityExceeded(KVStoreError):
-    """No room, or a queue's bound is reached."""
+    """There is no space, or a limit is reached. Retry later."""
 
     kind = ErrorKind.CAPACITY_EXCEEDED
     retryable = True
 
 
 class Unavailable(KVStoreError):
-    """The other side is not there now."""
+    """The server or peer cannot be reached now. Retry later."""
 
     kind = ErrorKind.UNAVAILABLE
     retryable = True
 
 
 class DeadlineExceeded(KVStoreError, TimeoutError):
-    """No answer in time."""
+    """No answer arrived within the deadline."""
 
     kind = ErrorKind.DEADLINE_EXCEEDED
     retryable = True
 
 
 class CorruptBlock(KVStoreError):
-    """Bytes do not match their checksum."""
+    """The bytes of a block do not match their checksum. Treat the block as a miss."""
 
     kind = ErrorKind.CORRUPT_BLOCK
 
 
 class Internal(KVStoreError):
-    """A bug of ours."""
+    """The store failed in an unexpected way: a bug. Report it with the log of the server."""
 
     kind = ErrorKind.INTERNAL

@@ -58,7 +58,7 @@ def encode_extra(parts: Iterable[tuple[str, bytes]]) -> bytes:
         name = kind.encode()
         if not 0 < len(name) < 2**16 or len(value) >= 2**32:
             raise InvalidArgument(
-                "an extra takes a kind of 1 to 65535 bytes and a value below 4 GiB", kind=kind, bytes=len(value)
+                "an extra requires a kind of 1 to 65535 bytes and a value below 4 GiB", kind=kind, bytes=len(value)
             )
         encoded += struct.pack("<H", len(name)) + name + struct.pack("<I", len(value)) + value
     return bytes(encoded)
@@ -178,7 +178,7 @@ def token_bytes(tokens: Tokens) -> bytes:
 
 def _array_bytes(tokens: npt.NDArray[Any]) -> bytes:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise InvalidArgument("tokens take a one-dimensional array of integers", shape=tokens.shape, dtype=tokens.dtype)
+        raise InvalidArgument("tokens must be a one-dimensional array of integers", shape=tokens.shape, dtype=tokens.dtype)
     if tokens.dtype != np.uint32 and tokens.size and (tokens.min() < 0 or tokens.max() > MAX_TOKEN):
         raise InvalidArgument("a token is negative or above 4294967295", least=tokens.min(), most=tokens.max())
     return tokens.astype("<u4", copy=False).tobytes()

@@ -14,8 +14,12 @@ MAX_NAME_BYTES = 512
 """Model names, tenants, layouts, node and volume ids."""
 MAX_REASON = 512
 """Maximum length, in characters, of the reason why a volume stores no blocks."""
-MAX_PROBLEMS_TOLD = 16
-"""Things that a node says are wrong with it."""
+MAX_NODE_FINDINGS = 16
+"""Health findings in one heartbeat."""
+MAX_CODE_BYTES = 64
+"""Name of a health code."""
+MAX_SOURCES = 4_096
+"""Source ranges of one load. A node rejects a load with more, so a client leaves the rest out."""
 MAX_SALT_BYTES = 256
 MAX_DEPTH = 1 << 24
 """Position of a block in its chain."""

@@ -88,7 +88,7 @@ class CacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a Full Block."""
+        """Bytes of a full block."""
         return self.layers * self.layer_block_bytes
 
     @cached_property
@@ -126,7 +126,7 @@ def _field_bytes(field: str | int | bytes) -> bytes:
 
 def _check_name(name: str, value: object, *, required: bool = False) -> None:
     if not isinstance(value, str):
-        raise InvalidArgument(f"{name} takes a string", got=type(value).__name__)
+        raise InvalidArgument(f"{name} must be a string", got=type(value).__name__)
     if required and not value:
         raise InvalidArgument(f"{name} is missing")
     try:
@@ -141,6 +141,6 @@ def _check_name(name: str, value: object, *, required: bool = False) -> None:
 
 def _check_range(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidArgument(f"{name} takes an integer", got=type(value).__name__)
+        raise InvalidArgument(f"{name} must be an integer", got=type(value).__name__)
     if not least <= value <= most:
         raise InvalidArgument(f"{name} is out of range", value=value, least=least, most=most)

@@ -89,7 +89,6 @@ _KIND_OF_GRPC: Mapping[int, ErrorKind] = MappingProxyType(
         GrpcCode.OUT_OF_RANGE: ErrorKind.INVALID_ARGUMENT,
     }
 )
-_KIND_OF_HTTP: Mapping[int, ErrorKind] = MappingProxyType({status.http: kind for kind, status in STATUS.items()})
 
 
 def kind_of_grpc(code: int) -> ErrorKind:
@@ -99,20 +98,8 @@ def kind_of_grpc(code: int) -> ErrorKind:
         ValueError: the code is OK, not an error.
     """
     if code == GrpcCode.OK:
-        raise ValueError("OK is no error")
+        raise ValueError("OK is not an error status")
     return _KIND_OF_GRPC.get(code, ErrorKind.INTERNAL)  # an IntEnum member hashes as its number
-
-
-def kind_of_http(status: int) -> ErrorKind:
-    """The nearest kind of an HTTP status; for others than ours, a caller's error below 500, else ``INTERNAL``.
-
-    Raises:
-        ValueError: the status is below 400, not an error.
-    """
-    if status < 400:
-        raise ValueError(f"HTTP status {status} is no error")
-    fallback = ErrorKind.INVALID_ARGUMENT if status < 500 else ErrorKind.INTERNAL
-    return _KIND_OF_HTTP.get(status, fallback)
 
 
 def make_error(kind: ErrorKind, message: str, fields: Mapping[str, str]) -> KVStoreError:

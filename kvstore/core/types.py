@@ -47,6 +47,7 @@ class StoreOutcome(IntEnum):
     """Outcome of one block of a store. The proto defines each."""
 
     STORED = 1
+    """In a response to Prepare: a slot was granted. In a response to Complete: the block is visible."""
     EXISTS = 2
     IN_PROGRESS = 3
     SKIPPED = 4
@@ -56,14 +57,14 @@ class StoreOutcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Size of one block: ``layers`` Layer Blocks of ``layer_block_bytes`` bytes, concatenated."""
+    """Size of one block: ``layers`` layer blocks of ``layer_block_bytes`` bytes, concatenated."""
 
     layers: int
     layer_block_bytes: int
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a Full Block."""
+        """Bytes of a full block."""
         return self.layers * self.layer_block_bytes
 
 

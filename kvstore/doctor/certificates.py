@@ -1,4 +1,4 @@
-"""Findings on the configured certificates: readable, matching their key, days until expiry. Pure functions."""
+"""Findings on the configured certificates (readable, matching their key, days until expiry) and on the clock. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _DAY_S = 86_400
 
 
 def certificate_findings(facts: Facts, wanted: Wanted, now_s: float) -> Iterator[Finding]:
-    """Report each configured TLS section.
+    """Report the clock and each configured TLS section.
 
     Args:
         facts: facts of the host.
         wanted: requirements of the configuration; ``tls`` names the files.
         now_s: current time in seconds since 1970.
     """
+    yield from _clock(facts, wanted)
     for asked, found in zip(wanted.tls, facts.all("tls"), strict=False):
         area = "TLS"
         if found.error:
@@ -37,6 +38,21 @@ def certificate_findings(facts: Facts, wanted: Wanted, now_s: float) -> Iterator
             )
         for one in found.sections("certificates"):
             yield _judge(asked.section, one.text("file") or "?", one.number("ends"), one.text("names"), now_s)
+
+
+def _clock(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    """Report a clock that follows no time server: certificates, log lines and event times depend on it."""
+    synchronized = facts["system"].flag("clock_synchronized")
+    if facts["system"].error or synchronized is None:
+        return
+    if synchronized:
+        yield Finding("clock", Level.OK, "synchronized with a time server")
+        return
+    what = "the kernel does not report a clock that is synchronized with a time server"
+    if wanted.tls:
+        what += ": a clock that is wrong rejects valid certificates"
+    level = Level.WARNING if wanted.tls else Level.INFO
+    yield Finding("clock", level, what, "timedatectl   # or: chronyc tracking; enable with: timedatectl set-ntp true")
 
 
 def _judge(section: str, file: str, ends: int | None, names: str | None, now_s: float) -> Finding:

@@ -141,7 +141,7 @@ def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[
     }
     if trouble:
         counted = ", ".join(f"{name.removesuffix('_total')} {count}" for name, count in trouble.items())
-        mend = f"kvstore doctor --node {shlex.quote(node.address)} --json   # all it counts; its log says more"
+        mend = f"kvstore doctor --node {shlex.quote(node.address)} -o json   # all it counts; its log says more"
         yield Finding(area, Level.WARNING, f"since it started: {counted}", mend)
     else:
         yield Finding(area, Level.OK, "no errors since it started")

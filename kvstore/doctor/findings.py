@@ -50,6 +50,17 @@ def _software(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
     yield Finding("software", Level.OK, f"Python {system.text('python')}, {host}")
     packages = system.pairs("packages")
     yield Finding("software", Level.OK, ", ".join(f"{name} {version}" for name, version in packages.items()) or "no packages")
+    kernel = system.text("copy_kernel")
+    if kernel == "python":
+        text = "copies and checksums are made in Python, several times slower: the package was installed without a C compiler"
+        yield Finding(
+            "software",
+            Level.WARNING,
+            text,
+            "pip install --force-reinstall kvstore-dualpath  # needs a C compiler: apt install gcc",
+        )
+    elif kernel is not None:
+        yield Finding("software", Level.OK, f"copies and checksums by the native kernel {kernel}")
 
 
 def _gpu(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
@@ -135,7 +146,7 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
         return
     if damage is not None:
         what = f"{path}: its {SLAB_FILE} is no volume ({damage}): a node does not start on it"
-        mend = f"kvstore volume check --repair {quoted}   # if it was a volume; if not, move the file away"
+        mend = f"kvstore volumes repair {quoted}   # if it was a volume; if not, move the file away"
         yield Finding(area, Level.MISSING, what, mend)
         return
     state = "a volume" if slab is not None else "no volume yet" if folder.flag("exists") else "not there yet"

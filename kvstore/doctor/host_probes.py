@@ -19,6 +19,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from kvstore import native
 from kvstore.core.errors import CorruptBlock
 from kvstore.process.host_memory import memory_available, memory_total
 from kvstore.tiers.io_engines.probe import SLAB_FILE, nvidia_cards
@@ -31,6 +32,8 @@ PACKAGES = (
 LIBRARIES = {"libcuda": "libcuda.so.1", "libibverbs": "libibverbs.so.1", "librdmacm": "librdmacm.so.1", "libucp": "libucp.so.0"}
 MODULES = ("torch", "kvikio", "nixl", "nixl_cu12", "nixl_cu13", "ucxx", "libucx")
 _PAGE = 4096
+_TIME_ERROR = 5
+"""State of ``adjtimex`` for a clock that is not synchronized."""
 _SYS_RESOURCE = 24
 """Number of CAP_SYS_RESOURCE, the capability to raise limits."""
 
@@ -43,9 +46,21 @@ def system() -> dict[str, object]:
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
         "root": os.geteuid() == 0,
+        "clock_synchronized": _clock_synchronized(),
+        "copy_kernel": native.kernel_name(),
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "modules": [name for name in MODULES if importlib.util.find_spec(name) is not None],
     }
+
+
+def _clock_synchronized() -> bool | None:
+    """Whether the kernel's clock follows a time server; None: the kernel does not say."""
+    timex = ctypes.create_string_buffer(512)  # struct timex with modes 0: read only
+    try:
+        state = ctypes.CDLL(None).adjtimex(timex)
+    except (OSError, AttributeError):
+        return None
+    return None if state < 0 else state != _TIME_ERROR
 
 
 def _version(name: str) -> str | None:

@@ -30,7 +30,7 @@ class ReadSide(StrEnum):
     PREFILL = "prefill"
     """The prefill engine's own node: nothing is forwarded."""
     DECODE = "decode"
-    """The decode engine's node: forwards Layer Blocks to the prefill engine over CNICs, and keeps what it read."""
+    """The decode engine's node: forwards layer blocks to the prefill engine over CNICs, and keeps what it read."""
     RELAY = "relay"
     """A third node: forwards as the decode side does, and keeps nothing."""
 
@@ -42,7 +42,7 @@ class PlanRequest:
     Attributes:
         request_id: names the request to people; need not be unique.
         blocks: how many blocks to read; zero is allowed and gives an empty plan.
-        block_bytes: bytes of a Full Block.
+        block_bytes: bytes of a full block.
         block_tokens: tokens of a block.
         prefill_node: node of the engine that computes the prompt.
         decode_node: node of the engine that will decode; None while it is not known (or there is none).

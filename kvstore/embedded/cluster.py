@@ -31,6 +31,7 @@ STOP_TIMEOUT_S = 20.0
 LOOPBACK = "127.0.0.1"
 _GRPC_LINE = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl::")
 """Log lines of gRPC's core: file names and line numbers of C++."""
+_EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104  # addresses that a client cannot connect to
 _ERROR_MARK = "Error: "
 _SHOWN_LINES = 10
 
@@ -65,7 +66,7 @@ class NodeSpec:
     dram_bytes: int = 256 << 20
     nvme_bytes: int = 0
     """0: no NVMe volume."""
-    write_behind_to: str | None = None
+    write_back_to: str | None = None
     policy: str = "reuse-distance"
     settings: tuple[tuple[str, str], ...] = ()
     """Further ``--set node.<name>=<value>``."""
@@ -164,6 +165,7 @@ class LocalCluster:
         self._metadata_host = metadata_host
         self._arguments = tuple(arguments)
         self._daemons: dict[str, Daemon] = {}
+        self._metadata_name = metadata_host.host
         self._metadata_port = 0
 
     # ---- lifecycle ----
@@ -200,7 +202,10 @@ class LocalCluster:
             *(f"metadata.{name}={value}" for name, value in self._metadata_settings),
         ]
         daemon = self._start("metadata", "metadata", settings, self._metadata_host)
-        self._metadata_port = int(daemon.address.rpartition(":")[2])
+        host, _, port = daemon.address.rpartition(":")
+        self._metadata_port = int(port)
+        if host not in _EVERY_HOST:
+            self._metadata_name = host  # `metadata.listen` of the settings may name another host
         return daemon
 
     def start_node(self, node_id: str) -> Daemon:
@@ -222,8 +227,8 @@ class LocalCluster:
         ]
         if spec.nvme_bytes:
             settings.append(f"node.nvme={self.volume_path(node_id)}:{spec.nvme_bytes}")
-        if spec.write_behind_to:
-            settings.append(f"node.write_behind_to={spec.write_behind_to}")
+        if spec.write_back_to:
+            settings.append(f"node.write_back_to={spec.write_back_to}")
         settings += [f"node.{name}={value}" for name, value in spec.settings]
         return self._start(node_id, "node", settings, spec.place)
 
@@ -250,7 +255,7 @@ class LocalCluster:
     @property
     def metadata_address(self) -> str:
         """Address of the metadata server."""
-        return f"{self._metadata_host.host}:{self._metadata_port}"
+        return f"{self._metadata_name}:{self._metadata_port}"
 
     def node(self, node_id: str) -> Daemon:
         """Return a running daemon."""

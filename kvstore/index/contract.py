@@ -1,7 +1,8 @@
 """Contract of a prefix index: which volumes hold which keys, and how long the servable prefix of a chain is.
 
-The index is a *hint* that nodes publish; the nodes are the truth. It is prefix-closed by construction: a block is published after
-its parent and removed before its parent. Two properties follow, and both make lookups logarithmic:
+The index is a *hint* that nodes publish; the nodes are the truth. It is nearly prefix-closed: a block is published after its
+parent, and evicted before its parent except in the cases that ``kvstore.node.table`` names. Two properties follow, and both
+make lookups logarithmic:
 
 * the hit length of a chain is found by bisection;
 * each replica records ``run_start``: the depth from which its volume holds the chain without a gap. One record at the end of a

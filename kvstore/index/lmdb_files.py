@@ -42,10 +42,10 @@ from pathlib import Path
 import lmdb
 import xxhash
 
-from kvstore.core import lmdb_meta
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, KVStoreError, Unavailable
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.observe.metrics import Event
+from kvstore.process import lmdb_meta
 
 logger = logging.getLogger(__name__)
 

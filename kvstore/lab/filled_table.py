@@ -93,7 +93,7 @@ class FilledTable:
             self.log,
             self.counters,
             self.clock,
-            writes_behind=True,
+            writes_back=True,
             make_durable_policy=partial(make_policy, policy),
         )
         self.namespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), self.shape)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import kvstore
@@ -13,25 +15,34 @@ from kvproto.v1 import admin_pb2_grpc
 from kvproto.v1.common_pb2 import BANDWIDTH_SOURCE_UNSPECIFIED, BandwidthSource, CacheSpec
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
-from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.contract import LoadPlan, NodeState, PlanUnderWay
 from kvstore.dualpath.planner import DECISIONS_KEPT
 from kvstore.dualpath.policies import POLICIES
-from kvstore.index.contract import IndexStats, PrefixIndex
+from kvstore.index.contract import PrefixIndex
+from kvstore.metadata.cluster.event_journal import EventJournal
+from kvstore.metadata.cluster.health_monitor import HealthMonitor
 from kvstore.metadata.indexing.explain import describe_blocks
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.node_table import NodeTable
-from kvstore.metadata.retention.policies import RetentionPolicies
-from kvstore.metadata.retention.settings_store import SettingsStore
+from kvstore.metadata.retention.policies import (
+    RetentionPolicies,
+    format_quota,
+    format_rule,
+    quota_from_proto,
+    rule_from_proto,
+)
 from kvstore.metadata.scheduling.planner_service import SIDES, PlannerService
+from kvstore.observe.history import History
 from kvstore.process.effective_config import EffectiveSetting
-from kvstore.rpc.codec import check_id, keys_from_packed
+from kvstore.rpc.auth.interceptor import caller_name
+from kvstore.rpc.codec import check_id, history_to_proto, keys_from_packed
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["MetadataAdmin"].full_name
 MOST_NAMESPACES: Final = 1_000
 MOST_LIVE: Final = 1_000
+MOST_EVENTS: Final = 1_000
 SETTABLE_POLICIES: Final = tuple(name for name in POLICIES if name != "oracle")
 """All but ``oracle``, which reads nothing and serves measurements: it would turn every load into a miss."""
 
@@ -52,7 +63,9 @@ class MetadataAdminParts:
         in_force: the effective configuration.
         rebuild: drops the index and creates a new one.
         retention: quotas and retention rules.
-        settings: the file with quotas and retention rules.
+        health: findings about the whole store.
+        history: figures of the last hour.
+        journal: cluster events; receives operators' orders.
     """
 
     index: PrefixIndex
@@ -66,7 +79,9 @@ class MetadataAdminParts:
     in_force: Sequence[EffectiveSetting]
     rebuild: Callable[[], None]
     retention: RetentionPolicies
-    settings: SettingsStore
+    health: HealthMonitor
+    history: History
+    journal: EventJournal
 
 
 class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
@@ -99,19 +114,8 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
                 pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
                 for one in parts.in_force
             ],
-            problems=self._problems(stats),
+            findings=[one.to_proto() for one in parts.health.findings()],
         )
-
-    def _problems(self, stats: IndexStats) -> list[str]:
-        """Problems of this process with the index and the settings file."""
-        found = []
-        if stats.failing:
-            since = f"since {stats.failing_s:.0f} s ago"
-            found.append(f"the index takes no changes ({since}), and new blocks are not found: {stats.failing}"[:MAX_REASON])
-        if self._parts.settings.read() is None:
-            problem = f"{self._parts.settings.path} cannot be read ({self._parts.settings.problem})"
-            found.append(f"{problem}: nodes keep their last quotas, times to live and pins; repair or remove the file")
-        return found
 
     async def DescribeNamespaces(self, request: pb.DescribeNamespacesRequest, context: object) -> pb.DescribeNamespacesResponse:
         entries = self._parts.index.namespaces()
@@ -168,12 +172,34 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
     async def ListNamespaceRules(self, request: pb.ListNamespaceRulesRequest, context: object) -> pb.ListNamespaceRulesResponse:
         return pb.ListNamespaceRulesResponse(rules=self._parts.retention.rules())
 
+    async def DescribeHistory(self, request: pb.DescribeHistoryRequest, context: object) -> pb.DescribeHistoryResponse:
+        return history_to_proto(self._parts.history, request)
+
+    async def ListClusterEvents(self, request: pb.ListClusterEventsRequest, context: object) -> pb.ListClusterEventsResponse:
+        oldest_s = time.time() - request.since_ms / 1000 if request.since_ms else 0.0
+        events = await asyncio.to_thread(self._parts.journal.read)
+        found = [one for one in events if one.id > request.after_id and one.at_s >= oldest_s]
+        limit = min(request.limit or MOST_EVENTS, MOST_EVENTS)
+        return pb.ListClusterEventsResponse(
+            events=[pb.ClusterEvent(**asdict(one)) for one in found[:limit]], more=len(found) > limit
+        )
+
+    def _order(self, subject: str, text: str) -> None:
+        """Record an operator's order."""
+        self._parts.journal.record("order", subject, text, who=caller_name())
+
     # ---- changes ----
     async def SetTenantQuota(self, request: pb.SetTenantQuotaRequest, context: object) -> pb.SetTenantQuotaResponse:
-        return await self._parts.retention.set_quota(request)
+        answer = await self._parts.retention.set_quota(request)
+        quota, before = format_quota(quota_from_proto(answer.quota)), format_quota(quota_from_proto(answer.before))
+        self._order(request.tenant or "(default)", f"Quota of the tenant set: {quota} (before: {before}).")
+        return answer
 
     async def SetNamespaceRule(self, request: pb.SetNamespaceRuleRequest, context: object) -> pb.SetNamespaceRuleResponse:
-        return await self._parts.retention.set_rule(request)
+        answer = await self._parts.retention.set_rule(request)
+        rule, before = format_rule(rule_from_proto(answer.rule)), format_rule(rule_from_proto(answer.before))
+        self._order(answer.rule.namespace_id.hex(), f"Retention rule of the namespace set: {rule} (before: {before}).")
+        return answer
 
     async def SetPathPolicy(self, request: pb.SetPathPolicyRequest, context: object) -> pb.SetPathPolicyResponse:
         service = self._parts.planner
@@ -185,6 +211,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         if request.HasField("expected") and request.expected != before:
             raise Conflict("the path policy differs from the expected one", policy=before, expected=request.expected[:64])
         service.default_policy = request.policy
+        self._order("", f"Path policy set: {request.policy} (before: {before}).")
         return pb.SetPathPolicyResponse(policy=request.policy, before=before)
 
     async def RebuildIndex(self, request: pb.RebuildIndexRequest, context: object) -> pb.RebuildIndexResponse:
@@ -195,6 +222,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
                 epoch=epoch.hex(),
                 expected=expected.hex(),
             )
+        self._order("", f"Rebuild of the index requested (dropped epoch {epoch.hex()}).")
         self._parts.rebuild()
         return pb.RebuildIndexResponse(dropped_epoch=epoch)
 

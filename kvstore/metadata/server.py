@@ -12,13 +12,18 @@ from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.scheduler import SchedulerLimits
+from kvstore.health.host_reports import CertificateWatch
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.admin_service import SERVICE_NAME as METADATA_ADMIN
 from kvstore.metadata.admin_service import MetadataAdminParts, MetadataAdminServicer
+from kvstore.metadata.cluster.event_journal import EventJournal
+from kvstore.metadata.cluster.health_monitor import HealthMonitor
+from kvstore.metadata.cluster.node_probes import NodeProbes
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.events.subscription import report_served
 from kvstore.metadata.gauges import MetadataGauges
+from kvstore.metadata.history import read_totals
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.maintenance import Maintenance
@@ -31,6 +36,7 @@ from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.metadata.service import SERVICE_NAME, MetadataParts, MetadataService, add_to_server
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
+from kvstore.observe.history import History
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.rpc.auth.tokens import tokens_file
 from kvstore.rpc.server import BoundServer, build_aio_server
@@ -71,6 +77,8 @@ class MetadataServer:
         self._writes: IndexThread | None = None
         self._reads: IndexThread | None = None
         self._maintenance: Maintenance | None = None
+        self._health: HealthMonitor | None = None
+        self._journal: EventJournal | None = None
         self._bound: BoundServer | None = None
         self._service: MetadataService | None = None
         self._metrics: MetricsServer | None = None
@@ -117,6 +125,19 @@ class MetadataServer:
                 self._clock,
                 config.heartbeat_interval_ms / 2_000,
             )
+            tls = config.tls.resolve()
+            journal = self._journal = EventJournal(config.events_path, replaces=self._worker == 0)
+            health = self._health = HealthMonitor(
+                index,
+                config.index_path,
+                nodes,
+                settings,
+                retention,
+                NodeProbes(self._clock, tls=tls is not None),
+                CertificateWatch(tls, "the metadata server"),
+                journal,
+                records=self._worker == 0,
+            )
             parts = MetadataParts(
                 index,
                 nodes,
@@ -130,8 +151,10 @@ class MetadataServer:
                 node_admin=node_admin,
                 retention=retention,
                 event_log=event_log,
+                journal=journal,
             )
             service = self._service = MetadataService(parts)
+            history = History(functools.partial(read_totals, self.counters, index))
             admin = MetadataAdminParts(
                 index,
                 nodes,
@@ -144,7 +167,9 @@ class MetadataServer:
                 config.settings,
                 self._rebuild,
                 retention,
-                settings,
+                health,
+                history,
+                journal,
             )
             self._bound = await build_aio_server(
                 [
@@ -154,12 +179,12 @@ class MetadataServer:
                 addresses=[config.listen],
                 services=[SERVICE_NAME, METADATA_ADMIN],
                 counters=self.counters,
-                tls=config.tls.resolve(),
+                tls=tls,
                 tokens=None if config.tokens_file is None else tokens_file(config.tokens_file),
                 on_refused_node=nodes.record_refusal,
                 reuse_port=config.workers > 1,
             )
-            on_tick: list[Callable[[], None]] = [planner.expire]
+            on_tick: list[Callable[[], None]] = [planner.expire, history.record_if_due]
             if scheduler is not None:
                 on_tick.append(scheduler.expire)
             if event_log is not None:
@@ -175,6 +200,7 @@ class MetadataServer:
                 on_tick=on_tick,
             )
             self._maintenance.start()
+            health.start()
             await self._bound.start()
             if config.metrics_listen is not None:
                 gauges = MetadataGauges(loop, index, nodes, planner, scheduler, event_log)
@@ -186,6 +212,7 @@ class MetadataServer:
             raise
         (address,) = self._bound.addresses
         logger.info("metadata server started: %s (index_epoch=%s)", address, index.epoch.hex())
+        journal.record("metadata_started", "", f"The metadata server started at {address} (index epoch {index.epoch.hex()}).")
         return address
 
     def _rebuild(self) -> None:
@@ -232,6 +259,12 @@ class MetadataServer:
             self._event_log.close()  # endless streams would otherwise last until the end of the grace period
         if self._bound is not None:
             await self._bound.stop(grace_s)
+        if self._health is not None:
+            await self._health.stop()
+        if self._journal is not None:
+            if self._bound is not None:
+                self._journal.record("metadata_stopped", "", "The metadata server stopped.")
+            await asyncio.to_thread(self._journal.flush)
         if self._maintenance is not None:
             await self._maintenance.stop()
         for thread in (self._writes, self._reads):
@@ -239,7 +272,9 @@ class MetadataServer:
                 await thread.close()
         if self._index is not None:
             self._index.close()
-        self._bound = self._maintenance = self._writes = self._reads = self._index = self._event_log = None
+        self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._index = (
+            self._event_log
+        ) = None
 
 
 def _moved(address: str, worker: int) -> str:

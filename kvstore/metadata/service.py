@@ -19,6 +19,8 @@ from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unsupported
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
+from kvstore.metadata.cluster.event_journal import EventJournal
+from kvstore.metadata.cluster.reported_findings import check_findings
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.events.subscription import BlockEventSubscription, report_served
 from kvstore.metadata.indexing.anti_entropy import differing_ranges
@@ -35,7 +37,7 @@ from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, Schedule
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process.node_id import check_node_id
-from kvstore.rpc.auth.interceptor import host_of_peer, require_tenant, tenant
+from kvstore.rpc.auth.interceptor import caller_name, host_of_peer, require_tenant, tenant
 from kvstore.rpc.auth.tenant_limits import TenantLimit
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
 
@@ -62,6 +64,7 @@ class MetadataParts:
         node_admin: calls about whole nodes.
         retention: quotas and retention rules.
         event_log: block events; None with several workers, each of which would know a part of the changes.
+        journal: receives operators' orders.
     """
 
     index: PrefixIndex
@@ -76,6 +79,7 @@ class MetadataParts:
     node_admin: NodeAdmin
     retention: RetentionPolicies
     event_log: BlockEventLog | None
+    journal: EventJournal
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
@@ -131,10 +135,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         if request.HasField("drain"):
             check_progress(request.drain)
         check_usages(request)
-        if len(request.problems) > limits.MAX_PROBLEMS_TOLD:
-            raise InvalidArgument("too many problems", got=len(request.problems), limit=limits.MAX_PROBLEMS_TOLD)
-        if (longest := max(map(len, request.problems), default=0)) > limits.MAX_REASON:
-            raise InvalidArgument("a problem is too long", got=longest, limit=limits.MAX_REASON)
+        check_findings(request)
         known = self._parts.nodes.record_heartbeat(request, host_of_peer(context.peer()))
         self._parts.counters.add(metadata_metrics.HEARTBEATS)
         node_id = NodeId(request.node_id)
@@ -149,13 +150,24 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         return pb.UnregisterNodeResponse(known=await self._parts.node_admin.unregister(request))
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: object) -> pb.DrainNodeResponse:
-        return pb.DrainNodeResponse(status=await self._parts.node_admin.drain(request))
+        status = await self._parts.node_admin.drain(request)
+        self._order(request.node_id, f"Drain of node {request.node_id} ordered{' with migration' if request.move else ''}.")
+        return pb.DrainNodeResponse(status=status)
 
     async def UndrainNode(self, request: pb.UndrainNodeRequest, context: object) -> pb.UndrainNodeResponse:
-        return pb.UndrainNodeResponse(status=await self._parts.node_admin.undrain(request))
+        status = await self._parts.node_admin.undrain(request)
+        self._order(request.node_id, f"Drain of node {request.node_id} cancelled.")
+        return pb.UndrainNodeResponse(status=status)
 
     async def RemoveNode(self, request: pb.RemoveNodeRequest, context: object) -> pb.RemoveNodeResponse:
-        return pb.RemoveNodeResponse(known=await self._parts.node_admin.remove(request))
+        known = await self._parts.node_admin.remove(request)
+        if known:
+            self._order(request.node_id, f"Removal of node {request.node_id} ordered.")
+        return pb.RemoveNodeResponse(known=known)
+
+    def _order(self, subject: str, text: str) -> None:
+        """Record an operator's order."""
+        self._parts.journal.record("order", subject, text, who=caller_name())
 
     async def LocateBlocks(self, request: pb.LocateBlocksRequest, context: object) -> pb.LocateBlocksResponse:
         return await self._parts.node_admin.locate(request)

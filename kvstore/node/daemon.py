@@ -23,9 +23,10 @@ from kvstore.config.node import NodeConfig
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
-from kvstore.node.base.admission_gate import Gate
+from kvstore.health.host_reports import CertificateWatch
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.staging_budget import StagingBudget
+from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.control.pull import Puller
@@ -33,10 +34,10 @@ from kvstore.node.control.retention import Retainer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
 from kvstore.node.durability.read_rate import ReadRate
 from kvstore.node.durability.recovery import open_volumes, recover
-from kvstore.node.durability.scrub import VolumeChecks
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown
+from kvstore.node.durability.volume_checks import VolumeChecks
 from kvstore.node.durability.volume_watch import VolumeWatch
-from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBehind
+from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBack
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import make_mounts
@@ -50,6 +51,7 @@ from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.rpc.admin_service import SERVICE_NAME as NODE_ADMIN
 from kvstore.node.rpc.admin_service import AdminParts, NodeAdminServicer
 from kvstore.node.rpc.gauges import Links, NodeGauges
+from kvstore.node.rpc.history import read_totals
 from kvstore.node.rpc.service import NodeServicer
 from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import TrustedNodes
@@ -60,6 +62,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.failure_tracker import FailureTracker
+from kvstore.observe.history import History
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.slow_loads import RecentLoads
@@ -118,7 +121,7 @@ class NodeDaemon:
                     "refusing to listen beyond this host without TLS: give tls.cert and tls.key, or set allow_insecure_remote",
                     address=address,
                 )
-        check_metrics_address(config.metrics_listen, allow_remote=config.allow_insecure_remote)
+        check_metrics_address(config.metrics_listen, allow_remote=config.allow_insecure_remote or config.allow_insecure_metrics)
         self._tokens = None if config.tokens_file is None else tokens_file(config.tokens_file)
         self._token = TokenSource.of(file=config.token_file)
         config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -127,11 +130,12 @@ class NodeDaemon:
         self._open_volumes()
         self._build()
         self._stopping = threading.Event()
-        self._janitor = threading.Thread(target=self._sweep_for_ever, name="kvstore-janitor", daemon=True)
+        self._lease_expiry_thread = threading.Thread(target=self._expire_leases, name="kvstore-leases", daemon=True)
         self._watch = VolumeWatch(self.table, self.counters, self._read_rate.measure_if_due)
         self._server: BoundServer | None = None
         self._publisher: IndexPublisher | None = None
         self._recent = RecentLoads()
+        self._history = History(partial(read_totals, self.counters, self.table))
         self._metrics: MetricsServer | None = None
 
     # ---------------------------------------------------------------- parts
@@ -150,10 +154,12 @@ class NodeDaemon:
         config, counters, clock = self.config, self.counters, self._clock
         volumes = [self._arena.volume_id, *(slab.volume_id for slab in self._slabs)]
         self._log = ReplicaChangeLog(volumes, counters, clock, keep=config.metadata is not None)
-        self._node_volumes = node_volumes = [NodeVolume(slab) for slab in self._slabs]
+        self._node_volumes = node_volumes = [
+            NodeVolume(slab, folder=nvme.path) for slab, nvme in zip(self._slabs, config.nvme, strict=True)
+        ]
         for node_volume in node_volumes:
             node_volume.set_guard(counters, stall_s=config.volume_stall_ms / 1000, readers=config.load_threads)
-        self._writes_behind = bool(node_volumes) or config.write_behind_to is not None
+        self._writes_back = bool(node_volumes) or config.write_back_to is not None
         self.table = BlockTable(
             self._arena,
             make_policy(config.policy),
@@ -161,7 +167,7 @@ class NodeDaemon:
             self._log,
             counters,
             clock,
-            writes_behind=self._writes_behind,
+            writes_back=self._writes_back,
             keep_loaded=config.cache_loads,
             make_durable_policy=partial(make_policy, config.policy),
             accounts=self._accounts,
@@ -206,7 +212,7 @@ class NodeDaemon:
             threads=config.load_threads,
         )
         self._prompts = PromptWaits(NodeId(config.node_id), self.table, self._loader, decode_buffer, counters)
-        self._gate = Gate(self.table, counters)
+        self._gate = AdmissionGate(self.table, counters)
         self._drainer = Drainer(
             config.node_id,
             self._gate,
@@ -214,7 +220,7 @@ class NodeDaemon:
             self._busy,
             counters,
             clock,
-            writes_behind=self._writes_behind,
+            writes_back=self._writes_back,
             patience_s=config.prepare_ttl_ms / 1000,
         )
         self.sessions = Sessions(
@@ -231,18 +237,22 @@ class NodeDaemon:
         self._data = self._data_server(provider, config.data_listen, self._traffic, self._nixl.serving)
         marked = KvTraffic(TrafficClass(config.kv_dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
-        self._door = ArenaServer(self._arena_socket, self._hand_out_arena, self._engine_left)
+        self._arena_server = ArenaServer(self._arena_socket, self._share_arena, self._engine_left)
         storage_node_failures = FailureTracker()
         target = (
             LocalTarget(self.table, counters, clock)
-            if node_volumes or config.write_behind_to is None
+            if node_volumes or config.write_back_to is None
             else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, storage_node_failures)
         )
         self._stall_detector = ProcessStallDetector(clock)
         self._health = HealthReporter(
-            self.table, self._log if config.metadata is not None else None, clock, storage_node_failures
+            self.table,
+            self._log if config.metadata is not None else None,
+            clock,
+            storage_node_failures,
+            CertificateWatch(config.tls.resolve(), f"node {config.node_id}"),
         )
-        self._write_behind = WriteBehind(self.table, target, counters)
+        self._write_back = WriteBack(self.table, target, counters)
         self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
 
     def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlAgent | None = None) -> TcpServer:
@@ -293,7 +303,7 @@ class NodeDaemon:
         return [one.spec for one in known]
 
     def _find_storage_node(self) -> PeerAddress:
-        wanted = self.config.write_behind_to
+        wanted = self.config.write_back_to
         if self.config.metadata is None or wanted is None:
             raise Unavailable("a storage node is found through the metadata server: set node.metadata")
         with connect(self.config.metadata, tls=self.config.tls.resolve(), token=self._token) as channel:
@@ -303,7 +313,7 @@ class NodeDaemon:
                     return PeerAddress(NodeId(wanted), status.node.control_address, status.node.data_address)
         raise Unavailable("the storage node is not alive", node_id=wanted)
 
-    def _hand_out_arena(self, session_id: SessionId) -> tuple[int, int] | None:
+    def _share_arena(self, session_id: SessionId) -> tuple[int, int] | None:
         if not self.sessions.connect(session_id):
             return None
         return self._arena.fileno(), self._arena.mapped_bytes
@@ -316,7 +326,7 @@ class NodeDaemon:
         """Start serving. Returns this node's addresses."""
         config = self.config
         self._data.start()
-        self._door.start()
+        self._arena_server.start()
         self.info = common_pb2.NodeInfo(
             node_id=config.node_id,
             boot_id=self._boot_id,
@@ -385,8 +395,8 @@ class NodeDaemon:
         self._socket.chmod(0o600)
         self._stall_detector.start()
         self._mounts.start()
-        self._write_behind.start()
-        self._janitor.start()
+        self._write_back.start()
+        self._lease_expiry_thread.start()
         self._watch.start()
         if config.metadata is not None:
             self._drainer.migrator = BlockMigrator(
@@ -452,6 +462,7 @@ class NodeDaemon:
             checks=VolumeChecks(self.table, self.counters, self._clock, self._read_rate.of),
             retainer=self._retainer,
             health=self._health,
+            history=self._history,
         )
         return NodeAdminServicer(parts)
 
@@ -510,7 +521,7 @@ class NodeDaemon:
 
     def _flush(self, deadline_s: float) -> bool:
         """Wait until stored blocks are durable, or the deadline. Returns whether no block waits."""
-        if not self._writes_behind:
+        if not self._writes_back:
             return self.table.wait_written(deadline_s)
         flushed, saved = flush_on_shutdown(self.table, self._clock, deadline_s)
         if saved:
@@ -549,9 +560,9 @@ class NodeDaemon:
             self._publisher.stop(2.0)
         self._retainer.stop(STOP_CALLS_S)
         self._stall_detector.stop(STOP_CALLS_S)
-        self._write_behind.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
+        self._write_back.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
         self.table.close()
-        self._door.stop()
+        self._arena_server.stop()
         self._data.stop()
         if self._storage_data is not None:
             self._storage_data.stop()
@@ -563,7 +574,7 @@ class NodeDaemon:
         self._peers.close()
         self._liveness.close()
         self._nixl.close()
-        self._janitor.join(2.0)
+        self._lease_expiry_thread.join(2.0)
         self._watch.stop(2.0)
         for node_volume in self._node_volumes:
             node_volume.guard.close()
@@ -588,13 +599,14 @@ class NodeDaemon:
         engines += [f"{slab.volume_id}: {slab.io_engine}" for slab in self._slabs]
         return engines + self._gds + [f"NIXL: {self._nixl.description}"] + [mount.describe() for mount in self._mounts]
 
-    def _sweep_for_ever(self) -> None:
+    def _expire_leases(self) -> None:
         while not self._stopping.wait(SWEEP_INTERVAL_S):
             try:
                 self.sessions.expire()
-            except Exception:  # thread edge: without the janitor, no lease would expire
-                self.counters.add(node_metrics.JANITOR_BUGS)
-                log.exception("janitor failed: unexpected error, trying again")
+                self._history.record_if_due()
+            except Exception:  # thread edge: without this thread, no lease would expire
+                self.counters.add(node_metrics.LEASE_EXPIRY_BUGS)
+                log.exception("lease expiry failed: unexpected error, trying again")
 
 
 def _source(configured: int, link: int) -> common_pb2.BandwidthSource:

@@ -6,11 +6,14 @@ Theory of operation.
    evicted or written back) are taken under one lock, in memory, without I/O. The movers (``loads.loader``,
    ``durability.writeback``) execute them and report back.
 2. This module has the operations that acquire the lock, and the waits. ``state.residency`` has the state and its steps,
-   ``eviction`` chooses the blocks to evict.
-3. Invariants (``validate`` asserts them; every test calls it). A block is in the table exactly while it has a replica. A slot
-   belongs to one block, one store or one mover. A block with ``pins`` > 0 is evicted from no tier. A dirty block leaves DRAM only
-   after it was written back or given up. A parent leaves a tier only after its children there. A slot given to a writer is
-   reused only after ``complete`` or ``abandon``, never because time has passed.
+   ``eviction`` chooses the blocks to evict, and carries eviction out: from the arena in ``eviction.allocation``, from volumes on
+   request in ``eviction.execution``.
+3. Invariants. A block is in the table exactly while it has a replica. A slot belongs to one block, one store or one mover
+   (``validate`` asserts these two). A block with ``pins`` > 0 is evicted from no tier. A dirty block leaves DRAM only after it
+   was written back or given up. A slot given to a writer is reused only after ``complete`` or ``abandon``, never because time
+   has passed.
+4. Eviction to make room takes children before their parents. Two exceptions: an operator may evict one volume while children
+   stay on other volumes, and children on a volume that accepts no changes stay there.
 
 Threads: any. A wait ends at the caller's deadline, or when the caller disconnects (``base.cancellation``).
 """
@@ -36,7 +39,7 @@ from kvstore.node.eviction.quotas import (
 )
 from kvstore.node.state.block_states import DramState, VolumeReplica
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.grants import KeyWaiter, LoadClaim, StoreGrant
+from kvstore.node.state.grants import KeyWaiter, LoadClaim, SlotGrant
 from kvstore.node.state.invariants import validate
 from kvstore.node.state.model import EVICTING, Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace, TenantLedger
@@ -65,7 +68,7 @@ class BlockTable:
         log: records every change of a replica.
         counters: metrics.
         clock: time.
-        writes_behind: whether stored blocks are written back.
+        writes_back: whether stored blocks are written back.
         keep_loaded: whether DRAM is a cache. If not, it only stages: an unused durable block leaves at once.
         cascades_chains: whether dirty blocks that are to be evicted are written with their parents.
         make_durable_policy: makes the order of eviction from the volumes.
@@ -81,7 +84,7 @@ class BlockTable:
         counters: Counters,
         clock: Clock,
         *,
-        writes_behind: bool,
+        writes_back: bool,
         keep_loaded: bool = True,
         cascades_chains: bool = False,
         make_durable_policy: Callable[[Rows], EvictionPolicy] = LruPolicy,
@@ -96,7 +99,7 @@ class BlockTable:
         self.keep_loaded = keep_loaded
         self.clock = clock
         self._cascades_chains = cascades_chains
-        self._writes_behind = writes_behind
+        self._writes_back = writes_back
         self._counters = counters
         self._lock = residency.lock
         self._changed = residency.changed
@@ -120,7 +123,7 @@ class BlockTable:
             return True
 
     # ---- storing
-    def prepare(self, namespace: NodeNamespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> StoreGrant:
+    def prepare(self, namespace: NodeNamespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> SlotGrant:
         """Grant slots for the blocks of a run that are neither held nor being written.
 
         Grants are prefix-first: from the first block without room on, all are SKIPPED. If there is room for none, wait for some
@@ -131,10 +134,10 @@ class BlockTable:
         Raises:
             Conflict: the first key is held or being written with another namespace, parent or depth.
         """
-        prepared = StoreGrant(namespace, run, [])
+        prepared = SlotGrant(namespace, run, [])
         with self._lock:
             wanted, known = admit(self.residency, prepared, heads=heads)
-            self.residency.arena.touch(namespace, known)
+            self.residency.arena_evictor.touch(namespace, known)
             if not wanted:
                 return prepared
             guarded = self._blocks.get(prepared.parents[run.keys[wanted[0]]] or BlockKey(b""))
@@ -145,7 +148,7 @@ class BlockTable:
             self._settle(prepared)  # no slot was granted, so neither complete nor abandon will be called
         return prepared
 
-    def _grant(self, prepared: StoreGrant, wanted: list[int], deadline_s: float) -> None:
+    def _grant(self, prepared: SlotGrant, wanted: list[int], deadline_s: float) -> None:
         shape, run = prepared.namespace.shape, prepared.run
         granted = 0
         piece = PIECE_BLOCKS
@@ -183,7 +186,7 @@ class BlockTable:
             skipped = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_ROOM_BLOCKS
             self._counters.add(skipped, len(wanted) - granted)
 
-    def complete(self, prepared: StoreGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
+    def complete(self, prepared: SlotGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
         """Make written blocks visible, in the order given."""
         outcomes: list[StoreOutcome] = []
         residency = self.residency
@@ -201,7 +204,7 @@ class BlockTable:
                 if key == prepared.tail:
                     block.transient, block.produced_here = True, False
                     residency.put_in_dram(block, slot, DramState.CLEAN)
-                elif self._writes_behind:
+                elif self._writes_back:
                     if not self.keep_loaded:
                         block.transient = True
                     residency.put_in_dram(block, slot, DramState.WRITING)
@@ -215,7 +218,7 @@ class BlockTable:
             self._changed.notify_all()
         return outcomes
 
-    def abandon(self, prepared: StoreGrant) -> None:
+    def abandon(self, prepared: SlotGrant) -> None:
         """Give back the slots of a store that were not completed. Call only when its writer can no longer access them."""
         with self._lock:
             for key, slot in prepared.slots.items():
@@ -228,7 +231,7 @@ class BlockTable:
             self._settle(prepared)
             self._changed.notify_all()
 
-    def _settle(self, prepared: StoreGrant) -> None:
+    def _settle(self, prepared: SlotGrant) -> None:
         if not prepared.slots and prepared.guarded is not None:
             prepared.guarded.pins -= 1
             prepared.guarded = None
@@ -248,7 +251,7 @@ class BlockTable:
                     used.append(key)
                 else:
                     found.append(None)
-            self.residency.arena.touch(namespace, used)
+            self.residency.arena_evictor.touch(namespace, used)
         return found
 
     def pin_if_pinned(self, blocks: Sequence[Block]) -> bool:
@@ -290,7 +293,7 @@ class BlockTable:
     def claim(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> LoadClaim:
         """Reserve the right to bring keys into DRAM, so that two loads do not read the same block twice."""
         claim = LoadClaim()
-        touch = self.residency.volumes.touch
+        touch = self.residency.volume_evictor.touch
         with self._lock:
             for position, key in enumerate(keys):
                 block = self._blocks.get(key)
@@ -341,7 +344,7 @@ class BlockTable:
                 if key not in waiter.missing:
                     self.residency.waiters.setdefault(key, []).append(waiter)
                 waiter.missing.setdefault(key, []).append(position)
-            self.residency.arena.touch(namespace, present)
+            self.residency.arena_evictor.touch(namespace, present)
         return waiter
 
     def next_arrivals(self, waiter: KeyWaiter, deadline_s: float) -> list[tuple[int, Block]]:
@@ -444,7 +447,7 @@ class BlockTable:
                 block.pins -= 1
             self._changed.notify_all()
 
-    # ---------------------------------------------------------------- write-behind
+    # ---------------------------------------------------------------- write-back
     def take_pending(self, max_blocks: int, max_bytes: int, wait_s: float) -> list[Block]:
         """Return the next blocks to write back, oldest first, all of one namespace. Waits up to ``wait_s`` for the first.
 
@@ -467,7 +470,7 @@ class BlockTable:
             self.residency.finish_writeback(block)
 
     def writeback_failed(self, block: Block, *, corrupt: bool = False, denied: bool = False) -> None:
-        """Note that a block could not be written: it stays in DRAM only.
+        """Note that a block could not be written. It stays in DRAM only and may be evicted, i.e. lost.
 
         Args:
             block: the block.
@@ -498,7 +501,7 @@ class BlockTable:
             victims = over_quota_victims(residency) if self.accounts.in_force else []
             if not victims:
                 rules = (residency.leaves_no_orphans, residency.is_idle)
-                victims = residency.volumes.victims(node_volume, shape, (count * ahead, count), *rules)
+                victims = residency.volume_evictor.victims(node_volume, shape, (count * ahead, count), *rules)
                 residency.mark_evicting(victims)
                 count_pinned(residency, victims)
             return None, victims
@@ -544,11 +547,11 @@ class BlockTable:
     def not_durable(self, tenant: str | None = None) -> int:
         """Return how many blocks (of a tenant) that were stored here would not survive this process."""
         mine = [one for one in self.snapshot() if tenant is None or (one.namespace.spec and one.namespace.spec.tenant == tenant)]
-        return sum(block.produced_here and not block.durable for block in mine)
+        return sum(block.volatile for block in mine)
 
     def requeue_writeback(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> int:
         """Send keys that are in DRAM only to write-back: given up before, or not meant to be kept. Returns how many."""
-        if not self._writes_behind:
+        if not self._writes_back:
             return 0
         sent = 0
         with self._lock:
@@ -578,9 +581,8 @@ class BlockTable:
     def evict_dram(self) -> int:
         """Evict all clean unpinned blocks from DRAM. Returns how many."""
         with self._lock:
-            victims = list(self.residency.arena.coldest())
-            for key, _ in victims:
-                self.residency.evict_dram(self._blocks[key])
+            victims = list(self.residency.arena_evictor.coldest())
+            self.residency.evict_from_dram([self._blocks[key] for key, _ in victims])
             self._changed.notify_all()
             return len(victims)
 
@@ -588,7 +590,7 @@ class BlockTable:
         """Mark all unpinned blocks of a durable volume as evicting, children first, for ``evicted_nvme``."""
         with self._lock:
             residency = self.residency
-            victims = [self._blocks[key] for key, _ in residency.volumes.coldest(node_volume, residency.is_idle)]
+            victims = [self._blocks[key] for key, _ in residency.volume_evictor.coldest(node_volume, residency.is_idle)]
             residency.mark_evicting(victims)
             return victims
 
@@ -614,11 +616,11 @@ class BlockTable:
         for _ in range(ORDER_TRIES):
             found = {}
             with self._lock:
-                order = self.residency.arena.every()
-                version = self.residency.arena.version
+                order = self.residency.arena_evictor.every()
+                version = self.residency.arena_evictor.version
             while True:
                 with self._lock:
-                    if self.residency.arena.version != version:
+                    if self.residency.arena_evictor.version != version:
                         break
                     part = list(islice(order, ORDER_SLICE))
                 found.update(dict.fromkeys(part))

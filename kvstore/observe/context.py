@@ -49,7 +49,7 @@ def named_request() -> Iterator[str]:
 
 
 def inject() -> list[tuple[str, str]] | None:
-    """Metadata with the request id and the trace for an inject call; None: neither is set."""
+    """Metadata with the request id and the trace for an outgoing call; None: neither is set."""
     name = request_id.get()
     if not name and not tracing.on():
         return None

@@ -19,6 +19,15 @@ NO_FAULTS: Final = frozenset({"kvstore_rpc_errors_total"})
 """Counters with such a suffix that also count ordinary rejections."""
 
 
+FAULT: Final = "fault/"
+"""Prefix of a fault's name among the figures of the last hour."""
+
+
+def fault_counts(totals: Mapping[str, int]) -> dict[str, int]:
+    """Totals of faults for the history of the last hour, by the prefixed name of the metric."""
+    return {f"{FAULT}{metric.name}": total for metric, total in faults(totals)}
+
+
 def faults(totals: Mapping[str, int]) -> list[tuple[Metric, int]]:
     """Add up the faults in a process's totals.
 

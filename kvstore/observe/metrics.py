@@ -2,8 +2,8 @@
 
 Code counts *events*: names in one registry per process (``kvstore.observe.counters``). A metric shows one event, or one event
 per combination of its label values: ``client_hit_local_dram_blocks_total`` is exposed as
-``kvstore_client_hit_blocks_total{path="local",tier="dram"}``. An event is a ``str`` at run time, so counting one costs a
-dictionary entry. For a type checker only a declaration makes an event, so no undeclared name can be counted.
+``kvstore_client_hit_blocks_total{path="local",tier="dram"}``. An event is a ``str`` at run time, so counting one costs an
+update of a dictionary under a lock. For a type checker only a declaration makes an event, so no undeclared name can be counted.
 
 Every label has few values, listed here, or a stated maximum number of values. Input from outside never becomes a label.
 """

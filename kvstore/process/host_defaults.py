@@ -49,7 +49,7 @@ class HostFacts:
         cores: number of cores available to this process.
         arena_bytes: ``node.dram``.
         volumes: number of configured NVMe volumes.
-        writes_elsewhere: write-behind goes to a storage node (``node.write_behind_to``).
+        writes_elsewhere: write-back goes to a storage node (``node.write_back_to``).
         huge_pages_free_bytes: reserved huge pages that are free.
         link_bytes_per_s: rate of the compute link; None: unknown.
     """

@@ -66,8 +66,8 @@ class DemoPlan:
         """The hosts; the storage host first, since the others write to it."""
         return [
             NodeSpec(STORAGE, ("storage",), self.storage_dram_bytes, self.storage_nvme_bytes),
-            NodeSpec(PREFILL, ("prefill",), self.prefill_dram_bytes, write_behind_to=STORAGE),
-            NodeSpec(DECODE, ("decode",), self.decode_dram_bytes, write_behind_to=STORAGE),
+            NodeSpec(PREFILL, ("prefill",), self.prefill_dram_bytes, write_back_to=STORAGE),
+            NodeSpec(DECODE, ("decode",), self.decode_dram_bytes, write_back_to=STORAGE),
         ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ class ReplayTotals:
     """Failures reported by the client, by kind; each costs at most misses or skipped stores."""
     bytes_by_tier: Counter[str] = field(default_factory=Counter)
     bytes_by_node: Counter[str] = field(default_factory=Counter)
+    bytes_by_path: Counter[str] = field(default_factory=Counter)
     store_outcomes: Counter[str] = field(default_factory=Counter)
     lookup_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
@@ -46,6 +47,14 @@ class ReplayTotals:
     def hit_ratio(self) -> float:
         """Share of prompt blocks that were loaded from the store."""
         return self.blocks_hit / self.blocks_total if self.blocks_total else 0.0
+
+    def take(self) -> ReplayTotals:
+        """Return the totals to date, and begin again at zero."""
+        empty = ReplayTotals()
+        taken = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name in taken:
+            setattr(self, name, getattr(empty, name))
+        return ReplayTotals(**taken)
 
     def note(self) -> str:
         """One line for a progress display."""
@@ -107,6 +116,7 @@ class RequestRunner:
             self._tally.bytes_loaded += result.bytes_loaded
             self._tally.bytes_by_tier.update({tier.name.lower(): size for tier, size in result.bytes_by_tier.items()})
             self._tally.bytes_by_node.update(result.bytes_by_node)
+            self._tally.bytes_by_path.update(result.bytes_by_path)
             hit = result.hit_blocks
             self._check(keys[came : came + hit], buffer[:hit])
             came += hit

@@ -52,8 +52,8 @@ def read_workload(
     Args:
         info: properties of all requests.
         requests: the requests, in order.
-        block_bytes: bytes of a Full Block.
-        layers: number of its Layer Blocks; must divide it.
+        block_bytes: bytes of a full block.
+        layers: number of its layer blocks; must divide it.
         limit: maximum number of requests; None: all.
 
     Raises:
@@ -64,7 +64,7 @@ def read_workload(
     layer_bytes = block_bytes // layers
     if not MIN_LAYER_BLOCK_BYTES <= layer_bytes <= MAX_LAYER_BLOCK_BYTES:
         raise InvalidArgument(
-            f"--block-bytes over --layers is the size of a Layer Block, from {MIN_LAYER_BLOCK_BYTES} to {MAX_LAYER_BLOCK_BYTES} "
+            f"--block-bytes over --layers is the size of a layer block, from {MIN_LAYER_BLOCK_BYTES} to {MAX_LAYER_BLOCK_BYTES} "
             "bytes: change one of them",
             block_bytes=block_bytes, layers=layers,
         )  # fmt: skip

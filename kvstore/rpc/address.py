@@ -40,7 +40,7 @@ def check_metrics_address(address: str | None, *, allow_remote: bool) -> None:
         raise InvalidArgument("metrics_listen must be host:port, not a unix socket", metrics_listen=address)
     if not allow_remote and not stays_on_host(address):
         raise InvalidArgument(
-            "metrics are plain HTTP; set allow_insecure_remote to expose them to other hosts", metrics_listen=address
+            "metrics are plain HTTP; set allow_insecure_metrics to expose them to other hosts", metrics_listen=address
         )
 
 

@@ -5,20 +5,21 @@ Each ``…_from_proto`` checks lengths and counts against ``kvstore.core.limits`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Final, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.v1 import common_pb2
+from kvproto.v1 import admin_pb2, common_pb2
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec, HashAlgorithm
-from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, NamespaceId, StoreOutcome, Tier, unpack_keys
+from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, NamespaceId, Tier, unpack_keys
+from kvstore.observe.history import INTERVAL_S, POINTS, History
 
 UInt64s = npt.NDArray[np.uint64]
-_STORE_OUTCOMES: Final = frozenset(StoreOutcome)
 
 
 # ---- ids and keys ----
@@ -200,17 +201,34 @@ def unpack_u64(packed: bytes, name: str, count: int | None = None) -> UInt64s:
     return np.frombuffer(packed, "<u8")
 
 
-def pack_store_outcomes(outcomes: Iterable[StoreOutcome]) -> bytes:
-    """Pack outcomes, one byte per key."""
-    return bytes(outcomes)
-
-
-def unpack_store_outcomes(packed: bytes, count: int) -> list[StoreOutcome]:
-    """Outcome of each key of a store.
+# ---- figures of the last hour ----
+def history_to_proto(history: History, request: admin_pb2.DescribeHistoryRequest) -> admin_pb2.DescribeHistoryResponse:
+    """Response of ``DescribeHistory``: the points of a process, by column.
 
     Raises:
-        InvalidArgument: wrong number of bytes, or an outcome unknown to this version.
+        InvalidArgument: the step is not a multiple of the interval, or exceeds the ring.
     """
-    if len(packed) != count or not _STORE_OUTCOMES.issuperset(packed):
-        raise InvalidArgument("outcomes must have one known value per key", got=len(packed), expected=count)
-    return [StoreOutcome(value) for value in packed]
+    step_s = request.step_seconds or INTERVAL_S
+    if step_s % INTERVAL_S or step_s > INTERVAL_S * POINTS:
+        raise InvalidArgument(f"step_seconds must be a multiple of {INTERVAL_S}, at most {INTERVAL_S * POINTS}", got=step_s)
+    window = history.window(request.since_seconds, step_s)
+    points = window.points
+    counted = sorted({name for point in points for name in point.counts})
+    timed = sorted({name for point in points for name in point.durations})
+    measured = sorted({name for point in points for name in point.levels})
+    return admin_pb2.DescribeHistoryResponse(
+        at_seconds=[point.at_s for point in points],
+        lengths_seconds=[point.seconds for point in points],
+        counts=[admin_pb2.HistoryCounts(name=name, values=[point.counts.get(name, 0) for point in points]) for name in counted],
+        durations=[
+            admin_pb2.HistoryDurations(
+                name=name,
+                bounds_seconds=window.bounds[name],
+                counts=[count for point in points for count in point.durations.get(name, [0] * (len(window.bounds[name]) + 1))],
+            )
+            for name in timed
+        ],
+        levels=[
+            admin_pb2.HistoryLevels(name=name, values=[point.levels.get(name, math.nan) for point in points]) for name in measured
+        ],
+    )

@@ -88,7 +88,7 @@ def bind(listen: str, setting: str) -> socket.socket:
     return door
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn's best one is chosen as it is imported
+class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn's best one is chosen as it is imported
     """uvicorn connection that an application can abort (``ABORT``), with the application's response to invalid HTTP.
 
     ASGI itself defines neither. uvicorn's own response to invalid HTTP is plain text.
@@ -149,7 +149,7 @@ def _config(
         raise InvalidArgument("to serve TLS, a server takes a certificate and its key")
     return uvicorn.Config(
         app,
-        http=type("Connection", (Connection,), {"malformed": staticmethod(malformed)}),
+        http=type("Connection", (HttpConnection,), {"malformed": staticmethod(malformed)}),
         ws="none",
         log_config=None,
         access_log=False,

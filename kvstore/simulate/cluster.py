@@ -9,9 +9,9 @@ from enum import StrEnum
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.compute_budget import QUOTA_S
 from kvstore.dualpath.groups import EngineKind
-from kvstore.engine.hardware import Gpu
-from kvstore.engine.models import Model
-from kvstore.engine.roofline import EngineModel
+from kvstore.roofline.engine_model import EngineModel
+from kvstore.roofline.hardware import Gpu
+from kvstore.roofline.models import Model
 from kvstore.simulate.sessions import AgentSession
 
 HOPPER_SNIC = 50e9
@@ -108,7 +108,7 @@ class SimConfig:
         sessions: the workload.
         variant: enabled parts.
         block_tokens: tokens per block.
-        block_bytes: bytes of a Full Block; None: derived from the model.
+        block_bytes: bytes of a full block; None: derived from the model.
         storage: bytes/s of all storage together.
         layer_groups: parts in which storage is read, first layers first; compute may start after the first part. One, as in the
             paper: a prompt's storage read must be complete.
@@ -155,7 +155,7 @@ class SimConfig:
 
     @property
     def full_block_bytes(self) -> int:
-        """Bytes of a Full Block."""
+        """Bytes of a full block."""
         if self.block_bytes is not None:
             return self.block_bytes
         return max(1, round(self.prefill.token_bytes * self.block_tokens))

@@ -18,7 +18,7 @@ from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.dualpath.split import Split
-from kvstore.engine.roofline import PrefillChunk
+from kvstore.roofline.engine_model import PrefillChunk
 from kvstore.simulate.cluster import DispatchPolicy, SimConfig
 from kvstore.simulate.engines.decode import DecodeUnit
 from kvstore.simulate.engines.dispatch import ByScheduler, Dispatch, TakeTurns, check_fits

@@ -31,7 +31,7 @@ def block_payload(number: int, shape: BlockShape) -> bytes:
 
 
 def checksums_of(payloads: Sequence[bytes], shape: BlockShape) -> Checksums:
-    """Checksums of Full Blocks, ``[blocks, layers]``."""
+    """Checksums of full blocks, ``[blocks, layers]``."""
     packed = b"".join(layer_checksums(memoryview(payload), shape) for payload in payloads)
     return np.frombuffer(packed, "<u8").astype(np.uint64).reshape(len(payloads), shape.layers)
 

@@ -156,7 +156,7 @@ class DramArena(PooledVolume, MappedVolume):
             self._prefault_left.release()
 
     def wait_prefault(self, timeout_s: float) -> bool:
-        """Wait until the background threads have finished or failed. False: timeout."""
+        """Wait until the background threads have finished or failed; for tests. False: timeout."""
         done = 0
         for _ in self._prefaulters:
             if not self._prefault_left.acquire(timeout=timeout_s):
@@ -199,7 +199,7 @@ class DramArena(PooledVolume, MappedVolume):
             size = record.shape.block_bytes
             if payload.nbytes != size or size > slot.size:
                 results.append(
-                    InvalidArgument("a payload must be one Full Block and fit its slot", bytes=payload.nbytes, expected=size)
+                    InvalidArgument("a payload must be one full block and fit its slot", bytes=payload.nbytes, expected=size)
                 )
             elif not self.slot_pool.holds(slot):
                 results.append(Internal("the slot of a write is not allocated", slot=slot))
@@ -214,7 +214,7 @@ class DramArena(PooledVolume, MappedVolume):
         for slot, record, destination in items:
             size = record.shape.block_bytes
             if destination.nbytes != size or size > slot.size:
-                raise InvalidArgument("a destination must be one Full Block", bytes=destination.nbytes, expected=size)
+                raise InvalidArgument("a destination must be one full block", bytes=destination.nbytes, expected=size)
             outcome = Outcome.CORRUPT
             if self.slot_pool.holds(slot):
                 self._copy(destination, self._memory[slot.offset : slot.offset + size])

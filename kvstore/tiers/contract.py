@@ -36,7 +36,7 @@ class BlockRecord:
     depth: int
     shape: BlockShape
     checksums: bytes
-    """One little-endian uint64 per layer: xxh3-64 of each Layer Block. Empty: not in memory; then ``seal`` is set."""
+    """One little-endian uint64 per layer: xxh3-64 of each layer block. Empty: not in memory; then ``seal`` is set."""
     seal: int | None = None
     """Xxh3-64 of the checksums, if they are not in memory. A durable volume reads them from the slot's header."""
 
@@ -119,7 +119,12 @@ class Volume(ABC):
 
     @abstractmethod
     def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
-        """Read Full Blocks into writable views: HIT, CORRUPT (header or checksums differ), or UNAVAILABLE (I/O error)."""
+        """Read blocks into writable views.
+
+        Returns:
+            One outcome per item: HIT; CORRUPT if the header or the checksums differ, or the slot was freed or allocated to
+            another block since; UNAVAILABLE after an I/O error. Callers pin blocks, so a pinned block's slot is never freed.
+        """
 
     @abstractmethod
     def close(self) -> None:

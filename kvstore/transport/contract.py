@@ -1,10 +1,10 @@
-"""The contract of a transport: it moves Layer Blocks of named keys between a node's memory and a caller's, over one wire.
+"""The contract of a transport: it moves layer blocks of named keys between a node's memory and a caller's, over one wire.
 
 A transport does not interpret blocks. The side that has blocks passes a ``BlockProvider`` to the transport. The side that wants
 blocks passes a ``BlockBuffer``. Bytes go from the provider's views to the buffer's segments without a copy in Python.
 
 Verification: a read names keys of one namespace, and the provider answers each key with bytes or with an outcome other than
-HIT. Checksums (xxh3-64 of each Layer Block, made by the producer) travel beside the bytes. The reading side verifies them on
+HIT. Checksums (xxh3-64 of each layer block, made by the producer) travel beside the bytes. The reading side verifies them on
 arrival unless it passed ``verify=False``, and reports CORRUPT if they differ. Corrupt bytes may remain in the caller's buffer but
 never count as a hit. On a write, the receiving side verifies before it commits.
 
@@ -24,10 +24,15 @@ import numpy.typing as npt
 
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.cancel_scope import CancelScope
+from kvstore.core.errors import Internal
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
 
 Checksums = npt.NDArray[np.uint64]
-"""``[blocks, layers]``: xxh3-64 of each Layer Block."""
+"""``[blocks, layers]``: xxh3-64 of each layer block."""
+
+
+class LateBytes(Internal):
+    """Bytes of a failed read may still arrive. The destination of the read must never be used for anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class ReadRequest:
 class ReadPart:
     """Consecutive blocks ``[first, first + len(outcomes))`` of a read. They are pinned until ``release`` is called, exactly once.
 
-    ``views`` and ``checksums`` have one entry per HIT, in order. A view is a Full Block.
+    ``views`` and ``checksums`` have one entry per HIT, in order. A view is a full block.
     """
 
     first: int
@@ -79,7 +84,7 @@ class WriteGrant(ABC):
     outcomes: Sequence[StoreOutcome]
     """One per key of the run: STORED if a slot is granted, else the reason."""
     views: Sequence[memoryview]
-    """One writable Full Block per STORED, in order."""
+    """One writable full block per STORED, in order."""
 
     @abstractmethod
     def commit(self, checksums: Checksums, good: Sequence[bool]) -> Sequence[StoreOutcome]:

@@ -62,7 +62,7 @@ class ServerState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LivenessDecision:
     """Actions that follow from an event."""
 
     probe: bool = False
@@ -73,7 +73,7 @@ class Decision:
     """The server was hung and has just answered."""
 
 
-NOTHING = Decision()
+NOTHING = LivenessDecision()
 
 
 class ServerLiveness:
@@ -100,7 +100,7 @@ class ServerLiveness:
         """Whether the server is alive and no probe is under way, so that ticks change nothing until the next wait."""
         return self.state is ServerState.ALIVE and not self._probing
 
-    def tick(self, now_s: float, oldest_wait_s: float | None) -> Decision:
+    def tick(self, now_s: float, oldest_wait_s: float | None) -> LivenessDecision:
         """Check the age of the oldest wait.
 
         Args:
@@ -117,21 +117,21 @@ class ServerLiveness:
             self.state, self._suspect_since_s = ServerState.SUSPECT, now_s
         elif self.state is ServerState.SUSPECT and now_s - self._suspect_since_s >= self._silence_s:
             self.state = ServerState.HUNG
-            return Decision(probe=self._begin_probe(), hung=True)
-        return Decision(probe=self._begin_probe())
+            return LivenessDecision(probe=self._begin_probe(), hung=True)
+        return LivenessDecision(probe=self._begin_probe())
 
     def pause(self) -> None:
         """Pause: the time until the next tick does not count as late."""
         self._ticked_s = None
 
-    def probe_ended(self, now_s: float, *, answered: bool) -> Decision:
+    def probe_ended(self, now_s: float, *, answered: bool) -> LivenessDecision:
         """Record the end of a probe. Any answer counts, even an error."""
         self._probing = False
         if not answered:
             return NOTHING
         recovered = self.state is ServerState.HUNG
         self.state, self._answered_s = ServerState.ALIVE, now_s
-        return Decision(recovered=recovered)
+        return LivenessDecision(recovered=recovered)
 
     def _begin_probe(self) -> bool:
         begun, self._probing = not self._probing, True
@@ -240,7 +240,7 @@ class WatchedServer:
             self._waits.pop(id(wait), None)
 
     # ---- called by the monitor
-    def tick(self, now_s: float) -> Decision:
+    def tick(self, now_s: float) -> LivenessDecision:
         """Check the ages of the waits. Cancel all of them if the server has just become hung."""
         with self._lock:
             oldest_s = min((wait.began_s for wait in self._waits.values()), default=None)

@@ -68,7 +68,7 @@ class ChainTable:
 class BlockKeys:
     """Real block keys of a workload, each hashed once.
 
-    An id stands for the tokens of its block: its low and high 32 bits, then zeros. The store's hash chain gives equal prefixes
+    An id determines the tokens of its block: its low and high 32 bits, then zeros. The store's hash chain gives equal prefixes
     of ids equal keys, and different prefixes different keys.
     """
 

@@ -33,7 +33,7 @@ class Payloads:
     """Payloads of blocks of one size.
 
     Args:
-        block_bytes: bytes of a Full Block, at least 16, any number.
+        block_bytes: bytes of a full block, at least 16, any number.
     """
 
     def __init__(self, block_bytes: int) -> None:

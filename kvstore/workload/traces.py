@@ -4,7 +4,7 @@
   one id per block of 512 tokens, the last block may be partial; an equal id means an equal prefix up to and including that
   block.
 * Run-length: first ``{"meta": {"name": …, "block_size": tokens}}``, then ``{"s": session, "i": turn, "st": stream, "ts": ms,
-  "in": tokens, "out": tokens, "h": [[first_id, count], …]}``; a pair stands for ids first_id … first_id + count - 1, one per
+  "in": tokens, "out": tokens, "h": [[first_id, count], …]}``; a pair means ids first_id … first_id + count - 1, one per
   block of ``in``, with or without a partial last one.
 
 Both may be compressed with zstd. A file is untrusted input: every line is checked before anything is expanded.
@@ -112,7 +112,7 @@ def _info(meta: object, default_name: str) -> TraceInfo:
         raise InvalidArgument("'block_size' is out of range", block_size=tokens, limit=MAX_BLOCK_TOKENS)
     name = meta.get("name", default_name)
     if not isinstance(name, str) or not name.isprintable() or len(name.encode(errors="replace")) > _MAX_TRACE_NAME:
-        raise InvalidArgument("'name' is no short text of characters that can be shown", name=_shown(name))
+        raise InvalidArgument("'name' must be a short printable text", name=_shown(name))
     return TraceInfo(name, tokens, "rle")
 
 
@@ -134,7 +134,7 @@ def _count(row: _Row, name: str) -> int:
         raise InvalidArgument(f"'{name}' is missing")
     value = row[name]
     if type(value) is not int or not 0 <= value <= _MAX_INT:
-        raise InvalidArgument(f"'{name}' is no whole number from 0 to {_MAX_INT}", value=_shown(value))
+        raise InvalidArgument(f"'{name}' must be a whole number from 0 to {_MAX_INT}", value=_shown(value))
     return value
 
 
@@ -151,7 +151,7 @@ def _parse_mooncake(row: _Row, position: int) -> TraceRequest:
         raise InvalidArgument("too many blocks in one request", blocks=len(ids), limit=MAX_KEYS_PER_CALL)
     for value in ids:
         if type(value) is not int or not 0 <= value <= _MAX_INT:
-            raise InvalidArgument(f"a block id is no whole number from 0 to {_MAX_INT}", value=_shown(value))
+            raise InvalidArgument(f"a block id must be a whole number from 0 to {_MAX_INT}", value=_shown(value))
     return TraceRequest(
         session=f"request-{position}",  # the trace does not group requests into sessions
         turn=0,

@@ -19,16 +19,21 @@ _HEADING = ("setting", "default", "what it does")
 def pages() -> str:
     """Write a table per section. A shared section (``tls``) appears in each of its parents, since its names differ."""
     shown = {leaf.key: leaf.text for leaf in leaves(Config(), {})}
-    top = [_row(name, field, shown) for name, field in Config.model_fields.items() if not _is_section(field)]
+    top = [
+        _row(name, field, shown) for name, field in Config.model_fields.items() if not (_is_section(field) or _is_named(field))
+    ]
     return "\n".join([table(_HEADING, top), *_sections(Config, "", shown)])
 
 
 def _sections(model: type[BaseModel], prefix: str, shown: dict[str, str]) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if not _is_section(field):
-            continue
-        section: Any = field.annotation
         key = f"{prefix}{name}"
+        section: Any = field.annotation
+        if _is_named(field):  # a table of sections
+            key, section = f"{key}.NAME", get_args(section)[1]
+            shown = shown | {f"{key}.{leaf.key}": leaf.text for leaf in leaves(section(metadata=""), {})}
+        elif not _is_section(field):
+            continue
         variable = f"{ENVIRONMENT_PREFIX}{key.replace('.', '__').upper()}__…"
         yield f"{'#' * (key.count('.') + 2)} {key}\n"
         yield f"{plain(inspect.getdoc(section) or '')} Environment: {code(variable)}.\n"
@@ -41,6 +46,10 @@ def _sections(model: type[BaseModel], prefix: str, shown: dict[str, str]) -> Ite
 
 def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def _is_named(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is dict
 
 
 def _row(key: str, field: FieldInfo, shown: dict[str, str]) -> tuple[str, str, str]:

@@ -37,6 +37,15 @@ def pages() -> str:
     return "\n".join(part for file in _files() for part in _file(file))
 
 
+def method_comments() -> Iterator[tuple[str, str]]:
+    """Yield each method as ``Service.Method``, with its comment."""
+    for file in _files():
+        said = _comments(file)
+        for number, service in enumerate(file.service):
+            for place, method in enumerate(service.method):
+                yield f"{service.name}.{method.name}", said.get((_SERVICE, number, _METHOD, place), "").strip()
+
+
 def _files() -> list[FileDescriptorProto]:
     sources = sorted(str(path) for path in (_PROTO / "kvstore").rglob("*.proto"))
     with tempfile.TemporaryDirectory() as scratch:
@@ -48,9 +57,7 @@ def _files() -> list[FileDescriptorProto]:
 
 
 def _file(file: FileDescriptorProto) -> Iterator[str]:
-    said: Comments = {
-        tuple(place.path): " ".join([place.leading_comments, place.trailing_comments]) for place in file.source_code_info.location
-    }
+    said = _comments(file)
     yield f"## {file.name}\n"
     yield f"{plain(said.get(_SYNTAX, ''))}\n"
     for number, service in enumerate(file.service):
@@ -59,6 +66,12 @@ def _file(file: FileDescriptorProto) -> Iterator[str]:
         yield from _message(message, (_MESSAGE, number), said)
     for number, enum in enumerate(file.enum_type):
         yield from _enum(enum, (_ENUM, number), said)
+
+
+def _comments(file: FileDescriptorProto) -> Comments:
+    return {
+        tuple(place.path): " ".join([place.leading_comments, place.trailing_comments]) for place in file.source_code_info.location
+    }
 
 
 def _service(service: ServiceDescriptorProto, path: tuple[int, ...], said: Comments) -> Iterator[str]:

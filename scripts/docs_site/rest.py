@@ -21,11 +21,11 @@ Json = dict[str, Any]
 
 def pages() -> str:
     """Write a section per operation, by tag, and one per schema."""
-    document = asyncio.run(_document())
+    document = asyncio.run(openapi())
     return "\n".join([str(document["info"]["description"]), *_operations(document), "## Shapes\n", *_shapes(document)])
 
 
-async def _document() -> Json:
+async def openapi() -> Json:
     """Create the OpenAPI document without a running server."""
     config, counters = AdminConfig(), Counters()
     rpc = StoreRpc(store_endpoint(config), counters)

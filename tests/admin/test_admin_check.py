@@ -96,7 +96,7 @@ def test_check_removes_damage_and_rewrites_from_dram(store: Store) -> None:
     assert found["checked_bytes"] == 2 * BLOCKS * SPEC.block_bytes
     assert store.http.get("/v1/volumes/a/nvme0")["quarantined_blocks"] == 2
     wait_until(
-        lambda: store.http.get("/v1/nodes/a")["process"]["write_behind_waiting_blocks"] == 0, "the one in DRAM is written anew"
+        lambda: store.http.get("/v1/nodes/a")["process"]["write_back_waiting_blocks"] == 0, "the one in DRAM is written anew"
     )
     store.http.post(CHECK, {}, 202)
     again = store.ended()
@@ -117,7 +117,7 @@ def test_check_command_exit_code_reports_damage(store: Store) -> None:
     _, data = store.fill(3)
     assert "bad" not in store.command("--wait")
     store.damage(data[5])
-    found = json.loads(store.command("--wait", "--json", code=1))
+    found = json.loads(store.command("--wait", "-o", "json", code=1))
     assert (found["state"], found["bad_blocks"]) == ("done", 1)
     assert "1 corrupt and removed" in store.command("--status", code=1)
 

@@ -6,17 +6,16 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from page_browser import focused, opened, said, show_all_nodes, show_node
 from page_store import BLOCKS, HOSTILE, OTHER, SPEC, TOKENS, Working, browsing, working
 
 from kvstore.embedded.cluster import LocalCluster
 
-SOON_MS = 20_000
-IMAGE_AFTER_MS = 26_000
+IMAGE_AFTER_MS = 60_000
 OPERATOR = "operators-token-1-x"
 READER = "readers-token-2-xyz"
 
@@ -82,50 +81,11 @@ def browser() -> Iterator[Any]:
         yield made
 
 
-@contextmanager
-def opened(browser: Any, address: str, *, quietly: bool = True, **how: Any) -> Iterator[Any]:
-    """Open a page. On exit, check that it contacted only its origin and, if ``quietly``, logged nothing to the console."""
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **how})
-    context.set_default_timeout(SOON_MS)
-    page = context.new_page()
-    asked: list[str] = []
-    complaints: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    try:
-        page.goto(f"http://{address}/")
-        yield page
-        assert len(asked) > 1
-        assert [url for url in asked if not url.startswith((f"http://{address}/", "data:"))] == []
-        if quietly:
-            assert complaints == []
-    finally:
-        context.close()
-
-
 @pytest.fixture
 def page(browser: Any, store: Working) -> Iterator[Any]:
     with opened(browser, store.http.address) as made:
-        made.locator("#nodes article").first.wait_for()
+        made.locator("#nodes tbody tr").first.wait_for()
         yield made
-
-
-def said(page: Any, where: str, text: str) -> None:
-    """Wait until an element shows a text. On a timeout, fail with the text that it shows."""
-    from playwright.sync_api import TimeoutError as PlaywrightTimeoutError  # imported here, because playwright is optional
-
-    try:
-        page.locator(where).filter(has_text=text).first.wait_for()
-    except PlaywrightTimeoutError:
-        dialog = page.locator("dialog[open]").all_inner_texts()
-        shown = page.locator("main").inner_text()
-        pytest.fail(f"{where} says {page.locator(where).all_inner_texts()}, a dialog {dialog}, the page {shown}")
-
-
-def focused(page: Any) -> str:
-    """Return the label, the id or the text of the element that has the focus."""
-    return str(page.evaluate("(e => e.getAttribute('aria-label') || e.id || e.textContent)(document.activeElement)"))
 
 
 def test_page_is_one_document_without_other_origins(store: Working) -> None:
@@ -143,24 +103,27 @@ def test_page_is_one_document_without_other_origins(store: Working) -> None:
 
 
 def test_page_shows_values_of_rest_api(page: Any, store: Working) -> None:
-    said(page, "#problems", "Nothing: 3 nodes answer")
+    said(page, "#problems", "No problems: 3 nodes answer")
     assert page.title() == "kvstore"
     nodes = store.http.get("/v1/nodes")["items"]
-    assert page.locator("#nodes article h3").all_text_contents() == [one["node_id"] for one in nodes]
+    assert page.locator("#nodes tbody a").all_text_contents() == [one["node_id"] for one in nodes]
     assert page.locator("#nodes .badge").all_text_contents() == ["active"] * 3
     full = store.http.get("/v1/volumes/host-1/nvme0")
     percent = f"{full['used_bytes'] / full['capacity_bytes'] * 100:.1f} %"
-    label = page.locator("#nodes svg[aria-label^='host-1/nvme0']").get_attribute("aria-label")
-    assert f"is {percent} full" in label
-    said(page, "#slow tbody tr", "waited")
-    assert store.http.get("/v1/loads/slow")["items"][0]["reason"][:6] == "waited"
+    said(page, "#nodes tbody tr", f"{percent} of {full['capacity_bytes'] >> 20} MiB")
     said(page, "#decisions tbody tr", "host-1 → host-2")
     said(page, "#namespaces tbody tr", SPEC.model)
-    page.locator("#nodes .row svg[aria-label*='link of node host-2']:not([aria-label*='in —'])").wait_for()
-    local = page.locator("#nodes svg[aria-label^='loads at node host-1 out of DRAM']")
-    page.wait_for_function("label => / [1-9][^ ]* [kMG]?B.s$/.test(label.ariaLabel)", arg=local.element_handle())
-    said(page, "#latency .legend", "≤")
+    page.locator("#slow tbody tr").first.wait_for()
+    said(page, "#latency .legend", "p99")
     page.locator("#ratio path[d*='L']").wait_for(state="attached")
+    said(page, "#summary", "last 10 s")
+    show_node(page, "host-2")
+    page.locator("#node .row svg[aria-label*='link of node host-2']:not([aria-label*='in —'])").wait_for()
+    show_node(page, "host-1")
+    label = page.locator("#node svg[aria-label^='host-1/nvme0']").get_attribute("aria-label")
+    assert f"is {percent} full" in label
+    local = page.locator("#node svg[aria-label^='loads at node host-1 from local DRAM']")
+    page.wait_for_function("label => / [1-9][^ ]* [kMG]?B.s$/.test(label.ariaLabel)", arg=local.element_handle())
 
 
 def test_page_of_large_cluster_counts_nodes_not_shown(page: Any) -> None:
@@ -171,7 +134,7 @@ def test_page_of_large_cluster_counts_nodes_not_shown(page: Any) -> None:
         route.fulfill(response=answer, json={**answer.json(), "known_nodes": 1_103})
 
     assert "not shown" not in page.locator("#nodes").inner_text()
-    page.route("**/v1/overview", larger)
+    page.route("**/v1/overview*", larger)
     said(page, "#nodes", "1,100 nodes are not shown")
 
 
@@ -212,10 +175,11 @@ def test_drain_is_confirmed_and_cancelled_by_keyboard(page: Any, store: Working)
     def state() -> str:
         return str(store.http.get("/v1/nodes/host-3")["state"])
 
+    show_node(page, "host-3")
     opener = page.get_by_role("button", name="Drain node host-3 …", exact=True)
     opener.focus()
     page.keyboard.press("Enter")
-    said(page, "#dialog-body", "takes no new blocks")
+    said(page, "#dialog-body", "accepts no new blocks")
     stops = []
     for _ in range(4):
         stops.append(focused(page))
@@ -232,28 +196,29 @@ def test_drain_is_confirmed_and_cancelled_by_keyboard(page: Any, store: Working)
     page.locator("#dialog-yes:focus").wait_for()
     assert page.locator("#dialog-yes").inner_text() == "Drain"
     page.keyboard.press("Enter")
-    said(page, "#told", "Node host-3 is to drain")
+    said(page, "#told", "Node host-3 is draining")
     assert state() in ("draining", "drained")
-    said(page, "#nodes article", "drained: may be stopped")
-    said(page, "#faults tbody tr", "was: active")
+    said(page, "#node article", "drained: may be stopped")
+    said(page, "#timeline tbody tr", "host-3")
     assert "node host-3" in focused(page), "the button that stands there now"
     page.get_by_role("button", name="Undrain node host-3 …").click()
     page.locator("#dialog-yes").click()
-    said(page, "#told", "takes part again")
+    said(page, "#told", "accepts new blocks again")
     assert state() == "active"
 
 
 def test_dialog_opened_right_after_another_stays_open(page: Any) -> None:
     """The browser reports the closing of a dialog one frame later, when the next dialog may be open."""
+    show_node(page, "host-3")
     opener = page.get_by_role("button", name="Drain node host-3 …", exact=True)
     opener.click()
-    said(page, "#dialog-body", "takes no new blocks")
+    said(page, "#dialog-body", "accepts no new blocks")
     opener.evaluate("""opener => {
       document.querySelector("#dialog").close();
       opener.click();
       return new Promise((shown) => requestAnimationFrame(() => requestAnimationFrame(shown)));
     }""")
-    assert "takes no new blocks" in page.locator("#dialog-body").inner_text()
+    assert "accepts no new blocks" in page.locator("#dialog-body").inner_text()
     page.keyboard.press("Escape")
     page.locator("dialog").wait_for(state="hidden")
 
@@ -270,7 +235,7 @@ def test_quota_is_set_changed_and_removed(page: Any, store: Working) -> None:
     page.fill("#dialog-tenant", "team-a")
     page.fill("#dialog-dram", "1.5 bananas")
     page.keyboard.press("Enter")
-    said(page, "#dialog-error", "“1.5 bananas” is no size")
+    said(page, "#dialog-error", "“1.5 bananas” is not a size")
     page.fill("#dialog-dram", "1.5 GiB")
     page.keyboard.press("Enter")
     said(page, "#told", "The quota of team-a is set")
@@ -281,10 +246,10 @@ def test_quota_is_set_changed_and_removed(page: Any, store: Working) -> None:
     page.fill("#dialog-dram", "7 GiB")
     page.locator("#dialog-yes").click()
     said(page, "#dialog-error", "it has a quota already")
-    said(page, "#dialog-body", "Now: in DRAM 1.5 GiB at most, on volumes as there is room.")
+    said(page, "#dialog-body", "Now: in DRAM 1.5 GiB at most, on volumes no limit.")
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Quota of team-a …", exact=True).click()
-    said(page, "#dialog-body", "Now: in DRAM 1.5 GiB at most, on volumes as there is room.")
+    said(page, "#dialog-body", "Now: in DRAM 1.5 GiB at most, on volumes no limit.")
     assert page.input_value("#dialog-dram") == "1536 MiB"
     page.fill("#dialog-dram", "1 GiB")
     page.locator("#dialog-yes").click()
@@ -293,28 +258,30 @@ def test_quota_is_set_changed_and_removed(page: Any, store: Working) -> None:
     page.get_by_role("button", name="Remove the quota of team-a …").click()
     said(page, "#dialog-body", "Now: in DRAM 1.0 GiB at most")
     page.locator("#dialog-yes").click()
-    said(page, "#told", "team-a has no quota any more")
+    said(page, "#told", "team-a has no quota now")
     assert quota() is None
     row.wait_for(state="hidden")
 
 
 def test_evictions_show_their_effect(page: Any, store: Working) -> None:
+    show_node(page, "host-2")
     page.get_by_role("button", name="Evict from host-2/nvme0 …").click()
-    assert "is lost, and is computed anew" in page.locator("#dialog-body").inner_text()
+    assert "engines compute them again" in page.locator("#dialog-body").inner_text()
     page.fill("#dialog-percent", "101")
     page.locator("#dialog-yes").click()
     assert page.locator("dialog").is_visible(), "no such fill"
     page.fill("#dialog-percent", "100")
     page.locator("#dialog-yes").click()
-    said(page, "#told", "0 blocks have left host-2/nvme0")
+    said(page, "#told", "0 blocks evicted from host-2/nvme0")
+    show_all_nodes(page)
     page.locator("#namespaces tr").filter(has_text=HOSTILE).get_by_role("button", name="Evict").click()
-    page.get_by_label("from DRAM").uncheck()
-    page.get_by_label("from volumes").uncheck()
+    page.get_by_label("from DRAM of all nodes").uncheck()
+    page.get_by_label("from volumes of all nodes").uncheck()
     page.locator("#dialog-yes").click()
     said(page, "#dialog-error", "choose DRAM, volumes or both")
-    page.get_by_label("from volumes").check()
+    page.get_by_label("from volumes of all nodes").check()
     page.locator("#dialog-yes").click()
-    said(page, "#told", "4 blocks have left")
+    said(page, "#told", "4 blocks evicted")
     assert "nvme" not in {one["tier"] for one in store.http.get(f"/v1/namespaces/{OTHER.namespace.hex()}/usage")["tiers"]}
 
 
@@ -322,20 +289,20 @@ def test_namespace_rule_is_shown_and_set(page: Any, store: Working) -> None:
     path = f"/v1/namespaces/{OTHER.namespace.hex()}"
     row = page.locator("#namespaces tbody tr").filter(has_text=HOSTILE)
     row.get_by_role("button", name="time to live").click()
-    said(page, "#dialog-body", "Now: its blocks leave as room is needed.")
+    said(page, "#dialog-body", "Now: its blocks are evicted when space is needed.")
     page.fill("#dialog-ttl", "soon")
     page.check("#dialog-pin")
     page.locator("#dialog-yes").click()
-    said(page, "#dialog-error", "“soon” is no time")
+    said(page, "#dialog-error", "“soon” is not a duration")
     page.fill("#dialog-ttl", "36 h")
     page.locator("#dialog-yes").click()
-    said(page, "#told", "Set for")
+    said(page, "#told", "Retention of")
     rule = store.http.get(path)
     assert (rule["ttl_s"], rule["pinned"]) == (36 * 3600, True)
     row.get_by_text("36 h after its last use").wait_for()
     row.get_by_text("pinned", exact=True).wait_for()
     row.get_by_role("button", name="Evict").click()
-    said(page, "#dialog-body", "What is pinned is not evicted")
+    said(page, "#dialog-body", "Pinned blocks are not evicted")
     assert not page.locator("#dialog-yes").is_visible()
     page.keyboard.press("Escape")
     row.get_by_role("button", name="time to live").click()
@@ -359,34 +326,36 @@ def test_invalidate_requires_typed_namespace_id(page: Any, store: Working) -> No
     partly = {"complete": False, "evicted_blocks": 2, "kept_blocks": 0, "unreached": [{"node_id": "host-3", "detail": "silent"}]}
     page.route("**/invalidate", lambda route: route.fulfill(json=partly))
     page.locator("#dialog-yes").click()
-    said(page, "#dialog-error", "Done in part: 2 blocks are gone; not reached: host-3 (silent). Do it again")
+    said(page, "#dialog-error", "Partly done: 2 blocks were dropped; not reached: host-3 (silent). Repeat it")
     page.unroute("**/invalidate")
     page.locator("#dialog-yes").click()
-    said(page, "#told", "nothing of")
+    said(page, "#told", "has no blocks now")
     assert store.http.get(f"/v1/namespaces/{namespace}/usage")["tiers"] == []
 
 
 def test_volume_check_progress_is_shown_and_cancelled(browser: Any, page: Any, store: Working) -> None:
     check = "/v1/volumes/host-1/nvme0/check"
+    show_node(page, "host-1")
     page.get_by_role("button", name="Check host-1/nvme0 …").click()
-    said(page, "#dialog-body", "No check was begun since its node was started.")
+    said(page, "#dialog-body", "No check was started since its node started.")
     page.fill("#dialog-speed", "1")
     page.locator("#dialog-yes").click()
-    said(page, "#told", "host-1/nvme0 is checked")
-    said(page, "#nodes .check", "of 240 blocks, none bad so far")
+    said(page, "#told", "The check of host-1/nvme0 has started")
+    said(page, "#node .check", "of 240 blocks, none bad so far")
     with opened(browser, store.http.address) as other:
-        said(other, "#nodes .check", "check under way")  # a page that is opened later shows it too
+        show_node(other, "host-1")
+        said(other, "#node .check", "check running")  # a page that is opened later shows it too
     page.get_by_role("button", name="Check host-1/nvme0 …").click()
-    said(page, "#dialog-body", "Check under way")
+    said(page, "#dialog-body", "Check running")
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Cancel the check of host-1/nvme0 …").click()
     page.locator("#dialog-yes").click()
-    said(page, "#nodes .check", "check cancelled at")
+    said(page, "#node .check", "check cancelled at")
     assert store.http.get(check)["state"] == "cancelled"
     page.get_by_role("button", name="Check host-1/nvme0 …").click()
     said(page, "#dialog-body", "Check cancelled at")
     page.locator("#dialog-yes").click()
-    said(page, "#nodes .check", "240 blocks, none bad.")
+    said(page, "#node .check", "240 blocks, none bad.")
     assert store.http.get(check)["good_blocks"] == 240
 
 
@@ -399,24 +368,26 @@ def test_path_policy_traffic_cap_and_index_are_changed(page: Any, store: Working
     said(page, "#summary", "prefill only")
     assert store.http.get("/v1/path-policy")["policy"] == "prefill_only"
     store.http.put("/v1/path-policy", {"policy": "split"}, if_match="*")
+    show_node(page, "host-3")
     page.get_by_role("button", name="Traffic cap of node host-3 …").click()
-    said(page, "#dialog-body", "Now: 9.0 GB/s at most.")
+    said(page, "#dialog-body", "Now: at most 9.0 GB/s.")
     assert page.input_value("#dialog-cap") == "9000 MB"
     page.fill("#dialog-cap", "2.5GB")
     page.locator("#dialog-yes").click()
-    said(page, "#told", "KV traffic of node host-3: 2.5 GB/s at most.")
+    said(page, "#told", "KV traffic of node host-3: at most 2.5 GB/s.")
     assert store.http.get("/v1/nodes/host-3/traffic-cap")["bytes_per_s"] == 2_500_000_000
     page.get_by_role("button", name="Check the index of node host-3 …").click()
     page.locator("#dialog-yes").click()
     said(page, "#told", "The index ")
     with page.expect_request("**/v1/index/rebuild") as asked:
         page.route("**/v1/index/rebuild", lambda route: route.fulfill(json={"dropped_epoch": "0" * 32}))
+        show_all_nodes(page)
         page.get_by_role("button", name="Rebuild the index …").click()
         said(page, "#dialog-body", "Now: ")
         assert page.locator("#dialog-yes").is_disabled()
         page.fill("#dialog-typed", "rebuild")
         page.locator("#dialog-yes").click()
-        said(page, "#told", "The index is made anew")
+        said(page, "#told", "The index is being rebuilt")
     assert asked.value.headers["if-match"] == f'"{store.http.get("/v1/index")["epoch"]}"'
 
 
@@ -424,19 +395,21 @@ def test_dialog_shows_rejected_and_conflicting_changes(browser: Any, store: Work
     quota = "/v1/tenants/quota?tenant=team-b"
     store.http.put(quota, {"dram_bytes": 3 << 30}, if_match="*")
     with opened(browser, store.http.address, quietly=False) as page:  # browsers log an error for every 409 and 412
+        show_node(page, "host-1")
         page.get_by_role("button", name="Traffic cap of node host-1 …").click()
         said(page, "#dialog-error", "this node was started without a cap")
         assert page.locator("#dialog-yes").is_disabled()
         page.keyboard.press("Escape")
+        show_all_nodes(page)
         page.get_by_role("button", name="Remove the quota of team-b …").click()
         said(page, "#dialog-body", "Now: in DRAM 3.0 GiB at most")
         store.http.put(quota, {"dram_bytes": 2 << 30}, if_match="*")  # another operator
         page.locator("#dialog-yes").click()
-        said(page, "#dialog-error", "it was changed meanwhile")
+        said(page, "#dialog-error", "another operator changed it")
         said(page, "#dialog-body", "Now: in DRAM 2.0 GiB at most")
         assert store.http.get(quota)["dram_bytes"] == 2 << 30
         page.locator("#dialog-yes").click()
-        said(page, "#told", "team-b has no quota any more")
+        said(page, "#told", "team-b has no quota now")
 
 
 def test_page_keyboard_reaches_every_control(page: Any) -> None:
@@ -449,9 +422,9 @@ def test_page_keyboard_reaches_every_control(page: Any) -> None:
         ring = "(e => [e.matches(':focus-visible'), getComputedStyle(e).outlineStyle, e.getBoundingClientRect().width > 0])"
         assert page.evaluate(f"{ring}(document.activeElement)") == [True, "solid", True], focused(page)
         walked.append(focused(page))
-    reachable = page.locator("a[href], button:visible, main select, main textarea").count()
+    reachable = page.locator("a[href]:visible, .skip, button:visible, main input:visible, main select, main textarea").count()
     assert len(walked) == len(set(walked)) == reachable
-    assert walked[0] == "To the state of the cluster"
+    assert walked[0] == "Skip to content"
     unnamed = "e => [...document.querySelectorAll('button, svg[role=img], section')].filter(one => !one.closest('dialog') &&"
     unnamed += " !(one.getAttribute('aria-label') || one.getAttribute('aria-labelledby') || one.textContent.trim())).length"
     assert page.evaluate(unnamed) == 0
@@ -460,8 +433,10 @@ def test_page_keyboard_reaches_every_control(page: Any) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_contrast_is_sufficient(browser: Any, store: Working, scheme: str) -> None:
     with opened(browser, store.http.address, color_scheme=scheme) as page:
-        said(page, "#slow tbody tr", "waited")
+        page.locator("#slow tbody tr").first.wait_for()
         texts = page.evaluate(CONTRAST)
+        show_node(page, "host-1")
+        texts += page.evaluate(CONTRAST)
         page.get_by_role("button", name="Drain node host-1 …").click()
         texts += page.evaluate(CONTRAST)
         # also the elements that are shown only if something is wrong
@@ -475,7 +450,7 @@ def test_page_contrast_is_sufficient(browser: Any, store: Working, scheme: str) 
 
 def test_page_on_phone_does_not_overflow(browser: Any, store: Working) -> None:
     with opened(browser, store.http.address, viewport={"width": 360, "height": 740}) as page:
-        said(page, "#slow tbody tr", "waited")
+        page.locator("#slow tbody tr").first.wait_for()
         page.select_option("#explore-namespace", SPEC.namespace.hex())
         page.fill("#explore-chain", " ".join(map(str, TOKENS.tolist())))
         page.get_by_role("button", name="Look up").click()
@@ -489,6 +464,9 @@ def test_page_on_phone_does_not_overflow(browser: Any, store: Working) -> None:
         assert page.locator("dialog").evaluate("e => e.scrollWidth <= e.clientWidth")
         for opener in ("quota", "rule", "invalidate", "path-policy", "check"):
             page.keyboard.press("Escape")
+            if opener == "check":
+                show_node(page, "host-1")
+                assert page.evaluate("document.documentElement.scrollWidth") == 360
             page.locator(f"[data-do={opener}]").first.click()
             assert page.locator("dialog").evaluate("e => e.scrollWidth <= e.clientWidth"), opener
 
@@ -514,19 +492,17 @@ def test_page_asks_for_token_and_uses_it(browser: Any, store: Working, tmp_path:
             assert READER not in page.content()
             page.reload()
             said(page, "#fresh", "role read: changes require operator")
-            for name in (
-                "Drain node host-3 …",
-                "Evict from host-1/nvme0 …",
-                "Check host-1/nvme0 …",
-                "Quota of (default) …",
-                "Quota for another …",
-                "Rebuild the index …",
-                "Path policy …",
-            ):
-                button = page.get_by_role("button", name=name, exact=True)
-                assert button.is_disabled(), name
-                assert button.get_attribute("title") == "requires the role operator; this token has the role read"
-            changing = page.locator("[data-do]:not([data-do=usage], [data-do=token], [data-do=again])")
+            cluster = ["Quota of (default) …", "Quota for another …", "Rebuild the index …", "Path policy …"]
+            for view, names in {"": cluster, "host-1": ["Drain node host-1 …", "Evict from host-1/nvme0 …"]}.items():
+                if view:
+                    show_node(page, view)
+                for name in names:
+                    button = page.get_by_role("button", name=name, exact=True)
+                    assert button.is_disabled(), name
+                    assert button.get_attribute("title") == "requires the role operator; this token has the role read"
+            changing = page.locator(
+                "[data-do]:not([data-do=usage], [data-do=token], [data-do=again], [data-do=sort], [data-do=page])"
+            )
             assert changing.count() > 15
             assert all(one.is_disabled() for one in changing.all()), "whatever changes something"
             assert page.locator("[data-do=usage]").first.is_enabled()
@@ -537,7 +513,7 @@ def test_page_asks_for_token_and_uses_it(browser: Any, store: Working, tmp_path:
             page.get_by_role("button", name="Evict from host-1/nvme0 …").click()
             page.fill("#dialog-percent", "100")
             page.locator("#dialog-yes").click()
-            said(page, "#told", "0 blocks have left host-1/nvme0")
+            said(page, "#told", "0 blocks evicted from host-1/nvme0")
     finally:
         beside.close()
 
@@ -546,15 +522,19 @@ def test_images_for_the_readme(browser: Any, store: Working, pytestconfig: pytes
     folder: Path | None = pytestconfig.getoption("--page-images")
     if folder is None:
         pytest.skip("images are made where --page-images says a folder")
-    views: dict[str, dict[str, Any]] = {
-        "page-light": {"color_scheme": "light", "viewport": {"width": 1280, "height": 1150}},
-        "page-dark": {"color_scheme": "dark", "viewport": {"width": 1280, "height": 1150}},
-        "page-phone": {"color_scheme": "light", "viewport": {"width": 360, "height": 1400}},
+    wide, phone = {"width": 1280, "height": 1150}, {"width": 360, "height": 1400}
+    views: dict[str, tuple[str, dict[str, Any]]] = {
+        "page-light": ("", {"color_scheme": "light", "viewport": wide}),
+        "page-dark": ("", {"color_scheme": "dark", "viewport": wide}),
+        "page-phone": ("", {"color_scheme": "light", "viewport": phone}),
+        "page-node": ("host-1", {"color_scheme": "light", "viewport": wide}),
     }
-    for name, how in views.items():
+    for position, (name, (node, how)) in enumerate(views.items()):
         with opened(browser, store.http.address, **how) as page:
-            said(page, "#slow tbody tr", "waited")
-            page.wait_for_timeout(IMAGE_AFTER_MS)
+            page.locator("#slow tbody tr").first.wait_for()
+            if node:
+                show_node(page, node)
+            page.wait_for_timeout(IMAGE_AFTER_MS if position == 0 else 8_000)
             page.screenshot(path=folder / f"{name}.png")
             assert (folder / f"{name}.png").stat().st_size < 200_000
 
@@ -562,17 +542,17 @@ def test_images_for_the_readme(browser: Any, store: Working, pytestconfig: pytes
 def test_page_admin_server_down_is_shown_and_retried(browser: Any, store: Working) -> None:
     """Must run after the other tests, because it stops the admin server."""
     with opened(browser, store.http.address, quietly=False) as page:
-        said(page, "#problems", "Nothing")
+        said(page, "#problems", "No problems")
         store.rest()
         store.cluster.stop("admin")
         said(page, "#away", "The admin server does not answer since")
         said(page, "#away", "The next attempt is in 8 s")
         assert "Figures below are of" in page.locator("#away").inner_text()
-        assert page.locator("#nodes article").count() == 3, "what was known is still there"
+        assert page.locator("#nodes tbody tr").count() == 3, "the last state is still shown"
         store.cluster.start_admin(("listen", store.http.address))
-        page.get_by_role("button", name="Ask now").click()
+        page.get_by_role("button", name="Try now").click()
         page.locator("#away").wait_for(state="hidden")
-        said(page, "#problems", "Nothing: 3 nodes answer")
+        said(page, "#problems", "No problems: 3 nodes answer")
 
 
 def test_page_metadata_server_down_shows_consequences(browser: Any, store: Working) -> None:
@@ -585,15 +565,15 @@ def test_page_metadata_server_down_shows_consequences(browser: Any, store: Worki
         said(
             page,
             "#away",
-            "connection refused. Lookups find nothing until it answers: engines compute their prompts. Stores go on,"
-            " and nothing stored is lost.",
+            "connection refused. Lookups find nothing until it answers: engines compute their prompts. Stores continue,"
+            " and no stored block is lost.",
         )
         said(page, "#away", "Restart it: its index survives. Figures below are of")
         assert "UNKNOWN" not in page.locator("body").inner_text(), "nothing of gRPC's own words"
         assert page.locator(".badge.ok").count() == 0, "nobody knows who is alive"
-        assert page.locator("#nodes .head .badge").all_inner_texts() == ["state not known"] * 3
+        assert page.locator("#nodes .badge").all_inner_texts() == ["state not known"] * 3
         said(page, "#nodes .note", "Figures of")
         store.cluster.start_metadata()
-        page.get_by_role("button", name="Ask now").click()
+        page.get_by_role("button", name="Try now").click()
         page.locator("#away").wait_for(state="hidden")
         said(page, "#nodes .badge", "active")

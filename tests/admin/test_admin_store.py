@@ -95,7 +95,7 @@ def test_overview_matches_lists_and_queries_each_node_once(store: Store) -> None
 
 def test_cluster_healthy_reports_health_and_counts(store: Store) -> None:
     found = store.http.get("/v1/cluster")
-    assert (found["health"], found["problems"]) == ("ok", [])
+    assert (found["health"], found["findings"]) == ("ok", [])
     assert (found["nodes_alive"], found["nodes_silent"], found["namespaces"]) == (2, 0, 2)
     assert found["metadata_version"] == found["admin_version"]
     assert found["index_blocks"] >= BLOCKS
@@ -247,9 +247,9 @@ def test_node_drain_is_cancelled_or_blocked(store: Store) -> None:
     found = store.http.get("/v1/nodes/b")["drain"]
     assert found["not_durable_blocks"] == BLOCKS
     assert found["why"]
-    (problem,) = store.http.get("/v1/cluster")["problems"]
-    assert "node b cannot be drained" in problem
-    assert f"{BLOCKS} blocks would be lost" in problem
+    (finding,) = store.http.get("/v1/health")["findings"]
+    assert (finding["code"], finding["severity"], finding["subject"]) == ("DRAIN_BLOCKED", "warning", "b")
+    assert f"{BLOCKS} blocks would be lost" in finding["facts"]
     store.http.post("/v1/nodes/b/undrain")
     wait_until(lambda: store.http.get("/v1/cluster")["health"] == "ok", "nothing is wrong any more")
     store.http.post("/v1/nodes/nobody/drain", {}, 404)
@@ -369,13 +369,33 @@ def test_changes_are_written_to_audit_log(store: Store) -> None:
     assert '"outcome": "not_found"' in lines[1]
 
 
+def test_history_has_lookups_loads_and_fill_of_nodes(store: Store) -> None:
+    def loaded() -> bool:
+        out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        store.engine.load(store.engine.lookup(store.fill(store.engine)), out)
+        points = store.http.get("/v1/history")["points"]
+        return any(point["load"] and point["lookups"] and point["throughput"]["dram"] for point in points)
+
+    wait_until(loaded, "loads are in the history", timeout_s=WAIT_S)
+    whole = store.http.get("/v1/history")
+    last = whole["points"][-1]
+    assert last["dram"]["capacity_bytes"] == 64 << 20
+    assert last["nodes"] == 2
+    alone = store.http.get("/v1/history?node=a&step=60")
+    assert alone["points"][-1]["nodes"] == 1
+    assert alone["points"][-1]["at_s"] % 60 == 0
+    assert store.http.get(f"/v1/history?since={last['at_s'] + 3600}")["points"] == []
+    store.http.get("/v1/history?step=15", status=400)
+    store.http.get("/v1/history?node=nobody", status=404)
+
+
 def test_silent_node_is_reported_and_does_not_delay(store: Store) -> None:
     """Must run last, because it kills a node."""
     store.cluster.kill("b")
     wait_until(lambda: store.http.get("/v1/cluster")["nodes_silent"] == 1, "b is silent")
     found = store.http.get("/v1/cluster")
-    assert found["health"] == "degraded"
-    assert "node b has not reported for" in found["problems"][0]
+    assert found["health"] == "error"
+    assert "Node b has not reported for" in found["findings"][0]["facts"]
     detail = store.http.get("/v1/nodes/b")
     assert (detail["process"], detail["unreached"]) == (None, "the node does not report to the metadata server")
     assert store.http.get("/v1/volumes/b/dram")["quarantined_blocks"] is None

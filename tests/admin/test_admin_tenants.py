@@ -143,14 +143,14 @@ def test_quota_restarted_node_enforces_before_engines_connect(store: Store) -> N
 
 def test_quota_commands_set_show_and_remove(store: Store) -> None:
     store.command("tenants", "set", "gamma", "--nvme", "1GiB")
-    listed = json.loads(store.command("tenants", "--json"))["items"]
+    listed = json.loads(store.command("tenants", "-o", "json"))["items"]
     (gamma,) = [one for one in listed if one["tenant"] == "gamma"]
     assert (gamma["nvme"], gamma["nodes"]) == ({"held_bytes": 0, "quota_bytes": 1 << 30}, 0)
     assert "dram 5.0MiB, nvme 1.0GiB" in store.command("tenants", "set", "gamma", "--dram", "5MiB")
     assert "dram any, nvme 1.0GiB" in store.command("tenants", "set", "gamma", "--dram", "any")
     assert "gamma" in store.command("tenants")
     wait_until(lambda: store.tenant("acme")["nvme"]["held_bytes"] > 0, "something to lose")
-    assert "say it with --yes" in store.command("tenants", "set", "acme", "--nvme", "0", code=3)
+    assert "confirm with --yes" in store.command("tenants", "set", "acme", "--nvme", "0", code=3)
     store.command("tenants", "set", "gamma", code=2)
     store.command("tenants", "unset", "gamma")
     wait_until(lambda: store.tenant("gamma") is None, "what is asked again and again may be told from a moment ago")
@@ -209,6 +209,6 @@ def test_rule_of_forgotten_namespace_is_listed_and_removed(store: Store) -> None
     assert "time to live 2min, not pinned" in store.command("namespaces", "unpin", "abababab")
     assert http.ask("PUT", path, {"ttl_s": 5}, if_match="*").json["ttl_s"] == 5
     assert "no time to live" in store.command("namespaces", "ttl", gone, "none")
-    assert gone not in {one["namespace_id"] for one in json.loads(store.command("namespaces", "rules", "--json"))["items"]}
+    assert gone not in {one["namespace_id"] for one in json.loads(store.command("namespaces", "rules", "-o", "json"))["items"]}
     assert http.ask("GET", path).status == http.ask("PUT", path, {"ttl_s": 5}, if_match="*").status == 404
     store.command("namespaces", "pin", gone, code=3)

@@ -129,25 +129,25 @@ def test_environment_foreign_variables_are_ignored() -> None:
         ("metdata.listen=x", "did you mean 'metadata.listen'"),
         ("node.tls.caa=x", "did you mean 'node.tls.ca'"),
         ("qqqq.zzzz=1", "unknown setting 'qqqq.zzzz'"),
-        ("node=1", "'node' is a section, not a setting: say which of its settings, e.g. 'node."),
+        ("node=1", "'node' is a section, not a setting; name a setting in it, e.g. 'node."),
         ("node.tls=x", "'node.tls' is a section"),
         ("node.prefault=maybe", "write true or false"),
         ("metadata.workers=many", "write a whole number"),
         ("node.dram=x", "a size looks like"),
         ("node.lease=5", "takes a unit"),
         ("node.roles=cook", "'prefill', 'decode' or 'storage'"),
-        ("node.nvme=/a", "a volume looks like"),
+        ("node.nvme=/a", "is not PATH:SIZE"),
         ("node.nvme=/a:x", "a size looks like"),
         ("metadata.workers=0", "greater than or equal to 1"),
         ("node.dram=0", "greater than 0"),
         ("nonsense", "looks like node.dram=4GiB"),
         ("node.lease=249ms", "250ms or more"),
         ("node.policy=foo", "'reuse-distance', 's3-fifo' or 'lru'"),
-        ("node.nvme=/a,b:1GiB", "no comma in the path"),
-        ("node.mounts=/a", "a mount looks like"),
-        ("node.mounts==/a", "a mount looks like"),
+        ("node.nvme=/a,b:1GiB", "must not contain a comma"),
+        ("node.mounts=/a", "is not VOLUME=PATH such as"),
+        ("node.mounts==/a", "is not VOLUME=PATH such as"),
         ("node.node_id=../../evil", "invalid node id"),
-        ("node.write_behind_to=a/b", "invalid node id"),
+        ("node.write_back_to=a/b", "invalid node id"),
     ],
 )
 def test_invalid_settings_name_fix(flag: str, hint: str) -> None:
@@ -159,7 +159,7 @@ def test_invalid_settings_name_fix(flag: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "hint"),
     [
-        (("node.node_id=a", "node.write_behind_to=a"), "node.write_behind_to names this node itself"),
+        (("node.node_id=a", "node.write_back_to=a"), "node.write_back_to names this node itself"),
         (("node.prefill_buffer=2GiB", "node.dram=1GiB"), "node.prefill_buffer exceeds node.dram"),
         (("node.decode_buffer=2GiB", "node.dram=1GiB"), "node.decode_buffer exceeds node.dram"),
         (("node.roles=",), "node.roles is empty"),
@@ -287,14 +287,14 @@ def test_config_show_prints_values_and_origins(monkeypatch: pytest.MonkeyPatch, 
     assert lines["node.policy"] == ["lru", "file", "kvstore.toml"]
     assert lines["node.lease"] == ["3s", "environment", "KVSTORE_NODE__LEASE"]
     assert lines["node.listen"] == ["127.0.0.1:0", "default"]
-    shown = json.loads(runner.invoke(root, ["config", "show", "--json"]).stdout)
+    shown = json.loads(runner.invoke(root, ["config", "show", "-o", "json"]).stdout)
     assert shown["node.lease"] == {"value": 3000, "source": "environment", "detail": "KVSTORE_NODE__LEASE"}
 
 
 def test_config_show_derived_values_have_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    arguments = ["config", "show", "--set", "node.nvme=/a:1TiB,/b:1TiB,/c:1TiB", "--set", "node.dram=80GiB", "--json"]
+    arguments = ["config", "show", "--set", "node.nvme=/a:1TiB,/b:1TiB,/c:1TiB", "--set", "node.dram=80GiB", "-o", "json"]
     shown = json.loads(CliRunner().invoke(root, [*arguments, "--set", "node.load_threads=5"]).stdout)
     assert shown["data_dir"]["value"] == str(tmp_path / "kvstore")
     assert shown["metadata.index_path"]["value"] == str(tmp_path / "kvstore" / "index")
@@ -319,7 +319,7 @@ def test_node_settings_configured_values_win() -> None:
 def test_config_show_reads_the_file_named(tmp_path: Path) -> None:
     path = tmp_path / "other.toml"
     path.write_text('[client]\nmetadata = "10.0.0.1:1"')
-    shown = json.loads(CliRunner().invoke(root, ["config", "show", "--json", "--config", str(path)]).stdout)
+    shown = json.loads(CliRunner().invoke(root, ["config", "show", "-o", "json", "--config", str(path)]).stdout)
     assert shown["client.metadata"]["value"] == "10.0.0.1:1"
-    by_variable = CliRunner().invoke(root, ["config", "show", "--json"], env={"KVSTORE_CONFIG": str(path)})
+    by_variable = CliRunner().invoke(root, ["config", "show", "-o", "json"], env={"KVSTORE_CONFIG": str(path)})
     assert json.loads(by_variable.stdout)["client.metadata"]["source"] == "file"

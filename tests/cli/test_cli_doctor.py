@@ -48,9 +48,13 @@ def finding(done: subprocess.CompletedProcess[str], area: str, words: str = "") 
 def test_doctor_this_host_exits_0(tmp_path: Path) -> None:
     done = run(tmp_path, "--dram", "16MiB")
     assert done.returncode == 0, done.stdout + done.stderr
-    *lines, last = done.stdout.splitlines()
+    text, _, end = done.stdout.partition("\n\n")
+    lines = text.splitlines()
     warnings = sum(line.startswith("warning ") for line in lines)
-    assert last == f"{warnings} warning{'' if warnings == 1 else 's'}, 0 missing"
+    counted = f"READY, with {warnings} warning{'' if warnings == 1 else 's'}" if warnings else "READY: nothing to do"
+    said, *actions = end.splitlines()
+    assert said == counted
+    assert [action.split()[0] for action in actions] == ["1.", "2.", "3."][: min(3, warnings)]
     assert {line.split()[0] for line in lines} <= {"ok", "info", "warning"}
     for area in (
         "software",
@@ -73,10 +77,12 @@ def test_doctor_this_host_exits_0(tmp_path: Path) -> None:
 
 def test_doctor_missing_requirement_fails_with_fix(tmp_path: Path) -> None:
     """Request more memory than any host has."""
-    done = run(tmp_path, "--dram", "900TiB", "--json")
+    done = run(tmp_path, "--dram", "900TiB", "-o", "json")
     assert done.returncode == 1
     said: dict[str, Any] = json.loads(done.stdout)
     assert said["ok"] is False
+    assert said["verdict"].startswith("NOT READY: 1 requirement of the configuration is missing, ")
+    assert said["actions"][0].startswith("memory: ")
     (missing,) = [finding for finding in said["findings"] if finding["level"] == "missing"]
     assert missing["area"] == "memory"
     assert missing["mend"].startswith("--set node.dram=")
@@ -87,8 +93,8 @@ def test_doctor_missing_requirement_fails_with_fix(tmp_path: Path) -> None:
 def test_doctor_running_node_reports_io_paths(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", dram_bytes=16 << 20, nvme_bytes=32 << 20)], tmp_path / "store") as store:
         volume = f"{store.volume_path('a')}:32MiB"
-        known = run(tmp_path, "--metadata", store.metadata_address, "--nvme", volume, "--dram", "16MiB", "--json")
-        named = run(tmp_path, "--node", store.node("a").address, "--json", "--dram", "16MiB")
+        known = run(tmp_path, "--metadata", store.metadata_address, "--nvme", volume, "--dram", "16MiB", "-o", "json")
+        named = run(tmp_path, "--node", store.node("a").address, "-o", "json", "--dram", "16MiB")
     for done in (known, named):
         assert done.returncode == 0, done.stdout + done.stderr
         (node,) = json.loads(done.stdout)["nodes"]
@@ -108,7 +114,7 @@ def test_doctor_without_metadata_finds_nodes_by_socket(tmp_path: Path, socket_di
         address = store.metadata_address
         store.kill("metadata")
         store.kill("b")  # a killed node leaves its socket
-        done = run(tmp_path, "--metadata", address, "--dram", "16MiB", "--json")
+        done = run(tmp_path, "--metadata", address, "--dram", "16MiB", "-o", "json")
     assert done.returncode == 1
     said = json.loads(done.stdout)
     assert [node["node_id"] for node in said["nodes"]] == ["a"]
@@ -130,7 +136,7 @@ def test_doctor_node_token_rejected_is_reported(tmp_path: Path, socket_dir: Path
         store._specs["a"] = node
         store.start_node("a")
         answers = {
-            name: run(tmp_path, "--dram", "16MiB", "--json", *arguments)
+            name: run(tmp_path, "--dram", "16MiB", "-o", "json", *arguments)
             for name, arguments in (
                 ("none", ()),
                 ("bad", ("--set", f"client.token_file={bad}")),
@@ -147,7 +153,7 @@ def test_doctor_node_token_rejected_is_reported(tmp_path: Path, socket_dir: Path
 
 
 def test_metadata_server_of_the_node_is_asked(tmp_path: Path) -> None:
-    done = run(tmp_path, "--set", "node.metadata=127.0.0.1:1", "--dram", "16MiB", "--json")
+    done = run(tmp_path, "--set", "node.metadata=127.0.0.1:1", "--dram", "16MiB", "-o", "json")
     assert done.returncode == 1
     assert "127.0.0.1:1 (node.metadata) does not answer" in finding(done, "metadata server")["what"]
 
@@ -156,7 +162,7 @@ def test_volumes_together_larger_than_their_disk_are_missing(tmp_path: Path) -> 
     space = os.statvfs(tmp_path)
     size = space.f_bavail * space.f_frsize * 2 // 3
     volumes = ",".join(f"{tmp_path / name}:{size}" for name in ("a", "b"))
-    done = run(tmp_path, "--nvme", volumes, "--dram", "16MiB", "--set", "node.gds=off", "--json")
+    done = run(tmp_path, "--nvme", volumes, "--dram", "16MiB", "--set", "node.gds=off", "-o", "json")
     assert done.returncode == 1
     assert finding(done, "storage", "2 volumes share the file system")["level"] == "missing"
     assert finding(done, "storage", "2 volumes share one disk")["level"] == "warning"
@@ -167,7 +173,7 @@ def test_certificate_of_another_key_is_missing(tmp_path: Path) -> None:
     made, other = make_certificates(tmp_path), make_certificates(tmp_path / "other")
     files = {"ca": made.ca, "cert": made.cert, "key": other.key}
     settings = [part for name, path in files.items() for part in ("--set", f"node.tls.{name}={path}")]
-    done = run(tmp_path, "--dram", "16MiB", "--json", *settings)
+    done = run(tmp_path, "--dram", "16MiB", "-o", "json", *settings)
     assert done.returncode == 1
     assert "KEY_VALUES_MISMATCH" in finding(done, "TLS", "[node.tls]")["what"]
 
@@ -180,7 +186,7 @@ def test_doctor_gds_compatibility_mode_is_reported(tmp_path: Path) -> None:
     slab = NvmeSlab.open(tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=32 << 20)
     assert list(slab.recover()) == []
     slab.close()
-    command = [*COMMAND, "--dram", "16MiB", "--nvme", f"{tmp_path / 'volume'}:32MiB", "--json"]
+    command = [*COMMAND, "--dram", "16MiB", "--nvme", f"{tmp_path / 'volume'}:32MiB", "-o", "json"]
     for mode, code, level in (("required", 1, "missing"), ("auto", 0, "warning")):
         done = subprocess.run(
             [*command, "--set", f"node.gds={mode}"], capture_output=True, text=True, timeout=90, check=False, env=with_stub(stub)

@@ -56,7 +56,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 def status(address: str, **settings: str) -> tuple[int, str]:
     given = [part for name, value in settings.items() for part in ("--set", f"client.{name}={value}")]
     done = CliRunner().invoke(root, ["status", "--metadata", address, *given])
-    return done.exit_code, done.output
+    return done.exit_code, done.stderr
 
 
 def test_status_plain_text_to_tls_names_the_setting(secured: Secured) -> None:

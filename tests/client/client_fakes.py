@@ -1,6 +1,6 @@
 """A node and a metadata server with scripted answers, over real gRPC, sockets and a memfd arena.
 
-The client under test runs unchanged: only what stands on the other side of its sockets is made up.
+The client under test runs unchanged: only the servers on the other side of its sockets are fakes.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self._server.start()
 
     def stop(self) -> None:
-        """As if killed: everything it had in memory is gone. Nothing more happens if it was stopped before."""
+        """Stop as if killed, and lose everything in memory. No effect if it was stopped before."""
         if not self._running:
             return
         self._running = False

@@ -188,7 +188,7 @@ def test_killed_node_returns_with_durable_blocks(cluster: LocalCluster) -> None:
         assert time.monotonic() - began_s < 60, "many times both deadlines: it hangs"
         cluster.start_node("prefill")
         until_s = time.monotonic() + 20
-        while client.local_node is None:  # meanwhile loads go straight to the data plane, as soon as that answers
+        while client.local_node is None:  # until then, loads go straight to the data plane, as soon as that answers
             assert time.monotonic() < until_s
             result = client.load(keys, out := np.zeros_like(data))
             assert np.array_equal(out[: result.hit_blocks], data[: result.hit_blocks])

@@ -38,13 +38,38 @@ def test_connect_auto_finds_local_node(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, folder: Path, make_client: MakeClient
 ) -> None:
     away = make_node("away")
-    away.stop()  # its socket is gone: as if on another host
+    away.stop()  # its socket no longer exists, as if it ran on another host
     away.socket.unlink(missing_ok=True)
     here = make_node("here")
     client = make_client("auto")
     assert client.local_node == "here"
     assert here.names().count("OpenSession") == 1
     assert client.keys(np.arange(8, dtype=np.uint32)) == chain(spec, 2)
+
+
+def test_connect_several_local_nodes_says_which_and_why(
+    make_node: MakeNode, make_client: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_node("first")
+    make_node("second")
+    with caplog.at_level("INFO", "kvclient"):
+        client = make_client("auto")
+    choice = client.local_node_choice
+    assert choice is not None
+    assert (client.local_node, choice.node_id, choice.others) == ("first", "first", ("second",))
+    assert choice.reason.endswith("comes first in local_roles, and its id is the first of that role")
+    assert f"local node chosen: first (reason={choice.reason}, others=second)" in caplog.messages
+
+
+def test_connect_local_node_option_names_the_node(make_node: MakeNode, make_client: MakeClient) -> None:
+    make_node("first")
+    make_node("second")
+    client = make_client("auto", local_node="second")
+    choice = client.local_node_choice
+    assert choice is not None
+    assert (client.local_node, choice.reason, choice.others) == ("second", "the option local_node names it", ("first",))
+    with pytest.raises(Unavailable, match=r"not on this host.*elsewhere.*first, second"):
+        make_client("auto", local_node="elsewhere")
 
 
 def test_connect_auto_without_node_uses_tcp(make_client: MakeClient) -> None:

@@ -203,7 +203,7 @@ def test_load_from_stalled_node_ends_at_deadline(spec: CacheSpec, near: FakeNode
     result = client.load(keys, fresh(spec, 6), deadline_s=0.3)
     assert (result.hit_blocks, result.count(Outcome.TIMEOUT)) == (2, 4)
     assert 0.25 < result.seconds < 5
-    assert ended.wait(5)  # the node was told to stop
+    assert ended.wait(5)  # the node received the order to stop
 
 
 def test_load_cancel_returns_and_leaves_buffer_alone(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:

@@ -114,7 +114,7 @@ def test_store_skips_blocks_after_a_gap(
     assert asked == ([0, gap] if 0 < gap < 4 else [0])  # the rest is asked for once more, from the gap on
     assert completed(near) == ([] if written is None else [[keys[at] for at in written]])
     if answer.count(STORED) > len(written or []):
-        near.wait_called("Abort")  # what was granted behind the gap is given back
+        near.wait_called("Abort")  # slots granted after the gap are freed
 
 
 def test_store_asks_again_for_the_rest_of_a_chunk(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
@@ -158,7 +158,7 @@ def test_store_with_impossible_answers_stores_nothing(
     near.prepare_script = lambda request: None
     near.complete_script = lambda request: node_pb2.CompleteResponse(outcomes=response)
     result = client.store(keys, payloads(keys, spec.shape))
-    assert result.outcomes.tolist() == [LOST, SKIPPED]  # nobody knows
+    assert result.outcomes.tolist() == [LOST, SKIPPED]  # the outcome is unknown
     near.wait_called("Abort", 3)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +82,7 @@ class Course:
     served_s: float = 0.0
     """Seconds from then until loads of both engines hit."""
     last: str = ""
-    """Last problems that the admin server named."""
+    """Last findings that the admin server named."""
 
     def __str__(self) -> str:
         told = ", ".join(f"{who} after {seconds:.1f} s" for who, seconds in self.told_s.items())
@@ -175,8 +176,8 @@ def problem(hosts: ThreeHosts, words: str) -> dict[str, Callable[[], bool]]:
         return any(words in problem.lower() for problem in problems)
 
     return {
-        "kvstore status": lambda: said(line for line in hosts.cli("status").output.splitlines() if line.startswith("problem: ")),
-        "admin": lambda: said(hosts.admin("/v1/cluster")[1].get("problems", ())),
+        "kvstore status": lambda: said(line for line in hosts.cli("status").output.splitlines() if line.startswith("  ")),
+        "admin": lambda: said(one["facts"] for one in hosts.admin("/v1/cluster")[1].get("findings", ())),
     }
 
 
@@ -197,6 +198,14 @@ def not_reported(hosts: ThreeHosts) -> dict[str, Callable[[], bool]]:
 def no_heartbeat(hosts: ThreeHosts) -> dict[str, Callable[[], bool]]:
     """The metric of KVStoreNodeSilent grows."""
     return {"KVStoreNodeSilent": lambda: hosts.alert("KVStoreNodeSilent", "metadata", node=FAULTY) > 2.0}
+
+
+def test_cluster_prometheus_targets_answer(hosts: ThreeHosts) -> None:
+    targets = hosts.metrics_targets()
+    assert len(targets) == 4
+    for target in targets:
+        with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
+            assert b"kvstore_build_info" in answer.read()
 
 
 def test_cluster_node_stopped_is_told_and_recovers(hosts: ThreeHosts, load: Load) -> None:

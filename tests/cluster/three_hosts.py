@@ -180,8 +180,6 @@ class ThreeHosts:
         ready.unlink(missing_ok=True)
         arguments = [sys.executable, "-m", "kvstore.cli", *shlex.split(command)[1:], "--config", str(host.config)]
         arguments += ["--set", f"{section}.ready_file={ready}"]
-        if section != "admin":
-            arguments += ["--set", f"{section}.metrics_listen={self._metrics_address(name)}"]
         log = host.logs / f"{name}.log"
         with log.open("ab") as out, mock.patch.dict(os.environ, environment):
             process = Children.launcher(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
@@ -269,10 +267,15 @@ class ThreeHosts:
         return max(values, default=math.nan)
 
     def _metrics_address(self, name: str) -> str:
-        """Each host's own: the default is one port of loopback."""
+        """Address of the page's ``METRICS_LISTEN`` on this machine."""
         if name == "metadata":
             return f"{self.hosts[METADATA_HOST].address}:{self._ports['7401']}"
         return f"{self.hosts[int(name[-1])].address}:{self._ports['7480']}"
+
+    def metrics_targets(self) -> list[str]:
+        """Addresses that the Prometheus of the page asks, on this machine."""
+        config = yaml.safe_load(self._here(self.hosts[METADATA_HOST], (self._desk / "prometheus.yml").read_text()))
+        return [target for job in config["scrape_configs"] for entry in job["static_configs"] for target in entry["targets"]]
 
     def connect(self, host: int | None) -> KVClient:
         """An engine's client as the page has it: on a host with a node, or without one."""

@@ -24,7 +24,7 @@ shapes = st.builds(BlockShape, st.integers(1, 5), st.integers(1, 300))
 
 
 class Torn:
-    """A buffer whose Layer Blocks consist of pieces of three bytes."""
+    """A buffer whose layer blocks consist of pieces of three bytes."""
 
     def __init__(self, blocks: list[bytes], shape: BlockShape) -> None:
         self._blocks = blocks

@@ -7,8 +7,9 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.range_digests import digest_keys, digest_ranges, key_range
+from kvstore.core.range_digests import digest_keys, key_range
 from kvstore.core.types import BlockKey
+from support.digests import digest_ranges
 
 KEYS = st.sets(st.binary(min_size=16, max_size=16).map(BlockKey), max_size=50)
 

@@ -6,13 +6,12 @@ import pytest
 
 from kvstore.core import errors
 from kvstore.core.errors import ErrorKind, KVStoreError
-from kvstore.core.status import ERROR_CLASSES, STATUS, GrpcCode, kind_of_grpc, kind_of_http, make_error
+from kvstore.core.status import ERROR_CLASSES, STATUS, GrpcCode, kind_of_grpc, make_error
 
 
 @pytest.mark.parametrize("kind", ErrorKind)
 def test_kind_round_trips(kind: ErrorKind) -> None:
     assert kind_of_grpc(STATUS[kind].grpc) is kind
-    assert kind_of_http(STATUS[kind].http) is kind
     assert ERROR_CLASSES[kind].kind is kind
 
 
@@ -26,20 +25,13 @@ def test_every_grpc_code_has_a_kind(code: GrpcCode) -> None:
     assert kind_of_grpc(int(code)) in ErrorKind
 
 
-@pytest.mark.parametrize(("status", "kind"), [(418, "invalid_argument"), (599, "internal"), (404, "not_found")])
-def test_unsent_http_statuses_have_a_nearest_kind(status: int, kind: str) -> None:
-    assert kind_of_http(status) == kind
-
-
 def test_an_unknown_grpc_code_is_internal() -> None:
     assert kind_of_grpc(77) is ErrorKind.INTERNAL
 
 
 def test_success_is_no_error() -> None:
-    with pytest.raises(ValueError, match="no error"):
+    with pytest.raises(ValueError, match="not an error"):
         kind_of_grpc(0)
-    with pytest.raises(ValueError, match="no error"):
-        kind_of_http(200)
 
 
 def test_numbers_are_those_of_grpc() -> None:

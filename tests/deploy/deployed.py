@@ -21,6 +21,7 @@ from kvstore.cli.support.build_config import admin_config, metadata_config, node
 from kvstore.cli.support.host_settings import settle
 from kvstore.config.model import Config
 from kvstore.config.sources import ENVIRONMENT_PREFIX, Setting, load_config
+from kvstore.rpc.address import stays_on_host
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEPLOY = REPOSITORY / "deploy"
@@ -138,20 +139,56 @@ def image() -> tuple[Image, Image]:
     return Image(tuple(found)), Image(tuple(found[last:]))
 
 
+# ---------------------------------------------------------------- what contradicts itself
+def problems(daemon: Daemon) -> list[str]:
+    """Contradictions in the start of one daemon."""
+    config = daemon.config
+    found = []
+    if daemon.health[:2] != ("health", daemon.arguments[0]) or parse(daemon.health)[0] != "health":
+        found.append(f"it is asked {daemon.health}")
+    if daemon.arguments[0] == "node":
+        addresses = (config.node.listen, config.node.data_listen, config.node.storage_listen)
+        remote = any(address and not stays_on_host(address) for address in addresses)
+        if remote and not config.node.allow_insecure_remote and config.node.tls.cert is None:
+            found.append("it refuses to listen")
+        if not stays_on_host(config.node.metrics_listen) and not (
+            config.node.allow_insecure_remote or config.node.allow_insecure_metrics
+        ):
+            found.append("it refuses to show metrics")
+        if "0.0.0.0" in config.node.listen and not config.node.advertise_host:
+            found.append("others would be told 0.0.0.0")
+        if config.node.storage_listen and not config.node.storage_advertise_host and "0.0.0.0" in config.node.storage_listen:
+            found.append("others would be told 0.0.0.0 in the storage network")
+    if daemon.folders:
+        needed = {"metadata": [config.data_dir], "router": [], "admin": []}.get(
+            daemon.arguments[0], [config.node.run_dir, *(volume.path for volume in config.node.nvme)]
+        )
+        found += [f"nothing is mounted at {place}" for place in needed if not _within(place, daemon.folders)]
+        secret = [config.admin.tokens_file, config.admin.tls.cert, config.admin.tls.key] if daemon.arguments[0] == "admin" else []
+        found += [f"nothing is mounted at {place}" for place in secret if place and not _within(place, daemon.secrets)]
+    if daemon.arguments[0] == "admin" and config.admin.tokens_file is None:
+        found.append("whoever reaches it may do everything")
+    return found
+
+
+def _within(place: Path | None, folders: tuple[str, ...]) -> bool:
+    return place is not None and any(place.is_relative_to(folder) for folder in folders)
+
+
 # ---------------------------------------------------------------- compose
-def compose(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The compose file with its variables replaced by ``variables`` or their defaults, like compose does."""
+def compose(variables: Mapping[str, str] | None = None, file: Path = COMPOSE) -> dict[str, Any]:
+    """A compose file with its variables replaced by ``variables`` or their defaults, like compose does."""
 
     def replaced(match: re.Match[str]) -> str:
         return (variables or {}).get(match[1], match[2])
 
-    text = re.sub(r"\$\{([A-Z_]+):-([^}]*)\}", replaced, COMPOSE.read_text())
+    text = re.sub(r"\$\{([A-Z_]+):-([^}]*)\}", replaced, file.read_text())
     assert "${" not in text
     document: dict[str, Any] = yaml.safe_load(text)
     return document
 
 
-def compose_daemons(variables: Mapping[str, str] | None = None) -> dict[str, Daemon]:
+def compose_daemons(variables: Mapping[str, str] | None = None, file: Path = COMPOSE) -> dict[str, Daemon]:
     """Services that run our image."""
     _, last = image()
     defaults = {name: last.environment[name] for name in last.environment if name.startswith(ENVIRONMENT_PREFIX)}
@@ -160,19 +197,21 @@ def compose_daemons(variables: Mapping[str, str] | None = None) -> dict[str, Dae
     check = re.fullmatch(r".*CMD (\[.*\])", last.last("HEALTHCHECK"))
     assert check is not None
     found = {}
-    for name, service in compose(variables)["services"].items():
-        if "build" not in service:
+    for name, service in compose(variables, file)["services"].items():
+        if not service["image"].startswith("kvstore:"):
             continue
         health = service["healthcheck"]["test"][1:] if "healthcheck" in service else json.loads(check[1])
         assert health[0] == "kvstore"
-        mounted = [volume.split(":")[1] for volume in service.get("volumes", [])]
+        volumes = service.get("volumes", [])
+        mounted = [volume.split(":")[1] for volume in volumes if not volume.endswith(":ro")]
+        secrets = [volume.split(":")[1] for volume in volumes if volume.endswith(":ro")]
         found[name] = Daemon(
             name,
             tuple(service["command"]),
             defaults | service["environment"],
             tuple(health[1:]),
             (*mounted, *(place.split(":")[0] for place in service["tmpfs"])),
-            tuple(f"/run/secrets/{secret}" for secret in service.get("secrets", [])),
+            (*secrets, *(f"/run/secrets/{secret}" for secret in service.get("secrets", []))),
             service,
         )
     return found

@@ -153,9 +153,9 @@ def test_chart_pool_inherits_and_settings_override() -> None:
     (node,) = (one for one in rendered("plain", *arguments) if one["kind"] == "DaemonSet")
     config = chart_daemon(node).config.node
     assert (config.policy, config.prefault, config.dram_bytes) == ("lru", False, 4 << 30)
-    arguments = ("--set", "settings.node\\.allow_insecure_remote=false")
+    arguments = ("--set", "settings.node\\.prefault=false")
     (node,) = (one for one in rendered("plain", *arguments) if one["kind"] == "DaemonSet")
-    assert chart_daemon(node).config.node.allow_insecure_remote is False
+    assert chart_daemon(node).config.node.prefault is False
 
 
 @pytest.mark.parametrize(("example", "limited"), [("plain", ["Ingress", "Egress"]), ("rdma", ["Ingress"])])
@@ -188,6 +188,7 @@ def test_chart_admin_server_admits_named_clients_only(example: str, limited: lis
         (["node.dram=4096"], "dram"),
         (["node.drams=4GiB"], "drams"),
         (["pools.all.roles[0]=tape"], "roles"),
+        (["node.podLabels.kvstore/pool=other"], "kvstore/pool"),
         (["settings.node\\.io_threads=8"], "settings"),
         (["node.terminationGracePeriodSeconds=5"], "terminationGracePeriodSeconds"),
     ],
@@ -209,3 +210,46 @@ def test_chart_has_our_version_and_files() -> None:
     assert json.loads(by_kind["ConfigMap"]["data"]["kvstore.json"]) == dashboard
     ports = {port["name"] for one in documents if one["kind"] == "Service" for port in one["spec"]["ports"]}
     assert {endpoint["port"] for endpoint in by_kind["ServiceMonitor"]["spec"]["endpoints"]} <= ports
+
+
+def test_chart_additions_reach_every_pod() -> None:
+    values = {
+        "podLabels.team": "cache",
+        "podAnnotations.note": "kept",
+        "topologySpreadConstraints[0].maxSkew": "1",
+        "topologySpreadConstraints[0].topologyKey": "zone",
+        "topologySpreadConstraints[0].whenUnsatisfiable": "ScheduleAnyway",
+        "extraEnv[0].name": "TZ",
+        "extraEnv[0].value": "UTC",
+        "extraVolumes[0].name": "extra",
+        "extraVolumes[0].emptyDir.medium": "Memory",
+        "extraVolumeMounts[0].name": "extra",
+        "extraVolumeMounts[0].mountPath": "/extra",
+    }
+    arguments = [
+        part
+        for kind in ("metadata", "node", "router", "admin")
+        for key, value in values.items()
+        for part in ("--set", f"{kind}.{key}={value}")
+    ]
+    workloads = pods(rendered("tls", *arguments))
+    assert {chart_daemon(workload).arguments[0] for workload in workloads} == {"metadata", "node", "router", "admin"}
+    for workload in workloads:
+        pod = workload["spec"]["template"]
+        assert pod["metadata"]["labels"]["team"] == "cache"
+        assert pod["metadata"]["annotations"] == {"note": "kept"}
+        assert pod["spec"]["topologySpreadConstraints"][0]["topologyKey"] == "zone"
+        (container,) = pod["spec"]["containers"]
+        assert {"name": "TZ", "value": "UTC"} in container["env"]
+        assert {"name": "extra", "mountPath": "/extra"} in container["volumeMounts"]
+        assert {"name": "extra", "emptyDir": {"medium": "Memory"}} in pod["spec"]["volumes"]
+        kubernetes_validate.validate(workload, KUBERNETES[-1], strict=True)
+
+
+def test_chart_with_tls_opens_no_plain_text_but_metrics() -> None:
+    for example, plain in (("tls", False), ("plain", True)):
+        for workload in pods(rendered(example)):
+            daemon = chart_daemon(workload)
+            if daemon.arguments[0] in {"metadata", "node"}:
+                section = getattr(daemon.config, daemon.arguments[0])
+                assert (section.allow_insecure_remote, section.allow_insecure_metrics) == (plain, True)

@@ -18,7 +18,6 @@ from deployed import (
     HELM,
     REPOSITORY,
     SYSTEMD,
-    Daemon,
     chart_daemon,
     compose,
     compose_daemons,
@@ -27,6 +26,7 @@ from deployed import (
     image,
     parse,
     pods,
+    problems,
     rendered,
     resolve,
     systemd_daemon,
@@ -34,45 +34,9 @@ from deployed import (
 )
 
 from kvstore.core.errors import KVStoreError
-from kvstore.rpc.address import stays_on_host
 
 needs_helm = pytest.mark.skipif(not HELM.exists(), reason="no helm beside this Python: scripts/fetch_helm.py")
 READMES = (DEPLOY / "README.md", REPOSITORY / "README.md")
-
-
-def problems(daemon: Daemon) -> list[str]:
-    """Contradictions in the start of one daemon."""
-    config = daemon.config
-    found = []
-    if daemon.health[:2] != ("health", daemon.arguments[0]) or parse(daemon.health)[0] != "health":
-        found.append(f"it is asked {daemon.health}")
-    if daemon.arguments[0] == "node":
-        addresses = (config.node.listen, config.node.data_listen, config.node.storage_listen, config.node.metrics_listen)
-        remote = any(address and not stays_on_host(address) for address in addresses)
-        if (
-            remote
-            and not config.node.allow_insecure_remote
-            and (config.node.tls.cert is None or not stays_on_host(config.node.metrics_listen))
-        ):
-            found.append("it refuses to listen")
-        if "0.0.0.0" in config.node.listen and not config.node.advertise_host:
-            found.append("others would be told 0.0.0.0")
-        if config.node.storage_listen and not config.node.storage_advertise_host and "0.0.0.0" in config.node.storage_listen:
-            found.append("others would be told 0.0.0.0 in the storage network")
-    if daemon.folders:
-        needed = {"metadata": [config.data_dir], "router": [], "admin": []}.get(
-            daemon.arguments[0], [config.node.run_dir, *(volume.path for volume in config.node.nvme)]
-        )
-        found += [f"nothing is mounted at {place}" for place in needed if not _within(place, daemon.folders)]
-        secret = [config.admin.tokens_file, config.admin.tls.cert, config.admin.tls.key] if daemon.arguments[0] == "admin" else []
-        found += [f"nothing is mounted at {place}" for place in secret if place and not _within(place, daemon.secrets)]
-    if daemon.arguments[0] == "admin" and config.admin.tokens_file is None:
-        found.append("whoever reaches it may do everything")
-    return found
-
-
-def _within(place: Path | None, folders: tuple[str, ...]) -> bool:
-    return place is not None and any(place.is_relative_to(folder) for folder in folders)
 
 
 # ---------------------------------------------------------------- each kind of file
@@ -103,7 +67,7 @@ def test_compose_names_are_its_services() -> None:
         if daemon.arguments[0] == "node":
             assert {config.node.advertise_host, config.node.storage_advertise_host} <= reached[name]
             assert config.node.node_id == name
-            assert config.node.write_behind_to in {None, *daemons}
+            assert config.node.write_back_to in {None, *daemons}
         assert {secret.removeprefix("/run/secrets/") for secret in daemon.secrets} <= document.get("secrets", {}).keys()
 
 

@@ -80,7 +80,7 @@ def layer_bytes(cache: PagedCache, layer: int, page_ids: Sequence[int]) -> bytes
 
 
 def block_bytes(cache: PagedCache, page_ids: Sequence[int]) -> np.ndarray:
-    """Full Blocks of some pages: uint8 ``[blocks, layers * row_bytes]``."""
+    """Full blocks of some pages: uint8 ``[blocks, layers * row_bytes]``."""
     each = cache.pages_per_block
     blocks = [
         b"".join(layer_bytes(cache, layer, page_ids[at : at + each]) for layer in range(len(cache.layers)))

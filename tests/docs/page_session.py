@@ -86,13 +86,18 @@ def kind(fence: Fence) -> str:
             return "prints"
         case (("python" | "toml"), title) if _FILE.fullmatch(title):
             return "file"
-    raise ValueError(f"line {fence.line}: nobody knows what to do with {fence.language} {fence.title!r}")
+    raise ValueError(f"line {fence.line}: unknown kind of block: {fence.language} {fence.title!r}")
 
 
 class Session:
-    """Session of a reader on one page. A context manager that ends all terminals on exit."""
+    """Session of a reader on one page. A context manager that ends all terminals on exit.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: working folder of the reader.
+        installed: the programs of an environment in which a wheel is installed; None: those of the checkout.
+    """
+
+    def __init__(self, folder: Path, installed: Path | None = None) -> None:
         self.folder = folder
         self._run = TempDir("kvs-", Path("/tmp"))
         self._ports: dict[int, int] = {}
@@ -101,17 +106,21 @@ class Session:
         """Output of the last command; None: the last step opened a terminal."""
         programs = folder / "bin"
         programs.mkdir()
-        for name, call in (("python", sys.executable), ("kvstore", f"{sys.executable} -m kvstore.cli")):
+        python, kvstore = (sys.executable, f"{sys.executable} -m kvstore.cli")
+        if installed is not None:
+            python, kvstore = (str(installed / "python"), str(installed / "kvstore"))
+        for name, call in (("python", python), ("kvstore", kvstore)):
             (programs / name).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
             (programs / name).chmod(0o755)
         self._environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")},
+            **{name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "PYTHON"))},
             **{name: f"127.0.0.1:{self._port(port)}" for name, port in _DEFAULTS.items()},
             "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join(str(REPOSITORY / each) for each in (".", "clients", "proto")),
             "HOME": str(folder),
             "XDG_RUNTIME_DIR": str(self._run.path),
         }
+        if installed is None:
+            self._environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / each) for each in (".", "clients", "proto"))
 
     def __enter__(self) -> Self:
         return self

@@ -25,6 +25,9 @@ from kvstore.observe.metric_definitions import METRICS
 
 DOCS = included.DOCS
 ALL = sorted(DOCS.rglob("*.md"))
+OUTSIDE = [included.REPOSITORY / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "deploy/README.md")]
+NAMING = [*ALL, *OUTSIDE]
+"""Pages whose names are compared with the code."""
 SHOWN = ("mermaid", "toml", "python")
 """Languages of blocks that contain no commands."""
 
@@ -43,17 +46,17 @@ SECTIONS = {key.rpartition(".")[0] for key in SETTINGS} | {"node", "metadata"}
 _INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?:    .*\n|\n(?=    ))+")
 _CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _SETTING = re.compile(r"((?:metadata|node|router|admin|events|log|observe|client)(?:\.[a-z_]+)+)(?: ?= ?.+)?")
-_COMMAND = re.compile(r"kvstore ([a-z-]+)")
+_COMMAND = re.compile(r"kvstore ([a-z][a-z-]*)(?: ([a-z][a-z-]*)\b(?![=./-]))?")
 _METRIC = re.compile(r"kvstore_[a-z0-9_]+_(?:total|seconds|bytes|blocks|tokens)")
 
 
 def ids(pages: list[Path]) -> list[str]:
-    return [page.relative_to(DOCS).with_suffix("").as_posix() for page in pages]
+    return [page.relative_to(included.REPOSITORY).with_suffix("").as_posix().removeprefix("docs/") for page in pages]
 
 
 def texts(page: Path) -> Iterator[tuple[str, str]]:
     """Texts of a page and of the files that it includes, each with its file."""
-    yield page.name, page.read_text(encoding="utf-8")
+    yield str(page.relative_to(included.REPOSITORY)), page.read_text(encoding="utf-8")
     yield from ((str(source), text) for source, text in included.sources(page))
 
 
@@ -94,7 +97,7 @@ def test_page_skipped_commands_have_reason(page: Path) -> None:
 
 
 # ---------------------------------------------------------------- names that must exist
-@pytest.mark.parametrize("page", ALL, ids=ids(ALL))
+@pytest.mark.parametrize("page", NAMING, ids=ids(NAMING))
 def test_page_commands_and_flags_exist(page: Path) -> None:
     for source, text in texts(page):
         for shell in shells(text):
@@ -107,7 +110,7 @@ def test_page_commands_and_flags_exist(page: Path) -> None:
                     raise AssertionError(f"{source}: kvstore {' '.join(words)}: {error}") from error
 
 
-@pytest.mark.parametrize("page", ALL, ids=ids(ALL))
+@pytest.mark.parametrize("page", NAMING, ids=ids(NAMING))
 def test_page_names_in_prose_exist(page: Path) -> None:
     wrong = []
     for source, text in texts(page):
@@ -118,7 +121,7 @@ def test_page_names_in_prose_exist(page: Path) -> None:
             ):  # values of the Helm chart
                 wrong.append(f"{source}: the setting {span}")
             command = _COMMAND.match(span)
-            if command is not None and command[1] not in root.list_commands(click.Context(root)):
+            if command is not None and not _is_command(command[1], command[2]):
                 wrong.append(f"{source}: the command {span}")
             if _METRIC.fullmatch(span) and span not in METRICS:
                 wrong.append(f"{source}: the metric {span}")
@@ -136,6 +139,14 @@ def test_page_configurations_are_valid(page: Path, tmp_path: Path) -> None:
             load_config(file)
 
 
+def _is_command(name: str, below: str | None) -> bool:
+    """Whether a command exists; ``below`` is a subcommand if the command is a group, else an argument."""
+    command = root.get_command(click.Context(root), name)
+    return command is not None and (
+        below is None or not isinstance(command, click.Group) or below in command.list_commands(click.Context(command))
+    )
+
+
 def _is_variable(name: str) -> bool:
     try:
         load_config(None, {name: ""}, default_files=())
@@ -145,6 +156,12 @@ def _is_variable(name: str) -> bool:
 
 
 # ---------------------------------------------------------------- errors are detected
+def test_unknown_subcommand_in_prose_is_detected() -> None:
+    assert _is_command("nodes", "show")
+    assert not _is_command("nodes", "paint")
+    assert not _is_command("paint", None)
+
+
 @pytest.mark.parametrize(
     "shell",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+from reference_texts import rest_operations
 
 import kvclient
 from kvstore.cli.app import root
@@ -92,3 +94,59 @@ def test_site_reference_is_complete(site: Path) -> None:
     for service, call in (("Metadata", "WatchBlocks"), ("Node", "Prepare"), ("NodeAdmin", "EvictBlocks")):
         assert f"{service}.{call}" in words(site, "reference/protocol.html")
     assert "/v1/nodes/{node_id}/drain" in words(site, "reference/rest.html")
+
+
+# ---------------------------------------------------------------- search
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[str, str]:
+    """Title and text that the search of the site sees, in lower case, by page and heading."""
+    entries = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    return {
+        entry["location"]: html.unescape(re.sub(r"<[^>]+>", "", f"{entry['title']} {entry['text']}")).lower() for entry in entries
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "page"),
+    [
+        ("troubleshooting", "how-to/troubleshooting.html"),
+        ("glossary", "reference/glossary.html"),
+        ("backup", "how-to/backup.html"),
+        ("disaster recovery", "how-to/backup.html"),
+        ("upgrade", "how-to/upgrade.html"),
+        ("roll back", "how-to/upgrade.html"),
+        ("high availability", "explanation/high-availability.html"),
+        ("concepts", "explanation/concepts.html"),
+        ("versions", "reference/stability.html"),
+        ("lmcache", "explanation/faq.html#lmcache"),
+        ("mooncake", "explanation/faq.html#mooncake-store"),
+        ("redis", "explanation/faq.html#redis"),
+        ("offloading", "explanation/faq.html#vllms-own-offloading"),
+        ("metrics and alerts", "how-to/three-hosts.html#metrics-and-alerts"),
+        ("memory of a node", "how-to/size-a-cluster.html#memory-of-a-node-and-of-the-metadata-server"),
+    ],
+)
+def test_search_finds_page(pages: dict[str, str], asked: str, page: str) -> None:
+    first_words = pages[page][: len(asked) + 40]
+    assert asked in first_words, "the words must be in the title, which the search ranks first"
+
+
+def test_search_finds_every_reference_name(pages: dict[str, str]) -> None:
+    def missing(page: str, names: list[str]) -> list[str]:
+        text = " ".join(found for location, found in pages.items() if location.startswith(f"reference/{page}.html"))
+        return [name for name in names if name.lower() not in text]
+
+    assert missing("configuration", [leaf.key for leaf in leaves(Config(), {})]) == []
+    assert missing("metrics", list(METRICS)) == []
+    assert missing("errors", [kind.value for kind in ErrorKind]) == []
+    operations = [f"{method} {path}" for method, path, _ in rest_operations()]
+    assert missing("rest", operations) == []
+
+
+def test_glossary_has_every_term_once(pages: dict[str, str]) -> None:
+    rows = re.findall(r"^\| ([^|]+?) \| ", (REPOSITORY / "docs/reference/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    terms = [term.strip("`").lower() for row in rows[2:] for term in row.split(", ")]
+    assert terms, "the table is not read"
+    assert sorted(set(terms)) == sorted(terms)
+    assert [row.strip("`").lower() for row in rows[2:]] == sorted(row.strip("`").lower() for row in rows[2:])
+    assert {"namespace", "block", "volume epoch", "cascade", "range digest", "admission gate", "cancel scope"} <= set(terms)

@@ -30,7 +30,7 @@ GIB = 1 << 30
 LAPTOP: dict[str, dict[str, Any]] = {
     "system": {
         "kernel": "6.12.0", "machine": "x86_64", "python": "3.11.2", "cores": 8, "root": False,
-        "packages": {"kvstore-dualpath": "0.1.0", "torch": "2.13.0+cpu"}, "modules": ["torch"],
+        "packages": {"kvstore-dualpath": "0.1.0", "torch": "2.13.0+cpu"}, "modules": ["torch"], "copy_kernel": "avx2",
     },
     "gpu": {"cards": 0, "driver": None, "library": False, "udev": True, "nvidia_fs": False},
     "memory": {
@@ -127,6 +127,7 @@ def test_findings_complete_server_is_ok() -> None:
         ({"gpu": {"library": False, "devices": None}}, "GPU", "libcuda.so.1", Level.WARNING, "nvidia-driver"),
         ({"gpu": {"library": False, "devices": None, "cards": 0}}, "GPU", "no NVIDIA card is seen", Level.WARNING, None),
         ({"gpu": {"status": 100, "devices": []}}, "GPU", "cuInit answers 100", Level.WARNING, "nvidia-smi"),
+        ({"system": {"copy_kernel": "python"}}, "software", "in Python", Level.WARNING, "apt install gcc"),
         ({"system": {"packages": {"torch": "2.13.0+cpu"}}}, "GPU", "does not use it", Level.WARNING, "pip install"),
         ({"gpu": "gave no answer within 10 s"}, "GPU", "gave no answer within 10 s", Level.WARNING, None),
         # ---- GDS, which this configuration requires
@@ -152,7 +153,7 @@ def test_findings_complete_server_is_ok() -> None:
          "sudo chmod o+x /mnt"),
         ({"volume_0": {"closed": True}}, "storage", "may not enter /mnt/a:", Level.MISSING, 'sudo chown "$USER" /mnt/a'),
         ({"volume_0": {"slab_bytes": 5, "slab_damage": "cut off"}}, "storage", "no volume (cut off)", Level.MISSING,
-         "kvstore volume check --repair /mnt/a"),
+         "kvstore volumes repair /mnt/a"),
         ({"volume_0": "gave no answer within 10 s"}, "storage", "/mnt/a: not known", Level.WARNING, None),
         # ---- memory
         ({"memory": {"total_bytes": 32 * GIB}}, "memory", "in 32 GiB of RAM", Level.MISSING, "--set node.dram=16GiB"),

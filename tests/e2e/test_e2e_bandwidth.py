@@ -19,7 +19,8 @@ MIB = 1 << 20
 
 def links(store: Store) -> dict[str, dict[str, Any]]:
     """The links of node a, by network."""
-    command = [sys.executable, "-m", "kvstore.cli", "nodes", "show", "a", "--json", "--metadata", store.cluster.metadata_address]
+    words = ["nodes", "show", "a", "-o", "json", "--metadata", store.cluster.metadata_address]
+    command = [sys.executable, "-m", "kvstore.cli", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return {nic["network"]: nic for nic in json.loads(done.stdout)["nics"]}
 

@@ -128,7 +128,7 @@ def test_drain_under_load_loses_nothing(make_store: MakeStore, move: bool) -> No
     with load(list(engines.values())) as running:
         for one in running:
             one.goes_on()
-        done = command(store, "drain", "a", "--wait", *(["--move"] if move else []))
+        done = command(store, "nodes", "drain", "a", "--wait", *(["--move"] if move else []))
         assert done.returncode == 0, (done.stdout, done.stderr)
         assert "\x1b" not in done.stdout, "plain output in a pipe"
         assert done.stdout.splitlines()[-1].startswith("a: drained"), done.stdout
@@ -154,7 +154,7 @@ def test_drain_under_load_loses_nothing(make_store: MakeStore, move: bool) -> No
         store.evict(name)  # replicas of blocks from other nodes
     if move:
         assert all_there(engines["b"], durable), "at once, from the nodes that took them over"
-        removed = command(store, "remove", "a")
+        removed = command(store, "nodes", "remove", "a")
         assert (removed.returncode, removed.stdout) == (0, "a: removed\n"), removed.stderr
         assert state(store, "a") == "gone"
         assert all_there(engines["c"], durable)
@@ -163,7 +163,7 @@ def test_drain_under_load_loses_nothing(make_store: MakeStore, move: bool) -> No
         store.cluster.start_node("a")
         assert state(store, "a") in ("DRAINING", "DRAINED"), "the order holds until it is lifted"
         wait_until(lambda: all_there(engines["b"], durable), "what lay there is found again")
-        assert command(store, "undrain", "a").stdout == "a: active\n"
+        assert command(store, "nodes", "undrain", "a").stdout == "a: active\n"
 
 
 def test_drain_tenant_near_quota_moves_all(make_store: MakeStore) -> None:
@@ -175,12 +175,12 @@ def test_drain_tenant_near_quota_moves_all(make_store: MakeStore) -> None:
     limited = command(store, "tenants", "set", "acme", "--nvme", str(held * 9 // 8), "--yes")
     assert limited.returncode == 0, limited.stderr
     store.evict("a")
-    done = command(store, "drain", "a", "--move", "--wait")
+    done = command(store, "nodes", "drain", "a", "--move", "--wait")
     assert done.returncode == 0, (done.stdout, done.stderr)
     for name in "ab":
         assert dict(store.node_stats(name).counters).get("evicted_quota_blocks_total", 0) == 0, "nothing was evicted"
     store.cluster.stop("a")
-    assert command(store, "remove", "a").returncode == 0
+    assert command(store, "nodes", "remove", "a").returncode == 0
     store.evict("b")  # DRAM-only blocks do not count
     assert all_there(there, durable)
 
@@ -189,7 +189,7 @@ def test_drain_client_reads_from_other_nodes(make_store: MakeStore) -> None:
     store = make_store(*nodes("a", "b"))
     here, there = store.engine("a"), store.engine("b")
     keys = store_durably(there, "elsewhere")
-    assert command(store, "drain", "a", "--wait").returncode == 0
+    assert command(store, "nodes", "drain", "a", "--wait").returncode == 0
     loaded = here.load_keys(keys)
     assert loaded.hit_blocks == len(keys)
     assert set(loaded.bytes_by_path) == {"prefill"}
@@ -216,14 +216,14 @@ def test_drain_not_durable_blocks_are_reported(make_store: MakeStore) -> None:
     store = make_store(NodeSpec("memory", dram_bytes=DRAM), *nodes("disk"))
     engine, other = store.engine("memory"), store.engine("disk")
     assert engine.store("x", 10, wait_visible=True).count(StoreOutcome.STORED) == 10
-    blocked = command(store, "drain", "memory", "--wait")
+    blocked = command(store, "nodes", "drain", "memory", "--wait")
     assert blocked.returncode == 3
     assert "10 not durable" in blocked.stdout
     assert "in DRAM only" in blocked.stdout
-    refused = command(store, "remove", "memory")
+    refused = command(store, "nodes", "remove", "memory")
     assert refused.returncode == 3
     assert "drain it first" in refused.stderr
-    assert command(store, "drain", "memory", "--move", "--wait").returncode == 0, "others may take it"
+    assert command(store, "nodes", "drain", "memory", "--move", "--wait").returncode == 0, "others may take it"
     keys = engine.keys("x", 10)
     store.cluster.kill("memory")
     wait_until(lambda: not _alive(store, "memory"), "it is silent")
@@ -232,23 +232,23 @@ def test_drain_not_durable_blocks_are_reported(make_store: MakeStore) -> None:
 
 def test_drain_commands_report_errors(make_store: MakeStore) -> None:
     store = make_store(*nodes("a"))
-    for arguments in (("drain", "nobody"), ("undrain", "nobody"), ("remove", "nobody")):
+    for arguments in (("nodes", "drain", "nobody"), ("nodes", "undrain", "nobody"), ("nodes", "remove", "nobody")):
         done = command(store, *arguments)
         assert done.returncode == 3
         assert "no such node" in done.stderr
-    assert command(store, "drain", "a", "--timeout", "soon").returncode == 2
+    assert command(store, "nodes", "drain", "a", "--timeout", "soon").returncode == 2
     store_durably(store.engine("a"), "x", 5)
-    alone = command(store, "drain", "a", "--move", "--wait")
+    alone = command(store, "nodes", "drain", "a", "--move", "--wait")
     assert alone.returncode == 3
     assert "5 to move, no other active node has free space on a volume" in alone.stdout.splitlines()[-1]
-    assert command(store, "drain", "a", "--wait").returncode == 0, "they are durable where they are"
-    assert command(store, "undrain", "a").stdout == "a: active\n"
+    assert command(store, "nodes", "drain", "a", "--wait").returncode == 0, "they are durable where they are"
+    assert command(store, "nodes", "undrain", "a").stdout == "a: active\n"
     store.cluster.stop("a")
-    silent = command(store, "drain", "a", "--wait")
+    silent = command(store, "nodes", "drain", "a", "--wait")
     assert silent.returncode == 1
     assert "once it is back" in silent.stderr
     store.cluster.stop("metadata")
-    done = command(store, "drain", "a", "--set", "client.deadline=500ms")
+    done = command(store, "nodes", "drain", "a", "--set", "client.deadline=500ms")
     assert done.returncode == 1
     assert "cannot reach the metadata server" in done.stderr
 
@@ -291,14 +291,14 @@ def given_up(store: Store, storage: str, node: str, blocks: int) -> list[BlockKe
     engine = store.engine(node)
     store.cluster.stop(storage)
     assert engine.store("given up", blocks).count(StoreOutcome.STORED) == blocks
-    wait_until(lambda: store.node_stats(node).counters.get("write_behind_dropped_blocks_total", 0) == blocks, "nobody took them")
+    wait_until(lambda: store.node_stats(node).counters.get("write_back_dropped_blocks_total", 0) == blocks, "nobody took them")
     return engine.keys("given up", blocks)
 
 
 @pytest.mark.parametrize("back", ["before", "meanwhile"])
 def test_stop_sends_blocks_that_storage_node_missed(make_store: MakeStore, back: str) -> None:
     """A rolling restart: the storage node first, then the nodes that write back to it."""
-    memory = NodeSpec("memory", dram_bytes=DRAM, write_behind_to="disk", settings=(("stop_grace", "60s"),))
+    memory = NodeSpec("memory", dram_bytes=DRAM, write_back_to="disk", settings=(("stop_grace", "60s"),))
     store = make_store(*nodes("disk"), memory)
     keys = given_up(store, "disk", "memory", 100)
     process = store.cluster.node("memory").process
@@ -317,7 +317,7 @@ def test_stop_sends_blocks_that_storage_node_missed(make_store: MakeStore, back:
 
 
 def test_stop_storage_node_away_ends_in_time(make_store: MakeStore) -> None:
-    memory = NodeSpec("memory", dram_bytes=DRAM, write_behind_to="disk", settings=(("stop_grace", "1s"),))
+    memory = NodeSpec("memory", dram_bytes=DRAM, write_back_to="disk", settings=(("stop_grace", "1s"),))
     store = make_store(*nodes("disk"), memory)
     given_up(store, "disk", "memory", 20)
     assert stop_in_order(store.cluster.node("memory")) == 0
@@ -379,7 +379,7 @@ def test_drain_bad_block_is_not_moved(make_store: MakeStore) -> None:
     with slab.open("r+b") as file:
         file.seek(at + 100)
         file.write(bytes([data[at + 100] ^ 1]))
-    done = command(store, "drain", "a", "--move", "--wait")
+    done = command(store, "nodes", "drain", "a", "--move", "--wait")
     assert done.returncode in (0, 3), done.stderr
     store.cluster.stop("a")
     loaded = other.load_keys(keys)

@@ -259,7 +259,7 @@ def test_invalid_rpcs_get_typed_errors(make_store: MakeStore) -> None:
 
 def test_store_not_durable_is_reported(make_store: MakeStore) -> None:
     store = make_store(
-        NodeSpec("plain"), NodeSpec("s", roles=("storage",), nvme_bytes=64 * MIB), NodeSpec("far", write_behind_to="s")
+        NodeSpec("plain"), NodeSpec("s", roles=("storage",), nvme_bytes=64 * MIB), NodeSpec("far", write_back_to="s")
     )
     plain, far = store.engine("plain"), store.engine("far")
     refused = plain.store("c", 10, durable=True)

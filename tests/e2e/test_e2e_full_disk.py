@@ -69,8 +69,8 @@ def gauge(address: str, name: str) -> float:
 
 def shown(store: Store) -> dict[str, Any]:
     """Run ``kvstore status``."""
-    command = [sys.executable, "-m", "kvstore.cli", "status", "--json", "--metadata", store.cluster.metadata_address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    command = [sys.executable, "-m", "kvstore.cli", "status", "-o", "json", "--metadata", store.cluster.metadata_address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return dict(json.loads(done.stdout))
 
 
@@ -83,22 +83,22 @@ def test_disk_full_is_reported_until_there_is_space(store: Store, small_disk: Pa
     held = engine.store("kept", 500, durable=True, wait_visible=True)
     assert held.durable
 
-    def problems() -> list[str]:
+    def findings() -> list[str]:
         found = json.loads(get(rest, "/v1/cluster"))
-        assert (found["health"] == "ok") == (not found["problems"])
-        return list(found["problems"])
+        assert (found["health"] == "ok") == (not found["findings"])
+        return [f"{one['code']}: {one['facts']}" for one in found["findings"]]
 
-    wait_until(lambda: not problems(), "all is well")
+    wait_until(lambda: not findings(), "all is well")
     filler = fill_up(small_disk / "filler")
     number = itertools.count()
 
     def told() -> bool:
         engine.store(f"more{next(number)}", 2000)
-        said = "\n".join(problems())
-        return all(part in said for part in ("the index takes no changes", "volume a/nvme0 is read-only", "since"))
+        said = "\n".join(findings())
+        return all(part in said for part in ("INDEX_READ_ONLY", "VOLUME_WRITE_FAILS: Writes to volume a/nvme0 fail", "No space"))
 
     wait_until(told, "the index and the volume are said to fail", 90.0)
-    wait_until(lambda: any(one.startswith("node a: the index accepts no changes") for one in problems()), "so is publishing")
+    wait_until(lambda: any(one.startswith("PUBLISH_FAILS") for one in findings()), "so is publishing")
     assert gauge(metadata.metrics_address, "kvstore_index_changes_failing_seconds") > 0
     assert gauge(node.metrics_address, "kvstore_node_publish_failing_seconds") > 0
     assert gauge(node.metrics_address, "kvstore_volume_read_only") == 1
@@ -107,19 +107,19 @@ def test_disk_full_is_reported_until_there_is_space(store: Store, small_disk: Pa
     (nvme,) = (volume for volume in status["nodes"][0]["volumes"] if volume["tier"] == "nvme")
     assert nvme["blocks"] >= 500
     assert nvme["read_only"]
-    assert any("the index takes no changes" in problem for problem in status["problems"])
+    assert "INDEX_READ_ONLY" in {one["code"] for one in status["findings"]}
 
     filler.unlink()
 
     def well() -> bool:
         engine.store(f"late{next(number)}", 1, durable=True)
-        return not problems()
+        return not findings()
 
     wait_until(well, "it is well again by itself", 60.0)
     assert engine.store("last", 20, wait_visible=True).held_blocks == 20
     assert engine.client.lookup(engine.keys("last", 20)).hit_blocks == 20
     assert gauge(metadata.metrics_address, "kvstore_index_changes_failing_seconds") == 0
-    assert shown(store)["problems"] == []
+    assert shown(store)["findings"] == []
 
 
 def test_unreadable_orders_are_reported(make_store: Any) -> None:  # a factory
@@ -127,6 +127,6 @@ def test_unreadable_orders_are_reported(make_store: Any) -> None:  # a factory
     rest = store.cluster.start_admin().address
     orders = store.cluster.index_path.with_name("index.orders.json")
     orders.write_text("{")
-    assert "cannot be read" in json.loads(get(rest, "/v1/cluster"))["problems"][0]
+    assert json.loads(get(rest, "/v1/health"))["findings"][0]["code"] == "SETTINGS_FILE_UNREADABLE"
     orders.unlink()
     assert json.loads(get(rest, "/v1/cluster"))["health"] == "ok"

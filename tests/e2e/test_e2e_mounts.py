@@ -129,7 +129,7 @@ def test_mount_missing_or_wrong_owner_serves(make_store: MakeStore, tmp_path: Pa
         assert store.engine(node).load("c", 20).bytes_by_node == {"owner": 20 * 4 * 4096}
         assert counter(store, node, "mount_errors_total") >= 1
     found = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", "status", "--metadata", store.cluster.metadata_address, "--json"],
+        [sys.executable, "-m", "kvstore.cli", "status", "--metadata", store.cluster.metadata_address, "-o", "json"],
         check=True,
         capture_output=True,
         timeout=30,

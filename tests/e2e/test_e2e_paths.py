@@ -44,7 +44,7 @@ def three_nodes(**decode: object) -> tuple[NodeSpec, ...]:
     more = {"dram_bytes": 64 * MIB, "settings": SETTINGS, **decode}
     return (
         NodeSpec("s", roles=("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=SETTINGS),
-        NodeSpec("p", dram_bytes=64 * MIB, write_behind_to="s", settings=SETTINGS[1:]),
+        NodeSpec("p", dram_bytes=64 * MIB, write_back_to="s", settings=SETTINGS[1:]),
         NodeSpec("d", roles=("decode",), **more),  # type: ignore[arg-type]
         NodeSpec("r", roles=("decode",), dram_bytes=64 * MIB, settings=SETTINGS),
     )

@@ -86,8 +86,8 @@ def test_durable_blocks_survive_kill(make_store: MakeStore) -> None:
     assert again.load("c", 50).bytes_by_tier == {Tier.NVME: 50 * again.spec.block_bytes}
 
 
-def test_write_behind_to_a_storage_node(make_store: MakeStore) -> None:
-    store = make_store(NodeSpec("s", roles=("storage",), nvme_bytes=64 * MIB), NodeSpec("a", write_behind_to="s"))
+def test_write_back_to_a_storage_node(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("s", roles=("storage",), nvme_bytes=64 * MIB), NodeSpec("a", write_back_to="s"))
     engine = store.engine("a")
     engine.store("c", 40, wait_visible=True)
     assert store.flush("a")

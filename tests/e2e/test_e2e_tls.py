@@ -89,7 +89,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     places = [DaemonHost(f"127.0.0.{number}") for number in (1, 2, 3)]
     nodes = [
         NodeSpec("storage", ("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=settings, place=places[0]),
-        NodeSpec("prefill", ("prefill",), dram_bytes=64 * MIB, write_behind_to="storage", settings=settings, place=places[1]),
+        NodeSpec("prefill", ("prefill",), dram_bytes=64 * MIB, write_back_to="storage", settings=settings, place=places[1]),
         NodeSpec("decode", ("decode",), dram_bytes=64 * MIB, settings=settings, place=places[2]),
     ]
     with LocalCluster(nodes, folder / "store", metadata_settings=files.settings()) as cluster:

@@ -98,7 +98,7 @@ def _steer_first(module: object, given: object, said: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", STEERED)
-def test_what_hooks_of_others_make_of_a_model_is_not_of_its_weights(
+def test_models_kv_under_foreign_hooks_is_not_shared(
     how: str, models: Callable[[str], Any], shared: LocalCluster, connect: Connect
 ) -> None:
     model, ids = copy.deepcopy(models("llama")), prompt(67)
@@ -118,7 +118,7 @@ def test_what_hooks_of_others_make_of_a_model_is_not_of_its_weights(
     remove()
 
 
-def test_hooks_that_come_after_the_cache_are_found_in_the_pass_itself(
+def test_models_hooks_added_after_the_cache_are_found(
     models: Callable[[str], Any], shared: LocalCluster, connect: Connect
 ) -> None:
     model, ids = copy.deepcopy(models("llama")), prompt(68)

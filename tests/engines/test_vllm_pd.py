@@ -65,7 +65,7 @@ def test_prompts_of_all_lengths(bed: PdBed, oracle: Oracle, tokens: int) -> None
     assert bed.counts(bed.decode)["prompts"] == before + 1
 
 
-def test_a_session_is_loaded_over_both_paths_and_what_was_generated_too(bed: PdBed, oracle: Oracle) -> None:
+def test_pd_session_and_answers_load_over_both_paths(bed: PdBed, oracle: Oracle) -> None:
     history = text("session", 900)
     first = bed.counts(bed.prefill)
     stored = 0
@@ -150,7 +150,7 @@ def fates(bed: PdBed, *names: str) -> int:
     return sum(counters[f"prompts_{name}_total"] for name in names)
 
 
-def test_at_the_end_each_part_is_closed_whatever_becomes_of_the_others() -> None:
+def test_pd_shutdown_closes_each_part_despite_errors() -> None:
     from kvclient.engines.vllm.pd_connector import KVStorePDConnector
 
     ended: list[str] = []

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -265,15 +262,17 @@ def looked_up(router: RouterProcess) -> bool:
     return counter(router, "router_lookups_total") > 0
 
 
-def test_router_vllm_benchmark_completes(bed: PdBed, pairs: RouterProcess, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
-    command += ["--base-url", f"http://{pairs.address}", "--endpoint", "/v1/completions", "--model", "tiny"]
-    command += ["--tokenizer", str(bed.model), "--dataset-name", "random", "--random-input-len", "200"]
-    command += ["--random-output-len", "8", "--num-prompts", "24", "--max-concurrency", "6", "--ignore-eos"]
-    command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3_000:]
-    result = json.loads((tmp_path / "bench.json").read_text())
+def test_router_vllm_benchmark_completes(bed: PdBed, pairs: RouterProcess) -> None:
+    """``vllm bench serve``, run in this process: a process of its own would import vLLM again."""
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    arguments = ["--backend", "openai", "--base-url", f"http://{pairs.address}", "--endpoint", "/v1/completions"]
+    arguments += ["--model", "tiny", "--tokenizer", str(bed.model), "--dataset-name", "random", "--random-input-len", "200"]
+    arguments += ["--random-output-len", "8", "--num-prompts", "24", "--max-concurrency", "6", "--ignore-eos"]
+    result = main(parser.parse_args(arguments))
     assert result["completed"] == 24
     assert result["total_output_tokens"] == 24 * 8
 

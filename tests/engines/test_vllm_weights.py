@@ -176,14 +176,8 @@ def test_weights_digest_sees_one_element_of_any_tensor(driver: VllmDriver, store
 
 def ask(engine: VllmEngine, adapter: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[tuple[int, ...]], list[int]]:
     """Return answers with an adapter, and how many tokens of each prompt were loaded."""
-    from vllm import SamplingParams
-
-    engine._loaded.clear()
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    answers = engine.llm.generate(asked, params, use_tqdm=False, lora_request=adapter)
-    came = {name.rsplit("-", 1)[0]: tokens for name, tokens in engine._loaded.items()}
-    return [tuple(one.outputs[0].token_ids) for one in answers], [came.get(one.request_id, 0) for one in answers]
+    answers = engine.generate(prompts, 12, adapter)
+    return [one.tokens for one in answers], loaded(answers)
 
 
 def test_an_adapter_that_was_read_anew_is_another(driver: VllmDriver, store: StoreAddress, tmp_path: Path) -> None:
@@ -230,9 +224,7 @@ def test_an_adapter_that_was_read_anew_is_another(driver: VllmDriver, store: Sto
     assert answers == ((right, [0, 0]), [384, 384])
 
 
-def test_an_adapter_that_changes_between_a_plan_and_its_step_is_not_stored(
-    driver: VllmDriver, store: StoreAddress, tmp_path: Path
-) -> None:
+def test_vllm_adapter_changed_before_its_step_is_not_stored(driver: VllmDriver, store: StoreAddress, tmp_path: Path) -> None:
     from vllm.lora.request import LoRARequest
 
     make_adapter(driver.model, tmp_path / "a", 1)

@@ -169,19 +169,19 @@ class VllmEngine:
         found = finder._found(keys)
         return found.hit_blocks == len(keys) or any(one.error for group in found.by_group for one in group.values())
 
-    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any) -> list[Any]:
-        """vLLM's own answers."""
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, adapter: Any = None, **sampling: Any) -> list[Any]:
+        """vLLM's own answers, with a LoRA adapter if one is given."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling)
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        answers: list[Any] = self.llm.generate(asked, params, use_tqdm=False)
+        answers: list[Any] = self.llm.generate(asked, params, use_tqdm=False, lora_request=adapter)
         return answers
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, adapter: Any = None) -> list[Generated]:
         """Greedy answers, all at once."""
         self._loaded.clear()
-        answers = self.run(prompts, max_tokens)
+        answers = self.run(prompts, max_tokens, adapter)
         loaded = {request_id.rsplit("-", 1)[0]: tokens for request_id, tokens in self._loaded.items()}
         return [Generated(tuple(one.outputs[0].token_ids), loaded.get(one.request_id, 0)) for one in answers]
 

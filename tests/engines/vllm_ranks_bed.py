@@ -91,15 +91,13 @@ def main() -> None:
         (answer,) = llm.generate([{"prompt_token_ids": text(1, TOKENS)}], params, use_tqdm=False)
         said.append(list(answer.outputs[0].token_ids))
         cached.append(answer.num_cached_tokens)
-        assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching or all(llm.collective_rpc(is_shown))
+        assert all(llm.collective_rpc(is_shown))
         while not llm.reset_prefix_cache():
             llm.generate([{"prompt_token_ids": [40]}], SamplingParams(max_tokens=1), use_tqdm=False)
     counts = {
         metric.name.removeprefix("vllm:kvstore_"): metric.value for metric in llm.get_metrics() if "kvstore_" in metric.name
     }
-    cache = llm.llm_engine.vllm_config.cache_config
-    bound = llm.collective_rpc(processors)
-    chosen = {"processors": bound, "block_tokens": cache.block_size, "whole_prompts_only": not cache.enable_prefix_caching}
+    chosen = {"processors": llm.collective_rpc(processors), "block_tokens": llm.llm_engine.vllm_config.cache_config.block_size}
     print(json.dumps({"said": said, "cached": cached, "counts": counts, **chosen}))
 
 

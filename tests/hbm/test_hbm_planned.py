@@ -28,7 +28,7 @@ PATHS = Paths(decode_node="d", policy="split")
 def cluster() -> Iterator[LocalCluster]:
     nodes = (
         NodeSpec("s", roles=("storage",), dram_bytes=32 * MIB, nvme_bytes=64 * MIB, settings=SETTINGS),
-        NodeSpec("p", dram_bytes=32 * MIB, write_behind_to="s"),
+        NodeSpec("p", dram_bytes=32 * MIB, write_back_to="s"),
         NodeSpec("d", roles=("decode",), dram_bytes=32 * MIB, settings=SETTINGS),
     )
     with LocalCluster(nodes) as cluster:

@@ -13,9 +13,10 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import CacheSpec, Tier, VolumeInfo
 from kvstore.core import limits
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
-from kvstore.core.range_digests import digest_ranges, key_range
+from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey
 from kvstore.rpc.client import call_aio
+from support.digests import digest_ranges
 from support.wait import wait_until_async
 
 

@@ -33,7 +33,7 @@ def residency() -> Residency:
     counters, clock = Counters(), ManualClock()
     arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=1 << 20)
     log = ReplicaChangeLog([arena.volume_id], counters, clock, keep=False)
-    return BlockTable(arena, LruPolicy(), [], log, counters, clock, writes_behind=True).residency
+    return BlockTable(arena, LruPolicy(), [], log, counters, clock, writes_back=True).residency
 
 
 def block_of(key: BlockKey, dram: DramState = DramState.ABSENT, replica: VolumeReplica = VolumeReplica.ABSENT) -> Block:

@@ -16,9 +16,9 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.durability.writeback import LocalTarget
-from kvstore.node.eviction.on_demand import evict_all_nvme, invalidate
+from kvstore.node.eviction.execution import evict_all_nvme, invalidate
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
@@ -46,15 +46,15 @@ class Node:
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=4 * BLOCKS * SHAPE.block_bytes)
         self.slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=1 << 20, io_threads=1)
         volume = NodeVolume(self.slab)
-        self.table = BlockTable(self.arena, make_policy("lru"), [volume], log, self.counters, self.clock, writes_behind=True)
+        self.table = BlockTable(self.arena, make_policy("lru"), [volume], log, self.counters, self.clock, writes_back=True)
         for slot, record in self.slab.recover():
             self.table.restore(volume, NAMESPACE, record, slot)
         self.target = LocalTarget(self.table, self.counters, self.clock)
 
-    def begin(self, run: BlockRun, namespace: NodeNamespace = NAMESPACE) -> StoreGrant:
+    def begin(self, run: BlockRun, namespace: NodeNamespace = NAMESPACE) -> SlotGrant:
         return self.table.prepare(namespace, run, self.clock.now_s())
 
-    def end(self, grant: StoreGrant) -> None:
+    def end(self, grant: SlotGrant) -> None:
         keys = list(grant.slots)
         for key, slot in grant.slots.items():
             self.arena.view(slot, SHAPE.block_bytes)[:] = payload_of(key)
@@ -125,7 +125,7 @@ def test_store_conflict_later_in_run_ends_the_run(node: Node) -> None:
 
 
 def test_store_heads_have_no_parent(node: Node) -> None:
-    def begin(count: int) -> StoreGrant:
+    def begin(count: int) -> SlotGrant:
         return node.table.prepare(NAMESPACE, without_parent(0, count), node.clock.now_s(), heads=True)
 
     node.end(begin(3))

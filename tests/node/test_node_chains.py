@@ -27,7 +27,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
     counters, clock = Counters(), ManualClock()
     arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=ROOM * SHAPE.block_bytes)
     log = ReplicaChangeLog([arena.volume_id], counters, clock, keep=False)
-    table = BlockTable(arena, make_policy("lru"), [], log, counters, clock, writes_behind=True, cascades_chains=request.param)
+    table = BlockTable(arena, make_policy("lru"), [], log, counters, clock, writes_back=True, cascades_chains=request.param)
     for chain in range(ROOM // CHAIN):
         keys = [key_of(chain, depth) for depth in range(CHAIN)]
         assert len(table.claim(NAMESPACE, keys).claimed_absent) == CHAIN

@@ -14,8 +14,8 @@ from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockRun, BlockShape, StoreOutcome
-from kvstore.node.durability.scrub import ENDED, Check, CheckState, VolumeChecks
-from kvstore.node.eviction.on_demand import quarantine
+from kvstore.node.durability.volume_checks import ENDED, Check, CheckState, VolumeChecks
+from kvstore.node.eviction.execution import quarantine
 from kvstore.node.state.model import Block
 from kvstore.testing.faulty_volume import VolumeFault, VolumeOperation
 from support.node_harness import MIB, NodeHarness
@@ -175,7 +175,7 @@ def test_check_second_of_a_volume_conflicts_until_cancelled(node: Node) -> None:
 
 
 def test_check_blocks_evicted_before_their_turn_are_gone(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.durability.scrub.PIN_BLOCKS", 4)
+    monkeypatch.setattr("kvstore.node.durability.volume_checks.PIN_BLOCKS", 4)
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ, times=1)
     check = node.checks.begin(node.volume, b"1" * 16, FAST)
     assert node.faults.hanging.acquire(timeout=WAIT_S), "it reads the first four, which are pinned"
@@ -189,7 +189,7 @@ def test_check_blocks_evicted_before_their_turn_are_gone(node: Node, monkeypatch
 
 
 def test_check_keeps_its_rate_and_stops_when_cancelled(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.durability.scrub.PIN_BLOCKS", 1)
+    monkeypatch.setattr("kvstore.node.durability.volume_checks.PIN_BLOCKS", 1)
     check = node.checks.begin(node.volume, b"1" * 16, 1)  # the first block, then a pause of an hour
     end_s = time.monotonic() + WAIT_S
     while check.good < 1:

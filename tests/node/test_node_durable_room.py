@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.types import BlockShape
-from kvstore.node.eviction.on_demand import evict_down_to
+from kvstore.node.eviction.execution import evict_down_to
 from support.session_harness import BATCH, SessionHarness, key_of
 
 
@@ -79,7 +79,7 @@ def test_blocks_are_written_to_volumes_that_can_hold_them(tmp_path: Path, caplog
     small, large = node.blocks_on()
     assert small == 0
     assert 0 < large < 20
-    assert node.counters.get("write_behind_unfit_blocks_total") == node.counters.get("write_behind_errors_total") == 0
+    assert node.counters.get("write_back_unfit_blocks_total") == node.counters.get("write_back_errors_total") == 0
     node.close()
     assert not caplog.records
 
@@ -90,7 +90,7 @@ def test_blocks_too_large_for_all_volumes_are_given_up_at_once(tmp_path: Path, c
         node.turn(chain, 1)
     assert not node.durable()
     assert node.table.counts() == (3, 0)
-    assert node.counters.get("write_behind_unfit_blocks_total") == node.counters.get("write_behind_dropped_blocks_total") == 3
+    assert node.counters.get("write_back_unfit_blocks_total") == node.counters.get("write_back_dropped_blocks_total") == 3
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert not any(node_volume.resting_until_s for node_volume in node.table.node_volumes)
     node.close()

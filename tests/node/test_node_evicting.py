@@ -11,7 +11,7 @@ import pytest
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey, BlockShape
-from kvstore.node.eviction.on_demand import evict_down_to, evict_namespace, invalidate
+from kvstore.node.eviction.execution import evict_down_to, evict_namespace, invalidate
 from support.chains import key_of
 from support.node_harness import NodeHarness
 

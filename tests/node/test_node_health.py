@@ -1,4 +1,4 @@
-"""The problems that a node reports, and how long it reports them."""
+"""The findings that a node reports, and how long it reports them."""
 
 from __future__ import annotations
 
@@ -34,27 +34,34 @@ class HealthCase:
         self.health = HealthReporter(table, log, self.clock, self.storage_node)
 
 
+def told(case: HealthCase) -> list[str]:
+    """Facts of all findings."""
+    return [one.facts for one in case.health.findings()]
+
+
 @pytest.fixture
 def case() -> HealthCase:
     return HealthCase()
 
 
 def test_health_without_failures_reports_nothing(case: HealthCase) -> None:
-    assert case.health.problems() == []
-    assert case.health.why_read_only(case.volume) == ""
+    assert told(case) == []
+    assert case.health.why_not_writable(case.volume) == ""
     assert case.health.publish_failing_s() == 0
 
 
 def test_health_corrupt_blocks_are_reported_for_ten_minutes(case: HealthCase) -> None:
     case.volume.quarantined = 3
-    assert case.health.problems() == ["3 corrupt blocks on n/nvme0 quarantined within 10 minutes"]
+    assert told(case) == ["3 blocks on volume n/nvme0 were found corrupt in the last 1 min."]
     case.clock.advance(QUARANTINE_REPORT_S - 1)
     case.volume.quarantined = 4
-    assert case.health.problems()[0].startswith("4 corrupt blocks")
+    assert told(case) == ["4 blocks on volume n/nvme0 were found corrupt in the last 10 min."]
+    case.clock.advance(QUARANTINE_REPORT_S - 1)
+    assert told(case) == ["4 blocks on volume n/nvme0 were found corrupt in the last 20 min."]
     case.clock.advance(QUARANTINE_REPORT_S + 1)
-    assert case.health.problems() == []
+    assert told(case) == []
     case.volume.quarantined = 5
-    assert case.health.problems()[0].startswith("1 corrupt blocks"), "a new series"
+    assert told(case)[0].startswith("1 blocks"), "a new series"
 
 
 def test_health_publish_failure_is_reported_until_caught_up(case: HealthCase) -> None:
@@ -62,38 +69,38 @@ def test_health_publish_failure_is_reported_until_caught_up(case: HealthCase) ->
     case.health.publish_failed("no space on disk for the index")
     case.clock.advance(3.0)
     case.health.publish_acknowledged()  # one small batch was accepted
-    (problem,) = case.health.problems()
-    assert problem == "the index accepts no changes of this node since 3 s (70000 wait): no space on disk for the index"
+    (facts,) = told(case)
+    assert facts == "The index has accepted no changes of this node for 3 s (70,000 wait): no space on disk for the index"
     assert case.health.publish_failing_s() == 3.0
     case.waiting = 0
     case.health.publish_caught_up()
-    assert case.health.problems() == []
+    assert told(case) == []
 
 
 def test_health_publish_unacknowledged_is_behind(case: HealthCase) -> None:
     case.clock.advance(1000.0)
-    assert case.health.problems() == [], "nothing waited"
+    assert told(case) == [], "nothing waited"
     case.health.publish_caught_up()
     case.waiting = 1
     case.clock.advance(BEHIND_S)
-    assert case.health.problems() == []
+    assert told(case) == []
     case.clock.advance(1.0)
-    assert "no acknowledgement" in case.health.problems()[0]
+    assert "no acknowledgement" in told(case)[0]
     case.health.publish_acknowledged()
-    assert case.health.problems() == []
+    assert told(case) == []
 
 
 def test_health_failing_writes_are_reported_until_they_succeed(case: HealthCase) -> None:
     case.volume.failing.failed(case.clock.now_s(), OSError(28, "No space left on device" * 100))
-    assert "No space left on device" in case.health.why_read_only(case.volume)
-    assert len(case.health.why_read_only(case.volume)) <= MAX_REASON
+    assert "No space left on device" in case.health.why_not_writable(case.volume)
+    assert len(case.health.why_not_writable(case.volume)) <= MAX_REASON
     case.clock.advance(SETTLE_S)
     case.volume.failing.succeeded(case.clock.now_s())
-    assert case.health.why_read_only(case.volume) == ""
+    assert case.health.why_not_writable(case.volume) == ""
     case.storage_node.failed(case.clock.now_s(), "no answer")
-    assert case.health.problems() == ["the storage node does not accept blocks: no answer"]
+    assert told(case) == ["The storage node does not accept blocks: no answer"]
     case.clock.advance(FORGET_S)
-    assert case.health.problems() == []
+    assert told(case) == []
 
 
 def test_health_stalled_volume_is_reported_until_it_answers(case: HealthCase) -> None:
@@ -102,9 +109,9 @@ def test_health_stalled_volume_is_reported_until_it_answers(case: HealthCase) ->
     case.volume.set_guard(Counters(), stall_s=0.05)
     with pytest.raises(VolumeStalled):
         case.volume.guard.read(lambda: release.wait(30.0), ignore)
-    (problem,) = case.health.problems()
-    assert problem.startswith("volume n/nvme0 does not answer I/O since 0 s; its blocks are misses")
+    (facts,) = told(case)
+    assert facts == "Volume n/nvme0 does not answer I/O since 0 s."
     release.set()
-    wait_until(lambda: not case.volume.guard.left)
-    assert case.health.problems() == []
-    assert case.health.why_read_only(case.volume) == ""
+    wait_until(lambda: not case.volume.guard.abandoned)
+    assert told(case) == []
+    assert case.health.why_not_writable(case.volume) == ""

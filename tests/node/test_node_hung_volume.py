@@ -6,20 +6,27 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvproto.v1.common_pb2 import NODE_STATE_DRAINED, DrainOrder
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.types import BlockKey, Outcome, StoreOutcome
+from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, VolumeId
 from kvstore.node.base.volume_guard import VolumeStalled
+from kvstore.node.control.drain import Drainer
 from kvstore.node.durability.requeue import requeue_dram_only
-from kvstore.node.durability.scrub import CheckState, VolumeChecks
-from kvstore.node.durability.writeback import WriteBehind
-from kvstore.node.eviction.on_demand import evict_all_nvme
+from kvstore.node.durability.volume_checks import CheckState, VolumeChecks
+from kvstore.node.durability.writeback import WriteBack
+from kvstore.node.eviction.execution import evict_all_nvme
 from kvstore.node.loads.locate import pin_stored
+from kvstore.node.loads.peers import PeerAddress
+from kvstore.node.loads.runs import SourceRange
 from kvstore.node.state.model import NodeVolume
 from kvstore.testing.faulty_volume import VolumeFault, VolumeOperation
+from kvstore.transport.contract import LateBytes
 from support.node_harness import MIB, NodeHarness
 from support.wait import wait_until
 
@@ -37,7 +44,9 @@ class Node(NodeHarness):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, volumes=[MIB, MIB], faulty=[0], stall_s=STALL_S, clock=MonotonicClock())
         self.hung, self.good = self.volumes
-        self.behind: WriteBehind | None = None
+        self.behind: WriteBack | None = None
+        self.lost_slots = 0
+        """Slots that late bytes of a failed read may reach. No block gets them."""
 
     def store_chain(self, chain: str) -> list[BlockKey]:
         """Store a chain in DRAM, to be written back."""
@@ -62,8 +71,8 @@ class Node(NodeHarness):
         assert time.monotonic() - began_s < SOON_S
         return outcomes
 
-    def start_write_behind(self) -> None:
-        self.behind = WriteBehind(self.table, self.target, self.counters)
+    def start_write_back(self) -> None:
+        self.behind = WriteBack(self.table, self.target, self.counters)
         self.behind.start()
 
     def answers_again(self) -> None:
@@ -75,14 +84,14 @@ class Node(NodeHarness):
 
     def _all_ended(self) -> bool:
         guards = [volume.guard for volume in self.volumes]
-        return not any(guard.outstanding or guard.left or guard.windows for guard in guards)
+        return not any(guard.outstanding or guard.abandoned or guard.windows for guard in guards)
 
     def check_nothing_leaked(self) -> None:
         """Check that every used slot of arena and volumes belongs to a block."""
         self.table.validate()
         blocks = self.table.snapshot()
         assert all(block.pins == 0 and not block.writing and not block.evicting for block in blocks)
-        assert self.arena.usage().blocks == sum(block.dram is not None for block in blocks)
+        assert self.arena.usage().blocks == self.lost_slots + sum(block.dram is not None for block in blocks)
         for volume in self.volumes:
             of_volume = sum(block.nvme_volume is volume for block in blocks)
             assert volume.volume.usage().blocks == of_volume
@@ -160,7 +169,7 @@ def test_load_waiting_for_stuck_load_is_answered(node: Node) -> None:
 def test_store_volume_hung_other_volume_takes_blocks(node: Node) -> None:
     node.store_on(node.good, "ballast")  # the hung volume has more free space, so it is tried first
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.WRITE)
-    node.start_write_behind()
+    node.start_write_back()
     keys = node.store_chain("new")
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
     assert node.table.are_durable(keys) == [True] * CHAIN
@@ -174,7 +183,7 @@ def test_store_volume_hung_other_volume_takes_blocks(node: Node) -> None:
 def test_flush_all_volumes_hung_reports_not_durable_soon(node: Node, operation: VolumeOperation) -> None:
     node.table.node_volumes.remove(node.good)
     node.faults.add(VolumeFault.HANG, operation=operation)
-    node.start_write_behind()
+    node.start_write_back()
     began_s = time.monotonic()
     keys = [node.store_chain(f"chain{number}") for number in range(5)]
     assert node.table.wait_written(node.clock.now_s() + WAIT_S)
@@ -197,7 +206,7 @@ def test_commit_late_leaves_no_stale_catalog_entry(node: Node, tmp_path: Path) -
     """The commit succeeds after its blocks were written to the other volume: they leave the catalog at once."""
     node.store_on(node.good, "ballast")
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.COMMIT, times=1)
-    node.start_write_behind()
+    node.start_write_back()
     keys = node.store_chain("new")
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
     assert all(node.block(key).nvme_volume is node.good for key in keys)
@@ -242,7 +251,7 @@ def test_locate_volume_hung_finds_no_block_on_it(node: Node) -> None:
 def test_volume_hangs_repeatedly_under_load_nothing_leaks(node: Node) -> None:
     """Several engines load and store while the disk hangs and recovers: no wrong byte, no leak, no late answer."""
     chains = [node.store_on(node.hung if number % 2 else node.good, f"chain{number}") for number in range(6)]
-    node.start_write_behind()
+    node.start_write_back()
     stop = threading.Event()
     loads = 0
 
@@ -274,3 +283,35 @@ def test_volume_hangs_repeatedly_under_load_nothing_leaks(node: Node) -> None:
             one.result(WAIT_S)
     node.answers_again()
     assert node.table.wait_written(node.clock.now_s() + WAIT_S)
+
+
+def test_drain_with_hung_disk_completes(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk answers no ``stat`` either: only the volume's own threads wait for it."""
+    released = threading.Event()
+    monkeypatch.setattr(node.hung.volume, "check_files", lambda: released.wait(WAIT_S))
+    drainer = Drainer("n", node.gate, node.table, lambda: False, node.counters, node.clock, writes_back=True, patience_s=WAIT_S)
+    drainer.apply(DrainOrder(operation_id=b"o" * 16))
+    drainer.start()
+    try:
+        wait_until(lambda: (progress := drainer.progress()) is not None and progress.state == NODE_STATE_DRAINED)
+    finally:
+        released.set()
+        drainer.stop(WAIT_S)
+
+
+def test_fetch_with_late_bytes_keeps_its_slots(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes may still arrive in the slots of the failed read, so no other block gets them."""
+
+    def read(*_: object, **__: object) -> None:
+        raise LateBytes("bytes of an abandoned transfer may still arrive")
+
+    keys = node.keys("elsewhere", CHAIN)
+    source = SourceRange(0, CHAIN, PeerAddress(NodeId("other"), "", "127.0.0.1:1"), VolumeId("other/nvme0"))
+    request = replace(node.request(keys, WAIT_S), sources=[source])
+    with monkeypatch.context() as patch:
+        patch.setattr(node.peers, "peer", lambda *_: SimpleNamespace(read=read))
+        assert node.outcomes(node.loader.load(request), CHAIN) == GONE
+    assert node.arena.usage().blocks == CHAIN
+    assert node.counters.get("arena_slots_lost_total") == CHAIN
+    assert not node.table.snapshot()
+    node.lost_slots = CHAIN

@@ -11,7 +11,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockShape, StoreOutcome
 from kvstore.node.durability import read_rate
 from kvstore.node.durability.read_rate import ReadRate
-from kvstore.node.durability.scrub import ENDED, VolumeChecks
+from kvstore.node.durability.volume_checks import ENDED, VolumeChecks
 from kvstore.testing.faulty_volume import VolumeFault, VolumeOperation
 from support.node_harness import MIB, NodeHarness
 from support.wait import wait_until
@@ -75,6 +75,19 @@ def test_read_rate_failing_volume_leaves_it_unknown(node: Node) -> None:
     assert rate.bytes_per_s is None
     assert node.counters.get("node_read_rate_failed_total") == 1
     assert all(block.pins == 0 for block in node.table.snapshot())
+
+
+def test_read_rate_hung_volume_ends_with_its_stall(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_rate, "GIVE_UP_S", 60.0)
+    node.fill()
+    node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ)
+    rate = ReadRate(node.table, node.counters, node.clock, direct=True)
+    rate.measure_if_due()
+    assert rate.bytes_per_s is None
+    assert all(node_volume.guard.stalled for node_volume in node.volumes), "the reads are guarded"
+    assert node.counters.get("node_read_rate_failed_total") == 1
+    assert all(block.pins == 0 for block in node.table.snapshot())
+    node.faults.release_hangs()
 
 
 def test_check_without_a_bound_follows_the_read_rate(node: Node) -> None:

@@ -22,6 +22,7 @@ from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.errors import abort_arguments
+from support.wait import wait_until
 
 PATIENCE_S = 20.0
 
@@ -71,6 +72,57 @@ def test_registration_refused_is_retried_as_the_same_boot(caplog: pytest.LogCapt
     told = [record.getMessage() for record in caplog.records if "registration refused" in record.getMessage()]
     assert len(told) == 1
     assert "another living node has this id" in told[0]
+
+
+class RestartedServer(RefusingServer):
+    """A metadata server that no longer knows the node after its first heartbeat, and refuses it from then on."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def RegisterNode(  # noqa: N802
+        self, request: metadata_pb2.RegisterNodeRequest, context: grpc.ServicerContext
+    ) -> metadata_pb2.RegisterNodeResponse:
+        response = super().RegisterNode(request, context)
+        response.heartbeat_interval_ms = 20
+        return response
+
+    def Heartbeat(  # noqa: N802
+        self,
+        request: metadata_pb2.HeartbeatRequest,
+        context: grpc.ServicerContext,
+    ) -> metadata_pb2.HeartbeatResponse:
+        self.left = 1 << 30
+        return metadata_pb2.HeartbeatResponse(register_again=True)
+
+
+def test_registration_refused_later_is_not_connected() -> None:
+    servicer, counters = RestartedServer(), Counters()
+    server = grpc.server(ThreadPoolExecutor(8))
+    metadata_pb2_grpc.add_MetadataServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    dram = SimpleNamespace(volume_id="n/dram", usage=lambda: SimpleNamespace(used_bytes=0, blocks=0))
+    seen: list[bool] = []
+    publisher = IndexPublisher(
+        f"127.0.0.1:{port}",
+        common_pb2.NodeInfo(node_id="n", boot_id=secrets.token_bytes(16)),
+        cast("BlockTable", SimpleNamespace(dram=dram, node_volumes=[])),
+        ReplicaChangeLog([], counters, MonotonicClock()),
+        counters,
+        tls=None,
+        anti_entropy_interval_s=60.0,
+        on_connected=seen.append,
+    )
+    publisher.start()
+    try:
+        assert publisher.wait_registered(PATIENCE_S)
+        wait_until(lambda: counters.get("registrations_refused_total") > 0)
+        assert not publisher.connected
+        assert seen == [True, False]
+    finally:
+        publisher.stop(PATIENCE_S)
+        server.stop(None).wait()
 
 
 class BreakingServer(RefusingServer):

@@ -75,17 +75,17 @@ def test_victims_are_one_span_with_descendants_or_the_coldest(
         if arena.allocate(shape, 1) is not None:
             return  # the volume was full for another size only
         order = [blocks[key] for key in policy.coldest(may_leave)]
-        by_place = {
-            frozenset(closure(blocks, (held.key for slot in arena.slots_in(place) if (held := room.by_place.get(slot)))))
+        by_slot = {
+            frozenset(closure(blocks, (held.key for slot in arena.slots_in(place) if (held := room.by_slot.get(slot)))))
             for place in arena.reclaimable_spans(shape, [])
         }
         leaving = room.victims(shape, (4, 1), iter(order), lambda block: block.dram, (may_leave,))
         keys = [block.key for block in leaving]
         assert not any(block.pins for block in leaving)
         if not leaving:
-            assert not any(all(map(may_leave, each)) for each in by_place), "a place could have been emptied"
+            assert not any(all(map(may_leave, each)) for each in by_slot), "a place could have been emptied"
             return
-        assert leaving == order[: len(leaving)] or frozenset(keys) in by_place
+        assert leaving == order[: len(leaving)] or frozenset(keys) in by_slot
         for key in keys:
             parent = blocks[key].parent
             assert parent not in keys or keys.index(key) < keys.index(parent), "a parent leaves before its child"
@@ -109,7 +109,7 @@ class Full:
         node_volumes = [NodeVolume(slab) for slab in self.slabs]
         self.table = BlockTable(
             *(self.arena, make_policy("reuse-distance"), node_volumes, log, self.counters, self.clock),
-            writes_behind=True, make_durable_policy=partial(make_policy, "reuse-distance"),
+            writes_back=True, make_durable_policy=partial(make_policy, "reuse-distance"),
         )  # fmt: skip
         self.target = LocalTarget(self.table, self.counters, self.clock)
         namespaces = NamespaceRegistry()
@@ -181,14 +181,14 @@ def test_large_blocks_beyond_search_limit_become_durable(full: Full) -> None:
     before = full.durable(full.small)
     assert len(before) > 2 * LOOK
     searches = 0
-    asked = full.table.residency.volumes.victims
+    asked = full.table.residency.volume_evictor.victims
 
     def counted(*arguments: object) -> list[Block]:
         nonlocal searches
         searches += 1
         return asked(*arguments)  # type: ignore[arg-type]
 
-    full.table.residency.volumes.victims = counted  # type: ignore[method-assign]
+    full.table.residency.volume_evictor.victims = counted  # type: ignore[method-assign]
     for count in (1, 4, 8):
         assert full.store(f"L{count}", count) == count
     assert searches <= 13, "one for each block at most"

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvproto.v1.metadata_pb2 import Retention
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import Tier
-from kvstore.node.eviction.on_demand import evict_down_to, evict_namespace, invalidate
+from kvstore.node.eviction.execution import evict_down_to, evict_namespace, invalidate
 from support.quota_node import BLOCK, HALF_DRAM, HALF_NVME, SKIPPED, STORED, QuotaNode
 
 
@@ -160,7 +160,7 @@ def test_pin_protects_from_quota_and_ttl(node: QuotaNode) -> None:
     told = Retention()
     told.shares.add(tenant="acme", dram_bytes=4 * BLOCK, nvme_bytes=4 * BLOCK)
     told.rules.add(namespace_id=node.namespaces[0].namespace_id, ttl_ms=60_000, pinned=True)
-    node.retainer.told(told)
+    node.retainer.apply(told)
     node.clock.advance(100)
     node.retainer.round()
     assert node.is_resident(kept, 0) == [True] * 10

@@ -120,6 +120,22 @@ def test_leases_expire_by_time(node: Node) -> None:
     assert blocks[0].pins == 0, "a release after expiry must not unpin twice"
 
 
+def test_lease_beyond_limit_is_rejected_without_ending(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client must keep the session: it drops one on ``LeaseLost``."""
+    monkeypatch.setattr("kvstore.node.rpc.sessions.MAX_LEASES_PER_SESSION", 1)
+    session = node.open()
+    node.prepare_in(session, 0, 1)
+    node.complete_in(session, 0, 1)
+    blocks = [block for block in node.table.pin_resident(node.namespace, [numbered_key(0)]) if block]
+    lease = node.sessions.lease(session, blocks)
+    node.table.pin_again(blocks)
+    with pytest.raises(CapacityExceeded):
+        node.sessions.lease(session, blocks)
+    assert blocks[0].pins == 1
+    node.sessions.release(session, [lease])
+    assert node.sessions.get(session.session_id) is session
+
+
 def test_lease_in_ended_session_unpins_blocks(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 1)
@@ -270,7 +286,7 @@ def test_closed_gate_grants_no_slots_and_finishes_stores(node: Node) -> None:
     outcomes, offsets = node.prepare_in(session, 0, 5, operation=2)
     assert list(outcomes) == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.SKIPPED] * 2
     assert offsets == b""
-    assert node.counters.get("store_skipped_shut_blocks_total") == 2
+    assert node.counters.get("store_skipped_closed_blocks_total") == 2
     assert node.used == 3
     node.gate.draining = False
     assert list(node.prepare_in(session, 0, 5, operation=3)[0]) == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.STORED] * 2

@@ -10,10 +10,10 @@ import pytest
 
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.types import BlockRun, NodeId, Tier
-from kvstore.node.base.admission_gate import Gate
+from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.pull import Puller
 from kvstore.node.eviction import quotas as tenants
-from kvstore.node.eviction.on_demand import evict_from_volume
+from kvstore.node.eviction.execution import evict_from_volume
 from kvstore.node.eviction.quotas import beyond_pins, claim_durable, durable_victims, over_share, unclaim_durable
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.state.block_states import VolumeReplica
@@ -111,7 +111,7 @@ def test_drain_applies_rules_only_and_evicts_nothing(node: QuotaNode) -> None:
 
 def test_drain_pull_stops_at_free_share(node: QuotaNode) -> None:
     unused: Any = None  # the transport to the other node: not reached
-    puller = Puller(node.table, unused, unused, Gate(node.table, node.counters), node.counters)
+    puller = Puller(node.table, unused, unused, AdmissionGate(node.table, node.counters), node.counters)
     namespace = node.namespaces[0]
     here = node.store_durably(1, 6)
 

@@ -11,8 +11,8 @@ import pytest
 from kvstore.core.errors import Internal
 from kvstore.core.types import BlockKey, VolumeId
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown
-from kvstore.node.durability.writeback import WriteBehind, WriteTarget
-from kvstore.node.eviction.on_demand import evict_all_nvme
+from kvstore.node.durability.writeback import WriteBack, WriteTarget
+from kvstore.node.eviction.execution import evict_all_nvme
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -27,7 +27,7 @@ SMALL, LARGE = 1 << 19, 1 << 21
 
 @contextmanager
 def writing(table: BlockTable, target: WriteTarget) -> Iterator[None]:
-    writer = WriteBehind(table, target, Counters())
+    writer = WriteBack(table, target, Counters())
     writer.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The table of a node against a plain model: random stores, loads, evictions and write-behind never break its invariants.
+"""The table of a node against a plain model: random stores, loads, evictions and write-back never break its invariants.
 
 The model is independent of the table: for every key it remembers what was stored and whether it may still be held. After each
 step ``BlockTable.check`` asserts the invariants, and the bytes of every block that can be pinned are those that were stored.
@@ -17,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvstore.core.checksum import layer_checksums, verify
 from kvstore.core.types import BlockShape, StoreOutcome
-from kvstore.node.state.grants import KeyWaiter, StoreGrant
+from kvstore.node.state.grants import KeyWaiter, SlotGrant
 from kvstore.node.state.model import Block
 from support.chains import key_of, payload_of
 from support.node_harness import DRAM, NodeHarness, volume_id
@@ -187,21 +187,21 @@ class TableMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
     @rule(target=stores, chain=st.integers(0, 5), first=st.integers(0, 12), count=st.integers(1, 20), namespace=st.integers(0, 1))
-    def prepare(self, chain: int, first: int, count: int, namespace: int) -> StoreGrant:
+    def prepare(self, chain: int, first: int, count: int, namespace: int) -> SlotGrant:
         return self.node.prepare(chain, first, count, namespace)
 
     @rule(store=stores)
-    def complete(self, store: StoreGrant) -> None:
+    def complete(self, store: SlotGrant) -> None:
         granted = len(store.slots)
         self.node.write(store)
         assert self.node.complete(store) == [StoreOutcome.STORED] * granted
 
     @rule(store=stores)
-    def abandon(self, store: StoreGrant) -> None:
+    def abandon(self, store: SlotGrant) -> None:
         self.node.table.abandon(store)
 
     @rule()
-    def write_behind(self) -> None:
+    def write_back(self) -> None:
         self.node.write_back()
 
     @rule()

@@ -109,7 +109,7 @@ def test_share_of_zero_on_nvme_keeps_dram_and_delays_no_drain(node: QuotaNode) -
     keys = node.store_durably(1, 8)
     assert node.held(0, Tier.NVME) == 0
     assert node.table.are_durable(keys) == [False] * 8
-    assert node.counters.get("write_behind_beyond_quota_blocks_total") == 8
+    assert node.counters.get("write_back_beyond_quota_blocks_total") == 8
     assert node.table.not_durable() == 0
     node.store_durably(9, 8, 1)
     assert node.held(1, Tier.NVME) == 8
@@ -137,7 +137,9 @@ def test_usage_is_reported_by_tenant(node: QuotaNode) -> None:
     node.retainer.report(beat)
     told = {one.tenant: (one.dram_bytes // BLOCK, one.nvme_bytes // BLOCK) for one in beat.tenants}
     assert told == {"acme": (3, 3), "beta": (5, 5)}
-    (dram,) = [one for one in node.retainer.by_tenant(node.table.residency.arena.room.held, Tier.DRAM) if one.tenant == "beta"]
+    (dram,) = [
+        one for one in node.retainer.by_tenant(node.table.residency.arena_evictor.held_blocks, Tier.DRAM) if one.tenant == "beta"
+    ]
     assert (dram.dram_bytes, dram.nvme_bytes) == (5 * BLOCK, 0)
 
 

@@ -76,7 +76,7 @@ def test_guard_hung_volume_refuses_until_it_answers(disk: Disk, caplog: pytest.L
     disk.release.set()
     wait_until(lambda: len(disk.late) == 3)
     assert disk.late[-1] is None, "the read came, too late"
-    wait_until(lambda: not disk.guard.left)
+    wait_until(lambda: not disk.guard.abandoned)
     assert not disk.guard.stalled
     assert disk.guard.why() == ""
     assert disk.guard.read(lambda: 7, ignore) == 7
@@ -94,7 +94,7 @@ def test_guard_more_reads_than_threads_all_leave_and_settle(disk: Disk) -> None:
     wait_until(lambda: len(disk.late) == 9 - threads)  # I/O that had not begun is settled at once
     disk.release.set()
     wait_until(lambda: len(disk.late) == 9)
-    wait_until(lambda: disk.guard.left == 0)
+    wait_until(lambda: disk.guard.abandoned == 0)
 
 
 def test_guard_device_that_answers_parts_is_waited_for(disk: Disk) -> None:
@@ -153,7 +153,7 @@ def test_guard_closed_settles_what_it_refuses(disk: Disk) -> None:
 def test_guard_background_read_is_not_cancelled(disk: Disk) -> None:
     disk.guard.begin(disk.hang, disk.note)
     assert disk.begun.acquire(timeout=LONG_S)
-    assert disk.guard.left == 1
+    assert disk.guard.abandoned == 1
     disk.release.set()
     assert disk.back.acquire(timeout=LONG_S)
     assert disk.late == [None]

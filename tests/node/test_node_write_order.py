@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from kvstore.node.durability.writeback import CommitOrder, WriteBehind, WriteTarget
+from kvstore.node.durability.writeback import CommitOrder, WriteBack, WriteTarget
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -69,7 +69,7 @@ def test_writeback_unexpected_error_fails_only_its_batch(where: str, monkeypatch
     written: list[Block] = []
     done = threading.Event()
 
-    def check(_: WriteBehind, blocks: Sequence[Block]) -> list[Block]:
+    def check(_: WriteBack, blocks: Sequence[Block]) -> list[Block]:
         if where == "while checking" and bad in blocks:
             raise RuntimeError("a bug")
         return list(blocks)
@@ -82,9 +82,9 @@ def test_writeback_unexpected_error_fails_only_its_batch(where: str, monkeypatch
             written.extend(blocks)
             done.set()
 
-    monkeypatch.setattr(WriteBehind, "_verified", check)
+    monkeypatch.setattr(WriteBack, "_verified", check)
     target: WriteTarget = Disk()
-    behind = WriteBehind(cast("BlockTable", table), target, counters)
+    behind = WriteBack(cast("BlockTable", table), target, counters)
     behind.start()
     table.put([bad])
     table.put([good])
@@ -93,4 +93,4 @@ def test_writeback_unexpected_error_fails_only_its_batch(where: str, monkeypatch
     finally:
         behind.stop(10)
     assert (table.given_up, written) == ([bad], [good])
-    assert counters.get("write_behind_bugs_total") == 1
+    assert counters.get("write_back_bugs_total") == 1

@@ -58,15 +58,15 @@ HITS, KEYS = "kvstore_metadata_lookup_hit_blocks_total", "kvstore_metadata_looku
 CASES: dict[str, list[Case]] = {
     "KVStoreVolumeFull": [gauge("kvstore_volume_read_only", 1, 0, f'{ON},volume="nvme0",tier="nvme"')],
     "KVStoreVolumeStalled": [gauge("kvstore_node_volume_stalled", 1, 0, f'{ON},volume="nvme0"')],
-    "KVStoreWriteBehindFailing": [counter("kvstore_write_behind_errors_total", 6)],
-    "KVStoreWriteBehindBacklog": [
+    "KVStoreWriteBackFailing": [counter("kvstore_write_back_errors_total", 6)],
+    "KVStoreWriteBackBacklog": [
         Case(
             {
-                f"kvstore_node_write_behind_waiting_blocks{{{ON}}}": level(60),
+                f"kvstore_node_write_back_waiting_blocks{{{ON}}}": level(60),
                 f'kvstore_volume_blocks{{{ON},tier="dram"}}': level(100),
             },
             {
-                f"kvstore_node_write_behind_waiting_blocks{{{ON}}}": level(40),
+                f"kvstore_node_write_back_waiting_blocks{{{ON}}}": level(40),
                 f'kvstore_volume_blocks{{{ON},tier="dram"}}': level(100),
             },
         )
@@ -85,7 +85,7 @@ CASES: dict[str, list[Case]] = {
             "nvme_corrupt_blocks",
             "arena_corrupt_blocks",
             "transport_peer_corrupt_blocks",
-            "write_behind_corrupt_blocks",
+            "write_back_corrupt_blocks",
             "quarantined_blocks",
         )
     ],
@@ -138,7 +138,7 @@ CASES: dict[str, list[Case]] = {
     "KVStoreBugs": [
         *(
             counter(f"kvstore_{name}_total", 1)
-            for name in ("rpc_unexpected_errors", "write_behind_bugs", "publish_bugs", "undeclared_events")
+            for name in ("rpc_unexpected_errors", "write_back_bugs", "publish_bugs", "undeclared_events")
         ),
         counter("vllm:kvstore_bugs_total", 1),
     ],

@@ -15,7 +15,7 @@ def test_faults_add_up_events_by_metric() -> None:
         "peer_fetch_failed_total": 1,
         "peer_fetched_blocks_total": 9,
         "rpc_errors_not_found_total": 9,
-        "write_behind_errors_total": 0,
+        "write_back_errors_total": 0,
         "nobody_declared_this_failed_total": 9,
         "sessions": 9,
     }

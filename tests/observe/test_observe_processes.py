@@ -65,7 +65,7 @@ def test_every_process_exposes_metrics(tmp_path: Path) -> None:
         assert value(node, "kvstore_volume_used_bytes", tier="dram") > 0
         assert value(node, "kvstore_network_bytes_total", network="compute", direction="sent") > 0
         assert value(node, "kvstore_quarantined_blocks_total") == 0
-        wait_until(lambda: value(node, "kvstore_node_write_behind_waiting_blocks") == 0, "all blocks are durable")
+        wait_until(lambda: value(node, "kvstore_node_write_back_waiting_blocks") == 0, "all blocks are durable")
         assert value(node, "kvstore_volume_blocks", tier="nvme") == BLOCKS
         assert value(metadata, "kvstore_metadata_nodes", state="alive") == 1
         assert value(metadata, "kvstore_metadata_lookups_total") >= 1

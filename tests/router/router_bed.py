@@ -16,7 +16,7 @@ from kvstore.config.router import RouterConfig
 from kvstore.lab.fake_engine import FakeEngine
 from kvstore.router.engines import EngineConfig, Role
 from kvstore.router.main import router
-from kvstore.rpc.http_server import Connection, bind
+from kvstore.rpc.http_server import HttpConnection, bind
 
 QUICK: dict[str, Any] = {"check_interval_ms": 50, "ejection_time_ms": 100, "max_ejection_time_ms": 400}
 FIRST_CHECK_ONLY: dict[str, Any] = {"check_interval_ms": 3_600_000}
@@ -109,7 +109,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
     listener = bind(config.listen, "router")
     async with router(config) as app:
         served = uvicorn.Config(
-            app, http=Connection, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
+            app, http=HttpConnection, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
         )
         server = _ServerWithoutSignals(served)
         task = asyncio.create_task(server.serve(sockets=[listener]))

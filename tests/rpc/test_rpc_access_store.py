@@ -432,7 +432,7 @@ def test_restarted_node_learns_tenants_of_its_blocks(store: Store) -> None:
 def test_commands_and_admin_server_send_token(store: Store) -> None:
     assert "token" in store.command("nodes", code=3)
     assert "a" in store.command("nodes", token=TOKENS[AccessRole.READ])
-    store.command("drain", "b", token=TOKENS[AccessRole.READ], code=3)
+    store.command("nodes", "drain", "b", token=TOKENS[AccessRole.READ], code=3)
     assert "b" in store.command("volumes", "check", "b/nvme0", "--wait", token=TOKENS[AccessRole.OPERATOR])
     shown = written(store.folder / "admin-token", TOKENS[AccessRole.OPERATOR])
     store.cluster._arguments = ("--set", f"client.token_file={shown}")

@@ -11,7 +11,7 @@ from kvproto.v1 import common_pb2
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec, HashAlgorithm
-from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome, Tier
+from kvstore.core.types import BlockKey, BlockRun, NamespaceId, Tier
 from kvstore.rpc import codec
 
 ID = st.binary(min_size=16, max_size=16)
@@ -114,14 +114,6 @@ def test_packed_arrays_wrong_length_are_rejected() -> None:
         codec.unpack_u64(b"1234567", "offsets")
     with pytest.raises(InvalidArgument):
         codec.unpack_u64(b"12345678", "offsets", 2)
-
-
-def test_store_outcomes_use_one_byte_per_block() -> None:
-    outcomes = list(StoreOutcome)
-    assert codec.unpack_store_outcomes(codec.pack_store_outcomes(outcomes), len(outcomes)) == outcomes
-    for packed, count in ((b"\x01", 2), (b"\x00", 1), (b"\xff", 1)):
-        with pytest.raises(InvalidArgument):
-            codec.unpack_store_outcomes(packed, count)
 
 
 @pytest.mark.parametrize("value", ["", "x" * 513, "a\nb", "a\x00b"])

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.groups import EngineKind
-from kvstore.engine.hardware import GPUS
-from kvstore.engine.models import model_named
-from kvstore.engine.roofline import EngineModel
+from kvstore.roofline.engine_model import EngineModel
+from kvstore.roofline.hardware import GPUS
+from kvstore.roofline.models import model_named
 from kvstore.simulate.capacity import capacity
 from kvstore.simulate.cluster import LADDER, POLICIES, VARIANTS, SimConfig, SimHost, Variant, uniform
 from kvstore.simulate.result import SimResult

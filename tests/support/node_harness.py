@@ -10,14 +10,14 @@ from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, NodeId, Outcome, StoreOutcome, VolumeId
-from kvstore.node.base.admission_gate import Gate
+from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import make_mounts
 from kvstore.node.loads.peers import Peers
 from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
@@ -103,7 +103,7 @@ class NodeHarness:
             self.log,
             self.counters,
             self.clock,
-            writes_behind=bool(volumes),
+            writes_back=bool(volumes),
             keep_loaded=cache_loads,
             make_durable_policy=partial(make_policy, policy),
             **({} if registry is None else {"accounts": registry.accounts}),
@@ -124,8 +124,8 @@ class NodeHarness:
 
     # ---- parts that not every test needs
     @cached_property
-    def gate(self) -> Gate:
-        return Gate(self.table, self.counters)
+    def gate(self) -> AdmissionGate:
+        return AdmissionGate(self.table, self.counters)
 
     @cached_property
     def peers(self) -> Peers:
@@ -157,18 +157,18 @@ class NodeHarness:
         return BlockRun(found.namespace_id, keys[first - 1] if first else None, first, tuple(keys[first:]))
 
     # ---- stores
-    def prepare(self, chain: int | str, first: int, count: int, namespace: int = 0) -> StoreGrant:
+    def prepare(self, chain: int | str, first: int, count: int, namespace: int = 0) -> SlotGrant:
         """Begin a store, without a wait for slots."""
         run = self.run(chain, first, count, namespace)
         return self.table.prepare(self.namespaces[namespace], run, self.clock.now_s())
 
-    def write(self, grant: StoreGrant) -> None:
+    def write(self, grant: SlotGrant) -> None:
         """Write the payloads of granted blocks to their slots."""
         shape = grant.namespace.shape
         for key, slot in grant.slots.items():
             self.arena.view(slot, shape.block_bytes)[:] = payload_of(key, shape)
 
-    def complete(self, grant: StoreGrant) -> list[StoreOutcome]:
+    def complete(self, grant: SlotGrant) -> list[StoreOutcome]:
         """Complete all granted blocks."""
         keys = list(grant.slots)
         return self.table.complete(grant, keys, [checksums_of(key, grant.namespace.shape) for key in keys])

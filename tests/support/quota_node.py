@@ -56,14 +56,14 @@ class QuotaNode(NodeHarness):
                 share.dram_bytes = dram * BLOCK
             if nvme is not None:
                 share.nvme_bytes = nvme * BLOCK
-        self.retainer.told(retention)
+        self.retainer.apply(retention)
 
     def set_rules(self, *rules: tuple[int, float, bool]) -> None:
         """Set retention rules: position of the tenant, time to live in seconds, pinned."""
         retention = Retention()
         for tenant, ttl_s, pinned in rules:
             retention.rules.add(namespace_id=self.namespaces[tenant].namespace_id, ttl_ms=int(ttl_s * 1000), pinned=pinned)
-        self.retainer.told(retention)
+        self.retainer.apply(retention)
         self.retainer.round()
 
     def held(self, tenant: int, tier: Tier) -> int:

@@ -60,7 +60,7 @@ class SessionHarness:
             log,
             counters,
             self.clock,
-            writes_behind=True,
+            writes_back=True,
             make_durable_policy=partial(make_policy, policy),
         )
         self.target = LocalTarget(self.table, counters, self.clock)

@@ -356,7 +356,7 @@ def test_device_failure_loses_only_its_block(slab: NvmeSlab, kvikio: StandIn, co
 def test_device_memory_of_wrong_size_is_rejected(slab: NvmeSlab) -> None:
     (slot, record, _), *_ = stored(slab, 1)
     for nbytes in (SHAPE.block_bytes - 1, SHAPE.block_bytes + 1, 4096):
-        with pytest.raises(InvalidArgument, match="one Full Block"):
+        with pytest.raises(InvalidArgument, match="one full block"):
             slab.read_device([(slot, record, HostDeviceMemory(nbytes))])
 
 
@@ -426,6 +426,6 @@ def test_mounted_volume_reads_into_device_memory(slab: NvmeSlab, kvikio: StandIn
         assert answers[at][1] == items[at][1].checksums
     assert mounted.find(keys, SHAPE)[1] is None
     assert counters.get("gds_device_reads_total" if way == "straight" else "device_reads_bounced_total") == 4
-    with pytest.raises(InvalidArgument, match="one Full Block"):
+    with pytest.raises(InvalidArgument, match="one full block"):
         mounted.read_device(namespace, SHAPE, [(keys[0], places[0], HostDeviceMemory(4096))])
     mounted.close()

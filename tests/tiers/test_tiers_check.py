@@ -12,8 +12,8 @@ import pytest
 
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.errors import Conflict, CorruptBlock, NotFound
-from kvstore.core.lmdb_meta import parse_meta
 from kvstore.core.types import BlockKey, BlockShape, VolumeId
+from kvstore.process.lmdb_meta import parse_meta
 from kvstore.testing.volume_suite import Item, assert_reads_back, block_key, block_payload, block_record, items_for
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.fsck import check_volume
@@ -204,7 +204,7 @@ def test_repair_damaged_catalog_is_rebuilt(folder: Path, damage: str) -> None:
             for page in pages:
                 file.seek(page * 4096)
                 file.write(random.Random(page).randbytes(4096))
-    with pytest.raises(CorruptBlock, match="check --repair"):
+    with pytest.raises(CorruptBlock, match="kvstore volumes repair"):
         recover(folder)
     before = check_volume(folder)
     if damage != "free-list":  # seen only by those who write
@@ -306,7 +306,7 @@ def test_repair_after_killed_rebuild_starts_over(folder: Path) -> None:
     catalog = Catalog(folder / "catalog", map_bytes=256 << 20)
     catalog.commit([(kept[0][1].key, b"half")], [])
     catalog.close()
-    with pytest.raises(CorruptBlock, match="check --repair"):
+    with pytest.raises(CorruptBlock, match="kvstore volumes repair"):
         open_slab(folder)
     assert check_volume(folder, repair=True).ok
     assert_serves(folder, kept, exactly=False)

@@ -216,5 +216,5 @@ def test_damage_is_not_taken_for_full_disk(tmp_path: Path) -> None:
     slab, _ = open_slab(tmp_path / "v")
     slab.close()
     (tmp_path / "v" / "catalog" / "data.mdb").write_bytes(b"garbage" * 2000)
-    with pytest.raises(CorruptBlock, match="--repair"):
+    with pytest.raises(CorruptBlock, match="kvstore volumes repair"):
         open_slab(tmp_path / "v")

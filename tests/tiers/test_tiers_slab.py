@@ -113,7 +113,7 @@ def test_truncated_slab_loses_only_missing_blocks(folder: Path, counters: Counte
     assert outcomes == [Outcome.HIT] * 7 + [Outcome.UNAVAILABLE] * 5
     assert counters.snapshot()["nvme_read_errors_total"] == 5
     slab.close()
-    with pytest.raises(CorruptBlock, match=r"truncated.*kvstore volume check --repair"):
+    with pytest.raises(CorruptBlock, match=r"truncated.*kvstore volumes repair"):
         open_slab(folder)
 
 
@@ -250,15 +250,15 @@ def test_foreign_and_damaged_volumes_differ_in_error(folder: Path, tmp_path: Pat
     with pytest.raises(Conflict, match="another volume"):
         NvmeSlab.open(folder, volume_id=VolumeId("w"), capacity_bytes=CAPACITY)
     poke(folder, 0, bytes(8192))
-    with pytest.raises(CorruptBlock, match=r"no good superblock.*kvstore volume check --repair"):
+    with pytest.raises(CorruptBlock, match=r"no good superblock.*kvstore volumes repair"):
         open_slab(folder)
     other = tmp_path / "other"
     open_slab(other).close()
     (folder / "slab.kv").write_bytes((other / "slab.kv").read_bytes())
-    with pytest.raises(CorruptBlock, match=r"another volume.*kvstore volume check --repair"):
+    with pytest.raises(CorruptBlock, match=r"another volume.*kvstore volumes repair"):
         open_slab(folder)
     (folder / "catalog" / "data.mdb").unlink()
-    with pytest.raises(CorruptBlock, match=r"catalog of this volume is lost.*kvstore volume check --repair"):
+    with pytest.raises(CorruptBlock, match=r"catalog of this volume is lost.*kvstore volumes repair"):
         open_slab(folder)
 
 

@@ -18,7 +18,7 @@ from kvstore.core.types import BlockShape
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider
 from kvstore.testing.transport_suite import NAMESPACE, ask, dense
-from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, Transfer
+from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, NixlTransfer
 from kvstore.transport.nixl.peer import NixlPeer
 from kvstore.transport.nixl.responder import NixlResponder
 from kvstore.transport.tcp.server import TcpServer
@@ -37,12 +37,12 @@ class HarmedAgent(NixlAgent):
         if harm:
             os.kill(os.getpid(), harm)
 
-    def start(self, *which: Any) -> Transfer | None:
+    def start(self, *which: Any) -> NixlTransfer | None:
         transfer = super().start(*which)
         self._suffer()  # within a host, the transfer may be complete already, so that it is never polled
         return transfer
 
-    def is_done(self, transfer: Transfer) -> bool:
+    def is_done(self, transfer: NixlTransfer) -> bool:
         self._suffer()
         return super().is_done(transfer)
 

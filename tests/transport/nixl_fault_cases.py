@@ -28,6 +28,7 @@ from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload
 from kvstore.testing.transport_suite import NAMESPACE, SENTINEL, ask, content, dense
 from kvstore.transport.addresses import parse_address
+from kvstore.transport.contract import LateBytes
 from kvstore.transport.nixl import agent as nixl_agent
 from kvstore.transport.nixl.address_table import AddressTable
 from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, Region, has_rdma, host_id
@@ -114,6 +115,7 @@ def test_read_after_deadline_writes_no_late_bytes(options: dict[str, str]) -> No
         assert set(result.outcomes) <= {Outcome.TIMEOUT, Outcome.UNAVAILABLE, Outcome.HIT}
         assert result.outcomes[-1] is not Outcome.HIT
         assert counters.get("transport_nixl_fences_total") == 1
+        assert counters.get("transport_nixl_fences_broken_total") == 0
         buffer.array[:] = SENTINEL  # the caller reuses the memory
         os.kill(server.pid, signal.SIGCONT)
         tell(server, "end")
@@ -154,9 +156,10 @@ def test_fence_while_error_is_handled_ends_agent(where: str, monkeypatch: pytest
         port._agent = _Breaking(port._agent, where)
         fence, again = port.fence, TcpPeer._send_request
 
-        def fenced(epoch: int) -> None:
-            fence(epoch)
+        def fenced(epoch: int) -> bool:
+            done = fence(epoch)
             lives.append(owner() is not None)
+            return done
 
         def asked(self: TcpPeer, *more: Any) -> int:
             lives.append(owner() is not None)
@@ -270,6 +273,26 @@ def test_read_pull_without_cma_uses_connection() -> None:
         assert_hits_are_right([Outcome.HIT] * COUNT, buffer)
         assert counters.get("transport_nixl_fallbacks_total") >= 1
         assert counters.get("transport_nixl_bytes_received_total") == 0
+
+
+def test_fence_that_fails_raises_late_bytes() -> None:
+    """Another reference keeps the agent and its connections alive, so the memory of the read must not be used again."""
+    with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, counters):
+        port = peer._agent
+        assert peer.read(ask(range(64), 1, within_s=60), dense(64, SHAPE)).outcomes.count(Outcome.HIT) == 64
+        held = port._agent.agent
+        port._agent = _Breaking(port._agent, "check")
+        with pytest.raises(LateBytes):
+            peer.read(ask(range(64), 1, within_s=60), dense(64, SHAPE))
+        assert counters.get("transport_nixl_fences_broken_total") == 1
+        assert counters.get("transport_nixl_fences_total") == 0
+        buffer = dense(64, SHAPE)
+        result = peer.read(ask(range(64), 1, within_s=60), buffer)
+        assert result.outcomes.count(Outcome.HIT) == 64, "read over the connection"
+        assert_hits_are_right(result.outcomes, buffer)
+        with pytest.raises(Unsupported):
+            port.open()
+        del held
 
 
 def test_fence_ends_agent_and_next_read_makes_new_one() -> None:

@@ -14,7 +14,6 @@ from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.testing.transport_suite import BUFFERS, SENTINEL, content, dense
-from kvstore.transport import copy
 from kvstore.transport.copy import copy_from_arena, copy_to_arena
 
 Make = Callable[[int, BlockShape], BlockBuffer]
@@ -134,14 +133,3 @@ def test_copy_invalid_arguments_are_refused() -> None:
         copy_from_arena(arena, [0], dense(4, shape), checksums=np.zeros((1, 1), np.uint64))
     with pytest.raises(InvalidArgument):
         copy_to_arena(dense(4, shape), memoryview(bytes(1000)), [0])
-
-
-def test_copy_uses_gather_or_one_joined_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short aligned blocks need no ``memmove`` call; adjacent blocks share one call."""
-    moves: list[int] = []
-    monkeypatch.setattr(copy, "_memmove", lambda target, source, length: moves.append(length))
-    arena = memoryview(random_arena(1 << 20))
-    copy_from_arena(arena, np.arange(1000)[::-1] * 512, dense(1000, BlockShape(1, 512)))
-    assert moves == []
-    copy_from_arena(arena, np.arange(10) * 65_536, dense(10, BlockShape(2, 32_768)), threads=1)
-    assert moves == [10 * 65_536]

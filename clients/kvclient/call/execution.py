@@ -26,7 +26,7 @@ class Result(Protocol):
 
     @property
     def error(self) -> KVStoreError | None:
-        """The first failure of ours, if any."""
+        """The first failure of the store, if any."""
 
 
 R = TypeVar("R", bound=Result)

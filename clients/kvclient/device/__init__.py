@@ -18,7 +18,8 @@ their leases. A lease ends, and a block counts as a hit, only after the events o
 same device are copied to and from pages on the device. All other blocks pass through host memory. A cache in host memory has
 the same interface, and its copies are synchronous.
 
-This package imports torch; no other module of ``kvclient`` imports it.
+This package imports torch. Only engines and their hooks import it; the client's other modules know it by the contracts in
+``kvclient.memory``.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class PageRange:
         layers: number of layers.
         shift: bytes from the start of a block to its first layer.
         after: the pages may be accessed after this event.
-        begun: if the copy fails, the engine leaves the events of its finished parts here.
+        begun: if the copy fails, the copier leaves the events of its begun parts here.
     """
 
     page_ids: torch.Tensor
@@ -51,7 +51,7 @@ class CopyEngine(Protocol):
 
     @property
     def shape(self) -> BlockShape:
-        """Layers and sizes of a Full Block in the store."""
+        """Layers and sizes of a full block in the store."""
 
     def check(self, spec: CacheSpec) -> None:
         """Raise ``InvalidArgument`` if a namespace does not match the cache."""
@@ -269,7 +269,7 @@ class DeviceBlocks(DeviceBuffer):
 
     @property
     def _slot_bytes(self) -> int:
-        """Bytes of a Full Block in an arena; this buffer may hold only one layer of it."""
+        """Bytes of a full block in an arena; this buffer may hold only one layer of it."""
         return self._copier.shape.block_bytes
 
     def drain(self) -> None:

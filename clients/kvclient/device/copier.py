@@ -55,8 +55,8 @@ class DeviceCopier:
 
     Args:
         cache: the engine's pages.
-        strategy: one of ``kvclient.device.copy_strategies``. ``auto`` is ``batched`` if the driver supports it, else
-            ``staged``; neither uses multiprocessors.
+        strategy: one of ``kvclient.device.copy_strategies``. ``auto`` is ``batched`` if the driver supports it
+            and ``fp8`` is off, else ``staged``; neither uses multiprocessors.
         fp8: store a 16-bit cache as 8-bit floats; see ``kvclient.device.fp8``. All engines that share blocks must use the same
             value.
         staging_bytes: size of each of four staging buffers, allocated at first use.
@@ -332,7 +332,7 @@ class DeviceCopier:
             _log.warning("rejected batched copies: %s, using staged copies (error=%s)", self.cache.device, error)
 
     def pool_gap(self, device: str) -> str:
-        """Explain why copies cannot use a pool directly; see ``FarBlocks.pool_gap``.
+        """Explain why copies cannot use a pool directly; see ``DeviceBuffer.pool_gap``.
 
         Args:
             device: device of the pool.

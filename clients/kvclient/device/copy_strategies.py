@@ -78,8 +78,8 @@ class CopyRequest:
 
     Attributes:
         host: host memory that contains the blocks.
-        starts: address of each Full Block, or of its first layer here.
-        pitch: bytes of a Full Block.
+        starts: address of each full block, or of its first layer here.
+        pitch: bytes of a full block.
         page_ids: int64 ``[blocks * pages_per_block]``, on the host.
         first_layer: of the cache: layers ``[first_layer, first_layer + layers)`` are copied.
         layers: number of layers.

@@ -1,7 +1,7 @@
 """Quantisation of a 16-bit cache to 8-bit floats in the store: half the bytes in every tier and on every network.
 
 Off by default, because it changes the model's output: an element by at most a sixteenth of its value (see ``error_bound``). A
-Layer Block then consists of
+Layer block then consists of
 
     elements    float8 e4m3fn, in the order of the row
     scales      float32 little-endian, one per group (K and V of each page apart, if the layout distinguishes them)
@@ -57,12 +57,12 @@ class Fp8Codec:
         self._coded_bytes = -(-used // _ALIGN) * _ALIGN
 
     def coded_bytes(self, row_bytes: int) -> int:
-        """Bytes of a Layer Block."""
+        """Bytes of a layer block."""
         assert row_bytes == self._row_bytes
         return self._coded_bytes
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encode rows, uint8 ``[blocks, row_bytes]``, as Layer Blocks: uint8 ``[blocks, coded_bytes]``."""
+        """Encode rows, uint8 ``[blocks, row_bytes]``, as layer blocks: uint8 ``[blocks, coded_bytes]``."""
         values = rows.view(self._dtype).view(len(rows), self._groups, -1).to(torch.float32)
         largest = torch.where(torch.isfinite(values), values.abs(), 0.0).amax(2)
         # frexp is exact, a logarithm is not: largest / 464 = mantissa * 2**exponent, mantissa in [1/2, 1). Divided by 448,
@@ -79,7 +79,7 @@ class Fp8Codec:
         return coded
 
     def decode(self, coded: torch.Tensor) -> torch.Tensor:
-        """Decode Layer Blocks to rows."""
+        """Decode layer blocks to rows."""
         elements = coded[:, : self._elements].contiguous().view(CODED).view(len(coded), self._groups, -1)
         # cloned: the scales of a single block count as contiguous, but their address need not be a multiple of 4
         scales = coded[:, self._elements : self._scales_end].clone(memory_format=torch.contiguous_format).view(torch.float32)

@@ -7,7 +7,7 @@
 
 The order within a part, tokens before heads (NHD) or heads before tokens (HND), is the attention kernel's business: bytes are
 copied in their order in memory. The layout's name is part of the namespace, so engines with different orders share no blocks. A
-Layer Block consists of the parts of a page in order; if a block has several pages, page after page.
+Layer block consists of the parts of a page in order; if a block has several pages, page after page.
 
 This module imports torch.
 """

@@ -1,6 +1,6 @@
 """Copies between rows and pages with torch indexing: the reference, and the fallback without Triton.
 
-A *row* is one contiguous layer of one block; a Layer Block is a row as the store keeps it.
+A *row* is one contiguous layer of one block; a layer block is a row as the store keeps it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,6 @@ class PinnedRange:
         driver: pins.
         counters: counts refusals.
         chunk_bytes: bytes per pin.
-        populate: whether this process populates the pages first.
         cpus: processors for the threads; None: any.
         threads: number of threads that populate.
     """
@@ -92,7 +91,6 @@ class PinnedRange:
         counters: Counters,
         *,
         chunk_bytes: int = CHUNK_BYTES,
-        populate: bool = True,
         cpus: Collection[int] | None = None,
         threads: int | None = None,
     ) -> None:
@@ -102,7 +100,6 @@ class PinnedRange:
         self._counters = counters
         self._chunk_bytes = max(mmap.PAGESIZE, chunk_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
         self._chunks = -(-nbytes // self._chunk_bytes)
-        self._populate = populate
         self._cpus = cpus
         self._pinned = np.zeros(self._chunks, bool)
         self._changed = threading.Condition()
@@ -119,10 +116,9 @@ class PinnedRange:
         pieces = self._cut()
         self._pieces = iter(pieces)
         workers: list[tuple[str, Callable[[], None]]] = [("pin", self._pin_chunks)] * min(PIN_THREADS, self._chunks)
-        if populate:
-            workers += [("populate", self._populate_pieces)] * min(count, len(pieces))
+        workers += [("populate", self._populate_pieces)] * min(count, len(pieces))
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self.huge_pages = populate and self._ask_for_huge_pages()
+        self.huge_pages = self._ask_for_huge_pages()
         self._threads = [
             threading.Thread(target=self._work, args=(work,), name=f"kvclient-{name}-{number}", daemon=True)
             for number, (name, work) in enumerate(workers)
@@ -138,7 +134,7 @@ class PinnedRange:
             end = min((chunk + 1) * self._chunk_bytes, self.nbytes)
             for start in range(chunk * self._chunk_bytes, end, PIECE_BYTES):
                 pieces.append((chunk, start, min(start + PIECE_BYTES, end)))
-                self._left[chunk] += int(self._populate)
+                self._left[chunk] += 1
         return pieces
 
     def _ask_for_huge_pages(self) -> bool:

@@ -8,7 +8,7 @@
     result = client.load(lookup, room)
     layers = import_blocks(room[: result.hit_blocks], layout)
 
-A Layer Block is the keys of one layer, ``[heads, block_tokens, key_dim]``, then its values, ``[heads, block_tokens, value_dim]``,
+A layer block is the keys of one layer, ``[heads, block_tokens, key_dim]``, then its values, ``[heads, block_tokens, value_dim]``,
 both contiguous and in the dtype of the cache. Keys are copied as they are in the cache: with positions applied if the model
 applies them before caching, as nearly all do. A block is valid only at its depth in its chain, which its key encodes.
 
@@ -38,7 +38,7 @@ _NAME_ROOM = 200
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape of one token in one layer: ``heads * dim`` elements of keys, and likewise of values."""
+    """Shape of one token in one layer: ``heads * dim`` elements of keys, and as many of values."""
 
     key_heads: int
     key_dim: int
@@ -79,7 +79,7 @@ class KVLayout:
     Attributes:
         block_tokens: tokens per block.
         dtype: the dtype of every layer's cache.
-        layers: the layers in order. If their shapes differ, a block is one opaque Layer Block of all layers in sequence.
+        layers: the layers in order. If their shapes differ, a block is one opaque layer block of all layers in sequence.
 
     Raises:
         InvalidArgument: no layers, or a block of no tokens.
@@ -111,12 +111,12 @@ class KVLayout:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes per Full Block."""
+        """Bytes per full block."""
         return sum(layer.elements for layer in self.layers) * self.block_tokens * self.dtype.itemsize
 
     @property
     def uniform(self) -> bool:
-        """Whether all layers have the same shape, so that each is a Layer Block."""
+        """Whether all layers have the same shape, so that each is a layer block."""
         return len(set(self.layers)) == 1
 
     @property
@@ -236,7 +236,7 @@ def export_blocks(
     count = max(0, tokens - first_token) // layout.block_tokens if blocks is None else blocks
     end = first_token + count * layout.block_tokens
     if count < 0 or end > tokens:
-        raise InvalidArgument("the cache has not so many tokens", tokens=tokens, wants=end)
+        raise InvalidArgument("the cache has fewer tokens than wanted", tokens=tokens, wants=end)
     room = layout.room(count) if out is None else out
     if room.shape[0] != count:
         raise InvalidArgument("the memory is for another number of blocks", got=room.shape[0], wants=count)

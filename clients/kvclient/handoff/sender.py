@@ -1,6 +1,6 @@
 """The prefill side of a handoff: send a prompt to the host of the decode engine.
 
-The prefill side pushes Layer Blocks into the decode node's arena as layers are computed. Blocks that the node holds already,
+The prefill side pushes layer blocks into the decode node's arena as layers are computed. Blocks that the node holds already,
 because they were read over its storage link, are not sent. The decode side (``receiver``) takes the prompt when it is complete,
 and only then needs its own memory for it.
 """
@@ -70,7 +70,7 @@ class PromptSender:
 
         Args:
             layer: 0-based.
-            data: ``[blocks, layer_block_bytes]``: anything that ``as_block_buffer`` accepts, one Layer Block per key, including a
+            data: ``[blocks, layer_block_bytes]``: anything that ``as_block_buffer`` accepts, one layer block per key, including a
                 partial last block, whose unused part may hold anything. Only blocks that the decode host lacks are read, before
                 the call returns.
 

@@ -1,7 +1,7 @@
 """Reads from the local node's volumes directly into the pool's memory, without the node, its arena or host memory.
 
 The engine mounts its node's volumes read-only. The node names the slot of a block and keeps it under a lease (``Node.Locate``).
-The slot's header, read after the payload, and the checksum of every Layer Block, computed from the received bytes, prove that
+The slot's header, read after the payload, and the checksum of every layer block, computed from the received bytes, prove that
 it is the block; the bytes are copied back from the device for this check (``kvstore.tiers.nvme.mounted``). A slot that was
 reused after the lease ended is a miss.
 
@@ -178,7 +178,7 @@ class GdsReader:
                 counters=parts.counters,
                 clock=parts.clock,
                 gds=kvikio,
-                places=False,
+                reads_manifest=False,
                 backoff_s=REST_S,
             )
             mount.begin_catch_up()  # opens it; the mount is in use until then

@@ -51,7 +51,7 @@ class PinnedBlocks:
     """Leading blocks of a chain in the pool, pinned until the context ends."""
 
     offsets: npt.NDArray[np.int64]
-    """Offset of each Full Block in the volume's memory."""
+    """Offset of each full block in the volume's memory."""
     blocks: Sequence[Block]
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class PinnedBlocks:
 
 
 class NamespaceView:
-    """One namespace in the pool: ``NearBlocks``, and copies that stay on the engine's device."""
+    """One namespace in the pool: ``PoolNamespace``, and copies that stay on the engine's device."""
 
     def __init__(
         self, parts: PoolState, disks: GdsReader, namespace: NodeNamespace, detach: Callable[[NamespaceView], None]

@@ -108,7 +108,7 @@ class HbmPool:
         volume_id = VolumeId(f"{self.node_id}/hbm")
         self._volume = HbmVolume(volume_id, where, capacity, counters=self._counters)
         self._log = ReplicaChangeLog([volume_id], self._counters, self._clock, keep=metadata is not None)
-        # the table only allocates from the volume; only a node's migrations need views
+        # the table only allocates from the volume; a node's loader, provider, write-back and migrations need views
         self._table = BlockTable(
             self._volume,  # type: ignore[arg-type]
             chosen,
@@ -116,7 +116,7 @@ class HbmPool:
             self._log,
             self._counters,
             self._clock,
-            writes_behind=demote,
+            writes_back=demote,
             cascades_chains=True,
         )
         self.state = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, room_wait_s, demote=demote)

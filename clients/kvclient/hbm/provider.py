@@ -82,7 +82,7 @@ class _NothingGranted(WriteGrant):
 
 
 def host_views(volume: HbmVolume, blocks: Sequence[Block], shape: BlockShape) -> list[memoryview]:
-    """Full Blocks in host memory: views of a CPU pool, or copies. The caller has pinned the blocks."""
+    """Full blocks in host memory: views of a CPU pool, or copies. The caller has pinned the blocks."""
     size = shape.block_bytes
     offsets = np.array([block.dram.offset for block in blocks if block.dram is not None], np.int64)
     memory = volume.host_view

@@ -30,7 +30,7 @@ def tensor_blocks(tensor: object, shape: BlockShape, count: int, device: torch.d
     """View a tensor as blocks: uint8 ``[count, layers, layer_block_bytes]``. No bytes are copied.
 
     Args:
-        tensor: ``count`` Full Blocks, contiguous, or with leading axes ``[blocks]`` or ``[blocks, layers]`` of any stride, and
+        tensor: ``count`` full blocks, contiguous, or with leading axes ``[blocks]`` or ``[blocks, layers]`` of any stride, and
             all later axes contiguous.
         shape: shape of each block.
         count: the exact number of blocks.

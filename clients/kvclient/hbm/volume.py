@@ -214,7 +214,7 @@ class HbmVolume(PooledVolume):
             size = record.shape.block_bytes
             if payload.nbytes != size or size > slot.size:
                 results.append(
-                    InvalidArgument("a payload must be one Full Block that fits its slot", bytes=payload.nbytes, expected=size)
+                    InvalidArgument("a payload must be one full block that fits its slot", bytes=payload.nbytes, expected=size)
                 )
             elif not self.slot_pool.holds(slot):
                 results.append(Internal("a write into a slot that is not reserved", slot=slot))
@@ -229,7 +229,7 @@ class HbmVolume(PooledVolume):
         for slot, record, destination in items:
             size = record.shape.block_bytes
             if destination.nbytes != size or size > slot.size:
-                raise InvalidArgument("a destination must be one Full Block", bytes=destination.nbytes, expected=size)
+                raise InvalidArgument("a destination must be one full block", bytes=destination.nbytes, expected=size)
             outcome = Outcome.CORRUPT
             if self.slot_pool.holds(slot):
                 self.copy_out(np.array([slot.offset]), _as_block(destination, record.shape), 0)

@@ -34,12 +34,12 @@ Offsets = npt.NDArray[np.uint64]
 class ClientArena:
     """A mapping of the arena, and the connection that keeps its slots granted. Copies must run as users of the session."""
 
-    def __init__(self, mapping: ArenaMapping, *, map_ahead: bool, watcher: ArenaPinner | None = None) -> None:
+    def __init__(self, mapping: ArenaMapping, *, map_ahead: bool, pinner: ArenaPinner | None = None) -> None:
         self._mapping = mapping
         self.size = mapping.size
         self.stuck = False
         """Whether a device may still write to slots for an unknown time, so that they must not be given back."""
-        self._guard = watcher.mapped(mapping.view) if watcher is not None else None
+        self._guard = pinner.mapped(mapping.view) if pinner is not None else None
         self._closing = threading.Event()
         self._ahead = threading.Thread(target=self._map_ahead, name="kvclient-map-ahead", daemon=True) if map_ahead else None
         if self._ahead is not None:
@@ -54,7 +54,7 @@ class ClientArena:
         timeout_s: float,
         *,
         map_ahead: bool,
-        watcher: ArenaPinner | None = None,
+        pinner: ArenaPinner | None = None,
     ) -> ClientArena:
         """Map the arena that an arena server shares over its socket.
 
@@ -65,7 +65,7 @@ class ClientArena:
             timeout_s: bound of the exchange.
             map_ahead: enter the arena's pages into this process's page table in the background. Without it, every page costs a
                 fault at its first use: the first gigabyte copied is several times slower than the next.
-            watcher: pins the arena; None: nothing does.
+            pinner: pins the arena; None: nothing does.
 
         Raises:
             KVStoreError: the arena cannot be mapped.
@@ -75,7 +75,7 @@ class ClientArena:
         if mapping.size != size:
             mapping.close()
             raise Internal("the arena has another size than the node said", mapped=mapping.size, said=size)
-        return cls(mapping, map_ahead=map_ahead and watcher is None, watcher=watcher)  # a pinner enters the pages itself
+        return cls(mapping, map_ahead=map_ahead and pinner is None, pinner=pinner)  # a pinner enters the pages itself
 
     def _map_ahead(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter lock, unlike mmap.madvise

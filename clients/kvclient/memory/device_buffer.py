@@ -92,7 +92,7 @@ class DeviceBuffer(ABC):
 
         Args:
             memory: the pool's memory, without a ``pool_gap``.
-            offsets: offset of each Full Block in bytes. The blocks must not be written to before this returns.
+            offsets: offset of each full block in bytes. The blocks must not be written to before this returns.
             first: position of the first block.
 
         Raises:
@@ -118,7 +118,8 @@ class DeviceBuffer(ABC):
         """Wait until all copies have ended. Bounded.
 
         Raises:
-            Internal: the device failed, or its copies do not end; then its memory must never be used or freed again.
+            Internal: the device failed; no copy is under way.
+            DeviceHung: the copies do not end within a bounded time. The memory must never be used or freed again.
         """
 
     @abstractmethod

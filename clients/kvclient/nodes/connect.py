@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,7 +12,8 @@ from kvclient.memory.engine_pool import EnginePool
 from kvclient.nodes.local_session import local_address
 from kvclient.nodes.metadata_client import MetadataClient, by_roles
 from kvclient.options import ClientOptions
-from kvstore.core.errors import InvalidArgument, KVStoreError
+from kvproto.v1.common_pb2 import NodeInfo
+from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -21,6 +24,24 @@ from kvstore.rpc.health_probe import HealthProbe
 from kvstore.transport.liveness import LivenessMonitor
 
 Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChoice:
+    """Which of the nodes on this host a client uses, and why.
+
+    Attributes:
+        node_id: the chosen node; empty if the caller named an address.
+        address: its address.
+        reason: why it was chosen.
+        others: ids of the other nodes on this host.
+    """
+
+    node_id: str
+    address: str
+    reason: str
+    others: tuple[str, ...] = ()
 
 
 class NodeFinder:
@@ -30,20 +51,54 @@ class NodeFinder:
         self._named = None if node == "auto" else node
         self._metadata = metadata
         self._options = options
-        self._last: str | None = None
+        self.choice: NodeChoice | None = None
+        """The last choice; None: no node runs on this host, or the search has not begun."""
 
     def find(self) -> str | None:
-        """Return the address, or None if no node runs on this host."""
+        """Return the address, or None if no node runs on this host.
+
+        Raises:
+            Unavailable: ``options.local_node`` names a node that is not on this host.
+            KVStoreError: the metadata server does not answer, and no node was found before.
+        """
         if self._named is not None or self._metadata is None:
+            if self._named is not None:
+                self._choose(NodeChoice("", self._named, "the caller named its address"))
             return self._named
         try:
             nodes = self._metadata.nodes(self._options.lookup_deadline_s)
         except KVStoreError:
-            if self._last is None:
+            if self.choice is None:
                 raise
-            return self._last
-        self._last = local_address(by_roles(nodes, self._options.local_roles)) or self._last
-        return self._last
+            return self.choice.address
+        here = {node.node_id: node for node in by_roles(nodes, self._options.local_roles) if local_address([node])}
+        wanted = self._options.local_node
+        if wanted is not None and wanted not in here:
+            known = ", ".join(here) or "none"
+            raise Unavailable("the node of the option local_node is not on this host", local_node=wanted, here=known)
+        if here:
+            self._choose(self._best(here, wanted))
+        return None if self.choice is None else self.choice.address
+
+    def _best(self, here: Mapping[str, NodeInfo], wanted: str | None) -> NodeChoice:
+        node_id = wanted or next(iter(here))
+        others = tuple(other for other in here if other != node_id)
+        if wanted is not None:
+            reason = "the option local_node names it"
+        elif not others:
+            reason = "it is the only node on this host"
+        else:
+            role = next((role for role in self._options.local_roles if role in here[node_id].roles), "none")
+            tied = any(role in here[other].roles for other in others)
+            reason = f"its role {role} comes first in local_roles" + (", and its id is the first of that role" if tied else "")
+        return NodeChoice(node_id, local_address([here[node_id]]) or "", reason, others)
+
+    def _choose(self, choice: NodeChoice) -> None:
+        if choice != self.choice:
+            others = f", others={', '.join(choice.others)}" if choice.others else ""
+            name = choice.node_id or choice.address
+            _log.info("local node chosen: %s (reason=%s%s)", name, choice.reason, others)
+        self.choice = choice
 
 
 def watch_servers(tls: TlsConfig | None, counters: Counters) -> LivenessMonitor:

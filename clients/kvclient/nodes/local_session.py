@@ -132,7 +132,7 @@ class LocalNode:
         options: bounds.
         incidents: reports losses.
         liveness: finds out whether the node answers.
-        watcher: pins each mapped arena.
+        pinner: pins each mapped arena.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class LocalNode:
         options: ClientOptions,
         incidents: LimitedLog,
         liveness: LivenessMonitor,
-        watcher: ArenaPinner | None = None,
+        pinner: ArenaPinner | None = None,
     ) -> None:
         self._find = find
         self._liveness = liveness
-        self._watcher = watcher
+        self._pinner = pinner
         self._spec = spec
         self._tls = tls
         self._clock = clock
@@ -252,7 +252,7 @@ class LocalNode:
             opened.arena_bytes,
             self._left_s(end_s),
             map_ahead=opened.prefaulted,
-            watcher=self._watcher,
+            pinner=self._pinner,
         )
         _log.info("session opened: node %s (arena_mib=%d)", opened.node.node_id, opened.arena_bytes >> 20)
         return Session(stub, opened, self._liveness.server(address), volumes, arena, self._options, self._incidents)
@@ -288,7 +288,7 @@ class LocalNode:
             self._incidents.report(client_metrics.SESSION_REFUSED, "session with the local node not opened", error)
 
     def wait_reopened(self, timeout_s: float) -> None:
-        """Wait for an attempt under way in the background, if there is one."""
+        """Wait for an attempt under way in the background, if there is one; for tests."""
         thread = self._reopening
         if thread is not None:
             thread.join(timeout_s)
@@ -318,7 +318,7 @@ def _stored_volumes(answered: Sequence[node_pb2.StoredVolume]) -> tuple[StoredVo
 
 
 def means_lost(error: KVStoreError) -> bool:
-    """Whether an error of a call in a session means that the session has ended."""
+    """Whether to drop the session after an error of one of its calls: it has ended, or its node is unreachable."""
     return isinstance(error, LeaseLost | Unavailable | NotFound)
 
 

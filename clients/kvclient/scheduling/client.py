@@ -178,6 +178,11 @@ class SchedulerClient:
                     raise
             time.sleep(wait_s)
 
+    def report_engines(self, request: pb.ReportEnginesRequest, timeout_s: float) -> pb.ReportEnginesResponse:
+        """Send the report of a group's leader."""
+        answer: pb.ReportEnginesResponse = self._call(self._stub.ReportEngines, request, timeout_s)
+        return answer
+
     def _call(
         self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float, *, waits: bool = False
     ) -> _Response:
@@ -222,7 +227,7 @@ class GroupLeader:
         """
         request = self._book.request(engines, prefilled, finished)
         timeout_s = check_seconds("deadline_s", deadline_s)
-        return self._book.take(request, self._client._call(self._client._stub.ReportEngines, request, timeout_s))
+        return self._book.take(request, self._client.report_engines(request, timeout_s))
 
     def leave(self, deadline_s: float = 1.0) -> None:
         """End the group: its unfinished requests are given to others at once.
@@ -334,6 +339,11 @@ class AsyncSchedulerClient:
                     raise
             await asyncio.sleep(wait_s)
 
+    async def report_engines(self, request: pb.ReportEnginesRequest, timeout_s: float) -> pb.ReportEnginesResponse:
+        """Send the report of a group's leader."""
+        answer: pb.ReportEnginesResponse = await self._call(self._stub.ReportEngines, request, timeout_s)
+        return answer
+
     async def _call(
         self, method: AioUnaryMethod[_Request, _Response], request: _Request, timeout_s: float, *, waits: bool = False
     ) -> _Response:
@@ -368,7 +378,7 @@ class AsyncGroupLeader:
         """
         request = self._book.request(engines, prefilled, finished)
         timeout_s = check_seconds("deadline_s", deadline_s)
-        return self._book.take(request, await self._client._call(self._client._stub.ReportEngines, request, timeout_s))
+        return self._book.take(request, await self._client.report_engines(request, timeout_s))
 
     async def leave(self, deadline_s: float = 1.0) -> None:
         """See ``GroupLeader.leave``.

@@ -92,7 +92,7 @@ class LayerwiseStore:
 
         Args:
             layer: 0-based.
-            data: ``[blocks, layer_block_bytes]``: anything that ``as_block_buffer`` accepts, one Layer Block per key. It must not
+            data: ``[blocks, layer_block_bytes]``: anything that ``as_block_buffer`` accepts, one layer block per key. It must not
                 change until the call returns.
 
         Raises:

@@ -16,8 +16,9 @@ from starlette.responses import Response
 
 PATH: Final = "/"
 _SCRIPTS: Final = (
-    "dom.js", "figures.js", "charts.js", "server.js", "cluster.js", "lists.js", "explorer.js", "dialogs.js", "checks.js",
-    "orders.js", "tenants.js", "main.js",
+    "base/dom.js", "base/figures.js", "base/charts.js", "base/server.js", "base/history.js", "actions/dialogs.js",
+    "views/namespaces.js", "views/nodes.js", "views/health.js", "views/node.js", "views/history.js", "views/loads.js",
+    "views/tenants.js", "views/explorer.js", "actions/checks.js", "actions/orders.js", "main.js",
 )  # fmt: skip
 """Script files in load order: each uses declarations of the previous ones. They run as one script."""
 

@@ -1,4 +1,4 @@
-// Asks again and again, with a bound on how often, and shows what came.
+// Rounds of requests with a bounded rate, and drawing of the responses.
 
 const EVERY_MS = 2000;
 const MOST_MS = 30000;
@@ -7,11 +7,11 @@ let held = false;
 let wait = EVERY_MS;
 let timer = 0;
 let busy = false;
-let wanted = false; // somebody asked for another look while one was under way
+let wanted = false; // another round was requested during a round
 let awaySince = null;
-let turn = 0; // of rounds, since all was asked last
+let turn = 0; // rounds since all requests were sent
 
-/** What an error means for the page as a whole. */
+/** Ask for a token if an error requires one. */
 function meet(error) {
   if (!(error instanceof Refusal) || error.status !== 401) return;
   $("token").hidden = false;
@@ -34,16 +34,13 @@ async function round() {
   const unknown = refused.find((error) => error.status === 401);
   if (sessionStorage.getItem(TOKEN)) $("token").hidden = false;
   isAway = away;
-  if (!away) {
+  if (away) awaySince ??= new Date();
+  else {
     heardAt = new Date();
     awaySince = null;
-    reckon(performance.now());
-    watchFaults(Date.now());
+    updateRates(performance.now());
   }
-  const drawn = [showHealth, showNodes, showCharts, showSlow, showNamespaces, showTenants, showFaults, showDecisions];
-  if (away) awaySince ??= new Date();
-  for (const draw of drawn) draw();
-  document.querySelectorAll("#whole button, #quotas button").forEach(guard);
+  draw();
   wait = away ? Math.min(MOST_MS, wait * 2) : EVERY_MS;
   showAway(away && !unknown ? refused[0] : null, unknown);
   busy = false;
@@ -54,13 +51,19 @@ async function round() {
   plan(wanted ? 100 : wait);
 }
 
+function draw() {
+  const views = [showHealth, showNodes, showCharts, showTimeline, showSlow, showNamespaces, showTenants, showDecisions];
+  for (const view of views) view();
+  document.querySelectorAll("#whole button, #quotas button").forEach(guard);
+}
+
 function plan(ms) {
   clearTimeout(timer);
   if (!held && !document.hidden) timer = setTimeout(round, ms);
   showFresh();
 }
 
-/** Looks again at once: somebody changed something, or asked. */
+/** Start a round now, because something was changed or a person requested it. */
 function again() {
   wait = EVERY_MS;
   turn = 0;
@@ -83,17 +86,17 @@ function showAway(error, unknown) {
   return show(
     box,
     `${awayWords(error)}${figures} The next attempt is in ${wait / 1000} s. `,
-    h("button", { type: "button", "data-do": "again" }, "Ask now"),
+    h("button", { type: "button", "data-do": "again" }, "Try now"),
   );
 }
 
-/** What is away, since when, why, and what that means. */
+/** The server that does not answer, since when, why, and the consequences. */
 function awayWords(error) {
   const since = `since ${clock(awaySince)}`;
   if (error.status === 0) return `The admin server does not answer ${since}: ${error.message}. The store itself is not affected.`;
   const [, address, reason] = UNREACHED.exec(error.message) ?? [];
-  const effect = "Lookups find nothing until it answers: engines compute their prompts. Stores go on, and nothing stored is lost.";
-  if (address === undefined) return `The metadata server gives no answers ${since}: ${error.message}. ${effect}`;
+  const effect = "Lookups find nothing until it answers: engines compute their prompts. Stores continue, and no stored block is lost.";
+  if (address === undefined) return `The metadata server does not answer ${since}: ${error.message}. ${effect}`;
   const restart = reason === "connection refused" ? " Restart it: its index survives." : "";
   return `The metadata server (${address}) does not answer ${since}: ${reason}. ${effect}${restart}`;
 }
@@ -116,10 +119,23 @@ $("hold").addEventListener("click", () => {
   else again();
 });
 $("token").addEventListener("click", () => ACTS.token());
+$("nodes-filter").addEventListener("input", showNodes);
+$("namespaces-filter").addEventListener("input", () => {
+  namespacesPage.at = 0;
+  showNamespaces();
+});
 $("explorer").addEventListener("submit", explore);
+$("explore-kind").addEventListener("change", showInput);
 $("dialog-form").addEventListener("submit", confirmed);
 $("dialog-no").addEventListener("click", () => $("dialog").close());
 $("dialog").addEventListener("close", closed);
 $("dialog").addEventListener("keydown", trap);
 document.addEventListener("visibilitychange", () => plan(0));
+window.addEventListener("hashchange", () => {
+  route();
+  draw();
+  again();
+});
+route();
+learnTokenizer();
 round();

@@ -10,14 +10,19 @@ from fastapi import APIRouter, Path, Query, Response
 from kvproto.v1 import admin_pb2 as pb
 from kvstore.admin.etags import tag_of
 from kvstore.admin.pagination import USUAL, Cursor, Limit, Page, after, cursor_for, page_of
+from kvstore.admin.tokenizer import PromptTokenizer
 from kvstore.config.admin import AdminConfig
 from kvstore.control_api import serializers
+from kvstore.control_api.history import HistoryQueries
 from kvstore.control_api.queries import Queries, describe, id_from_hex
 from kvstore.control_api.schemas import store as models
+from kvstore.control_api.schemas.health import ClusterEventEntry, ClusterHealth
+from kvstore.control_api.schemas.history import FiguresOfLastHour
 from kvstore.control_api.schemas.store import HEX_ID
 from kvstore.control_api.store_rpc import StoreRpc
-from kvstore.control_api.volume_checks import VolumeCheck, VolumeChecks
+from kvstore.control_api.volume_checks import RunningChecks, VolumeCheck
 from kvstore.core.errors import InvalidArgument
+from kvstore.observe.history import INTERVAL_S, POINTS
 
 NodeId = Annotated[str, Path(min_length=1, max_length=512, description="node id", examples=["host-1"])]
 VolumeName = Annotated[
@@ -26,15 +31,16 @@ VolumeName = Annotated[
 NamespaceId = Annotated[str, Path(pattern=HEX_ID, description="namespace id", examples=["8c2f0d6e1b7a4c93a5d1e0f97b346c21"])]
 Key = Annotated[str, Path(pattern=HEX_ID, description="block key", examples=["03b1f2c4d5968778695a4b3c2d1e0f10"])]
 Responses = dict[int | str, dict[str, Any]]
-MISSING: Final[Responses] = {404: {"description": "it is not there"}}
-NODE: Final[Responses] = {**MISSING, 501: {"description": "it is no node daemon"}}
+MISSING: Final[Responses] = {404: {"description": "not found"}}
+NODE: Final[Responses] = {**MISSING, 501: {"description": "the node is an engine pool of device memory"}}
 TAGGED: Final[Responses] = {
     200: {
-        "description": "as it is now",
+        "description": "current state",
         "headers": {"ETag": {"description": "for If-Match", "required": True, "schema": {"type": "string"}}},
     }
 }
 MOST_LOADS: Final = 50
+_ID_DIGITS: Final = 19
 MOST_DECISIONS: Final = 256
 
 
@@ -44,16 +50,40 @@ class Reads:
     def __init__(self, rpc: StoreRpc, config: AdminConfig) -> None:
         self._rpc = rpc
         self._queries = Queries(rpc)
-        self._checks = VolumeChecks(rpc)
+        self._history = HistoryQueries(rpc)
+        self._checks = RunningChecks(rpc)
         self._config = config
+        self._tokenizer = PromptTokenizer(config.tokenizer)
 
     def routes(self) -> APIRouter:
         """The routes of these handlers."""
         router = APIRouter(prefix="/v1")
         add = router.add_api_route
         add("/cluster", self.cluster, methods=["GET"], tags=["cluster"], summary="Summary of the store")
+        add(
+            "/health",
+            self.health,
+            methods=["GET"],
+            tags=["cluster"],
+            summary="Findings with codes and actions",
+        )
         add("/index", self.index, methods=["GET"], tags=["cluster"], summary="The prefix index", responses=TAGGED)
         add("/config", self.config, methods=["GET"], tags=["cluster"], summary="Effective configuration")
+        add(
+            "/cluster-events",
+            self.cluster_events,
+            methods=["GET"],
+            tags=["cluster"],
+            summary="Events of the last 24 hours",
+        )
+        add(
+            "/history",
+            self.history,
+            methods=["GET"],
+            tags=["cluster"],
+            summary="Figures of the last hour",
+            responses=MISSING,
+        )
         add("/nodes", self.nodes, methods=["GET"], tags=["nodes"], summary="Nodes")
         add("/nodes/{node_id}", self.node, methods=["GET"], tags=["nodes"], summary="A node", responses=MISSING)
         add(
@@ -113,8 +143,9 @@ class Reads:
             methods=["POST"],
             tags=["blocks"],
             summary="Explain which blocks of a chain hit, and why the others miss",
-            responses=MISSING,
+            responses={**MISSING, 501: {"description": "no tokenizer is configured or installed"}},
         )
+        add("/tokenizer", self.tokenizer, methods=["GET"], tags=["blocks"], summary="Tokenizer of the prefix explorer")
         add("/plans", self.plans, methods=["GET"], tags=["planning"], summary="Planned loads in progress")
         add("/decisions", self.decisions, methods=["GET"], tags=["planning"], summary="Last load decisions")
         add("/queues", self.queues, methods=["GET"], tags=["planning"], summary="Read queues of the nodes")
@@ -122,6 +153,10 @@ class Reads:
         return router
 
     # ---- cluster ----
+    async def health(self) -> ClusterHealth:
+        """Findings, each with a code, the facts, their meaning and an action. Scripts may rely on the codes."""
+        return await self._queries.health()
+
     async def cluster(self) -> models.Cluster:
         """Health, versions and counts. Health is derived from the nodes' heartbeats."""
         return await self._queries.cluster(self._config.metadata)
@@ -143,6 +178,33 @@ class Reads:
         return models.Configuration(
             processes=[serializers.settings("metadata", server.settings), serializers.settings("admin", mine)]
         )
+
+    async def cluster_events(
+        self,
+        since: Annotated[float, Query(ge=0, le=86_400, description="only the last so many seconds; 0: 24 hours")] = 0,
+        cursor: Cursor = None,
+        limit: Limit = USUAL,
+    ) -> Page[ClusterEventEntry]:
+        """Nodes, findings and operators' orders, oldest first. They survive a restart of the metadata server."""
+        behind = after("cluster-events", cursor) or "0"
+        if not behind.isdigit() or len(behind) > _ID_DIGITS:
+            raise InvalidArgument("invalid cursor for this list; start without a cursor", field="cursor")
+        events, more = await self._queries.cluster_events(int(behind), since, limit)
+        return Page(items=events, next_cursor=cursor_for("cluster-events", events[-1].id) if more and events else None)
+
+    async def history(
+        self,
+        since: Annotated[float, Query(ge=0, le=1e11, description="only intervals that ended after this Unix time")] = 0,
+        step: Annotated[
+            int, Query(ge=INTERVAL_S, le=INTERVAL_S * POINTS, multiple_of=INTERVAL_S, description="seconds per interval")
+        ] = INTERVAL_S,
+        node: Annotated[str | None, Query(max_length=512, description="only this node", examples=["host-1"])] = None,
+    ) -> FiguresOfLastHour:
+        """Hit ratio, latencies, throughput, fill, evictions and faults per interval, added up over all nodes that answer.
+
+        Each process records its own figures in memory; they are lost if it restarts.
+        """
+        return await self._history.figures(since, step, node)
 
     # ---- nodes and volumes ----
     async def nodes(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Node]:
@@ -224,7 +286,16 @@ class Reads:
 
     async def look_up(self, chain: models.LookUp) -> models.LookedUp:
         """The result of a lookup of this chain, with the reason of each miss. It is not counted as a lookup."""
+        if chain.text is not None:
+            if chain.keys is not None or chain.tokens is not None:
+                raise InvalidArgument("give only one of keys, tokens and text", field="text")
+            tokens = await self._tokenizer.encode(chain.text)
+            chain = models.LookUp(namespace_id=chain.namespace_id, tokens=tokens)
         return await self._queries.look_up(chain)
+
+    async def tokenizer(self) -> models.Tokenizer:
+        """Whether this server has a tokenizer, so that a lookup can be asked for with the text of a prompt."""
+        return models.Tokenizer(configured=self._tokenizer.configured)
 
     # ---- planning and loads ----
     async def plans(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.LivePlan]:

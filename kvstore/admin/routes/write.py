@@ -16,7 +16,7 @@ from kvstore.control_api import serializers
 from kvstore.control_api.commands import Commands
 from kvstore.control_api.schemas import store as models
 from kvstore.control_api.store_rpc import NodeRpc, StoreRpc
-from kvstore.control_api.volume_checks import BeginCheck, VolumeCheck, VolumeChecks
+from kvstore.control_api.volume_checks import BeginCheck, RunningChecks, VolumeCheck
 from kvstore.core.errors import Conflict
 from kvstore.observe.counters import Counters
 
@@ -32,7 +32,7 @@ class Changes:
     def __init__(self, rpc: StoreRpc, counters: Counters) -> None:
         self._rpc = rpc
         self._commands = Commands(rpc)
-        self._checks = VolumeChecks(rpc)
+        self._checks = RunningChecks(rpc)
         self._counters = counters
 
     def routes(self) -> APIRouter:
@@ -219,8 +219,7 @@ class Changes:
         """Start a check in the background at a limited rate. `GET` the same path for its progress.
 
         Corrupt blocks are removed as by a load: they become misses, and their slots are quarantined until the node restarts. The
-        state of a check is lost if the node restarts. For volumes that no node has open, use `kvstore volume check`, which also
-        repairs.
+        state of a check is lost if the node restarts. `kvstore volumes check --offline` checks volumes that no node has open.
         """
         with audited(
             request, self._counters, "volume.check", f"{node_id}/{name}", bytes_per_s=wanted.bytes_per_s

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from kvstore.cli.support.logs import set_up_logs
 from kvstore.config.model import Config
@@ -78,7 +79,7 @@ def configuration(ctx: click.Context) -> tuple[Config, Provenance]:
     """
     file = ctx.meta.get(_FILE_KEY)
     try:
-        return load_config(file, os.environ, _settings_of(ctx))
+        return load_config(file, os.environ, _settings_of(ctx), cluster=ctx.meta.get(CLUSTER_KEY))
     except InvalidArgument as error:
         raise click.UsageError(str(error), ctx) from error
 
@@ -118,7 +119,31 @@ def handed_on(decided: Mapping[str, str]) -> list[str]:
     return arguments
 
 
+def _complete_clusters(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    try:
+        config, _ = load_config(ctx.meta.get(_FILE_KEY), os.environ)
+    except InvalidArgument:
+        return []
+    return [CompletionItem(name) for name in sorted(config.clusters) if name.startswith(incomplete)]
+
+
+def _note_cluster(ctx: click.Context, _parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        ctx.meta[CLUSTER_KEY] = value
+
+
+cluster_option = click.option(
+    "--cluster",
+    envvar="KVSTORE_CLUSTER",
+    metavar="NAME",
+    expose_value=False,
+    callback=_note_cluster,
+    shell_complete=_complete_clusters,
+    help="Named cluster of the configuration: address, TLS and token of [clusters.NAME].",
+)
+
 _FILE_KEY = "kvstore.config_file"
+CLUSTER_KEY = "kvstore.cluster"
 _SETTINGS_KEY = "kvstore.settings"
 
 
@@ -148,7 +173,7 @@ def _config_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
         metavar="KEY=VALUE",
         expose_value=False,
         callback=_note_assignments,
-        help="Sets any value of the configuration, e.g. --set node.dram=4GiB.",
+        help="Set any value of the configuration, e.g. --set node.dram=4GiB.",
     )(command)
     return click.option(
         "--config",

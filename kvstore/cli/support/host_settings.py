@@ -60,7 +60,7 @@ def node_defaults(section: NodeSection) -> NodeDefaults:
             cores=len(os.sched_getaffinity(0)),
             arena_bytes=section.dram_bytes,
             volumes=len(section.nvme),
-            writes_elsewhere=section.write_behind_to is not None,
+            writes_elsewhere=section.write_back_to is not None,
             huge_pages_free_bytes=huge_pages_free(),
             link_bytes_per_s=float(section.compute_bandwidth) or (None if link is None else link.bytes_per_s),
         )

@@ -1,4 +1,4 @@
-r"""Output of commands: tables on a terminal, plain aligned lines elsewhere, JSON on request.
+r"""Output of commands: tables on a terminal, plain aligned lines elsewhere.
 
 Names of nodes, namespaces and models are untrusted. Unprintable characters are shown as escapes (``\x1b``), so that no name
 reaches the terminal as a control sequence.
@@ -6,15 +6,11 @@ reaches the terminal as a control sequence.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 NOTHING: Final = "-"
 """Placeholder of an empty cell, so that every line has the same number of columns."""
@@ -32,12 +28,6 @@ def clean(text: str) -> str:
 def short(text: str) -> str:
     """Cut a name that is too long for a column."""
     return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
-
-
-def as_json(found: BaseModel | dict[str, object]) -> None:
-    """Print an answer in the JSON form of the REST API, or plain data."""
-    data = found if isinstance(found, dict) else found.model_dump(mode="json")
-    click.echo(json.dumps(data, indent=2).replace("\x7f", "\\u007f"))  # the only control character that JSON does not escape
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -32,7 +32,7 @@ def some_size(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     """Parse a size other than 0."""
     found = size(ctx, param, value)
     if found == 0:
-        raise click.BadParameter("takes more than 0 bytes", ctx, param)
+        raise click.BadParameter("must be more than 0 bytes", ctx, param)
     return found
 
 
@@ -45,7 +45,7 @@ def some_seconds(ctx: click.Context, param: click.Parameter, value: str | None) 
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from error
     if found == 0:
-        raise click.BadParameter("takes more than 0", ctx, param)
+        raise click.BadParameter("must be more than 0", ctx, param)
     return found / 1000
 
 
@@ -66,7 +66,7 @@ def result_file(ctx: click.Context, param: click.Parameter, value: Path | None) 
     if value is None or value == Path("-"):
         return value
     if not value.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {value.parent}", ctx, param)
+        raise click.BadParameter(f"the folder {value.parent} does not exist", ctx, param)
     if not os.access(value if value.exists() else value.parent, os.W_OK):
         raise click.BadParameter(f"{value} cannot be written", ctx, param)
     return value

@@ -1,6 +1,7 @@
 """Client of commands that query or change a running store over gRPC, with the calls of the admin REST API.
 
 Exit codes of these commands: 0 done, 1 failed or no answer, 2 usage error, 3 rejected or not found, 4 partly done.
+``kvstore status`` exits with 5 if the store answers and a finding is present.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvstore.cli.support.build_config import token
-from kvstore.cli.support.config_options import configuration, setting_option, with_quiet_config
+from kvstore.cli.support.config_options import cluster_option, configuration, setting_option, with_quiet_config
 from kvstore.cli.support.output import clean, note
+from kvstore.cli.support.result import CommandOutput, prints, watches
 from kvstore.config.client import ClientSection
 from kvstore.config.model import Config
 from kvstore.core.errors import DeadlineExceeded, ErrorKind, KVStoreError, Unavailable
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore.control_api.queries import Queries
     from kvstore.control_api.schemas.store import NamespaceEvicted, Unreached
     from kvstore.control_api.store_rpc import StoreRpc
-    from kvstore.control_api.volume_checks import VolumeChecks
+    from kvstore.control_api.volume_checks import RunningChecks
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ EXIT_REFUSED: Final = 3
 """Exit code: not found or rejected."""
 EXIT_IN_PART: Final = 4
 """Exit code: nodes did not answer or blocks remain; a later retry may complete the change."""
-CODES: Final = "0 done, 1 failed or no answer, 2 used wrongly, 3 refused or not there, 4 done in part"
+CODES: Final = "0 done, 1 failed or no answer, 2 usage error, 3 rejected or not found, 4 partly done"
 _REFUSALS: Final = frozenset(
     {
         ErrorKind.NOT_FOUND,
@@ -59,43 +61,37 @@ class Refusal(click.ClickException):
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class StoreConnection:
     """Connection to a running store during a query."""
 
     rpc: StoreRpc
     queries: Queries
     commands: Commands
-    checks: VolumeChecks
+    checks: RunningChecks
 
 
 metadata_option = setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Prints JSON, with the fields of the admin REST.")
-yes_option = click.option("--yes", "-y", is_flag=True, help="Does not ask first.")
+yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 
 
 def store_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Add ``--metadata``, ``--config`` and ``--set``, pass the effective configuration first, and document the exit codes."""
-    made = metadata_option(with_quiet_config(command))
+    """Add the options that name a store and its configuration, pass the configuration first, and document the exit codes."""
+    made = metadata_option(cluster_option(with_quiet_config(command)))
     made.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\nExits with {CODES}."
     return made
 
 
-def lists(ctx: click.Context, *given: object) -> bool:
-    """Whether a group was called without a command, to list.
-
-    Args:
-        ctx: context of the group.
-        given: options of the group, which its commands ignore.
-
-    Raises:
-        click.UsageError: an option was given with a command, and would have no effect.
-    """
-    if ctx.invoked_subcommand is not None and any(given):
-        raise click.UsageError(f"put options behind '{ctx.invoked_subcommand}', which they are for", ctx)
-    return ctx.invoked_subcommand is None
+def store_query(command: Callable[..., CommandOutput]) -> Callable[..., None]:
+    """Make a command of a function that queries the store: ``--output``, ``--watch`` and the options that name a store."""
+    return store_options(watches(command))
 
 
-def ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
+def store_change(command: Callable[..., CommandOutput]) -> Callable[..., None]:
+    """Make a command of a function that changes the store: ``--output`` and the options that name a store."""
+    return store_options(prints(command))
+
+
+def ask(config: Config, question: Callable[[StoreConnection], Awaitable[T]]) -> T:
     """Run a query on a new event loop.
 
     Args:
@@ -119,11 +115,11 @@ def ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
         raise click.ClickException("an answer cannot be understood: is that server of another version?") from error
 
 
-async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
+async def _ask(config: Config, question: Callable[[StoreConnection], Awaitable[T]]) -> T:
     from kvstore.control_api.commands import Commands
     from kvstore.control_api.queries import Queries
     from kvstore.control_api.store_rpc import StoreEndpoint, StoreRpc
-    from kvstore.control_api.volume_checks import VolumeChecks
+    from kvstore.control_api.volume_checks import RunningChecks
     from kvstore.observe.counters import Counters
     from kvstore.rpc.auth.tokens import TokenSource
 
@@ -143,7 +139,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
             await rpc.server()  # distinguishes an unresponsive node from an unresponsive server
         except (Unavailable, DeadlineExceeded) as error:
             raise click.ClickException(f"{clean(str(error))}. {_advice(config, error)}") from error
-        return await question(Store(rpc, Queries(rpc), Commands(rpc), VolumeChecks(rpc)))
+        return await question(StoreConnection(rpc, Queries(rpc), Commands(rpc), RunningChecks(rpc)))
     finally:
         await rpc.close()
 
@@ -165,7 +161,7 @@ def confirm(what: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise Refusal(f"{clean(what)}: nobody can be asked here, so say it with --yes")
+        raise Refusal(f"{clean(what)}: this requires confirmation; without a terminal, confirm with --yes")
     if not click.confirm(clean(what) + "?", err=True):
         raise Refusal("nothing was done")
 
@@ -176,18 +172,16 @@ def tell_unreached(unreached: list[Unreached]) -> None:
         note(f"without node {one.node_id}: {one.detail} ({one.kind})")
 
 
-def end_of(done: NamespaceEvicted) -> None:
-    """Exit with ``EXIT_IN_PART`` if a change at several nodes is incomplete."""
-    tell_unreached(done.unreached)
-    if not done.complete:
-        sys.exit(EXIT_IN_PART)
+def exit_code_of(done: NamespaceEvicted) -> int:
+    """Exit code of a change at several nodes."""
+    return 0 if done.complete else EXIT_IN_PART
 
 
 # ---- completion ----
 def complete_nodes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete ids of nodes if the metadata server answers at once."""
 
-    async def ids(store: Store) -> list[str]:
+    async def ids(store: StoreConnection) -> list[str]:
         return list(await store.rpc.nodes())
 
     return _completed(ctx, ids, incomplete)
@@ -196,7 +190,7 @@ def complete_nodes(ctx: click.Context, _param: click.Parameter, incomplete: str)
 def complete_volumes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete ids of volumes."""
 
-    async def ids(store: Store) -> list[str]:
+    async def ids(store: StoreConnection) -> list[str]:
         return [volume.volume_id for _, volume in await store.queries.known_volumes()]
 
     return _completed(ctx, ids, incomplete)
@@ -205,13 +199,15 @@ def complete_volumes(ctx: click.Context, _param: click.Parameter, incomplete: st
 def complete_namespaces(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete ids of namespaces."""
 
-    async def ids(store: Store) -> list[str]:
+    async def ids(store: StoreConnection) -> list[str]:
         return [one.namespace_id.hex() for one in (await store.rpc.namespaces(b"", _MOST_COMPLETED)).namespaces]
 
     return _completed(ctx, ids, incomplete)
 
 
-def _completed(ctx: click.Context, ids: Callable[[Store], Awaitable[list[str]]], incomplete: str) -> list[CompletionItem]:
+def _completed(
+    ctx: click.Context, ids: Callable[[StoreConnection], Awaitable[list[str]]], incomplete: str
+) -> list[CompletionItem]:
     """Filter names by prefix. Only plain names are offered, because the shell inserts them into a command line."""
     try:
         config, _ = configuration(ctx)

@@ -17,7 +17,8 @@ import click
 
 from kvstore.cli.support import output, param_types
 from kvstore.cli.support.help import Command
-from kvstore.cli.support.store_client import Store, ask, json_option, store_options
+from kvstore.cli.support.result import CommandOutput
+from kvstore.cli.support.store_client import StoreConnection, ask, store_change
 from kvstore.config.model import Config
 from kvstore.core.errors import KVStoreError
 
@@ -48,9 +49,8 @@ _INVERSE, _BOLD, _PLAIN = "\x1b[7m", "\x1b[1m", "\x1b[m"
 @click.option(
     "--sort", type=click.Choice(("name", "loads", "bytes", "time", "dram", "queue")), default="name", help="Order of nodes."
 )
-@json_option
-@store_options
-def top(config: Config, *, interval: float, once: bool, sort: str, as_json: bool) -> None:
+@store_change
+def top(config: Config, *, interval: float, once: bool, sort: str) -> CommandOutput:
     """Show live statistics of a running store: loads, bytes by source, hits, latency, and a line per node.
 
     Loads are those of engines at their nodes. Hits are lookups at the metadata server (at one worker if there are several). Bytes
@@ -64,23 +64,24 @@ def top(config: Config, *, interval: float, once: bool, sort: str, as_json: bool
       kvstore top
       kvstore top --interval 5s --sort bytes
       kvstore top --once | grep host-1
-      kvstore top --json | jq .hit_ratio
+      kvstore top -o json | jq .hit_ratio
     """
     from kvstore.cli.top import stats
 
     if not LEAST_S <= interval <= MOST_S:
         raise click.BadParameter(f"between {LEAST_S:g} and {MOST_S:g} seconds", param_hint="--interval")
     order = next(key for key, (name, _) in stats.ORDERS.items() if name == sort)
-    if once or as_json or not _is_live():
-        found = ask(config, lambda store: _one(config, store, interval))
-        if as_json:
-            output.as_json(stats.as_data(found))
-            return
+    if not once and _is_live() and click.get_current_context().params["output_format"] == "table":
+        ask(config, lambda store: _live(config, store, interval, order))
+        return CommandOutput({}, lambda: None)
+    found = ask(config, lambda store: _one(config, store, interval))
+
+    def show() -> None:
         for line in stats.summary(found):
             output.line(line)
         output.table(stats.HEADING, stats.rows(found, order))
-        return
-    ask(config, lambda store: _live(config, store, interval, order))
+
+    return CommandOutput(stats.as_data(found), show)
 
 
 def _is_live() -> bool:
@@ -88,7 +89,7 @@ def _is_live() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-async def look(config: Config, store: Store) -> Look:
+async def look(config: Config, store: StoreConnection) -> Look:
     """Query the metadata server and all nodes once.
 
     Raises:
@@ -113,7 +114,7 @@ async def look(config: Config, store: Store) -> Look:
     )
 
 
-async def _one(config: Config, store: Store, interval_s: float) -> Figures:
+async def _one(config: Config, store: StoreConnection, interval_s: float) -> Figures:
     from kvstore.cli.top.stats import figures
 
     before = await look(config, store)
@@ -121,7 +122,7 @@ async def _one(config: Config, store: Store, interval_s: float) -> Figures:
     return figures(before, await look(config, store))
 
 
-async def _live(config: Config, store: Store, interval_s: float, order: str) -> None:
+async def _live(config: Config, store: StoreConnection, interval_s: float, order: str) -> None:
     """Show frames until q, Ctrl-C or SIGTERM. Keys work during a query, and only one query runs at a time."""
     from kvstore.cli.top.stats import ORDERS, figures
 
@@ -157,7 +158,7 @@ async def _live(config: Config, store: Store, interval_s: float, order: str) -> 
             await asyncio.gather(looking, key, return_exceptions=True)
 
 
-async def _look_after(config: Config, store: Store, wait_s: float) -> Look:
+async def _look_after(config: Config, store: StoreConnection, wait_s: float) -> Look:
     await asyncio.sleep(wait_s)
     return await look(config, store)
 

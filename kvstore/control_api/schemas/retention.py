@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvstore.control_api.schemas.store import Bytes, Count, HexId, RequestModel, ResponseModel
+from kvstore.control_api.schemas.base import RequestModel, ResponseModel
+from kvstore.control_api.schemas.store import Bytes, Count, HexId
 
 TenantName = Annotated[
     str, Field(description="tenant name from the namespace spec; empty: the default tenant", examples=["team-a"])

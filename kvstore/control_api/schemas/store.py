@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
+from kvstore.control_api.schemas.base import RequestModel, ResponseModel
+from kvstore.control_api.schemas.health import ClusterHealth
 from kvstore.core import limits
 from kvstore.core.keys import MAX_TOKEN
 
@@ -27,29 +29,6 @@ Rate = Annotated[float, Field(ge=0, examples=[3125000000.0])]
 Seconds = Annotated[float, Field(ge=0, examples=[0.134])]
 
 
-class ResponseModel(BaseModel):
-    """Base class of responses."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-_MOST_FIELDS = 64
-
-
-class RequestModel(BaseModel):
-    """Base class of request bodies. An unknown field is an error."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, body: object) -> object:
-        """Reject bodies with very many fields: pydantic reports each unknown field, which takes seconds for 300,000."""
-        if isinstance(body, dict) and len(body) > _MOST_FIELDS:
-            raise ValueError(f"a request body has at most {_MOST_FIELDS} fields")
-        return body
-
-
 class Unreached(ResponseModel):
     """A node that did not answer or that failed."""
 
@@ -66,16 +45,11 @@ class Health(ResponseModel):
 
 
 # ---- cluster ----
-class Cluster(ResponseModel):
+class Cluster(ClusterHealth):
     """Summary of the store."""
 
-    health: Literal["ok", "degraded"] = Field(description="ok, or degraded (see problems)", examples=["degraded"])
-    problems: list[str] = Field(
-        description="problems, at most 100",
-        examples=[["node host-2 was stopped; its blocks are misses until it reports again. If its process runs, see its log"]],
-    )
-    admin_version: str = Field(description="version of the admin server", examples=["0.1.0"])
-    metadata_version: str = Field(description="version of the metadata server", examples=["0.1.0"])
+    admin_version: str = Field(description="version of the admin server", examples=["0.2.0"])
+    metadata_version: str = Field(description="version of the metadata server", examples=["0.2.0"])
     metadata_address: str = Field(description="address of the metadata server", examples=["127.0.0.1:7400"])
     metadata_workers: Count = Field(
         description="processes of the metadata server; each plans and counts separately", examples=[1]
@@ -131,9 +105,9 @@ class Drain(ResponseModel):
     waiting_blocks: Count = Field(description="blocks waiting for write-back", examples=[0])
     not_durable_blocks: Count = Field(description="blocks that would be lost if the node stopped now", examples=[0])
     left_blocks: Count = Field(description="with move: blocks still to be moved", examples=[0])
-    moved_blocks: Count = Field(description="with move: blocks moved so far", examples=[1600])
-    moved_bytes: Bytes = Field(description="with move: bytes moved so far")
-    why: str | None = Field(description="what the drain waits for; null: nothing", examples=["write-behind: the disk is full"])
+    moved_blocks: Count = Field(description="with move: moved blocks", examples=[1600])
+    moved_bytes: Bytes = Field(description="with move: moved bytes")
+    why: str | None = Field(description="reason of a wait; null: it does not wait", examples=["write-back: the disk is full"])
 
 
 class Participation(ResponseModel):
@@ -186,11 +160,11 @@ class Staging(ResponseModel):
 class NodeProcess(ResponseModel):
     """State that the node reports about itself."""
 
-    version: str = Field(examples=["0.1.0"])
+    version: str = Field(examples=["0.2.0"])
     uptime_s: Seconds = Field(examples=[86400.0])
     sessions: Count = Field(description="engine sessions", examples=[2])
     blocks: Count = Field(description="blocks held in any tier")
-    write_behind_waiting_blocks: Count = Field(description="blocks waiting for write-back", examples=[0])
+    write_back_waiting_blocks: Count = Field(description="blocks waiting for write-back", examples=[0])
     publish_waiting_events: Count = Field(description="changes not yet published to the index", examples=[0])
     staging: list[Staging] = Field(description="staging buffers of layer-wise loads and awaited prompts")
     traffic_cap_bytes_per_s: Bytes | None = Field(
@@ -497,6 +471,12 @@ class LookUp(RequestModel):
     tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]] | None = Field(
         default=None, fail_fast=True, max_length=4_194_304, description="token ids, instead of keys", examples=[[1, 2, 3, 4]]
     )
+    text: str | None = Field(
+        default=None,
+        max_length=4_194_304,
+        description="text of the prompt, instead of keys; requires `admin.tokenizer`",
+        examples=[None],
+    )
 
 
 class LookedUp(ResponseModel):
@@ -508,6 +488,13 @@ class LookedUp(ResponseModel):
         description="reason of the first miss; null: all blocks hit", examples=["never stored, or evicted everywhere"]
     )
     runs: list[BlockRun] = Field(description="all blocks in chain order")
+    tokens: Count | None = Field(description="number of tokens; null: keys were given", examples=[12800])
+
+
+class Tokenizer(ResponseModel):
+    """Tokenizer of the prefix explorer."""
+
+    configured: bool = Field(description="whether `POST /v1/blocks/lookup` accepts `text`", examples=[False])
 
 
 # ---- planning ----

@@ -1,1 +1,1 @@
-"""The block index as the server uses it: lookups on the event loop, changes on one thread."""
+"""The block index as the server uses it: lookups on the event loop; changes by registration and publishing on one thread."""

@@ -67,6 +67,7 @@ class NodeAdmin:
         Raises:
             NotFound: no such node.
             InvalidArgument: the call is malformed.
+            Unsupported: the node is a pool in an engine's device memory, which ends with its engine.
         """
         operation, node_id = check_id(request.operation_id, "operation_id"), NodeId(check_name(request.node_id, "node_id"))
         if await self._writes.run(_put_order, self._index, node_id, DrainOrder(operation_id=operation, move=request.move)):

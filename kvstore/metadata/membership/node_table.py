@@ -12,7 +12,8 @@ Everything runs on the event loop, and no method takes longer than a read of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 from kvproto.v1.common_pb2 import NODE_STATE_ACTIVE, NODE_STATE_DRAINING, DrainOrder, DrainProgress, NodeInfo, NodeState
@@ -50,13 +51,19 @@ class NodeTable:
         clock: the host's monotonic clock.
         ttl_s: silence after which a node is not alive.
         counters: counters of this process.
+        wall_s: time of day in seconds since 1970.
     """
 
-    def __init__(self, index: PrefixIndex, clock: Clock, ttl_s: float, counters: Counters) -> None:
+    def __init__(
+        self, index: PrefixIndex, clock: Clock, ttl_s: float, counters: Counters, wall_s: Callable[[], float] = time.time
+    ) -> None:
         self._index = index
         self._clock = clock
         self._ttl_s = ttl_s
         self._counters = counters
+        self._wall_s = wall_s
+        self._clock_offsets_ms: dict[NodeId, int] = {}
+        """Of nodes whose heartbeats arrived at this process."""
         self._started_s = clock.now_s()
         self._view = MembershipView()
         self._heartbeats: dict[NodeId, Heartbeat] = {}
@@ -186,8 +193,9 @@ class NodeTable:
             stopped=node_id in self._view.left,
             order=self._view.drain_orders.get(node_id),
             drain=self._progress(node_id),
-            problems=report.problems,
+            findings=report.findings,
             refused=self._refusal_reason(node_id),
+            clock_offset_ms=self._clock_offsets_ms.get(node_id, 0),
         )
 
     def read_bytes_per_s(self, node_id: NodeId) -> int:
@@ -243,6 +251,8 @@ class NodeTable:
         record = self.view().nodes.get(node_id)
         if record is not None:
             self._last_reports[node_id] = report
+            if report.unix_ms:
+                self._clock_offsets_ms[node_id] = report.unix_ms - round(self._wall_s() * 1000)
         if record is None or BootId(record.boot_id) != boot_id:
             return False
         self._heartbeats[node_id] = Heartbeat(boot_id, self._clock.now_s(), report, host)
@@ -296,6 +306,7 @@ class NodeTable:
         self._heartbeats = {node_id: one for node_id, one in self._heartbeats.items() if node_id in known}
         self._last_reports = {node_id: one for node_id, one in self._last_reports.items() if node_id in known}
         self._refusals = {node_id: one for node_id, one in self._refusals.items() if node_id in known}
+        self._clock_offsets_ms = {node_id: one for node_id, one in self._clock_offsets_ms.items() if node_id in known}
         self._update_liveness()
 
     def _heartbeat_of(self, node_id: NodeId, boot_id: BootId) -> Heartbeat | None:

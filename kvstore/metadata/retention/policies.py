@@ -32,6 +32,35 @@ MAX_TTL_MS: Final = 10 * 366 * 86_400_000
 """Ten years."""
 
 
+class _Usage:
+    """Usage of all tenants, summed over the heartbeats of live nodes."""
+
+    def __init__(self) -> None:
+        self._held: Counter[tuple[str, Tier]] = Counter()
+        self.nodes: Counter[str] = Counter()
+        self.unknown: Counter[Tier] = Counter()
+        """Usage of namespaces whose tenant is unknown."""
+
+    def add(self, report: HeartbeatRequest) -> None:
+        """Add a node."""
+        for usage in report.tenants:
+            if usage.unknown:
+                self.unknown.update({Tier.DRAM: usage.dram_bytes, Tier.NVME: usage.nvme_bytes})
+                continue
+            self._held.update({(usage.tenant, Tier.DRAM): usage.dram_bytes, (usage.tenant, Tier.NVME): usage.nvme_bytes})
+            self.nodes[usage.tenant] += 1
+
+    def of(self, tenant: str, quota: QuotaSetting) -> pb.TenantDescription:
+        """Return one tenant."""
+        return pb.TenantDescription(
+            tenant=tenant,
+            quota=quota_to_proto(quota),
+            dram_bytes=self._held[tenant, Tier.DRAM],
+            nvme_bytes=self._held[tenant, Tier.NVME],
+            nodes=self.nodes[tenant],
+        )
+
+
 class RetentionPolicies:
     """Handlers of the calls about quotas and retention rules. On the event loop; a thread writes changes.
 
@@ -99,32 +128,28 @@ class RetentionPolicies:
         Raises:
             Conflict: the settings file cannot be read.
         """
-        quotas = self._readable().quotas
-        held: Counter[tuple[str, Tier]] = Counter()
-        nodes: Counter[str] = Counter()
-        unknown: Counter[Tier] = Counter()
-        for _, report in self._nodes.live_nodes():
-            for usage in report.tenants if report is not None else ():
-                if usage.unknown:
-                    unknown.update({Tier.DRAM: usage.dram_bytes, Tier.NVME: usage.nvme_bytes})
-                    continue
-                held.update({(usage.tenant, Tier.DRAM): usage.dram_bytes, (usage.tenant, Tier.NVME): usage.nvme_bytes})
-                nodes[usage.tenant] += 1
-        selected = [request.tenant] if request.HasField("tenant") else sorted(quotas.keys() | nodes.keys())
+        quotas, usage = self._readable().quotas, self._usage()
+        selected = [request.tenant] if request.HasField("tenant") else sorted(quotas.keys() | usage.nodes.keys())
         return pb.DescribeTenantsResponse(
-            tenants=[
-                pb.TenantDescription(
-                    tenant=tenant,
-                    quota=quota_to_proto(quotas.get(tenant, QuotaSetting())),
-                    dram_bytes=held[tenant, Tier.DRAM],
-                    nvme_bytes=held[tenant, Tier.NVME],
-                    nodes=nodes[tenant],
-                )
-                for tenant in selected
-            ],
-            unknown_dram_bytes=unknown[Tier.DRAM],
-            unknown_nvme_bytes=unknown[Tier.NVME],
+            tenants=[usage.of(tenant, quotas.get(tenant, QuotaSetting())) for tenant in selected],
+            unknown_dram_bytes=usage.unknown[Tier.DRAM],
+            unknown_nvme_bytes=usage.unknown[Tier.NVME],
         )
+
+    def with_quota(self) -> list[pb.TenantDescription]:
+        """Tenants that have a quota; none if the settings file cannot be read."""
+        settings = self._store.read()
+        if settings is None or not settings.quotas:
+            return []
+        usage = self._usage()
+        return [usage.of(tenant, quota) for tenant, quota in sorted(settings.quotas.items())]
+
+    def _usage(self) -> _Usage:
+        usage = _Usage()
+        for _, report in self._nodes.live_nodes():
+            if report is not None:
+                usage.add(report)
+        return usage
 
     async def set_quota(self, request: pb.SetTenantQuotaRequest) -> pb.SetTenantQuotaResponse:
         """Set or remove a tenant's quota.

@@ -144,6 +144,9 @@ class PlannerService:
             raise
         plan_id.set(str(made.plan_id))
         self._counters.add(metadata_metrics.PLANS)
+        for part in made.parts:
+            planned = metadata_metrics.PLANNED_BYTES[part.side.name.lower()]
+            self._counters.add(planned, part.count * request.block_bytes)
         logger.debug("planned %d blocks: %s", request.blocks, answer.reason)
         self._answers[operation] = content, answer
         if len(self._answers) > ANSWERS_KEPT:

@@ -27,7 +27,7 @@ class StagingBudget:
         name: for counters, e.g. ``"prefill_buffer"``.
         capacity_bytes: maximum admitted at once.
         clock: time.
-        counters: ``<name>_refused_total``: larger than the capacity; ``<name>_timeouts_total``: not admitted in time.
+        counters: ``<name>_refused_total``: larger than the caller's limit; ``<name>_timeouts_total``: not admitted in time.
     """
 
     def __init__(self, name: str, capacity_bytes: int, clock: Clock, counters: Counters) -> None:
@@ -58,8 +58,8 @@ class StagingBudget:
     def admit(self, size: int, deadline_s: float, tenant: str | None = None) -> bool:
         """Wait until ``size`` bytes are free and all earlier callers are admitted. ``release`` gives the bytes back.
 
-        A caller that is confined to a ``tenant`` enters the queue only if its tenant is below its limit: a tenant at its limit
-        does not delay others.
+        A caller that is confined to a ``tenant`` enters the queue only once its request fits under the tenant's limit, so a
+        tenant at its limit does not delay others.
 
         Returns:
             False: not in time, larger than the limit, or cancelled.

@@ -6,13 +6,13 @@ Theory of operation.
 2. While the volume answers, however slowly, the caller waits until the I/O ends, or until a time that the caller chose.
 3. Once the volume is *stalled* (``volume_stall``), every caller leaves at once with ``VolumeStalled``, and new I/Os are refused.
    An I/O that had not begun is cancelled. One that had begun cannot be cancelled: the kernel may still use its memory.
-4. When an I/O ends after its caller left, its thread calls the caller's ``late``. Until then memory and slots of the I/O stay
-   reserved. Every ``VolumeStalled`` means exactly one call of ``late``, perhaps before it is raised.
+4. When an I/O ends after its caller left, its thread calls the caller's ``settle``. Until then memory and slots of the I/O stay
+   reserved. Every ``VolumeStalled`` means exactly one call of ``settle``, perhaps before it is raised.
 5. Windows of loads run as a whole in reader threads of the volume (``submit``, ``timed``), because a switch of threads for each
    read costs more than a small read. Their loads leave them in the same way.
 6. The end of an outstanding I/O is the probe that closes this circuit breaker. No other I/O is sent to a stalled volume, so a
    hung disk blocks at most the threads of its own volume.
-7. *Changes* (writes and commits) are refused until every change whose caller left has ended and its ``late`` has returned. So
+7. *Changes* (writes and commits) are refused until every change whose caller left has ended and its ``settle`` has returned. So
    changes reach the catalog in the order in which the table learned of them.
 """
 
@@ -49,7 +49,7 @@ GAP_S: Final = 0.5
 """Maximum part of the time between two checks that counts as silence of the volume: the process may not have run."""
 
 T = TypeVar("T")
-Late = Callable[[BaseException | None], None]
+Settle = Callable[[BaseException | None], None]
 """Called with the exception of an I/O, or None, when it ends after its caller left."""
 
 
@@ -58,7 +58,7 @@ class VolumeStalled(Unavailable):
 
 
 def ignore(_: BaseException | None) -> None:
-    """A ``late`` for I/Os that reserve neither memory nor slots."""
+    """A ``settle`` for I/Os that reserve neither memory nor slots."""
 
 
 class VolumeGuard:
@@ -93,8 +93,8 @@ class VolumeGuard:
         self._since_s = 0.0
         self.stalls = 0
         """Number of stalls since the start."""
-        self._left_reads = 0
-        self._left_changes = 0
+        self._abandoned_reads = 0
+        self._abandoned_changes = 0
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kvstore-volume-read")
         self._others = ThreadPoolExecutor(readers + CHANGERS, thread_name_prefix="kvstore-volume")
         self._submitted: set[Future[Any]] = set()
@@ -113,12 +113,12 @@ class VolumeGuard:
     @property
     def takes_changes(self) -> bool:
         """Whether a change would be attempted now."""
-        return not self._left_changes and not self.stalled
+        return not self._abandoned_changes and not self.stalled
 
     @property
-    def left(self) -> int:
+    def abandoned(self) -> int:
         """I/Os that have not ended and whose callers left."""
-        return self._left_reads + self._left_changes
+        return self._abandoned_reads + self._abandoned_changes
 
     @property
     def outstanding(self) -> int:
@@ -127,7 +127,7 @@ class VolumeGuard:
 
     @property
     def windows(self) -> int:
-        """Windows of loads that were submitted and have not ended."""
+        """Windows of loads that were submitted and have not ended; for tests."""
         return len(self._submitted)
 
     def why(self) -> str:
@@ -148,18 +148,18 @@ class VolumeGuard:
         """Do a read in the calling thread, a reader thread of this volume. The read may never return."""
         return self._timed(work, self.stall_s)
 
-    def read(self, work: Callable[[], T], late: Late, until_s: float = math.inf) -> T:
+    def read(self, work: Callable[[], T], settle: Settle, until_s: float = math.inf) -> T:
         """Do something that changes nothing on the volume, and wait for it.
 
         Args:
             work: the I/O.
-            late: releases memory of the I/O, if this raises ``VolumeStalled``.
+            settle: releases memory of the I/O, if this raises ``VolumeStalled``.
             until_s: leave at this time, also while the volume answers.
 
         Raises:
             VolumeStalled: it did not end in time, or was refused.
         """
-        return self._run(work, late, until_s, self.stall_s, change=False)
+        return self._run(work, settle, until_s, self.stall_s, change=False)
 
     def look_up(self, work: Callable[[], T]) -> T:
         """Do something that the kernel may answer from its caches, such as ``stat``. Its end does not count as an answer.
@@ -169,28 +169,28 @@ class VolumeGuard:
         """
         return self._run(work, ignore, math.inf, self.stall_s, change=False, answered=False)
 
-    def begin(self, work: Callable[[], object], late: Late) -> None:
-        """Do something that changes nothing on the volume, in the background. ``late`` is called once it has ended."""
+    def begin(self, work: Callable[[], object], settle: Settle) -> None:
+        """Do something that changes nothing on the volume, in the background. ``settle`` is called once it has ended."""
         future = None if self.stalled else self._submit(work, self.stall_s)
         if future is None:
-            late(self._refusal())
+            settle(self._refusal())
         else:
-            self._leave(future, late, change=False)
+            self._abandon(future, settle, change=False)
 
-    def change(self, work: Callable[[], T], late: Late) -> T:
+    def change(self, work: Callable[[], T], settle: Settle) -> T:
         """Do something that changes the volume, and wait for it.
 
         Args:
             work: the I/O.
-            late: settles the change, if this raises ``VolumeStalled``.
+            settle: settles the change, if this raises ``VolumeStalled``.
 
         Raises:
             VolumeStalled: it did not end in time, or was refused.
         """
-        if self._left_changes:
-            late(error := self._refusal())
+        if self._abandoned_changes:
+            settle(error := self._refusal())
             raise error
-        return self._run(work, late, math.inf, CHANGE_PATIENCE * self.stall_s, change=True)
+        return self._run(work, settle, math.inf, CHANGE_PATIENCE * self.stall_s, change=True)
 
     def close(self) -> None:
         """Refuse all I/O from now on, and wait for windows in progress, unless the volume is stalled."""
@@ -201,16 +201,16 @@ class VolumeGuard:
 
     # ---- inside
     def _run(
-        self, work: Callable[[], T], late: Late, until_s: float, patience_s: float, *, change: bool, answered: bool = True
+        self, work: Callable[[], T], settle: Settle, until_s: float, patience_s: float, *, change: bool, answered: bool = True
     ) -> T:
         future = None if self.stalled else self._submit(work, patience_s, answered=answered)
         while future is not None and not self._ended(future, until_s):
             if self.stalled or self._clock.now_s() >= until_s:
                 future.cancel()  # no effect once it has begun
-                self._leave(future, late, change=change)
+                self._abandon(future, settle, change=change)
                 raise VolumeStalled("the volume did not answer in time", volume_id=self._name)
         if future is None or future.cancelled():  # refused, or closed before it began
-            late(error := self._refusal())
+            settle(error := self._refusal())
             raise error
         return future.result()
 
@@ -269,21 +269,21 @@ class VolumeGuard:
         else:
             log.warning("volume answers again: %s (stalled=%.1f s, outstanding=%d)", self._name, stalled_s, outstanding)
 
-    def _leave(self, future: Future[T], late: Late, *, change: bool) -> None:
-        """Note that the caller of an I/O has left, and have ``late`` called when the I/O ends."""
-        self._count_left(1, change=change)
+    def _abandon(self, future: Future[T], settle: Settle, *, change: bool) -> None:
+        """Note that the caller of an I/O has left, and have ``settle`` called when the I/O ends."""
+        self._count_abandoned(1, change=change)
 
         def ended(_: Future[T]) -> None:
             try:
-                late(self._refusal() if future.cancelled() else future.exception())
+                settle(self._refusal() if future.cancelled() else future.exception())
             finally:
-                self._count_left(-1, change=change)
+                self._count_abandoned(-1, change=change)
 
         future.add_done_callback(ended)
 
-    def _count_left(self, by: int, *, change: bool) -> None:
+    def _count_abandoned(self, by: int, *, change: bool) -> None:
         with self._lock:
             if change:
-                self._left_changes += by
+                self._abandoned_changes += by
             else:
-                self._left_reads += by
+                self._abandoned_reads += by

@@ -25,7 +25,7 @@ from kvproto.v1.common_pb2 import (
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_REASON
-from kvstore.node.base.admission_gate import Gate
+from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.durability.requeue import by_namespace
 from kvstore.node.state.model import Block
@@ -55,7 +55,7 @@ class Drainer:
         gate: closed while there is an order.
         table: the blocks of this node.
         busy: whether earlier work is in progress: stores, layered loads, waits for prompts.
-        writes_behind: whether blocks of this node become durable at all.
+        writes_back: whether blocks of this node become durable at all.
         counters: metrics.
         clock: time.
         patience_s: how long the drain waits for ``busy``: an engine that died during a store never completes it.
@@ -64,20 +64,20 @@ class Drainer:
     def __init__(
         self,
         node_id: str,
-        gate: Gate,
+        gate: AdmissionGate,
         table: BlockTable,
         busy: Callable[[], bool],
         counters: Counters,
         clock: Clock,
         *,
-        writes_behind: bool,
+        writes_back: bool,
         patience_s: float,
     ) -> None:
         self._node_id = node_id
         self._gate = gate
         self._table = table
         self._busy = busy
-        self._writes_behind = writes_behind
+        self._writes_back = writes_back
         self._counters = counters
         self._clock = clock
         self._patience_s = patience_s
@@ -225,20 +225,20 @@ class Drainer:
                 remaining, why = max(1, self.migrator.remaining), f"the metadata server does not answer: {error}"
         self._not_durable = len(self._volatile(order))
         if self._not_durable and not why:
-            why = "no volume or storage node accepts them" if self._writes_behind else "this node keeps blocks in DRAM only"
+            why = "no volume or storage node accepts them" if self._writes_back else "this node keeps blocks in DRAM only"
         return remaining + self._not_durable, why
 
     def _volatile(self, order: DrainOrder) -> list[Block]:
         """Return blocks stored on this node that would be lost with the process."""
         for node_volume in self._table.node_volumes:
-            node_volume.volume.check_files()
+            node_volume.look_in_place()
         migrator = self.migrator if order.move else None
-        volatile = [block for block in self._table.snapshot() if block.produced_here and not block.durable]
+        volatile = [block for block in self._table.snapshot() if block.volatile]
         return [block for block in volatile if migrator is None or not migrator.is_safe(block.key)]
 
     def _write_back(self, order: DrainOrder) -> None:
         """Write DRAM-only blocks back, and wait for them while this order is in force."""
-        if not self._writes_behind:
+        if not self._writes_back:
             return
         for namespace, keys in by_namespace(sorted(self._volatile(order), key=lambda block: block.depth)):
             self._table.requeue_writeback(namespace, keys)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockRun, Outcome, StoreOutcome
-from kvstore.node.base.admission_gate import Gate
+from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.migration_plan import free_space, slot_space
 from kvstore.node.eviction.quotas import free_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
@@ -25,7 +25,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
-from kvstore.transport.contract import ReadRequest, WriteRequest
+from kvstore.transport.contract import LateBytes, ReadRequest, WriteRequest
 
 log = logging.getLogger(__name__)
 _limited = LimitedLog(log)
@@ -34,7 +34,7 @@ _limited = LimitedLog(log)
 class Puller:
     """Pulls blocks from draining nodes. Thread-safe."""
 
-    def __init__(self, table: BlockTable, provider: NodeProvider, peers: Peers, gate: Gate, counters: Counters) -> None:
+    def __init__(self, table: BlockTable, provider: NodeProvider, peers: Peers, gate: AdmissionGate, counters: Counters) -> None:
         self._table = table
         self._provider = provider
         self._peers = peers
@@ -72,7 +72,7 @@ class Puller:
 
     def _refusal(self, namespace: NodeNamespace, run: BlockRun) -> str:
         """Return why the volumes of this node cannot store a run; empty: they can."""
-        if self._gate.shut:
+        if self._gate.closed:
             return "this node drains or stops too"
         volumes = [node_volume.volume for node_volume in self._table.node_volumes if node_volume.volume.read_only is None]
         if not volumes:
@@ -118,7 +118,10 @@ class Puller:
         try:
             answer = self._peers.peer(source, namespace).read(request, ScatteredBlocks(list(grant.views), shape))
         except KVStoreError as error:
-            grant.abort()
+            if isinstance(error, LateBytes):  # the slots stay granted until this process ends
+                self._counters.add(node_metrics.ARENA_SLOTS_LOST, len(granted))
+            else:
+                grant.abort()
             for at in granted:
                 outcomes[at] = StoreOutcome.LOST
             return outcomes, str(error)

@@ -1,10 +1,11 @@
-"""Enforces what operators ordered for this node: tenants' quotas, and namespaces' times to live and pins.
+"""Enforces tenants' quotas, and namespaces' times to live and pins.
 
-Orders arrive with responses of the metadata server (``told``). Heartbeats report what tenants hold (``report``). A thread runs
-a round every ``TICK_S``: it looks up the specs of namespaces that were found at start, and evicts blocks of tenants that exceed
-their share. Each round does a bounded number of batches, and holds the table's lock for one batch at a time.
+The settings arrive with responses of the metadata server (``apply``). Heartbeats report what tenants hold (``report``). A thread
+runs a round every ``TICK_S``: it adds namespaces to their tenants' orders of eviction, applies and saves the rules, evicts blocks
+of tenants that exceed their share, evicts blocks whose time to live has ended, and looks up the specs of namespaces that were
+found at start. Each round does a bounded number of batches, and holds the table's lock for one batch at a time.
 
-Without the metadata server, the last orders remain in force. Rules also survive a restart
+Without the metadata server, the last settings remain in force. Rules also survive a restart
 (``kvstore.node.control.rules_file``).
 """
 
@@ -31,7 +32,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import NamespaceId, Tier
 from kvstore.node.control.rules_file import read_rules, write_rules
-from kvstore.node.eviction.on_demand import evict_from_volume
+from kvstore.node.eviction.execution import evict_from_volume
 from kvstore.node.eviction.quotas import MOST_GIVEN, durable_victims, enter, evict_tenant_dram, held_bytes, join, over_share
 from kvstore.node.eviction.ttl import MOST_EXPIRED, expired
 from kvstore.node.state.eviction_orders import EvictionOrder, TtlOrder
@@ -57,7 +58,7 @@ ASK_S: Final = 5.0
 
 
 class Retainer:
-    """Enforces quotas, times to live and pins. ``report`` and ``told`` from one thread; ``start`` and ``stop`` once each.
+    """Enforces quotas, times to live and pins. ``report`` and ``apply`` from one thread; ``start`` and ``stop`` once each.
 
     Args:
         table: the blocks of this node.
@@ -82,14 +83,14 @@ class Retainer:
         self._rules_file = rules_file
         self._kept: dict[NamespaceId, tuple[float, bool]] = {}
         self._keep_at_s = 0.0
-        self._asked_s = -ASK_S
+        self._specs_asked_s = -ASK_S
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._shares: dict[str, QuotaShare] = {}
-        self._reported = self._heard = 0  # reports sent, and the report of the current shares
+        self._reported = self._applied_report = 0  # reports sent, and the report of the current shares
         self._joining: dict[NodeNamespace, int] = {}  # namespaces that do not count yet, and the first report that included them
         self._rules: dict[NamespaceId, tuple[float, bool]] = {}
-        self._ruled: set[NodeNamespace] = set()
+        self._with_rules: set[NodeNamespace] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-retention", daemon=True)
 
     def start(self) -> None:
@@ -111,11 +112,11 @@ class Retainer:
             kept = read_rules(self._rules_file)
         except (OSError, ValueError) as error:
             self._counters.add(node_metrics.RETENTION_RULES_UNREADABLE)
-            log.warning("%s is ignored (%s): pins and times to live hold once the metadata server tells", self._rules_file, error)
+            log.warning("rules not restored: %s (error=%s); the metadata server sends them again", self._rules_file, error)
             return
         self._rules = self._kept = _rules_of(kept)
         if self._rules:
-            log.info("%d rules of namespaces hold as they were heard last", len(self._rules))
+            log.info("rules restored: %s (rules=%d)", self._rules_file, len(self._rules))
             self._apply_rules()
 
     def _keep_rules(self) -> None:
@@ -131,30 +132,30 @@ class Retainer:
         except OSError as error:
             self._keep_at_s = now_s + KEEP_S
             self._counters.add(node_metrics.RETENTION_RULES_UNWRITTEN)
-            _limited.warning("rules of namespaces cannot be kept for the next start, trying again: %s", error)
+            _limited.warning("rules not saved, trying again: %s (error=%s)", self._rules_file, error)
         else:
             self._kept = rules
 
-    def told(self, orders: Retention) -> None:
+    def apply(self, settings: Retention) -> None:
         """Apply the response of the metadata server. The same response again changes nothing."""
         shares = {
             one.tenant: QuotaShare(
                 one.dram_bytes if one.HasField("dram_bytes") else None, one.nvme_bytes if one.HasField("nvme_bytes") else None
             )
-            for one in orders.shares
+            for one in settings.shares
         }
-        rules = _rules_of(orders.rules)
+        rules = _rules_of(settings.rules)
         if rules != self._rules:
             self._rules = rules
             self._wake.set()
-        if orders.report > self._reported or 0 < orders.report < self._heard:
+        if settings.report > self._reported or 0 < settings.report < self._applied_report:
             return  # shares are stale: computed from an older report, by a worker that lags behind, or for another boot
-        self._heard = orders.report
-        known = [namespace for namespace, report in self._joining.items() if report <= orders.report]
+        self._applied_report = settings.report
+        known = [namespace for namespace, report in self._joining.items() if report <= settings.report]
         if shares == self._shares and not known:
             return
         with self._table.residency.lock:
-            self._namespaces.accounts.told(shares)
+            self._namespaces.accounts.apply_shares(shares)
             for namespace in known:
                 namespace.counted = True
                 del self._joining[namespace]
@@ -163,7 +164,7 @@ class Retainer:
 
     def on_heartbeat(self, response: HeartbeatResponse) -> None:
         if response.HasField("retention"):  # an older server sends no rules
-            self.told(response.retention)
+            self.apply(response.retention)
 
     def on_registered(self, response: RegisterNodeResponse, *, new_index: bool) -> Sequence[DrainNodeRequest]:  # noqa: ARG002
         return []
@@ -171,15 +172,15 @@ class Retainer:
     def report(self, heartbeat: HeartbeatRequest) -> None:
         """Add to a heartbeat what tenants hold here. If there are too many: those with a quota, then those that hold most.
 
-        The same thread calls this and ``told``.
+        The same thread calls this and ``apply``.
         """
         joining = [namespace for namespace in self._namespaces.all() if namespace.account is not None and not namespace.counted]
         told = []  # counts may be slightly old: a block that moves now is in the next heartbeat
         for account in self._namespaces.accounts.all():
             dram, nvme = (held_bytes(self._table.residency, account.namespaces, tier) for tier in TIERS)
             told.append(TenantUsage(tenant=account.tenant, dram_bytes=dram, nvme_bytes=nvme))
-        nobodys = [namespace for namespace in self._namespaces.all() if namespace.account is None]
-        dram, nvme = (held_bytes(self._table.residency, nobodys, tier) for tier in TIERS)
+        unattributed = [namespace for namespace in self._namespaces.all() if namespace.account is None]
+        dram, nvme = (held_bytes(self._table.residency, unattributed, tier) for tier in TIERS)
         told.append(TenantUsage(unknown=True, dram_bytes=dram, nvme_bytes=nvme))
         told = [one for one in told if one.dram_bytes or one.nvme_bytes]
         told.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
@@ -198,10 +199,10 @@ class Retainer:
                 self.round()
             except (KVStoreError, OSError) as error:
                 self._counters.add(node_metrics.RETENTION_FAILED)
-                _limited.warning("keeping to quotas was cut short, trying again: %s", error)
+                _limited.warning("retention round failed, trying again: %s", error)
             except Exception:  # process edge: without this thread, quotas would apply to new stores only
                 self._counters.add(node_metrics.RETENTION_BUGS)
-                log.exception("keeping to quotas failed, trying again")
+                log.exception("retention round failed: unexpected error, trying again")
             self._wake.wait(TICK_S)
             self._wake.clear()
 
@@ -214,7 +215,7 @@ class Retainer:
         """
         if any(self._namespaces.accounts.limited.values()):
             self._join_all()
-        if self._rules or self._ruled:
+        if self._rules or self._with_rules:
             self._apply_rules()
         self._keep_rules()
         self._bring_down()
@@ -281,9 +282,9 @@ class Retainer:
             keys = [block.key for block in held[namespace]]
             for first in range(0, len(keys), MOST_GIVEN):
                 with table.residency.lock:
-                    table.residency.arena.restore(namespace, keys[first : first + MOST_GIVEN])
-                    table.residency.volumes.restore(namespace, keys[first : first + MOST_GIVEN])
-        self._ruled = {namespace for namespace in self._namespaces.all() if namespace.pinned or namespace.uses is not None}
+                    table.residency.arena_evictor.restore(namespace, keys[first : first + MOST_GIVEN])
+                    table.residency.volume_evictor.restore(namespace, keys[first : first + MOST_GIVEN])
+        self._with_rules = {namespace for namespace in self._namespaces.all() if namespace.pinned or namespace.uses is not None}
 
     def _bring_down(self) -> None:
         table = self._table
@@ -308,7 +309,7 @@ class Retainer:
 
     def _drop_expired(self) -> None:
         table = self._table
-        for namespace in self._ruled:
+        for namespace in self._with_rules:
             for _ in range(BATCHES):
                 with table.residency.lock:
                     victims = (
@@ -318,9 +319,8 @@ class Retainer:
                     self._leave([block for block in victims if block.nvme is not None])
                 finally:
                     with table.residency.lock:
-                        for block in victims:
-                            if block.nvme is None and block.dram is not None and table.residency.is_idle(block):
-                                table.residency.evict_dram(block)
+                        idle = [block for block in victims if block.nvme is None and block.dram is not None]
+                        table.residency.evict_from_dram([block for block in idle if table.residency.is_idle(block)])
                         table.residency.changed.notify_all()
                 self._counters.add(node_metrics.EVICTED_UNUSED_BLOCKS, len(victims))
                 if self._stopping.is_set() or len(victims) < MOST_EXPIRED:
@@ -341,9 +341,9 @@ class Retainer:
         """Look up the specs of namespaces found at start that no engine has opened since."""
         now_s = self._table.clock.now_s()
         unknown = {namespace.namespace_id for namespace in self._namespaces.all() if namespace.spec is None}
-        if not unknown or now_s < self._asked_s + ASK_S:
+        if not unknown or now_s < self._specs_asked_s + ASK_S:
             return
-        self._asked_s = now_s
+        self._specs_asked_s = now_s
         for told in self._specs():
             spec = spec_from_proto(told)
             if spec.namespace in unknown:
@@ -357,7 +357,10 @@ class Retainer:
             known[whose] += blocks * namespace.shape.block_bytes
         field = "dram_bytes" if tier is Tier.DRAM else "nvme_bytes"
         most = sorted((whose for whose, size in known.most_common(MAX_TENANTS_TOLD) if size), key=lambda whose: whose)
-        return [TenantUsage(tenant=tenant, unknown=nobodys, **{field: known[nobodys, tenant]}) for nobodys, tenant in most]
+        return [
+            TenantUsage(tenant=tenant, unknown=unattributed, **{field: known[unattributed, tenant]})
+            for unattributed, tenant in most
+        ]
 
 
 def _rules_of(told: Iterable[NamespaceRule]) -> dict[NamespaceId, tuple[float, bool]]:

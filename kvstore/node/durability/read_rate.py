@@ -6,7 +6,7 @@ The planner and volume checks start from this figure instead of an assumed one. 
    which after a restart is at once.
 2. All volumes are read at the same time. If they share a disk, the sum is the rate of the disk.
 3. Each volume reads random blocks, ``MOST_BYTES`` or ``MOST_S`` at most. The blocks are pinned during the read. Checksums are not
-   compared, as the bytes are dropped.
+   compared, as the bytes are dropped. A volume that stalls is not measured.
 4. A volume without O_DIRECT reads from the page cache. A node with such a volume does not measure.
 """
 
@@ -22,7 +22,8 @@ from typing import Final
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import Outcome, VolumeId
-from kvstore.node.durability.scrub import batches_of, pin_held
+from kvstore.node.base.volume_guard import VolumeStalled, ignore
+from kvstore.node.durability.volume_checks import batches_of, pin_held
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -133,9 +134,11 @@ class ReadRate:
                 if self._clock.now_s() >= until_s:
                     return
                 self._read_batch(node_volume, batch, memory, sample)
+        except VolumeStalled:  # counted and logged by ``measure_if_due``
+            sample.nbytes = 0
         except Exception:  # edge of the thread: the figure is missing, nothing else
             self._counters.add(node_metrics.READ_RATE_BUGS)
-            log.exception("measuring volume %s failed", node_volume.volume_id)
+            log.exception("read rate not measured: %s, unexpected error", node_volume.volume_id)
 
     def _read_batch(self, node_volume: NodeVolume, batch: Sequence[Block], memory: memoryview, sample: _Sample) -> None:
         pinned = pin_held(self._table, node_volume, batch)
@@ -145,7 +148,8 @@ class ReadRate:
                 items.append((slot, block.record(), memory[at : at + block.nbytes]))
                 at += block.nbytes
             began_s = self._clock.now_s()
-            outcomes = node_volume.volume.read(items, verify=False)
+            # if this raises, the caller does not use the memory again
+            outcomes = node_volume.guard.read(lambda: node_volume.volume.read(items, verify=False), ignore)
             sample.seconds += self._clock.now_s() - began_s
         finally:
             self._table.unpin([block for block, _ in pinned])

@@ -25,7 +25,7 @@ def by_namespace(blocks: Iterable[Block]) -> list[tuple[NodeNamespace, list[Bloc
 
 def is_dram_only(block: Block) -> bool:
     """Whether a block that was stored here would be lost with this process."""
-    return block.produced_here and not block.durable and block.dram is not None and block.nvme is None
+    return block.volatile and block.dram is not None and block.nvme is None
 
 
 def fits_some(block: Block, volumes: Iterable[NodeVolume]) -> bool:
@@ -43,13 +43,13 @@ def requeue(table: BlockTable, blocks: Sequence[Block]) -> None:
 def requeue_dram_only(table: BlockTable) -> int:
     """Send DRAM-only blocks to write-back again, after a volume did not answer. Returns how many such blocks there were."""
     volumes = table.node_volumes
-    dirty = [block for block in table.snapshot() if is_dram_only(block) and not block.writing and fits_some(block, volumes)]
+    dram_only = [block for block in table.snapshot() if is_dram_only(block) and not block.writing and fits_some(block, volumes)]
     room = table.dram.usage().capacity_bytes // ARENA_PART
     sent: list[Block] = []
-    for block in in_chains(sorted(dirty, key=lambda block: block.depth)):
+    for block in in_chains(sorted(dram_only, key=lambda block: block.depth)):
         if room <= 0:
             break
         sent.append(block)
         room -= block.nbytes
     requeue(table, sent)
-    return len(dirty)
+    return len(dram_only)

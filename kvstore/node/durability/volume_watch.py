@@ -22,7 +22,7 @@ from kvstore.observe.metric_definitions import node as node_metrics
 log = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 2.0
-"""Interval of attempts to resume a read-only volume."""
+"""Interval of the rounds: file checks, attempts to resume, write-back after a stall, and the measurement of the read rate."""
 
 
 class VolumeWatch:
@@ -40,7 +40,7 @@ class VolumeWatch:
         self._counters = counters
         self._stalls = [0] * len(table.node_volumes)
         """Number of stalls of each volume at the last round."""
-        self._dirty = [0] * len(table.node_volumes)
+        self._dram_only = [0] * len(table.node_volumes)
         """Per volume that was stalled: number of blocks in DRAM only at the last round. 0: none to write back."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-volumes", daemon=True)
@@ -60,11 +60,12 @@ class VolumeWatch:
         node_volumes: Sequence[NodeVolume] = self._table.node_volumes
         for number, node_volume in enumerate(node_volumes):
             try:
+                node_volume.measure_space()
                 self._keep_open(node_volume)
                 self._write_back(number, node_volume)
             except Exception:  # process edge: the other volumes must be checked
                 self._counters.add(node_metrics.NVME_WATCH_BUGS)
-                log.exception("looking after volume %s failed, trying again", node_volume.volume_id)
+                log.exception("volume supervision failed: %s, trying again", node_volume.volume_id)
 
     def _run(self) -> None:
         while not self._stopping.wait(INTERVAL_S):
@@ -80,11 +81,11 @@ class VolumeWatch:
     def _write_back(self, number: int, node_volume: NodeVolume) -> None:
         """Send blocks to write-back again that were given up during a stall, a part per round."""
         if node_volume.guard.stalls != self._stalls[number]:
-            self._stalls[number], self._dirty[number] = node_volume.guard.stalls, sys.maxsize
-        if not self._dirty[number] or not node_volume.guard.takes_changes:
+            self._stalls[number], self._dram_only[number] = node_volume.guard.stalls, sys.maxsize
+        if not self._dram_only[number] or not node_volume.guard.takes_changes:
             return
-        dirty = requeue_dram_only(self._table)
-        if dirty:
-            log.info("blocks sent to write-behind again: %s answers again (dirty=%d)", node_volume.volume_id, dirty)
+        dram_only = requeue_dram_only(self._table)
+        if dram_only:
+            log.info("blocks sent to write-back again: %s answers again (dram_only=%d)", node_volume.volume_id, dram_only)
         # if their number does not fall, the volume is full or fails: the rest is tried again when the node stops
-        self._dirty[number] = dirty if dirty < self._dirty[number] else 0
+        self._dram_only[number] = dram_only if dram_only < self._dram_only[number] else 0

@@ -29,7 +29,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, KVStoreError
 from kvstore.core.types import StoreOutcome
 from kvstore.node.base.volume_guard import VolumeStalled
-from kvstore.node.eviction.on_demand import evict_from_volume
+from kvstore.node.eviction.execution import evict_from_volume
 from kvstore.node.eviction.quotas import WriteAllowance, claim_durable, unclaim_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.state.change_log import runs_of
@@ -90,7 +90,7 @@ class LocalTarget:
             unclaim_durable(self._table.residency, claim)
         if denied := blocks[claim.blocks :]:
             wait_turn()
-            self._counters.add(node_metrics.WRITE_BEHIND_BEYOND_QUOTA_BLOCKS, len(denied))
+            self._counters.add(node_metrics.WRITE_BACK_BEYOND_QUOTA_BLOCKS, len(denied))
             for block in denied:
                 self._table.writeback_failed(block, denied=True)
 
@@ -109,7 +109,7 @@ class LocalTarget:
         shape = blocks[0].namespace.shape
         node_volumes = [node_volume for node_volume in self._table.node_volumes if node_volume.volume.fits(shape)]
         if not node_volumes:
-            self._counters.add(node_metrics.WRITE_BEHIND_UNFIT_BLOCKS, len(blocks))
+            self._counters.add(node_metrics.WRITE_BACK_UNFIT_BLOCKS, len(blocks))
             _limited.warning("blocks stay in DRAM only: no volume of this node fits them (block_bytes=%d)", shape.block_bytes)
         for node_volume in sorted(node_volumes, key=self._free_bytes, reverse=True):
             if node_volume.resting_until_s > self._clock.now_s() or not node_volume.guard.takes_changes:
@@ -119,7 +119,7 @@ class LocalTarget:
                 return
             blocks = remaining
         wait_turn()
-        self._counters.add(node_metrics.WRITE_BEHIND_DROPPED_BLOCKS, len(blocks))
+        self._counters.add(node_metrics.WRITE_BACK_DROPPED_BLOCKS, len(blocks))
         for block in blocks:
             self._table.writeback_failed(block)
 
@@ -173,7 +173,7 @@ class LocalTarget:
                 node_volume.failing.succeeded(self._clock.now_s())
         for block, slot in written:
             self._table.writeback_done(block, node_volume, slot)
-        self._counters.add(node_metrics.WRITE_BEHIND_BLOCKS, len(written))
+        self._counters.add(node_metrics.WRITE_BACK_BLOCKS, len(written))
         if failed:
             self._back_off(node_volume, failed[0][2])
             node_volume.volume.free([slot for _, slot, _ in failed])
@@ -210,11 +210,11 @@ class LocalTarget:
 
     def _stalled(self, node_volume: NodeVolume, error: VolumeStalled) -> None:
         """Count a stall. The volume's guard refuses writes until it answers, so no back-off is needed."""
-        self._counters.add(node_metrics.WRITE_BEHIND_ERRORS)
+        self._counters.add(node_metrics.WRITE_BACK_ERRORS)
         _limited.warning("write-back stalled: volume %s: %s", node_volume.volume_id, error)
 
     def _back_off(self, node_volume: NodeVolume, error: Exception) -> None:
-        self._counters.add(node_metrics.WRITE_BEHIND_ERRORS)
+        self._counters.add(node_metrics.WRITE_BACK_ERRORS)
         log.warning("write-back failed: volume %s (error=%s, backoff=%.0f s)", node_volume.volume_id, error, BACKOFF_S)
         now_s = self._clock.now_s()
         node_volume.failing.failed(now_s, error)
@@ -242,14 +242,14 @@ class RemoteTarget:
             try:
                 durable = self._send(blocks[0].namespace, blocks)
             except KVStoreError as error:
-                self._counters.add(node_metrics.WRITE_BEHIND_ERRORS)
+                self._counters.add(node_metrics.WRITE_BACK_ERRORS)
                 log.warning("write-back failed: storage node (error=%s, backoff=%.0f s)", error, BACKOFF_S)
                 self._failing.failed(self._clock.now_s(), error)
                 self._backoff_until_s = self._clock.now_s() + BACKOFF_S
             else:
                 self._failing.succeeded(self._clock.now_s())
-        self._counters.add(node_metrics.WRITE_BEHIND_BLOCKS, len(durable))
-        self._counters.add(node_metrics.WRITE_BEHIND_DROPPED_BLOCKS, len(blocks) - len(durable))
+        self._counters.add(node_metrics.WRITE_BACK_BLOCKS, len(durable))
+        self._counters.add(node_metrics.WRITE_BACK_DROPPED_BLOCKS, len(blocks) - len(durable))
         for block in blocks:
             if id(block) in durable:
                 self._table.writeback_done(block, None, None)
@@ -271,7 +271,7 @@ class RemoteTarget:
             try:
                 outcomes = peer.write(request, source, checksums)
             except Conflict as error:  # a fault of these blocks, not of the storage node
-                self._counters.add(node_metrics.WRITE_BEHIND_CONFLICTS)
+                self._counters.add(node_metrics.WRITE_BACK_CONFLICTS)
                 _limited.warning("blocks not written back: conflict on the storage node: %s", error)
                 continue
             kept = (StoreOutcome.STORED, StoreOutcome.EXISTS)
@@ -303,7 +303,7 @@ class CommitOrder:
         with self._changed:
             while self._done < number:
                 if not self._changed.wait(_STALL_LOG_S):
-                    self._counters.add(node_metrics.WRITE_BEHIND_STALLS)
+                    self._counters.add(node_metrics.WRITE_BACK_STALLS)
                     log.warning("write-back waits: an earlier batch has not ended (waited=%.0f s)", _STALL_LOG_S)
 
     def done(self, number: int) -> None:
@@ -314,7 +314,7 @@ class CommitOrder:
             self._changed.notify_all()
 
 
-class WriteBehind:
+class WriteBack:
     """The threads of write-back: one verifies a batch while the others write earlier ones."""
 
     def __init__(self, table: BlockTable, target: WriteTarget, counters: Counters) -> None:
@@ -325,11 +325,11 @@ class WriteBehind:
         self._checked: queue.Queue[tuple[int, list[Block]] | None] = queue.Queue(maxsize=1)
         self._order = CommitOrder(counters)
         writers = [
-            threading.Thread(target=self._write_loop, name=f"kvstore-write-behind-{number}", daemon=True)
+            threading.Thread(target=self._write_loop, name=f"kvstore-write-back-{number}", daemon=True)
             for number in range(WRITERS)
         ]
         self._threads = [
-            threading.Thread(target=self._verify_loop, name="kvstore-write-behind-check", daemon=True),
+            threading.Thread(target=self._verify_loop, name="kvstore-write-back-check", daemon=True),
             *writers,
         ]
 
@@ -371,7 +371,7 @@ class WriteBehind:
 
     def _failed(self, blocks: Sequence[Block], bug: Exception) -> None:
         """Report a batch that failed with an unexpected error: no block of it may stay in the queue."""
-        self._counters.add(node_metrics.WRITE_BEHIND_BUGS)
+        self._counters.add(node_metrics.WRITE_BACK_BUGS)
         log.error("write-back failed: unexpected error (blocks=%d)", len(blocks), exc_info=bug)
         for block in blocks:
             if block.writing:
@@ -401,7 +401,7 @@ class WriteBehind:
         assert block.dram is not None
         if verify(self._table.dram.view(block.dram, shape.block_bytes), shape, block.checksums):
             return True
-        self._counters.add(node_metrics.WRITE_BEHIND_CORRUPT_BLOCKS)
+        self._counters.add(node_metrics.WRITE_BACK_CORRUPT_BLOCKS)
         log.error("block dropped: corrupt in DRAM (key=%s)", block.key.hex())
         self._table.writeback_failed(block, corrupt=True)
         return False

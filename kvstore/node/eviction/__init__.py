@@ -1,1 +1,1 @@
-"""Eviction: the choice of blocks to evict from the arena and the volumes."""
+"""Eviction from the arena and the volumes: which blocks leave, and the commits by which they leave."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvstore.core.types import BlockShape
-from kvstore.node.eviction.cascade import with_parents
+from kvstore.node.eviction.chain_cascade import with_parents
 from kvstore.node.eviction.quotas import count_pinned, evict_over_quota
 from kvstore.node.state.residency import Residency
 from kvstore.observe.metric_definitions import node as node_metrics
@@ -23,7 +23,7 @@ def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascad
     while (slots := residency.dram.allocate(shape, count)) is None:
         if residency.accounts.in_force and evict_over_quota(residency):
             continue
-        victims, dirty = residency.arena.victims(shape, count)
+        victims, dirty = residency.arena_evictor.victims(shape, count)
         if cascades_chains:
             dirty = with_parents(residency.blocks, dirty, residency.is_idle, max(PIECE_BLOCKS, 2 * count))
         for block in dirty:
@@ -31,8 +31,6 @@ def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascad
         residency.counters.add(node_metrics.CASCADED_BLOCKS, len(dirty))
         if not victims:
             return None
-        for block in victims:
-            residency.evict_dram(block)
-        residency.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(victims))
+        residency.evict_from_dram(victims)
         count_pinned(residency, victims)
     return slots

@@ -39,12 +39,12 @@ class ArenaEvictor:
         self._idle = idle
         self.version = 0
         """Changes with the order, except if blocks were only used."""
-        self.room = SpaceReclaimer(dram, blocks, policy)
+        self.reclaimer = SpaceReclaimer(dram, blocks, policy)
 
     def insert(self, block: Block, slot: Slot) -> None:
         """Insert a block that was added to DRAM."""
         self.version += 1
-        self.room.insert(block, slot)
+        self.reclaimer.insert(block, slot)
         self._policy.insert(block.key, block.parent)
         for order in block.namespace.dram_orders:
             order.insert(block)
@@ -52,7 +52,7 @@ class ArenaEvictor:
     def remove(self, block: Block, slot: Slot) -> None:
         """Remove a block that was evicted from DRAM."""
         self.version += 1
-        self.room.remove(block, slot)
+        self.reclaimer.remove(block, slot)
         self._policy.remove(block.key)
         for order in block.namespace.dram_orders:
             order.remove(block)
@@ -68,6 +68,15 @@ class ArenaEvictor:
         self._policy.restore(keys)
         for order in namespace.dram_orders:
             order.policy.restore(keys)
+
+    @property
+    def held_blocks(self) -> dict[NodeNamespace, int]:
+        """Number of blocks of each namespace in DRAM."""
+        return self.reclaimer.held
+
+    def held(self, namespace: NodeNamespace) -> int:
+        """Return the number of blocks of a namespace in DRAM."""
+        return self.reclaimer.held.get(namespace, 0)
 
     def every(self) -> Iterator[BlockKey]:
         """All keys, coldest first, children before parents; those of pinned namespaces may be left out."""
@@ -108,7 +117,9 @@ class ArenaEvictor:
             return block.clean
 
         order = (blocks[key] for key in self._policy.coldest(may_leave))
-        leaving = self.room.victims(shape, (count,), order, lambda block: block.dram, (may_leave,))
+        leaving = self.reclaimer.victims(shape, (count,), order, lambda block: block.dram, (may_leave,))
         if not leaving:
-            leaving = self.room.among_pins(shape, lambda block: block.dram, lambda key: idle(blocks[key]) and blocks[key].clean)
+            leaving = self.reclaimer.among_pins(
+                shape, lambda block: block.dram, lambda key: idle(blocks[key]) and blocks[key].clean
+            )
         return leaving, list(passed.values())

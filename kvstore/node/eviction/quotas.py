@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from kvstore.core.types import BlockKey, Tier
 from kvstore.node.state.block_states import VolumeReplica
 from kvstore.node.state.eviction_orders import EvictionOrder
-from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import TIERS, NodeNamespace, TenantAccount
 from kvstore.node.state.residency import Residency
@@ -49,7 +49,9 @@ def held_bytes(residency: Residency, namespaces: Iterable[NodeNamespace], tier: 
     total = 0
     for namespace in namespaces:
         in_dram = tier is Tier.DRAM
-        blocks = residency.arena.room.held.get(namespace, 0) + namespace.granted if in_dram else residency.volumes.held(namespace)
+        blocks = (
+            residency.arena_evictor.held(namespace) + namespace.granted if in_dram else residency.volume_evictor.held(namespace)
+        )
         total += blocks * namespace.shape.block_bytes
     return total
 
@@ -80,7 +82,7 @@ def join(residency: Residency, namespace: NodeNamespace, *, empty: bool = False)
     account = namespace.account
     if account is None or not namespace.counted or all(namespace.in_account[tier] is account.orders.get(tier) for tier in TIERS):
         return False
-    if empty and (residency.arena.room.held.get(namespace, 0) or residency.volumes.held(namespace)):
+    if empty and (residency.arena_evictor.held(namespace) or residency.volume_evictor.held(namespace)):
         return False
     for tier, order in account.orders.items():
         namespace.join_account(tier, order)
@@ -115,7 +117,7 @@ def share_below_one_block(namespace: NodeNamespace) -> bool:
     return share is not None and share < namespace.shape.block_bytes
 
 
-def space_may_free_up(residency: Residency, waiting: StoreGrant, *, own: bool) -> bool:
+def space_may_free_up(residency: Residency, waiting: SlotGrant, *, own: bool) -> bool:
     """Whether space in DRAM may free up: blocks are being written, read, stored or pinned by others.
 
     ``own``: the tenant's share is full, so only its own blocks of namespaces that are not pinned can make room.
@@ -147,9 +149,7 @@ def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: 
     for block in passed.values():
         residency.enqueue_writeback(block)
     residency.counters.add(node_metrics.CASCADED_BLOCKS, len(passed))
-    for block in leaving:
-        residency.evict_dram(block)
-    residency.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(leaving))
+    residency.evict_from_dram(leaving)
     residency.counters.add(_evicted_event(order), len(leaving))
     return sum(block.nbytes for block in leaving)
 
@@ -230,7 +230,7 @@ def _slot_bytes(residency: Residency, namespace: NodeNamespace, tier: Tier) -> i
     """Bytes of slots that a namespace takes in a tier, without evictions in progress."""
     if tier is Tier.DRAM:
         return held_bytes(residency, [namespace], tier)
-    return (residency.volumes.held(namespace) - namespace.evicting_blocks) * namespace.slot_bytes
+    return (residency.volume_evictor.held(namespace) - namespace.evicting_blocks) * namespace.slot_bytes
 
 
 def evict_over_quota(residency: Residency) -> bool:

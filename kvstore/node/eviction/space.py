@@ -44,19 +44,19 @@ class SpaceReclaimer:
         self._volume = volume
         self._blocks = blocks
         self._policy = policy
-        self.by_place = SlotMap()
+        self.by_slot = SlotMap()
         self.held: dict[NodeNamespace, int] = {}
         """Number of blocks of each namespace on this volume."""
 
     def insert(self, block: Block, slot: Slot) -> None:
         """Insert a block that is in a slot of the volume now."""
-        self.by_place.put(slot, block)
+        self.by_slot.put(slot, block)
         held, namespace = self.held, block.namespace
         held[namespace] = held.get(namespace, 0) + 1
 
     def remove(self, block: Block, slot: Slot) -> None:
         """Remove a block that has left the volume."""
-        self.by_place.take(slot)
+        self.by_slot.take(slot)
         self.held[block.namespace] -= 1
 
     def victims(
@@ -166,7 +166,7 @@ class SpaceReclaimer:
         """Return the blocks of a span and their descendants. None: one of them may not be evicted."""
         keys: list[BlockKey] = []
         for slot in self._volume.slots_in(place):
-            block = self.by_place.get(slot)
+            block = self.by_slot.get(slot)
             if block is None:
                 return None  # a reader or writer uses the slot
             keys.append(block.key)

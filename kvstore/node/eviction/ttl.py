@@ -7,6 +7,7 @@ when it was set or the node started; blocks that exist then count as used at tha
 
 from __future__ import annotations
 
+from itertools import islice, takewhile
 from typing import Final
 
 from kvstore.core.types import BlockKey
@@ -27,20 +28,13 @@ def expired(residency: Residency, order: TtlOrder) -> list[Block]:
         return []
     blocks, used_s, now_s = residency.blocks, order.used_s, residency.clock.now_s()
     over_s = now_s - order.ttl_s
-    fresh = False
 
     def may_leave(key: BlockKey) -> bool:
-        nonlocal fresh
-        if used_s[key] > over_s:
-            fresh = True  # so are all blocks after it: the order is by last use
-            return True
         block = blocks[key]
-        return residency.is_idle(block) and (block.nvme_volume is None or block.nvme_volume.takes_changes(now_s))
+        is_fresh = used_s[key] > over_s  # it is yielded, and ends the search: the order is by last use
+        return is_fresh or (residency.is_idle(block) and (block.nvme_volume is None or block.nvme_volume.takes_changes(now_s)))
 
-    found: list[Block] = []
-    for key in order.policy.coldest(may_leave):
-        if fresh or len(found) >= MOST_EXPIRED:
-            break
-        found.append(blocks[key])
+    over = takewhile(lambda key: used_s[key] <= over_s, order.policy.coldest(may_leave))
+    found = [blocks[key] for key in islice(over, MOST_EXPIRED)]
     residency.mark_evicting(block for block in found if block.nvme is not None)
     return found

@@ -45,14 +45,14 @@ class VolumeEvictor:
         policy = self._policy = make_policy(self._rows)
         self._node_volumes = node_volumes
         self._clock = clock
-        self._rooms = {id(node_volume): SpaceReclaimer(node_volume.volume, blocks, policy) for node_volume in node_volumes}
+        self._reclaimers = {id(node_volume): SpaceReclaimer(node_volume.volume, blocks, policy) for node_volume in node_volumes}
 
     def __len__(self) -> int:
         return len(self._policy) + sum(len(node_volume.aside) for node_volume in self._node_volumes)
 
     def insert(self, block: Block, node_volume: NodeVolume, slot: Slot) -> None:
         """Insert a block that was added to a slot of a volume."""
-        self._rooms[id(node_volume)].insert(block, slot)
+        self._reclaimers[id(node_volume)].insert(block, slot)
         self._policy.insert(block.key, block.parent)
         for order in block.namespace.nvme_orders:
             order.insert(block)
@@ -61,7 +61,7 @@ class VolumeEvictor:
         """Remove a block that was evicted from a volume."""
         slot = block.nvme
         if slot is not None:
-            self._rooms[id(node_volume)].remove(block, slot)
+            self._reclaimers[id(node_volume)].remove(block, slot)
         if node_volume.aside.pop(block.key, None) is None:
             self._leave_order(block)
         for order in block.namespace.nvme_orders:
@@ -85,15 +85,15 @@ class VolumeEvictor:
 
     def held(self, namespace: NodeNamespace) -> int:
         """Number of blocks of a namespace on all volumes."""
-        return sum(room.held.get(namespace, 0) for room in self._rooms.values())
+        return sum(reclaimer.held.get(namespace, 0) for reclaimer in self._reclaimers.values())
 
     def held_on(self, node_volume: NodeVolume) -> dict[NodeNamespace, int]:
         """Number of blocks of each namespace on one volume."""
-        return self._rooms[id(node_volume)].held
+        return self._reclaimers[id(node_volume)].held
 
-    def by_place(self, node_volume: NodeVolume) -> SlotMap:
+    def by_slot(self, node_volume: NodeVolume) -> SlotMap:
         """The blocks of a volume by slot."""
-        return self._rooms[id(node_volume)].by_place
+        return self._reclaimers[id(node_volume)].by_slot
 
     def coldest(self, node_volume: NodeVolume, may_leave: Callable[[Block], bool]) -> Iterator[tuple[BlockKey, Slot]]:
         """Evictable blocks of one volume with their slots, coldest first, children before parents on the same volume."""
@@ -138,7 +138,7 @@ class VolumeEvictor:
             unfit: list[Block] = []
             order = (self._blocks[key] for key in self._policy.coldest(rule))
             met = _up_to_limit(order, lambda block: id(block.nvme_volume) in fit, slot_of, unfit)
-            found = self._rooms[id(node_volume)].victims(shape, counts, met, slot_of, rules[number:])
+            found = self._reclaimers[id(node_volume)].victims(shape, counts, met, slot_of, rules[number:])
             unfit += (block for block in found if id(block.nvme_volume) not in fit)
             for block in unfit:
                 if block.nvme_volume is not None:
@@ -147,7 +147,7 @@ class VolumeEvictor:
             victims = [block for block in found if id(block.nvme_volume) in fit]
             if victims:
                 return victims
-        return self._rooms[id(node_volume)].among_pins(
+        return self._reclaimers[id(node_volume)].among_pins(
             shape, slot_of, lambda key: id(self._blocks[key].nvme_volume) in fit and may_leave[-1](self._blocks[key])
         )
 
@@ -163,7 +163,10 @@ class VolumeEvictor:
 def _up_to_limit(
     order: Iterator[Block], fit: Callable[[Block], bool], slot_of: Callable[[Block], Slot | None], unfit: list[Block]
 ) -> Iterator[Block]:
-    """Yield evictable blocks up to a limit of blocks on other volumes. Blocks of volumes that reject changes go to ``unfit``."""
+    """Yield evictable blocks. Blocks of volumes that reject changes go to ``unfit`` instead.
+
+    The search ends after ``PLAN_LIMIT`` blocks on other volumes, or ``PLAN_LIMIT`` unfit blocks.
+    """
     others = 0
     for block in order:
         if not fit(block):
@@ -171,5 +174,5 @@ def _up_to_limit(
         else:
             yield block
             others += slot_of(block) is None
-        if PLAN_LIMIT in (others, len(unfit)):
+        if max(others, len(unfit)) >= PLAN_LIMIT:
             return

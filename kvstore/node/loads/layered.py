@@ -44,7 +44,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.auth.interceptor import tenant
 from kvstore.tiers.contract import Slot
-from kvstore.transport.contract import Checksums, ReadControl, ReadRequest
+from kvstore.transport.contract import Checksums, LateBytes, ReadControl, ReadRequest
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,8 @@ class _LayeredLoad:
     """Blocks that this load fills, by their index in the request."""
     lost: set[int] = field(default_factory=set)
     """Blocks that have a final outcome because a layer of them could not be read."""
+    unsafe: set[int] = field(default_factory=set)
+    """Blocks in which late bytes of a failed read may arrive. They are not read again."""
 
     def by_source(self, indices: Sequence[int]) -> list[tuple[SourceRange, list[int]]]:
         """Group blocks by the source to read them from. Blocks without a source are left out."""
@@ -203,7 +205,7 @@ class LayeredLoader:
         layered, stretches = self._split(request)
         if len(layered) * request.namespace.shape.block_bytes > self._budget.limit_bytes(tenant()):
             self._counters.add(node_metrics.STAGED_LOADS_TOO_LARGE)
-            log.info("load in whole blocks: larger than the prefill buffer or the tenant's part of it (blocks=%d)", len(layered))
+            log.info("load not layered: larger than the prefill buffer or the tenant's part of it (blocks=%d)", len(layered))
             layered, stretches = [], [(0, len(request.chain))]
         for start, stop in stretches:
             with closing(self._loader.load(request.part(start, stop))) as runs:
@@ -336,7 +338,7 @@ class LayeredLoader:
             for index in failed:
                 load.fills[index].failed(step.source)
         in_time = self._clock.now_s() < load.request.deadline_s and not current().cancelled
-        retries = load.by_source(failed) if in_time else []
+        retries = load.by_source([index for index in failed if index not in load.unsafe]) if in_time else []
         if not retries:
             yield step, read
             return
@@ -369,7 +371,12 @@ class LayeredLoader:
                 answered(answer.outcomes)
         except KVStoreError as error:
             self._counters.add(node_metrics.STAGED_READS_FAILED)
-            log.warning("layered read failed: %d blocks from node %s: %s", len(blocks), step.source.peer.node_id, error)
+            log.warning("layered read failed: node %s (blocks=%d, error=%s)", step.source.peer.node_id, len(blocks), error)
+            if isinstance(error, LateBytes):
+                self._table.pin_again(blocks)  # until this process ends, so that the slots are not used again
+                self._counters.add(node_metrics.ARENA_SLOTS_LOST, len(blocks))
+                with self._lock:
+                    load.unsafe.update(step.indices)
             return run
         run.outcomes = answer.outcomes
         run.tier = answer.tiers[0]

@@ -34,7 +34,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
 from kvstore.node.base.volume_guard import VolumeStalled
-from kvstore.node.eviction.on_demand import quarantine
+from kvstore.node.eviction.execution import quarantine
 from kvstore.node.loads.mount_reader import MountReader
 from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.peer_waits import waiting_for
@@ -48,7 +48,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.contract import Slot
-from kvstore.transport.contract import ReadControl, ReadRequest
+from kvstore.transport.contract import LateBytes, ReadControl, ReadRequest
 
 log = logging.getLogger(__name__)
 
@@ -277,13 +277,13 @@ class Loader:
             log.error("load window failed: unexpected error", exc_info=error)
 
     def _fetch_window(
-        self, request: BlockRequest, start: int, end: int, sources: tuple[SourceRange, ...], thread_of: NodeVolume | None
+        self, request: BlockRequest, start: int, end: int, sources: tuple[SourceRange, ...], reader_volume: NodeVolume | None
     ) -> LoadedRun:
-        """Fetch one window, in a reader thread of the volume ``thread_of``, or in a thread of the loader (None).
+        """Fetch one window, in a reader thread of the volume ``reader_volume``, or in a thread of the loader (None).
 
         Blocks that others bring are awaited too, if enough threads remain for other windows.
         """
-        run = self._claim_and_fetch(request, start, end, sources, thread_of)
+        run = self._claim_and_fetch(request, start, end, sources, reader_volume)
         if run.awaited and self._waiters.acquire(blocking=False):
             try:
                 self._await(request, run, sources)
@@ -300,7 +300,7 @@ class Loader:
         start: int,
         end: int,
         sources: tuple[SourceRange, ...],
-        thread_of: NodeVolume | None = None,
+        reader_volume: NodeVolume | None = None,
     ) -> LoadedRun:
         """Claim some blocks, and read or fetch what was claimed. Blocks that others bring are in ``awaited`` of the run."""
         keys = request.chain.keys[start:end]
@@ -311,7 +311,7 @@ class Loader:
             run.outcomes[offset] = Outcome.HIT
         try:
             if claim.durable:
-                self._read_volumes(request, claim, run, thread_of)
+                self._read_volumes(request, claim, run, reader_volume)
             if claim.claimed_absent:
                 self._fetch_absent(request, claim, run, sources)
         except BaseException:
@@ -366,8 +366,8 @@ class Loader:
             return None
         return self._table.reserve(request.namespace.shape, count, request.deadline_s, request.namespace)
 
-    def _read_volumes(self, request: BlockRequest, claim: LoadClaim, run: LoadedRun, thread_of: NodeVolume | None) -> None:
-        """Read claimed durable blocks into new slots and verify them; those on the volume ``thread_of`` in this thread."""
+    def _read_volumes(self, request: BlockRequest, claim: LoadClaim, run: LoadedRun, reader_volume: NodeVolume | None) -> None:
+        """Read claimed durable blocks into new slots and verify them; those on the volume ``reader_volume`` in this thread."""
         table, shape = self._table, request.namespace.shape
         todo = list(claim.durable.items())
         stalled = [node_volume for node_volume in table.node_volumes if node_volume.guard.stalled]
@@ -398,7 +398,7 @@ class Loader:
                 with tracing.span(
                     "volume.read", {"volume": node_volume.volume_id, "blocks": len(items)} if tracing.on() else None
                 ):
-                    if node_volume is thread_of:
+                    if node_volume is reader_volume:
                         answers = node_volume.guard.timed(read)
                     else:
                         answers = node_volume.guard.read(read, partial(self._free_late, of_volume), request.deadline_s)
@@ -431,9 +431,11 @@ class Loader:
         self._table.unreserve(slots)
 
     def _fetch_absent(self, request: BlockRequest, claim: LoadClaim, run: LoadedRun, sources: tuple[SourceRange, ...]) -> None:
-        """Fetch claimed blocks that this node does not hold, from the first source that delivers each.
+        """Fetch claimed blocks that this node does not hold, from the first place that delivers each.
 
-        Mounted volumes of sources come first: they use this node's storage link alone, and no other node works for them.
+        1. Mounted volumes: they use this node's storage link alone. The catalogs of those that a source names are read again.
+        2. The sources, which are other nodes.
+        3. The other mounted volumes once more, after their catalogs were read again.
         """
         missing = list(claim.claimed_absent)
         run.tier = Tier.DRAM if sources and not claim.durable else run.tier
@@ -487,8 +489,11 @@ class Loader:
                 answered(answer.outcomes)
         except KVStoreError as error:
             self._counters.add(node_metrics.PEER_FETCH_FAILED)
-            log.warning("fetch failed: %d blocks from node %s: %s", len(missing), source.peer.node_id, error)
-            table.unreserve(slots)
+            log.warning("fetch failed: node %s (blocks=%d, error=%s)", source.peer.node_id, len(missing), error)
+            if isinstance(error, LateBytes):  # the slots stay reserved until this process ends
+                self._counters.add(node_metrics.ARENA_SLOTS_LOST, len(slots))
+            else:
+                table.unreserve(slots)
             for offset in missing:
                 run.outcomes[offset] = Outcome.UNAVAILABLE
             return missing

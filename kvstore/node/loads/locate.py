@@ -41,11 +41,11 @@ def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[Block
                 continue  # a block that is being loaded will soon be in DRAM
             if block.nvme is None or block.nvme_volume is None or block.nvme_volume.guard.stalled:
                 continue
-            node_volume = table.node_volumes.index(block.nvme_volume)
+            volume_number = table.node_volumes.index(block.nvme_volume)
             block.pins += 1
             used.append(key)
-            found.append((position, block, node_volume, block.nvme))
-        residency.volumes.touch(namespace, used)
+            found.append((position, block, volume_number, block.nvme))
+        residency.volume_evictor.touch(namespace, used)
     return found
 
 
@@ -55,7 +55,7 @@ def located_runs(found: Sequence[Located]) -> list[node_pb2.LocatedRun]:
     for _, stretch in groupby(enumerate(found), lambda item: item[1][0] - item[0]):
         located = [one for _, one in stretch]
         run = node_pb2.LocatedRun(
-            start=located[0][0], count=len(located), volumes=bytes(node_volume for _, _, node_volume, _ in located)
+            start=located[0][0], count=len(located), volumes=bytes(volume_number for _, _, volume_number, _ in located)
         )
         run.offsets = pack_u64(slot.offset for _, _, _, slot in located)
         run.generations = pack_u64(slot.generation for _, _, _, slot in located)

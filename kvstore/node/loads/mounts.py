@@ -64,7 +64,7 @@ class Mount:
         counters: metrics.
         clock: time.
         gds: kvikio, for reads into device memory; None: they go through host memory.
-        places: False: ``find`` is not used, because the owner locates blocks.
+        reads_manifest: False: ``find`` is not used, because the owner locates blocks.
         backoff_s: pause after a failure.
         stall_s: how long a read may be outstanding while the file system answers nothing.
     """
@@ -77,7 +77,7 @@ class Mount:
         counters: Counters,
         clock: Clock,
         gds: Kvikio | None = None,
-        places: bool = True,
+        reads_manifest: bool = True,
         backoff_s: float = BACKOFF_S,
         stall_s: float = STALL_S,
     ) -> None:
@@ -87,7 +87,7 @@ class Mount:
         self._counters = counters
         self._clock = clock
         self._gds = gds
-        self._places = places
+        self._reads_manifest = reads_manifest
         self._backoff_s = backoff_s
         self._guard = VolumeGuard(self.volume_id, counters, answered_s=self._answered_s, stall_s=stall_s, readers=THREADS)
         self._lock = threading.Lock()
@@ -155,7 +155,7 @@ class Mount:
     @property
     def usable(self) -> bool:
         """Whether a read would be attempted now: no read is overdue, and the last failure is long enough ago."""
-        return not self._guard.left and self._backoff_until_s <= self._clock.now_s()
+        return not self._guard.abandoned and self._backoff_until_s <= self._clock.now_s()
 
     def _answered_s(self) -> float:
         opened = self._opened
@@ -217,7 +217,7 @@ class Mount:
                     counters=self._counters,
                     gds=self._gds,
                     gds_required=self._gds is not None,
-                    places=self._places,
+                    reads_manifest=self._reads_manifest,
                 )
                 self._opened = _Opened(volume)
             opened = self._opened

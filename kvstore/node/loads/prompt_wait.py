@@ -42,7 +42,7 @@ class PromptWaits:
 
     @property
     def of_transfers(self) -> int:
-        """Number of waits that belong to a transfer."""
+        """Number of waits that belong to a transfer; for tests."""
         with self._lock:
             return sum(map(len, self._scopes.values()))
 

@@ -1,4 +1,8 @@
-"""The blocks of this node for its data plane: reads go through the loader, writes through the table."""
+"""The blocks of this node for its data plane.
+
+Reads of layers that arrive right now go to the layered loader, all other reads to the loader. Writes go through the table, or are
+rejected by a closed admission gate.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,11 @@ import numpy as np
 from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
-from kvstore.node.base.admission_gate import Gate
+from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.runs import BlockRequest, LoadedRun
-from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
@@ -28,7 +32,13 @@ class NodeProvider(BlockProvider):
     """The blocks of one node. Thread-safe."""
 
     def __init__(
-        self, namespaces: NamespaceRegistry, table: BlockTable, gate: Gate, loader: Loader, layered: LayeredLoader, clock: Clock
+        self,
+        namespaces: NamespaceRegistry,
+        table: BlockTable,
+        gate: AdmissionGate,
+        loader: Loader,
+        layered: LayeredLoader,
+        clock: Clock,
     ) -> None:
         self._namespaces = namespaces
         self._table = table
@@ -69,8 +79,8 @@ class NodeProvider(BlockProvider):
 
     def write(self, request: WriteRequest) -> WriteGrant:
         namespace = self._namespaces.of_shape(request.run.namespace, request.shape)
-        if self._gate.shut and not self._gate.awaits(request.run.keys):
-            prepared = self._gate.refuse(namespace, request.run)
+        if self._gate.closed and not self._gate.awaits(request.run.keys):
+            prepared = self._gate.reject(namespace, request.run)
         else:
             until_s = min(request.deadline_s, self._clock.now_s() + MAX_WRITE_WAIT_S)
             prepared = self._table.prepare(namespace, request.run, until_s)
@@ -80,7 +90,7 @@ class NodeProvider(BlockProvider):
             self._await_durability(namespace, prepared, request)
         return _Grant(self._table, prepared, request)
 
-    def _await_durability(self, namespace: NodeNamespace, prepared: StoreGrant, request: WriteRequest) -> None:
+    def _await_durability(self, namespace: NodeNamespace, prepared: SlotGrant, request: WriteRequest) -> None:
         """Wait until blocks that the node holds are durable. Those that are not in time are SKIPPED, not EXISTS."""
         held = [at for at, outcome in enumerate(prepared.outcomes) if outcome is StoreOutcome.EXISTS]
         keys = [request.run.keys[at] for at in held]
@@ -94,7 +104,7 @@ class NodeProvider(BlockProvider):
 
 
 class _Grant(WriteGrant):
-    def __init__(self, table: BlockTable, prepared: StoreGrant, request: WriteRequest) -> None:
+    def __init__(self, table: BlockTable, prepared: SlotGrant, request: WriteRequest) -> None:
         self._table = table
         self._prepared = prepared
         self._request = request

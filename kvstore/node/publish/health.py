@@ -1,12 +1,17 @@
-"""Problems of a node, in words, as its heartbeats report them."""
+"""Findings about a node, as its heartbeats report them."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 from kvstore.core.clock import Clock
-from kvstore.core.limits import MAX_PROBLEMS_TOLD, MAX_REASON
+from kvstore.core.limits import MAX_NODE_FINDINGS, MAX_REASON
 from kvstore.core.types import VolumeId
+from kvstore.health import codes
+from kvstore.health.cluster import size
+from kvstore.health.findings import HealthFinding, by_severity
+from kvstore.health.host_reports import CertificateWatch
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
@@ -19,27 +24,41 @@ BEHIND_S: Final = 15.0
 _WRITES_FAIL: Final = "writes fail and are retried: "
 
 
+class _Series(NamedTuple):
+    """Corrupt replicas of one volume, and the time since the first of them was reported."""
+
+    blocks: int
+    seconds: float
+
+
 class HealthReporter:
-    """The problems of one node. Its heart asks for them; any thread may report one.
+    """The findings about one node. The heartbeat asks for them; any thread may report a failure.
 
     Args:
         table: the blocks and volumes.
         replica_log: changes that wait to be published; None: the node publishes nothing.
         clock: time.
         storage_node: failures of write-back to another node.
+        certificate: expiry of the node's certificate; None: it has none.
     """
 
     def __init__(
-        self, table: BlockTable, replica_log: ReplicaChangeLog | None, clock: Clock, storage_node: FailureTracker
+        self,
+        table: BlockTable,
+        replica_log: ReplicaChangeLog | None,
+        clock: Clock,
+        storage_node: FailureTracker,
+        certificate: CertificateWatch | None = None,
     ) -> None:
         self._table = table
         self._log = replica_log
         self._clock = clock
         self._storage_node = storage_node
+        self._certificate = certificate or CertificateWatch(None, "")
         self._publishing = FailureTracker()
         self._acknowledged_s = clock.now_s()
-        self._seen: dict[VolumeId, tuple[int, int, float]] = {}
-        """Per volume: corrupt replicas before the current series, all of them, and when the last one was seen."""
+        self._seen: dict[VolumeId, tuple[int, int, float, float]] = {}
+        """Per volume: corrupt replicas before the current series and in all, when the series began and when it last grew."""
 
     # ---- publication
     def publish_failed(self, why: object) -> None:
@@ -66,37 +85,55 @@ class HealthReporter:
         return 0 if self._log is None else self._log.waiting()
 
     # ---- volumes
-    def why_read_only(self, node_volume: NodeVolume) -> str:
+    def why_not_writable(self, node_volume: NodeVolume) -> str:
         """Return why a volume rejects blocks, or that its last writes failed; empty: it accepts them."""
         if node_volume.volume.read_only is not None:
             return node_volume.volume.read_only[:MAX_REASON]
         reason = node_volume.failing.reason(self._clock.now_s())
         return (_WRITES_FAIL + reason)[:MAX_REASON] if reason else ""
 
-    # ---- all problems
-    def problems(self) -> list[str]:
-        """Return all problems except volumes that reject blocks."""
+    # ---- all findings
+    def findings(self) -> list[HealthFinding]:
+        """Return all findings about this node, its volumes and its certificate."""
         now_s = self._clock.now_s()
         found = []
         if failing_s := self.publish_failing_s():
             why = self._publishing.reason(now_s) or "no acknowledgement"
-            found.append(f"the index accepts no changes of this node since {failing_s:.0f} s ({self._waiting()} wait): {why}")
+            facts = f"The index has accepted no changes of this node for {failing_s:.0f} s ({self._waiting():,} wait): {why}"
+            found.append(HealthFinding(codes.PUBLISH_FAILS, "", facts))
         if why := self._storage_node.reason(now_s):
-            found.append(f"the storage node does not accept blocks: {why}")
+            found.append(HealthFinding(codes.STORAGE_NODE_FAILS, "", f"The storage node does not accept blocks: {why}"))
         for node_volume in self._table.node_volumes:
-            if silent := node_volume.guard.why():
-                found.append(f"volume {node_volume.volume_id} {silent}; its blocks are misses, or read from other nodes")
-            if corrupt := self._recently_corrupt(node_volume, now_s):
-                minutes = QUARANTINE_REPORT_S / 60
-                found.append(f"{corrupt} corrupt blocks on {node_volume.volume_id} quarantined within {minutes:.0f} minutes")
-        return [problem[:MAX_REASON] for problem in found[:MAX_PROBLEMS_TOLD]]
+            found += self._of_volume(node_volume, now_s)
+        found += self._certificate.findings()
+        return by_severity(found)[:MAX_NODE_FINDINGS]
 
-    def _recently_corrupt(self, node_volume: NodeVolume, now_s: float) -> int:
-        """Return the number of corrupt replicas since the last time without any."""
-        before, known, last_s = self._seen.get(node_volume.volume_id, (0, 0, now_s))
+    def _of_volume(self, node_volume: NodeVolume, now_s: float) -> Iterator[HealthFinding]:
+        volume_id = node_volume.volume_id
+        disk = node_volume.disk
+        free = "" if disk is None else f" {node_volume.folder} has {size(disk.free_bytes)} free."
+        if node_volume.volume.read_only is not None:
+            facts = f"Volume {volume_id} accepts no blocks: {node_volume.volume.read_only}.{free}"
+            yield HealthFinding(codes.VOLUME_READ_ONLY, volume_id, facts)
+        elif reason := node_volume.failing.reason(now_s):
+            yield HealthFinding(codes.VOLUME_WRITE_FAILS, volume_id, f"Writes to volume {volume_id} fail: {reason}.{free}")
+        elif disk is not None and disk.nearly_full:
+            facts = f"{node_volume.folder} of volume {volume_id} has {size(disk.free_bytes)} free of {size(disk.total_bytes)}."
+            yield HealthFinding(codes.VOLUME_DISK_NEARLY_FULL, volume_id, facts)
+        if silent := node_volume.guard.why():
+            yield HealthFinding(codes.VOLUME_HUNG, volume_id, f"Volume {volume_id} {silent}.")
+        if (recent := self._recently_corrupt(node_volume, now_s)).blocks:
+            minutes = max(1, round(recent.seconds / 60))
+            facts = f"{recent.blocks:,} blocks on volume {volume_id} were found corrupt in the last {minutes} min."
+            yield HealthFinding(codes.BLOCKS_CORRUPT, volume_id, facts)
+
+    def _recently_corrupt(self, node_volume: NodeVolume, now_s: float) -> _Series:
+        """Return the current series of corrupt replicas: it ends after ``QUARANTINE_REPORT_S`` without another one."""
+        before, known, began_s, last_s = self._seen.get(node_volume.volume_id, (0, 0, now_s, now_s))
         if now_s - last_s > QUARANTINE_REPORT_S:
             before = known
         if node_volume.quarantined != known:
+            began_s = now_s if known == before else began_s
             last_s = now_s
-        self._seen[node_volume.volume_id] = before, node_volume.quarantined, last_s
-        return node_volume.quarantined - before
+        self._seen[node_volume.volume_id] = before, node_volume.quarantined, began_s, last_s
+        return _Series(node_volume.quarantined - before, now_s - began_s)

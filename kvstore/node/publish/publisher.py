@@ -5,7 +5,7 @@ Theory of operation. There are three threads.
 1. The *publisher* registers the node, sends the inventories that the server requests, and then streams the ``ReplicaChangeLog``
    in numbered batches, a few of them unacknowledged. After a broken stream it repeats unacknowledged batches. The server ignores
    batches that it has applied.
-2. The *heart* sends heartbeats. If the server has forgotten this node or has a new index, the node registers again.
+2. The heartbeat thread sends heartbeats. If the server has forgotten this node or has a new index, the node registers again.
 3. *Anti-entropy* compares digests with the index and repairs ranges that differ.
 
 No load or store waits for the metadata server. While it is down, other nodes find fewer blocks here.
@@ -50,7 +50,7 @@ limited = LimitedLog(log)
 
 BATCH_EVENTS = 4096
 BATCHES_IN_FLIGHT = 8
-_OVER_QUOTA = (node_metrics.STORE_SKIPPED_QUOTA_BLOCKS, node_metrics.WRITE_BEHIND_BEYOND_QUOTA_BLOCKS)
+_OVER_QUOTA = (node_metrics.STORE_SKIPPED_QUOTA_BLOCKS, node_metrics.WRITE_BACK_BEYOND_QUOTA_BLOCKS)
 RPC_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 30.0
 """A stream without an acknowledgement for this long is replaced by a new one."""
@@ -72,7 +72,7 @@ class IndexPublisher:
         tls: of the channel.
         token: of the node, for the server; None: none is required.
         anti_entropy_interval_s: time between two comparisons.
-        health: receives failures of the publication, and describes the node's problems.
+        health: receives failures of the publication, and reports the node's findings.
         listeners: add to heartbeats, and apply the server's orders.
         read_rate: bytes per second that the volumes deliver; None: not measured.
         on_connected: called if the server begins or stops to accept heartbeats.
@@ -116,7 +116,7 @@ class IndexPublisher:
         self._again = threading.Event()
         self._registered = threading.Event()
         self.connected = False
-        """Whether the metadata server accepted the last heartbeat or registration."""
+        """Whether the metadata server knows this node: it accepted the last heartbeat or registration."""
         self._on_connected = on_connected
         self.refused: Conflict | None = None
         """Why the metadata server refuses this node; None: it does not, or has not answered."""
@@ -129,7 +129,7 @@ class IndexPublisher:
         self._round: deque[Taken] = deque()
         self._threads = [
             threading.Thread(target=self._publish_loop, name="kvstore-publish", daemon=True),
-            threading.Thread(target=self._heartbeat_loop, name="kvstore-heart", daemon=True),
+            threading.Thread(target=self._heartbeat_loop, name="kvstore-heartbeat", daemon=True),
             threading.Thread(target=self._anti_entropy_loop, name="kvstore-anti-entropy", daemon=True),
         ]
 
@@ -196,6 +196,7 @@ class IndexPublisher:
                     needed = self._register()
                 except Conflict as refused:  # another node has this id or volume: retry until an operator has fixed it
                     self.refused = refused
+                    self._set_connected(connected=False)
                     self._counters.add(node_metrics.REGISTRATIONS_REFUSED)
                     limited.warning("registration refused, trying again: %s", refused)
                     self._stopping.wait(pause_s)
@@ -373,14 +374,13 @@ class IndexPublisher:
             self.connected = connected
             self._on_connected(connected)
 
-    # ---------------------------------------------------------------- heart
+    # ---------------------------------------------------------------- heartbeats
     def _heartbeat_loop(self) -> None:
         while not self._stopping.wait(self._heartbeat_s):
             if not self._registered.is_set() or self._leaving.is_set():
                 continue
             try:
-                self._beat()
-                self._set_connected(connected=True)
+                self._set_connected(connected=self._beat())
             except KVStoreError as error:
                 self._set_connected(connected=False)
                 self._counters.add(node_metrics.HEARTBEATS_FAILED)
@@ -415,7 +415,8 @@ class IndexPublisher:
                 "tenants at their quotas: blocks not stored or not made durable (total=%d); see kvstore tenants", over_quota
             )
 
-    def _beat(self) -> None:
+    def _beat(self) -> bool:
+        """Send a heartbeat. Returns whether the metadata server knows this node; if not, the node registers again."""
         self._log_quota_skips()
         volumes: list[tuple[Volume, NodeVolume | None]] = [(self._table.dram, None)]
         volumes += [(node_volume.volume, node_volume) for node_volume in self._table.node_volumes]
@@ -427,14 +428,15 @@ class IndexPublisher:
                     volume_id=volume.volume_id,
                     used_bytes=usage.used_bytes,
                     blocks=usage.blocks,
-                    read_only=self._health.why_read_only(node_volume) if node_volume is not None else "",
+                    read_only=self._health.why_not_writable(node_volume) if node_volume is not None else "",
                 )
             )
         request = metadata_pb2.HeartbeatRequest(
             node_id=self._node.node_id,
             boot_id=self._boot_id,
             usages=usages,
-            problems=self._health.problems(),
+            findings=[one.to_proto() for one in self._health.findings()],
+            unix_ms=round(time.time() * 1000),
             read_bytes_per_s=int(self._read_rate() or 0),
         )
         for listener in self._listeners:
@@ -445,6 +447,7 @@ class IndexPublisher:
             self._counters.add(node_metrics.REGISTERED_AGAIN)
             self._again.set()
             self._log.wake()
-            return
+            return False
         for listener in self._listeners:
             listener.on_heartbeat(response)
+        return True

@@ -17,8 +17,8 @@ from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.node.control.retention import Retainer
-from kvstore.node.durability.scrub import Check, CheckState, VolumeChecks
-from kvstore.node.eviction.on_demand import Evicted, evict_down_to, evict_namespace, invalidate
+from kvstore.node.durability.volume_checks import Check, CheckState, VolumeChecks
+from kvstore.node.eviction.execution import EvictionResult, evict_down_to, evict_namespace, invalidate
 from kvstore.node.publish.health import HealthReporter
 from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.rpc.gauges import Links
@@ -28,11 +28,12 @@ from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.history import History
 from kvstore.observe.metric_definitions import EVENTS
 from kvstore.observe.metrics import PREFIX
 from kvstore.observe.slow_loads import SHOWN, RecentLoads
 from kvstore.process.effective_config import EffectiveSetting
-from kvstore.rpc.codec import check_id, tier_to_proto
+from kvstore.rpc.codec import check_id, history_to_proto, tier_to_proto
 from kvstore.tiers.contract import Volume
 from kvstore.transport.shaping.traffic import KvTraffic
 
@@ -74,6 +75,7 @@ class AdminParts:
     checks: VolumeChecks
     retainer: Retainer
     health: HealthReporter
+    history: History
 
 
 class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
@@ -102,7 +104,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             volumes=self._volumes(),
             sessions=parts.sessions.count(),
             blocks=blocks,
-            write_behind_waiting_blocks=waiting,
+            write_back_waiting_blocks=waiting,
             publish_waiting_events=parts.replica_log.waiting(),
             staging=[
                 pb.StagingDescription(name=name, used_bytes=buffer.used_bytes, waiting_loads=buffer.waiting)
@@ -124,10 +126,12 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
     def _volumes(self) -> list[pb.VolumeDescription]:
         table, by_tenant = self._parts.table, self._parts.retainer.by_tenant
         described = [_volume(table.dram)]
-        described[0].tenants.extend(by_tenant(table.residency.arena.room.held, Tier.DRAM))
+        described[0].tenants.extend(by_tenant(table.residency.arena_evictor.held_blocks, Tier.DRAM))
         for node_volume in table.node_volumes:
-            described.append(_volume(node_volume.volume, self._parts.health.why_read_only(node_volume), node_volume.quarantined))
-            described[-1].tenants.extend(by_tenant(table.residency.volumes.held_on(node_volume), Tier.NVME))
+            described.append(
+                _volume(node_volume.volume, self._parts.health.why_not_writable(node_volume), node_volume.quarantined)
+            )
+            described[-1].tenants.extend(by_tenant(table.residency.volume_evictor.held_on(node_volume), Tier.NVME))
         return described
 
     async def DescribeUsage(self, request: pb.DescribeUsageRequest, context: Context) -> pb.DescribeUsageResponse:  # noqa: N802, ARG002
@@ -177,6 +181,9 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             ]
         )
 
+    async def DescribeHistory(self, request: pb.DescribeHistoryRequest, context: Context) -> pb.DescribeHistoryResponse:  # noqa: N802, ARG002
+        return await self._run_in_pool(lambda: history_to_proto(self._parts.history, request))
+
     # ---------------------------------------------------------------- commands
     async def EvictBlocks(self, request: pb.EvictBlocksRequest, context: Context) -> pb.EvictBlocksResponse:  # noqa: N802, ARG002
         check_id(request.operation_id, "operation_id")  # a retry evicts again, which does no harm
@@ -205,7 +212,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
     ) -> pb.InvalidateNamespaceResponse:
         check_id(request.operation_id, "operation_id")
         namespace = self._namespace(request.namespace_id)
-        done = Evicted(0, 0)
+        done = EvictionResult(0, 0)
         if namespace is not None:
             left_s = context.time_remaining()
             wait_s = min(request.wait_ms / 1000, MAX_WAIT_S, MAX_WAIT_S if left_s is None else left_s)

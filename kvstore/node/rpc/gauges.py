@@ -9,6 +9,7 @@ from typing import Final
 
 import kvstore
 from kvproto.v1.common_pb2 import NODE_STATE_DRAIN_BLOCKED
+from kvstore import native
 from kvstore.core.errors import Unsupported
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.staging_budget import StagingBudget
@@ -57,7 +58,7 @@ class NodeGauges:
         registered: whether the metadata server accepts heartbeats.
         links: the NICs of the data planes.
         drainer: progress of a drain.
-        health: problems of the node.
+        health: findings about the node.
         process_stall: how long the process did not run.
     """
 
@@ -85,7 +86,11 @@ class NodeGauges:
 
     def __call__(self) -> Iterator[Sample]:
         yield Sample(common_metrics.BUILD_INFO, 1, {"version": kvstore.__version__})
-        read_only = {node_volume.volume_id for node_volume in self._table.node_volumes if self._health.why_read_only(node_volume)}
+        yield Sample(common_metrics.COPY_KERNEL, 1, {"kernel": native.kernel_name()})
+        yield Sample(common_metrics.PYTHON_COPIES, native.fallback_calls())
+        read_only = {
+            node_volume.volume_id for node_volume in self._table.node_volumes if self._health.why_not_writable(node_volume)
+        }
         stalled = {node_volume.volume_id for node_volume in self._table.node_volumes if node_volume.guard.stalled}
         for volume in (self._table.dram, *(node_volume.volume for node_volume in self._table.node_volumes)):
             labels = {"volume": str(volume.volume_id), "tier": volume.tier.name.lower()}
@@ -98,7 +103,7 @@ class NodeGauges:
         blocks, waiting = self._table.counts()
         yield Sample(node_metrics.SESSIONS, self._sessions.count())
         yield Sample(node_metrics.BLOCKS, blocks)
-        yield Sample(node_metrics.WRITE_BEHIND_WAITING_BLOCKS, waiting)
+        yield Sample(node_metrics.WRITE_BACK_WAITING_BLOCKS, waiting)
         yield Sample(node_metrics.PUBLISH_WAITING_EVENTS, self._log.waiting())
         yield Sample(node_metrics.PUBLISH_FAILING_SECONDS, self._health.publish_failing_s())
         yield Sample(node_metrics.REGISTERED, int(self._registered()))

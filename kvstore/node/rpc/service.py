@@ -16,12 +16,12 @@ from kvstore.core.cancel_scope import run_in_pool
 from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
-from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_REASON, MAX_TRANSFER_ID_BYTES
+from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_REASON, MAX_SOURCES, MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, SessionId
-from kvstore.node.base.admission_gate import Gate
+from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.pull import Puller
-from kvstore.node.eviction.on_demand import evict_all_nvme
+from kvstore.node.eviction.execution import evict_all_nvme
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.locate import located_runs, pin_stored
@@ -47,8 +47,7 @@ Context = Any  # grpc.aio.ServicerContext, generic in request and response
 MAX_WAIT_S = 300.0
 """Upper bound of every call's deadline."""
 TICKET_VALID_S = 60.0
-MAX_SOURCES = 4096
-"""Maximum number of source ranges per load."""
+
 MAX_LOADS = 256
 """Maximum number of concurrent loads of whole blocks, apart from those served from DRAM."""
 MAX_LAYERED_LOADS = 256
@@ -75,7 +74,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         loader: Loader,
         layered: LayeredLoader,
         prompts: PromptWaits,
-        gate: Gate,
+        gate: AdmissionGate,
         puller: Puller,
         drainer: Drainer,
         replica_log: ReplicaChangeLog,
@@ -206,7 +205,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         deadline_s = min(self._deadline_s(context), self._clock.now_s() + wait_s)
         prepare = partial(self._sessions.prepare, session, operation, run, deadline_s, heads=request.heads)
         outcomes, offsets = await self._wait_in_thread(prepare) if wait_s else prepare()
-        return node_pb2.PrepareResponse(outcomes=outcomes, offsets=offsets, draining=self._gate.shut)
+        return node_pb2.PrepareResponse(outcomes=outcomes, offsets=offsets, draining=self._gate.closed)
 
     async def Complete(self, request: node_pb2.CompleteRequest, context: Context) -> node_pb2.CompleteResponse:  # noqa: N802
         session = self._session(request.session_id)
@@ -241,7 +240,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             len(blocks.chain),
             session.namespace.shape.block_bytes,
             first_layer=request.first_layer,
-            draining=self._gate.shut,
+            draining=self._gate.closed,
         )
         try:
             resident = self._loader.load_resident(blocks)
@@ -257,7 +256,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     def _begin_load(self, blocks: BlockRequest) -> tuple[Runs, WaitThreads]:
         """Return the runs of a load, and the threads that wait for them."""
-        if self._gate.shut:  # the client reads blocks of other nodes there
+        if self._gate.closed:  # the client reads blocks of other nodes there
             return self._loader.load_local(blocks), self._load_threads
         if blocks.layer_group:
             return self._layered.load(blocks), self._layered_threads
@@ -316,7 +315,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         deadline_s = self._deadline_s(context)
         if request.wait_ms:
             deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
-        if self._gate.shut:  # no further blocks will arrive
+        if self._gate.closed:  # no further blocks will arrive
             deadline_s = min(deadline_s, self._clock.now_s() + CLOSED_PROMPT_WAIT_S)
         runs = self._prompts.wait(BlockRequest(session.namespace, chain, deadline_s), request.transfer_id)
         async for message in self._streams.stream(
@@ -352,8 +351,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         in_time, missing = await self._wait_in_thread(flush)
         counters = self._counters.snapshot() if of_tenant is None else {}  # totals include other tenants
         return node_pb2.FlushResponse(
-            durable_blocks=counters.get(node_metrics.WRITE_BEHIND_BLOCKS, 0),
-            dropped_blocks=counters.get(node_metrics.WRITE_BEHIND_DROPPED_BLOCKS, 0),
+            durable_blocks=counters.get(node_metrics.WRITE_BACK_BLOCKS, 0),
+            dropped_blocks=counters.get(node_metrics.WRITE_BACK_DROPPED_BLOCKS, 0),
             complete=in_time and not missing,
             not_durable_blocks=missing,
             why="; ".join(
@@ -405,7 +404,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             )
         counters = dict(self._counters.snapshot())
         counters["sessions"] = self._sessions.count()
-        counters["blocks"], counters["write_behind_waiting_blocks"] = self._table.counts()
+        counters["blocks"], counters["write_back_waiting_blocks"] = self._table.counts()
         return node_pb2.GetNodeStatsResponse(
             node=self._info, counters=counters, tiers=tiers, io_engines=list(self._io_engines()), drain=self._drainer.progress()
         )

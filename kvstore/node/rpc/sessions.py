@@ -1,9 +1,10 @@
 """Sessions of engines: their stores and leases, and the release of both when an engine disconnects.
 
-A session lasts as long as the engine's connection to the arena socket. Slots that an engine may still write to are freed only
-after a complete or abort, or when that connection ends. An engine that is too slow loses its store (``LOST``), but its slots stay
-reserved until the connection ends, because its copy cannot be stopped. Read leases also expire by time: a reader checks the clock
-after its copy.
+A session of an engine of this host lasts as long as the engine's connection to the arena socket. A session of an engine on
+another host ends after ``REMOTE_IDLE_TTL_S`` without a call and without a lease. Slots that an engine may still write to are
+freed only after a complete or abort, or when its connection ends. An engine that is too slow loses its store (``LOST``), but
+its slots stay reserved until the connection ends, because its copy cannot be stopped. Read leases also expire by time: a reader
+checks the clock after its copy.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
-from kvstore.node.base.admission_gate import Gate
-from kvstore.node.state.grants import StoreGrant
+from kvstore.node.control.admission_gate import AdmissionGate
+from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
@@ -37,7 +38,7 @@ REMOTE_IDLE_TTL_S = 60.0
 
 @dataclass(slots=True)
 class _Store:
-    prepared: StoreGrant
+    prepared: SlotGrant
     expires_s: float
     answer: tuple[bytes, bytes] | None = None
     """Outcomes and offsets as first answered, for a retry."""
@@ -82,7 +83,7 @@ class Sessions:
     """All sessions of a node. Thread-safe."""
 
     def __init__(
-        self, table: BlockTable, gate: Gate, counters: Counters, clock: Clock, *, lease_s: float, prepare_ttl_s: float
+        self, table: BlockTable, gate: AdmissionGate, counters: Counters, clock: Clock, *, lease_s: float, prepare_ttl_s: float
     ) -> None:
         self._table = table
         self._gate = gate
@@ -179,8 +180,8 @@ class Sessions:
                 self._forget_finished(session)
             if len(session.stores) >= MAX_STORES_PER_SESSION:
                 raise CapacityExceeded("too many stores under way in this session", limit=MAX_STORES_PER_SESSION)
-        if self._gate.shut:
-            prepared = self._gate.refuse(session.namespace, run)
+        if self._gate.closed:
+            prepared = self._gate.reject(session.namespace, run)
         else:
             prepared = self._table.prepare(session.namespace, run, deadline_s, heads=heads)
         offsets = b"".join(slot.offset.to_bytes(8, "little") for slot in prepared.slots.values())
@@ -235,15 +236,19 @@ class Sessions:
         """Take over the pins of ``blocks`` until release, expiry or the end of the session.
 
         Raises:
-            LeaseLost: the session has ended, or has too many leases. The blocks are unpinned.
+            LeaseLost: the session has ended. The blocks are unpinned.
+            CapacityExceeded: the session has too many leases. The blocks are unpinned.
         """
         with self._lock:
-            if self._sessions.get(session.session_id) is session and len(session.leases) < MAX_LEASES_PER_SESSION:
+            ended = self._sessions.get(session.session_id) is not session
+            if not ended and len(session.leases) < MAX_LEASES_PER_SESSION:
                 lease_id, self._next_lease = self._next_lease, self._next_lease + 1
                 session.leases[lease_id] = _Lease(blocks, self._clock.now_s() + self._lease_s)
                 return lease_id
         self._table.unpin(blocks)
-        raise LeaseLost("the session has ended, or has too many leases")
+        if ended:
+            raise LeaseLost("the session has ended; open another")
+        raise CapacityExceeded("too many leases in this session; release some", limit=MAX_LEASES_PER_SESSION)
 
     def release(self, session: Session, lease_ids: Sequence[int]) -> None:
         """End leases. Unknown ones are ignored, as they may have expired."""

@@ -34,7 +34,7 @@ class WaitThreads:
 
     @property
     def in_use(self) -> int:
-        """Number of calls that hold a thread."""
+        """Number of calls that hold a thread; for tests."""
         return self._in_use
 
     def acquire(self) -> Callable[[], None]:

@@ -271,7 +271,7 @@ class ReplicaChangeLog:
             return needed
 
     def acknowledge(self, volume: VolumeId, events: int) -> None:
-        """Record that the index has applied ``count`` more events of a volume."""
+        """Record that the index has applied this many more events of a volume."""
         with self._lock:
             log = self._volumes[volume]
             log.acknowledged = min(log.appended, log.acknowledged + events)
@@ -297,7 +297,7 @@ class ReplicaChangeLog:
             return None if log.acknowledged < log.appended else (list(log.digests), list(log.counts))
 
     def digests(self, volume: VolumeId) -> tuple[list[int], list[int]]:
-        """Return digest and count of every range as of now."""
+        """Return digest and count of every range as of now; for tests."""
         with self._lock:
             log = self._volumes[volume]
             return list(log.digests), list(log.counts)

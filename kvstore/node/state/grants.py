@@ -11,7 +11,7 @@ from kvstore.tiers.contract import Slot
 
 
 @dataclass(slots=True)
-class StoreGrant:
+class SlotGrant:
     """Slots granted to one store, until it is completed or abandoned."""
 
     namespace: NodeNamespace
@@ -22,7 +22,7 @@ class StoreGrant:
     depths: dict[BlockKey, int] = field(default_factory=dict)
     parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
     tail: BlockKey | None = None
-    """Whether the run contains a partial block: it is handed over to waiting callers, neither written back nor kept."""
+    """Key of the partial last block, which is handed over to waiting callers and neither written back nor kept; None: none."""
     guarded: Block | None = None
     """The parent of the run if it has a replica in one tier only: pinned, so that its eviction does not make room for its
     children."""

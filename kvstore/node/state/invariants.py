@@ -41,25 +41,25 @@ def validate(residency: Residency) -> None:
             assert key in waiter.missing, "a waiter that nobody keeps"
             assert held is None or held.dram is None or held.namespace is not waiter.namespace, "a waiter for what is there"
     resident_blocks = {block.dram: block for block in residency.blocks.values() if block.dram is not None}
-    _check_places(residency.arena.room.by_place, resident_blocks)
+    _check_places(residency.arena_evictor.reclaimer.by_slot, resident_blocks)
     for node_volume in residency.node_volumes:
         mine = (block for block in residency.blocks.values() if block.nvme_volume is node_volume)
         durable = {place: block for block in mine if (place := block.nvme) is not None}
-        _check_places(residency.volumes.by_place(node_volume), durable)
+        _check_places(residency.volume_evictor.by_slot(node_volume), durable)
         assert all(block.nvme_volume is node_volume for block in node_volume.aside.values()), "aside, and not there"
-    assert len(residency.volumes) == sum(block.nvme_volume is not None for block in residency.blocks.values())
+    assert len(residency.volume_evictor) == sum(block.nvme_volume is not None for block in residency.blocks.values())
     resident = Counter(block.namespace for block in residency.blocks.values() if block.dram is not None)
-    assert {namespace: blocks for namespace, blocks in residency.arena.room.held.items() if blocks} == resident, (
+    assert {namespace: blocks for namespace, blocks in residency.arena_evictor.held_blocks.items() if blocks} == resident, (
         "blocks miscounted"
     )
     for node_volume in residency.node_volumes:
         durable_blocks = Counter(block.namespace for block in residency.blocks.values() if block.nvme_volume is node_volume)
         assert {
-            namespace: blocks for namespace, blocks in residency.volumes.held_on(node_volume).items() if blocks
+            namespace: blocks for namespace, blocks in residency.volume_evictor.held_on(node_volume).items() if blocks
         } == durable_blocks
     parting = Counter(block.namespace for block in residency.blocks.values() if block.evicting)
     for node_volume in residency.node_volumes:
-        for namespace in residency.volumes.held_on(node_volume):
+        for namespace in residency.volume_evictor.held_on(node_volume):
             assert namespace.evicting_blocks == parting[namespace], "blocks on their way out miscounted"
     for block in residency.blocks.values():
         for order in (*block.namespace.dram_orders, *block.namespace.nvme_orders):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
+from kvstore.health.cluster import FileSystem
+from kvstore.health.host_reports import file_system
 from kvstore.node.base.volume_guard import READERS, STALL_S, VolumeGuard, VolumeStalled
 from kvstore.node.state.block_states import VOLUME_SHIFT, DramState, VolumeReplica
 from kvstore.node.state.namespaces import NodeNamespace
@@ -98,7 +102,7 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the Full Block."""
+        """Bytes of the whole block."""
         return self.namespace.shape.block_bytes
 
     @property
@@ -115,6 +119,11 @@ class Block:
     def durable(self) -> bool:
         """Whether the block survives the end of this process."""
         return self.durable_remotely or (self.nvme_volume is not None and self.nvme_volume.volume.files_present)
+
+    @property
+    def volatile(self) -> bool:
+        """Whether the block was stored here and would be lost with this process."""
+        return self.produced_here and not self.durable
 
     @property
     def depth(self) -> int:
@@ -198,8 +207,12 @@ class NodeVolume:
     """Whether writes to it fail."""
     aside: dict[BlockKey, Block] = field(default_factory=dict)
     """Its blocks that are left out of the order of eviction while it accepts no changes (``eviction.volumes``)."""
+    folder: Path | None = None
+    """Its folder; None: it has none."""
+    disk: FileSystem | None = None
+    """Space on its file system when it was last measured; None: unknown."""
     guard: VolumeGuard = field(init=False)
-    """Does all its I/O after the node has started."""
+    """Runs its I/O after the node has started, so that a hung disk blocks no other thread."""
 
     def __post_init__(self) -> None:
         self.set_guard(Counters())
@@ -226,3 +239,9 @@ class NodeVolume:
             return self.guard.look_up(self.volume.check_files)
         except VolumeStalled:
             return True
+
+    def measure_space(self) -> None:
+        """Measure the space on its file system. A stalled volume keeps the last result."""
+        if (folder := self.folder) is not None:
+            with suppress(VolumeStalled):
+                self.disk = self.guard.look_up(lambda: file_system(folder))

@@ -153,7 +153,7 @@ class TenantLedger:
         with self._lock:
             return list(self._accounts.values())
 
-    def told(self, shares: Mapping[str, QuotaShare]) -> None:
+    def apply_shares(self, shares: Mapping[str, QuotaShare]) -> None:
         """Replace all shares. Tenants without one are not limited."""
         before = {account.tenant for limited in self.limited.values() for account in limited}
         with self._lock:

@@ -1,6 +1,6 @@
 """Rows of the volumes' eviction policy, kept in the blocks: a second dict of keys would double the memory of the table.
 
-A policy also knows keys without a block in the table (evicted parents of blocks that are here): a dict here has those. Guarded by
+A policy also knows keys that are on no volume (evicted parents of blocks that are here): a dict here has their rows. Guarded by
 the table's lock.
 """
 
@@ -28,12 +28,11 @@ class BlockRows:
     def get(self, key: BlockKey, default: int, /) -> int:
         """The row of a key, or ``default``."""
         block = self._blocks.get(key)
-        if block is None:
-            return self._of_absent.get(key, default)
-        row = block.row
-        if not row and key in self._of_absent:  # the key was added after its children
-            row = block.row = self._of_absent.pop(key)
-        return row or default
+        if block is not None and block.row:
+            return block.row
+        # also the row of a block that was added after its children: it stays here, because a block that is not in the policy may
+        # leave the table at any time, and would take the row with it
+        return self._of_absent.get(key, default)
 
     def __setitem__(self, key: BlockKey, row: int, /) -> None:
         block = self._blocks.get(key)

@@ -17,11 +17,12 @@ from kvstore.node.eviction.arena import ArenaEvictor
 from kvstore.node.eviction.volumes import VolumeEvictor
 from kvstore.node.state.block_states import LEGAL_IN_DRAM, LEGAL_ON_VOLUME, VOLUME_SHIFT, DramState, Story, VolumeReplica
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.grants import KeyWaiter, StoreGrant
+from kvstore.node.state.grants import KeyWaiter, SlotGrant
 from kvstore.node.state.model import IN_TRANSFER, STATE_MASK, Block, NodeVolume, Recent
 from kvstore.node.state.namespaces import TenantLedger
 from kvstore.node.state.writeback_queue import WritebackQueue
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Rows, Slot
 
 _ABSENT: Final = DramState.ABSENT
@@ -65,9 +66,9 @@ class Residency:
         self.counters = counters
         self.clock = clock
         self.blocks: dict[BlockKey, Block] = {}
-        self.arena = ArenaEvictor(dram, self.blocks, dram_policy, self.is_idle)
-        self.volumes = VolumeEvictor(self.blocks, make_durable_policy, self.node_volumes, clock)
-        self.preparing: dict[BlockKey, StoreGrant] = {}
+        self.arena_evictor = ArenaEvictor(dram, self.blocks, dram_policy, self.is_idle)
+        self.volume_evictor = VolumeEvictor(self.blocks, make_durable_policy, self.node_volumes, clock)
+        self.preparing: dict[BlockKey, SlotGrant] = {}
         """Keys that are being stored."""
         self.loading: set[BlockKey] = set()
         """Keys that are being loaded into DRAM."""
@@ -116,7 +117,7 @@ class Residency:
         self._record((block.key, state))
         block.bits = bits & ~STATE_MASK | state
         block.dram = slot
-        self.arena.insert(block, slot)
+        self.arena_evictor.insert(block, slot)
         self._log.stored(self.dram.volume_id, block)
         if block.key in self.waiters:
             self._hand_over(block)
@@ -138,7 +139,7 @@ class Residency:
         slot = block.dram
         assert slot is not None
         self._log.removed(self.dram.volume_id, block.key)
-        self.arena.remove(block, slot)
+        self.arena_evictor.remove(block, slot)
         self.dram.free((slot,))
         self.set_dram_state(block, _ABSENT)
         block.dram = None
@@ -146,6 +147,12 @@ class Residency:
             self.drop_if_nowhere(block)
         else:
             block.checksums = b""  # its slot's header has them
+
+    def evict_from_dram(self, blocks: Sequence[Block]) -> None:
+        """Evict blocks from DRAM, and count them."""
+        for block in blocks:
+            self.evict_dram(block)
+        self.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(blocks))
 
     def release(self, block: Block) -> None:
         """Let a block that lives by its pins leave DRAM, after its last pin."""
@@ -199,7 +206,7 @@ class Residency:
         block.put_on(node_volume, slot)
         if block.bits & DramState.DIRTY:
             self.set_dram_state(block, DramState.CLEAN)
-        self.volumes.insert(block, node_volume, slot)
+        self.volume_evictor.insert(block, node_volume, slot)
         self._log.stored(node_volume.volume_id, block)
 
     def mark_evicting(self, blocks: Iterable[Block], reason: VolumeReplica = VolumeReplica.EVICTING) -> None:
@@ -218,6 +225,6 @@ class Residency:
         """Note that an evicting block has left its volume. Its slot is the caller's."""
         self.set_replica(block, VolumeReplica.ABSENT)
         block.namespace.evicting_blocks -= 1
-        self.volumes.remove(block, node_volume)
+        self.volume_evictor.remove(block, node_volume)
         self._log.removed(node_volume.volume_id, block.key)
         block.take_off()

@@ -10,7 +10,7 @@ import logging
 
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, BlockRun, StoreOutcome
-from kvstore.node.state.grants import StoreGrant
+from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.residency import Residency
 from kvstore.observe.limited_log import LimitedLog
@@ -19,7 +19,7 @@ from kvstore.observe.metric_definitions import node as node_metrics
 _limited = LimitedLog(logging.getLogger(__name__))
 
 
-def admit(residency: Residency, grant: StoreGrant, *, heads: bool) -> tuple[list[int], list[BlockKey]]:
+def admit(residency: Residency, grant: SlotGrant, *, heads: bool) -> tuple[list[int], list[BlockKey]]:
     """Fill a grant's outcomes, and reserve its keys that are neither held nor being written or loaded.
 
     Args:

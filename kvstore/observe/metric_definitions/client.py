@@ -48,7 +48,7 @@ LOAD_SECONDS: Final = group.histogram_family(
 LOOKUP_SECONDS: Final = group.histogram("client_lookup_seconds", "duration of a lookup that the metadata server answered")
 STORE_SECONDS: Final = group.histogram("client_store_seconds", "duration of a store")
 SESSION_OPEN: Final = group.gauge("client_session_open", "1 while the client has a session with the local node, else 0")
-LOADS: Final = group.counter("client_loads_total", "completed loads")
+LOADS: Final = group.counter("client_loads_total", "loads that the client completed")
 SLOW_LOADS: Final = group.counter(
     "client_slow_loads_total", "loads that took longer than slow_load_s; the log has the breakdown of each"
 )
@@ -57,7 +57,7 @@ LOAD_HIT_BLOCKS: Final = group.counter("client_load_hit_blocks_total", "blocks t
 LOADED_BYTES: Final = group.counter_family(
     "client_loaded_bytes_total", "bytes that loads delivered, by path", {"path": PATHS}, "client_{path}_bytes_total"
 )
-LOOKUPS: Final = group.counter("client_lookups_total", "lookups")
+LOOKUPS: Final = group.counter("client_lookups_total", "lookups that the client started")
 LOOKUPS_FAILED: Final = group.counter(
     "client_lookups_failed_total", "lookups that the metadata server did not answer; they count as misses"
 )
@@ -66,7 +66,7 @@ LOOKUP_HIT_BLOCKS: Final = group.counter("client_lookup_hit_blocks_total", "bloc
 STORE_SKIPPED_DRAINING_BLOCKS: Final = group.counter(
     "client_store_skipped_draining_blocks_total", "blocks not stored because the local node was draining or stopping"
 )
-STORES: Final = group.counter("client_stores_total", "completed stores")
+STORES: Final = group.counter("client_stores_total", "stores that the client completed")
 STORE_BLOCKS: Final = group.counter("client_store_blocks_total", "blocks passed to stores")
 STORE_OUTCOME_BLOCKS: Final = group.counter_family(
     "client_store_outcome_blocks_total",
@@ -80,10 +80,11 @@ STORES_NOT_DURABLE: Final = group.counter(
     "client_stores_not_durable_total", "stores that requested durability and did not get it"
 )
 STORES_WITHOUT_SESSION: Final = group.counter(
-    "client_stores_without_session_total", "stores skipped because there was no session with the local node"
+    "client_stores_without_session_total",
+    "stores (demotions included, layer-wise stores excluded) not sent to the local node: no session, or the node hangs",
 )
 LOADS_WITHOUT_SESSION: Final = group.counter(
-    "client_loads_without_session_total", "loads that ran without a session with the local node"
+    "client_loads_without_session_total", "loads that needed the local node and had no session with it, or found it hung"
 )
 BUGS: Final = group.counter("client_bugs_total", "calls that failed with an unexpected exception and returned misses: a bug")
 CALLS_REFUSED: Final = group.counter("client_calls_refused_total", "background calls rejected because too many were running")
@@ -91,7 +92,7 @@ CONNECT_FAILED: Final = group.counter("client_connect_failed_total", "servers th
 FALLBACK_BLOCKS: Final = group.counter(
     "client_fallback_blocks_total", "blocks requested from a second node after the first one failed"
 )
-FLUSH_FAILED: Final = group.counter("client_flush_failed_total", "failed flushes")
+FLUSH_FAILED: Final = group.counter("client_flush_failed_total", "requests to make blocks durable that failed")
 HANDOFF_BYTES: Final = group.counter("client_handoff_bytes_total", "bytes of prompts transferred to decode hosts")
 HANDOFF_SKIPPED_BLOCKS: Final = group.counter(
     "client_handoff_skipped_blocks_total", "blocks of prompts that a decode host rejected or had no memory for"
@@ -115,16 +116,14 @@ LEASE_EXPIRED_BLOCKS: Final = group.counter(
 )
 LOCAL_LOAD_FAILED: Final = group.counter("client_local_load_failed_total", "loads that the local node rejected")
 ORACLE_LOADS: Final = group.counter("client_oracle_loads_total", "loads for which the oracle policy of simulations read nothing")
-PARTS_FAILED: Final = group.counter(
-    "client_parts_failed_total", "parts of planned loads that failed and were read over another path"
-)
+PARTS_FAILED: Final = group.counter("client_parts_failed_total", "parts of planned loads that failed and needed another path")
 PARTS_STALLED: Final = group.counter("client_parts_stalled_total", "parts of planned loads that stalled")
 PEER_FAILED: Final = group.counter("client_peer_failed_total", "failed reads from other nodes")
 PLANS_FAILED: Final = group.counter(
-    "client_plans_failed_total", "load plans that could not be obtained; the local host read everything"
+    "client_plans_failed_total", "load plans that could not be obtained; the local host reads the blocks that are still missing"
 )
 PROMPT_BLOCKS: Final = group.counter("client_prompt_blocks_total", "blocks received of awaited prompts")
-PROMPTS: Final = group.counter("client_prompts_total", "awaited prompts")
+PROMPTS: Final = group.counter("client_prompts_total", "prompts that a decode engine awaited")
 REPORTS_DROPPED: Final = group.counter(
     "client_reports_dropped_total", "reports of planned loads dropped because too many were queued"
 )

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvstore.observe.metric_definitions.label_values import ERRORS, METHODS
+from kvstore.observe.metric_definitions.label_values import ERRORS, KERNELS, METHODS
 from kvstore.observe.metrics import Limit, MetricGroup
 
 group = MetricGroup("Every process")
 BUILD_INFO: Final = group.gauge("build_info", "always 1; the label has the version of kvstore", {"version": Limit(1)})
+COPY_KERNEL: Final = group.gauge(
+    "copy_kernel",
+    "always 1; the label is the kernel of copies and checksums: python is the slow one",
+    {"kernel": KERNELS},
+)
+PYTHON_COPIES: Final = group.sampled_counter("python_copies_total", "batches of copies and checksums by the kernel in Python")
 UNDECLARED_EVENTS: Final = group.sampled_counter("undeclared_events_total", "events counted under an undeclared name: a bug")
 METRICS_SCRAPES_REFUSED: Final = group.counter("metrics_scrapes_refused_total", "scrapes refused because too many were running")
 

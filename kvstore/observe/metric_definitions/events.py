@@ -8,11 +8,11 @@ from kvstore.observe.metrics import MetricGroup
 
 group = MetricGroup("Publisher of KV events")
 TOLD_BLOCKS: Final = group.gauge("events_told_blocks", "blocks that subscribers hold according to the published events")
-BATCHES: Final = group.counter("events_batches_total", "published batches")
+BATCHES: Final = group.counter("events_batches_total", "batches of block events that were published")
 STORED_BLOCKS: Final = group.counter("events_stored_blocks_total", "blocks published as stored")
 REMOVED_BLOCKS: Final = group.counter("events_removed_blocks_total", "blocks published as removed")
 CLEARED: Final = group.counter("events_cleared_total", "events that told subscribers to drop their state")
-REPLAYS: Final = group.counter("events_replays_total", "requested replays")
+REPLAYS: Final = group.counter("events_replays_total", "replays that subscribers requested")
 REPLAY_SNAPSHOTS: Final = group.counter("events_replay_snapshots_total", "replays that began with a snapshot of all blocks")
 REPLAYS_FAILED: Final = group.counter(
     "events_replays_failed_total", "replays stopped because the subscriber was gone or too slow"

@@ -26,6 +26,7 @@ MISS_REASONS: Final = ("unknown", "evicted", "index_down", "node_lost", "corrupt
 BUFFERS: Final = ("prefill_buffer", "decode_buffer")
 OUTCOMES: Final = ("miss", "corrupt", "unavailable", "timeout", "no_room")
 STORE_OUTCOMES: Final = ("stored", "exists", "in_progress", "skipped", "corrupt", "lost")
+KERNELS: Final = ("avx2", "neon", "portable", "python")
 ERRORS: Final = (
     "invalid_argument", "unsupported", "not_found", "conflict", "permission_denied", "unauthenticated", "lease_lost",
     "capacity_exceeded", "unavailable", "deadline_exceeded", "corrupt_block", "internal",
@@ -39,7 +40,7 @@ METHODS: Final = (
     "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",
     "DescribeTenants", "ListNamespaceRules", "SetTenantQuota", "SetNamespaceRule",
     "DescribeNode", "DescribeUsage", "ListSlowLoads", "EvictBlocks", "InvalidateNamespace", "SetTrafficCap", "CompareIndex",
-    "CheckVolume", "DescribeCheck", "CancelCheck",
+    "CheckVolume", "DescribeCheck", "CancelCheck", "DescribeHistory", "ListClusterEvents",
 )  # fmt: skip
 """Timed methods. ``Publish`` and ``WatchBlocks`` are streams that stay open as long as a node or a subscriber runs."""
 MOST_NODES: Final = 4_096

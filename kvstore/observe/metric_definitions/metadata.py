@@ -41,8 +41,8 @@ WATCH_RESYNCS: Final = group.counter_family(
     {"reason": ("asked", "restarted", "gone", "slow")},
     "metadata_watch_resyncs_{reason}_total",
 )
-LOOKUPS: Final = group.counter("metadata_lookups_total", "answered lookups")
-LOOKUP_KEYS: Final = group.counter("metadata_lookup_keys_total", "keys looked up")
+LOOKUPS: Final = group.counter("metadata_lookups_total", "lookups that the server answered")
+LOOKUP_KEYS: Final = group.counter("metadata_lookup_keys_total", "block keys that lookups asked for")
 LOOKUP_HIT_BLOCKS: Final = group.counter("metadata_lookup_hit_blocks_total", "blocks found by lookups")
 LOOKUPS_UNCOUNTED: Final = group.counter(
     "metadata_lookups_uncounted_total", "lookups not counted per namespace because there are too many namespaces"
@@ -51,16 +51,16 @@ BLOCKS_PUBLISHED: Final = group.counter("metadata_blocks_published_total", "repl
 BLOCKS_UNPUBLISHED: Final = group.counter("metadata_blocks_unpublished_total", "replicas removed from the index")
 PUBLISH_BATCHES: Final = group.counter("metadata_publish_batches_total", "batches published by nodes")
 PUBLISH_GROUPS: Final = group.counter("metadata_publish_groups_total", "transactions that applied published batches")
-PUBLISH_DUPLICATES: Final = group.counter("metadata_publish_duplicates_total", "duplicate batches")
+PUBLISH_DUPLICATES: Final = group.counter("metadata_publish_duplicates_total", "batches that a node published twice")
 PUBLISH_GAPS: Final = group.counter("metadata_publish_gaps_total", "publish streams rejected because a batch was missing")
-REGISTRATIONS: Final = group.counter("metadata_registrations_total", "registrations of nodes")
-HEARTBEATS: Final = group.counter("metadata_heartbeats_total", "heartbeats")
+REGISTRATIONS: Final = group.counter("metadata_registrations_total", "registrations of nodes, restarts included")
+HEARTBEATS: Final = group.counter("metadata_heartbeats_total", "heartbeats received from all nodes")
 NODES_APPEARED: Final = group.counter("metadata_nodes_appeared_total", "nodes that became alive, again or for the first time")
 NODES_EXPIRED: Final = group.counter("metadata_nodes_expired_total", "nodes hidden because their heartbeats stopped")
 NODES_LEFT: Final = group.counter("metadata_nodes_left_total", "nodes that reported their stop")
 NODES_REMOVED: Final = group.counter("metadata_nodes_removed_total", "nodes removed by an operator")
-DRAINS_ORDERED: Final = group.counter("metadata_drains_ordered_total", "requested drains")
-DRAINS_LIFTED: Final = group.counter("metadata_drains_lifted_total", "cancelled drains")
+DRAINS_ORDERED: Final = group.counter("metadata_drains_ordered_total", "drains that an operator requested")
+DRAINS_LIFTED: Final = group.counter("metadata_drains_lifted_total", "drains that an operator cancelled")
 NODES_FORGOTTEN: Final = group.counter("metadata_nodes_forgotten_total", "nodes deleted after a long time without heartbeats")
 NODE_IDS_REFUSED: Final = group.counter("metadata_node_ids_refused_total", "nodes rejected because a live node has their id")
 RANGES_COMPARED: Final = group.counter("metadata_ranges_compared_total", "key ranges compared with nodes")
@@ -71,7 +71,13 @@ INDEX_RESTARTS: Final = group.counter(
 )
 MAINTENANCE_FAILURES: Final = group.counter("metadata_maintenance_failures_total", "failed rounds of maintenance")
 SWEEPS: Final = group.counter("metadata_sweeps_total", "sweeps of records of ended volume epochs")
-PLANS: Final = group.counter("metadata_plans_total", "planned loads")
+PLANS: Final = group.counter("metadata_plans_total", "load plans that the server made")
+PLANNED_BYTES: Final = group.counter_family(
+    "metadata_planned_bytes_total",
+    "bytes of first plans, by the node whose storage link reads them: prefill host, decode host or an idle third host",
+    {"side": ("prefill", "decode", "relay")},
+    "metadata_planned_{side}_bytes_total",
+)
 PLANS_STALLED: Final = group.counter(
     "metadata_plans_stalled_total", "plans no longer counted as queued work because their loads stalled"
 )
@@ -91,7 +97,7 @@ REQUESTS_SUBMITTED: Final = group.counter("metadata_requests_submitted_total", "
 REQUESTS_ASSIGNED: Final = group.counter("metadata_requests_assigned_total", "requests assigned to prefill engines")
 REQUESTS_PAIRED: Final = group.counter("metadata_requests_paired_total", "requests assigned to decode engines")
 REQUESTS_FINISHED: Final = group.counter("metadata_requests_finished_total", "requests that engines finished")
-REQUESTS_CANCELLED: Final = group.counter("metadata_requests_cancelled_total", "cancelled requests")
+REQUESTS_CANCELLED: Final = group.counter("metadata_requests_cancelled_total", "scheduled requests that their caller cancelled")
 REQUESTS_REFUSED: Final = group.counter(
     "metadata_requests_refused_total", "requests rejected because the queue is full or they need too much memory"
 )

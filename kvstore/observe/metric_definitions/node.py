@@ -17,15 +17,16 @@ VOLUME_READ_ONLY: Final = group.gauge(
 VOLUME_STALLED: Final = group.gauge(
     "node_volume_stalled", "1 while I/O on a volume stalls and its blocks are misses, else 0", VOLUME
 )
-SESSIONS: Final = group.gauge("node_sessions", "sessions of engines")
+SESSIONS: Final = group.gauge("node_sessions", "sessions of engines that are open")
 BLOCKS: Final = group.gauge("node_blocks", "blocks on the node, in any tier")
-WRITE_BEHIND_WAITING_BLOCKS: Final = group.gauge("node_write_behind_waiting_blocks", "blocks in DRAM that wait for write-back")
+WRITE_BACK_WAITING_BLOCKS: Final = group.gauge("node_write_back_waiting_blocks", "blocks in DRAM that wait for write-back")
 PUBLISH_WAITING_EVENTS: Final = group.gauge("node_publish_waiting_events", "changes not yet published to the metadata server")
 PUBLISH_FAILING_SECONDS: Final = group.gauge(
     "node_publish_failing_seconds", "time since the metadata server stopped accepting changes; 0 while it accepts them"
 )
 REGISTERED: Final = group.gauge(
-    "node_registered", "1 while the metadata server answers heartbeats, or none is configured, else 0"
+    "node_registered",
+    "1 while the node is registered and the metadata server answers its heartbeats, or none is configured, else 0",
 )
 DRAINING: Final = group.gauge("node_draining", "1 while the node drains or is drained, else 0")
 DRAIN_BLOCKED: Final = group.gauge(
@@ -99,6 +100,10 @@ VOLUME_CHECK_BUGS: Final = group.counter(
     "volume_check_bugs_total", "checks of volumes that failed with an unexpected exception: a bug"
 )
 PEER_FETCH_FAILED: Final = group.counter("peer_fetch_failed_total", "failed fetches from other nodes")
+ARENA_SLOTS_LOST: Final = group.counter(
+    "arena_slots_lost_total",
+    "slots of the arena unused until a restart because late bytes of a failed NIXL read may arrive in them",
+)
 PEER_FETCHED_BLOCKS: Final = group.counter("peer_fetched_blocks_total", "blocks fetched from other nodes")
 PROMPT_NVME_BLOCKS: Final = group.counter("prompt_nvme_blocks_total", "blocks of awaited prompts read from volumes")
 PROMPTS_COMPLETE: Final = group.counter("prompts_complete_total", "awaited prompts that arrived completely")
@@ -109,7 +114,9 @@ STAGED_BLOCKS_FROM_SECOND_SOURCE: Final = group.counter(
     "staged_blocks_from_second_source_total", "blocks of layer-wise loads read from a second source"
 )
 STAGED_BYTES: Final = group.counter("staged_bytes_total", "bytes of layer-wise loads")
-STAGED_LOADS_TOO_LARGE: Final = group.counter("staged_loads_too_large_total", "layer-wise loads split because of their size")
+STAGED_LOADS_TOO_LARGE: Final = group.counter(
+    "staged_loads_too_large_total", "layer-wise loads read in whole blocks because of their size"
+)
 STAGED_READS_FAILED: Final = group.counter("staged_reads_failed_total", "failed reads of layer-wise loads")
 STAGING_REFUSED: Final = group.counter_family(
     "node_staging_refused_total",
@@ -150,13 +157,14 @@ EVICTED_UNUSED_BLOCKS: Final = group.counter(
     "evicted_unused_blocks_total", "blocks evicted by the time to live of their namespace"
 )
 EVICTED_PINNED_BLOCKS: Final = group.counter(
-    "evicted_pinned_blocks_total", "blocks of pinned namespaces evicted because nothing else could be: see how-to/operate"
+    "evicted_pinned_blocks_total",
+    "blocks of pinned namespaces evicted: pins beyond half of a tier, or no other block could be evicted; see how-to/operate",
 )
 EVICTED_QUOTA_BLOCKS: Final = group.counter(
     "evicted_quota_blocks_total", "blocks evicted because their tenant exceeded its quota"
 )
-WRITE_BEHIND_BEYOND_QUOTA_BLOCKS: Final = group.counter(
-    "write_behind_beyond_quota_blocks_total", "blocks kept in DRAM only because their tenant's volume quota is full"
+WRITE_BACK_BEYOND_QUOTA_BLOCKS: Final = group.counter(
+    "write_back_beyond_quota_blocks_total", "blocks kept in DRAM only because their tenant's volume quota is full"
 )
 RETENTION_BUGS: Final = group.counter(
     "retention_bugs_total", "rounds of retention that failed with an unexpected exception: a bug"
@@ -170,14 +178,14 @@ RETENTION_RULES_UNWRITTEN: Final = group.counter(
 RETENTION_FAILED: Final = group.counter(
     "retention_failed_total", "rounds of retention cut short by a failure of a volume or the metadata server"
 )
-STORE_SKIPPED_SHUT_BLOCKS: Final = group.counter(
-    "store_skipped_shut_blocks_total", "blocks not stored because the node was draining or stopping"
+STORE_SKIPPED_CLOSED_BLOCKS: Final = group.counter(
+    "store_skipped_closed_blocks_total", "blocks not stored because the node was draining or stopping"
 )
 LOAD_DEFERRED_TO_PEERS_BLOCKS: Final = group.counter(
     "load_deferred_to_peers_blocks_total",
     "blocks not fetched because the node was draining or stopping; the client reads them elsewhere",
 )
-DRAINS_BEGUN: Final = group.counter("drains_begun_total", "started drains")
+DRAINS_BEGUN: Final = group.counter("drains_begun_total", "drains that the node started")
 DRAIN_BUGS: Final = group.counter("drain_bugs_total", "rounds of a drain that failed with an unexpected exception: a bug")
 DRAIN_MOVED_BLOCKS: Final = group.counter("drain_moved_blocks_total", "blocks that a drain moved to other nodes")
 DRAIN_MOVED_BYTES: Final = group.counter("drain_moved_bytes_total", "bytes that a drain moved to other nodes")
@@ -192,40 +200,40 @@ STOPPED_NOT_DURABLE_BLOCKS: Final = group.counter(
 STOPPED_SAVED_BLOCKS: Final = group.counter("node_stopped_saved_blocks_total", "blocks written back while the node stopped")
 STORES_EXPIRED: Final = group.counter("stores_expired_total", "stores that exceeded their time limit")
 LEASES_EXPIRED: Final = group.counter("leases_expired_total", "leases that engines did not release")
-SESSIONS_ENDED: Final = group.counter("sessions_ended_total", "ended sessions")
+SESSIONS_ENDED: Final = group.counter("sessions_ended_total", "sessions of engines that ended")
 CASCADED_BLOCKS: Final = group.counter(
     "cascaded_blocks_total", "blocks queued for write-back again before their eviction from DRAM"
 )
 EVICTED_DRAM_BLOCKS: Final = group.counter("evicted_dram_blocks_total", "blocks evicted from DRAM")
 EVICTED_NVME_BLOCKS: Final = group.counter("evicted_nvme_blocks_total", "blocks evicted from volumes")
-WRITE_BEHIND_BLOCKS: Final = group.counter("write_behind_blocks_total", "blocks made durable by write-back")
+WRITE_BACK_BLOCKS: Final = group.counter("write_back_blocks_total", "blocks made durable by write-back")
 LOAD_WINDOW_BUGS: Final = group.counter(
     "load_window_bugs_total", "windows of loads that failed with an unexpected exception: a bug"
 )
-WRITE_BEHIND_BUGS: Final = group.counter(
-    "write_behind_bugs_total", "rounds of write-back that failed with an unexpected exception: a bug"
+WRITE_BACK_BUGS: Final = group.counter(
+    "write_back_bugs_total", "rounds of write-back that failed with an unexpected exception: a bug"
 )
-WRITE_BEHIND_CONFLICTS: Final = group.counter(
-    "write_behind_conflicts_total", "batches that the storage node rejected because a key is in another chain there"
+WRITE_BACK_CONFLICTS: Final = group.counter(
+    "write_back_conflicts_total", "batches that the storage node rejected because a key is in another chain there"
 )
-WRITE_BEHIND_CORRUPT_BLOCKS: Final = group.counter(
-    "write_behind_corrupt_blocks_total", "blocks dropped because their bytes in DRAM do not match their checksums"
+WRITE_BACK_CORRUPT_BLOCKS: Final = group.counter(
+    "write_back_corrupt_blocks_total", "blocks dropped because their bytes in DRAM do not match their checksums"
 )
-WRITE_BEHIND_DROPPED_BLOCKS: Final = group.counter(
-    "write_behind_dropped_blocks_total", "blocks that could not be made durable and exist in DRAM only"
+WRITE_BACK_DROPPED_BLOCKS: Final = group.counter(
+    "write_back_dropped_blocks_total", "blocks that could not be made durable and exist in DRAM only"
 )
-WRITE_BEHIND_ERRORS: Final = group.counter(
-    "write_behind_errors_total", "failed rounds of write-back: a full or failing disk, or an unreachable storage node"
+WRITE_BACK_ERRORS: Final = group.counter(
+    "write_back_errors_total", "failed rounds of write-back: a full or failing disk, or an unreachable storage node"
 )
-WRITE_BEHIND_UNFIT_BLOCKS: Final = group.counter(
-    "write_behind_unfit_blocks_total", "blocks kept in DRAM only because they are larger than every volume of the node"
+WRITE_BACK_UNFIT_BLOCKS: Final = group.counter(
+    "write_back_unfit_blocks_total", "blocks kept in DRAM only because they are larger than every volume of the node"
 )
-WRITE_BEHIND_STALLS: Final = group.counter("write_behind_stalls_total", "pauses of write-back after failures")
+WRITE_BACK_STALLS: Final = group.counter("write_back_stalls_total", "waits of more than 10 s for an earlier batch of write-back")
 NVME_WATCH_BUGS: Final = group.counter(
     "nvme_watch_bugs_total", "health checks of volumes that failed with an unexpected exception: a bug"
 )
-JANITOR_BUGS: Final = group.counter(
-    "janitor_bugs_total", "rounds of periodic maintenance that failed with an unexpected exception: a bug"
+LEASE_EXPIRY_BUGS: Final = group.counter(
+    "lease_expiry_bugs_total", "rounds of the expiry of leases that failed with an unexpected exception: a bug"
 )
 RECOVERY_DOUBLES_KEPT: Final = group.counter(
     "recovery_doubles_kept_total", "blocks found on two volumes at start and kept on both"
@@ -243,7 +251,9 @@ INDEX_RANGES_DRIFTED: Final = group.counter(
     "index_ranges_drifted_total", "key ranges in which the index differed from this node; repaired"
 )
 HEARTBEAT_BUGS: Final = group.counter("heartbeat_bugs_total", "heartbeats that failed with an unexpected exception: a bug")
-HEARTBEATS_FAILED: Final = group.counter("heartbeats_failed_total", "heartbeats that the metadata server did not answer")
+HEARTBEATS_FAILED: Final = group.counter(
+    "heartbeats_failed_total", "heartbeats that the metadata server did not answer or rejected"
+)
 INVENTORIES_SENT: Final = group.counter("inventories_sent_total", "inventories of all blocks sent to the metadata server")
 PUBLISH_BUGS: Final = group.counter("publish_bugs_total", "failures of publishing by an unexpected exception: a bug")
 PUBLISH_INTERRUPTED: Final = group.counter("publish_interrupted_total", "interruptions of the publish stream")

@@ -8,8 +8,8 @@ from kvstore.observe.metric_definitions.label_values import MOST_ENGINES
 from kvstore.observe.metrics import Limit, MetricGroup
 
 group = MetricGroup("Router")
-REQUESTS: Final = group.counter("router_requests_total", "requests")
-REQUESTS_INFLIGHT: Final = group.gauge("router_requests_inflight", "requests in flight")
+REQUESTS: Final = group.counter("router_requests_total", "requests that the router received")
+REQUESTS_INFLIGHT: Final = group.gauge("router_requests_inflight", "requests that the router serves now")
 ENGINE_UP: Final = group.gauge(
     "router_engine_up", "1 while an engine is healthy", {"engine": Limit(MOST_ENGINES), "role": Limit(3)}
 )
@@ -25,7 +25,7 @@ ASSIGNMENTS_EJECTED: Final = group.counter(
     "router_assignments_ejected_total", "assignments to an engine that was ejected in the meantime"
 )
 ASSIGNMENTS_FAILED: Final = group.counter("router_assignments_failed_total", "requests that the scheduler could not assign")
-ATTEMPTS: Final = group.counter("router_attempts_total", "attempts on engines")
+ATTEMPTS: Final = group.counter("router_attempts_total", "attempts to serve a request on an engine")
 ATTEMPTS_FAILED: Final = group.counter_family(
     "router_attempts_failed_total",
     "failed attempts, by kind of failure",
@@ -33,7 +33,7 @@ ATTEMPTS_FAILED: Final = group.counter_family(
     "router_attempts_{kind}_total",
 )
 CANCELS_FAILED: Final = group.counter("router_cancels_failed_total", "ended requests that could not be reported to the scheduler")
-CHECKS_FAILED: Final = group.counter("router_checks_failed_total", "failed health checks")
+CHECKS_FAILED: Final = group.counter("router_checks_failed_total", "health checks of engines that failed")
 CLIENTS_GONE: Final = group.counter("router_clients_gone_total", "clients that disconnected before the end of their response")
 CLIENTS_STUCK: Final = group.counter("router_clients_stuck_total", "clients disconnected because they stopped reading")
 EJECTIONS: Final = group.counter_family(
@@ -52,15 +52,15 @@ FIRST_BYTE_SECONDS: Final = group.counter(
     event="router_first_byte_ms_total",
     scale=0.001,
 )
-INTERNAL_ERRORS: Final = group.counter("router_internal_errors_total", "internal errors")
+INTERNAL_ERRORS: Final = group.counter("router_internal_errors_total", "unexpected exceptions in the router: a bug")
 KNOWN_REQUESTS_EXPIRED: Final = group.counter(
     "router_known_requests_expired_total", "requests of other routers dropped because no end was reported"
 )
 LOOKUP_HIT_TOKENS: Final = group.counter("router_lookup_hit_tokens_total", "looked-up prompt tokens that the store holds")
-LOOKUP_TOKENS: Final = group.counter("router_lookup_tokens_total", "looked-up prompt tokens")
-LOOKUPS_FAILED: Final = group.counter("router_lookups_failed_total", "failed lookups")
+LOOKUP_TOKENS: Final = group.counter("router_lookup_tokens_total", "prompt tokens that the router looked up in the store")
+LOOKUPS_FAILED: Final = group.counter("router_lookups_failed_total", "lookups that the metadata server did not answer")
 LOOKUPS_LATE: Final = group.counter("router_lookups_late_total", "lookups that timed out")
-LOOKUPS: Final = group.counter("router_lookups_total", "completed lookups")
+LOOKUPS: Final = group.counter("router_lookups_total", "lookups that the router completed")
 METRICS_UNKNOWN: Final = group.counter("router_metrics_unknown_total", "failed reads of an engine's metrics")
 MODELS_UNKNOWN: Final = group.counter("router_models_unknown_total", "failed reads of an engine's models")
 NAMESPACES_UNKNOWN: Final = group.counter("router_namespaces_unknown_total", "failed reads of the store's namespaces")

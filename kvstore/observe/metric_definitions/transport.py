@@ -17,7 +17,7 @@ CAP_WAIT_SECONDS: Final = group.counter(
     event="transport_cap_wait_us_total",
     scale=1e-06,
 )
-CONNECTIONS: Final = group.counter("transport_connections_total", "data connections accepted")
+CONNECTIONS: Final = group.counter("transport_connections_total", "connections that the data plane accepted")
 CONNECTIONS_REFUSED: Final = group.counter(
     "transport_connections_refused_total", "data connections refused because too many were open"
 )
@@ -32,7 +32,7 @@ IDLE_CONNECTIONS_DROPPED: Final = group.counter(
     "transport_idle_connections_dropped_total", "idle data connections closed in favour of new ones"
 )
 INTERNAL_ERRORS: Final = group.counter("transport_internal_errors_total", "data connections closed because of an internal error")
-NIXL_AGENTS: Final = group.counter("transport_nixl_agents_total", "NIXL agents created")
+NIXL_AGENTS: Final = group.counter("transport_nixl_agents_total", "NIXL agents that the process created")
 NIXL_ATTACHED: Final = group.counter("transport_nixl_attached_total", "connections that agreed on one-sided transfers")
 NIXL_BOUNCE_TIMEOUTS: Final = group.counter(
     "transport_nixl_bounce_timeouts_total", "transfers that timed out waiting for bounce memory"
@@ -87,7 +87,7 @@ PEER_WRITES_LOST: Final = group.counter("transport_peer_writes_lost_total", "blo
 PERMISSION_DENIED: Final = group.counter(
     "transport_permission_denied_total", "requests for a namespace that the ticket does not allow"
 )
-READS: Final = group.counter("transport_reads_total", "reads served")
+READS: Final = group.counter("transport_reads_total", "reads that the data plane served")
 REQUESTS_CUT: Final = group.counter("transport_requests_cut_total", "requests whose peer disconnected before the end")
 SERVER_STUCK_THREADS: Final = group.counter("transport_server_stuck_threads_total", "server threads that did not end at stop")
 STALLED_PEERS: Final = group.counter(
@@ -97,4 +97,4 @@ TLS_FAILURES: Final = group.counter("transport_tls_failures_total", "TLS handsha
 UNAUTHENTICATED: Final = group.counter("transport_unauthenticated_total", "data connections without a valid ticket")
 UNMARKED_SOCKETS: Final = group.counter("transport_unmarked_sockets_total", "sockets that could not be marked as KV traffic")
 WRITES_ABORTED: Final = group.counter("transport_writes_aborted_total", "writes that ended before all their bytes arrived")
-WRITES: Final = group.counter("transport_writes_total", "writes served")
+WRITES: Final = group.counter("transport_writes_total", "writes that the data plane accepted")

@@ -30,7 +30,7 @@ NVME_FILES_GONE: Final = group.counter(
     "nvme_files_gone_total", "volumes whose files were removed, moved or mounted over while in use"
 )
 NVME_IO_STALLED: Final = group.counter("nvme_io_stalled_total", "stalled I/O requests; their memory is reserved until they end")
-NVME_OPENED_READ_ONLY: Final = group.counter("nvme_opened_read_only_total", "volumes opened read-only")
+NVME_OPENED_READ_ONLY: Final = group.counter("nvme_opened_read_only_total", "volumes that were opened read-only at start")
 NVME_READ_ERRORS: Final = group.counter("nvme_read_errors_total", "reads that failed with an I/O error")
 NVME_RECOVERY_DROPPED: Final = group.counter("nvme_recovery_dropped_total", "invalid catalog entries dropped at start")
 NVME_RESUMED: Final = group.counter("nvme_resumed_total", "read-only volumes that accept blocks again")

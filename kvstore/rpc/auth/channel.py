@@ -89,7 +89,7 @@ class _Aio:
     def __init__(self, token: TokenSource) -> None:
         self._token = token
 
-    async def _call(self, continuation: Callable[..., Given], details: Given, request: Given) -> Given:
+    async def call(self, continuation: Callable[..., Given], details: Given, request: Given) -> Given:
         shown = grpc.aio.ClientCallDetails(
             details.method,
             details.timeout,
@@ -101,19 +101,19 @@ class _Aio:
 
 
 class _UnaryUnary(_Aio, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
-    intercept_unary_unary = _Aio._call  # type: ignore[assignment]
+    intercept_unary_unary = _Aio.call  # type: ignore[assignment]
 
 
 class _UnaryStream(_Aio, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    intercept_unary_stream = _Aio._call  # type: ignore[assignment]
+    intercept_unary_stream = _Aio.call  # type: ignore[assignment]
 
 
 class _StreamUnary(_Aio, grpc.aio.StreamUnaryClientInterceptor):  # type: ignore[type-arg]
-    intercept_stream_unary = _Aio._call  # type: ignore[assignment]
+    intercept_stream_unary = _Aio.call  # type: ignore[assignment]
 
 
 class _StreamStream(_Aio, grpc.aio.StreamStreamClientInterceptor):  # type: ignore[type-arg]
-    intercept_stream_stream = _Aio._call  # type: ignore[assignment]
+    intercept_stream_stream = _Aio.call  # type: ignore[assignment]
 
 
 def token_interceptors(token: TokenSource) -> list[grpc.aio.ClientInterceptor]:

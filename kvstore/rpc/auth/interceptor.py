@@ -110,7 +110,9 @@ _METADATA_ADMIN: Final = {
     "DescribeBlocks": Permission.LOOK,
     "DescribePlanning": Permission.LOOK,
     "DescribeTenants": Permission.LOOK,
+    "ListClusterEvents": Permission.LOOK,
     "ListNamespaceRules": Permission.LOOK,
+    "DescribeHistory": Permission.LOOK,
     "SetPathPolicy": Permission.CHANGE,
     "SetTenantQuota": Permission.CHANGE,
     "SetNamespaceRule": Permission.CHANGE,
@@ -121,6 +123,7 @@ _NODE_ADMIN: Final = {
     "DescribeUsage": Permission.LOOK,
     "ListSlowLoads": Permission.LOOK,
     "DescribeCheck": Permission.LOOK,
+    "DescribeHistory": Permission.LOOK,
     "CheckVolume": Permission.CHANGE,
     "CancelCheck": Permission.CHANGE,
     "EvictBlocks": Permission.CHANGE,
@@ -152,6 +155,12 @@ def tenant() -> str | None:
     """Tenant that the current call is confined to; None: it is not confined."""
     caller = _caller.get()
     return caller.name if caller is not None and caller.role is AccessRole.TENANT else None
+
+
+def caller_name() -> str:
+    """Name of the token of the current call; empty: the server does not use tokens."""
+    caller = _caller.get()
+    return "" if caller is None else caller.name
 
 
 def require_tenant(owner: str) -> None:

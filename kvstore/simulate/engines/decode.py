@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from kvstore.engine.roofline import EngineModel
+from kvstore.roofline.engine_model import EngineModel
 from kvstore.simulate.engines.job import Job
 from kvstore.simulate.network.event_loop import EventLoop
 

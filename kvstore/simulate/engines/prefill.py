@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvstore.dualpath.compute_budget import PromptChunk, fill_batch
-from kvstore.engine.roofline import EngineModel, PrefillChunk
+from kvstore.roofline.engine_model import EngineModel, PrefillChunk
 from kvstore.simulate.engines.job import Job, Room
 from kvstore.simulate.network.event_loop import EventLoop
 

@@ -51,14 +51,14 @@ class _TreePolicy(ABC):
         self._keys: list[BlockKey | None] = [None]
         self._present = bytearray(1)
         self._parents = array("I", (_NONE,))
-        self._children = array("I", (_NONE,))  # in the volume: ``firsts``, the one in its ``afters``, and so on
-        self._firsts = array("I", (_NONE,))
-        self._befores = array("I", (_NONE,))
-        self._afters = array("I", (_NONE,))
+        self._children = array("I", (_NONE,))  # in the volume; the first is in ``_first_child``
+        self._first_child = array("I", (_NONE,))
+        self._previous_sibling = array("I", (_NONE,))
+        self._next_sibling = array("I", (_NONE,))
         self._positions = array("q", (0,))
         self._entry_numbers = array("q", (0,))  # number of its one entry in a queue that counts; 0: none
         self._used = 0  # the last row that was ever given out
-        self._free = _NONE  # the first free row; the next is in its ``afters``
+        self._free = _NONE  # the first free row; the next is in its ``_next_sibling``
         self._count = 0
         self._ticks = 0
         self._entries = 0
@@ -70,8 +70,8 @@ class _TreePolicy(ABC):
     def _new_row(self, key: BlockKey) -> int:
         row = self._free
         if row:
-            self._free = self._afters[row]
-            self._afters[row] = _NONE
+            self._free = self._next_sibling[row]
+            self._next_sibling[row] = _NONE
             self._keys[row] = key
         else:
             row = self._used = self._used + 1
@@ -85,7 +85,7 @@ class _TreePolicy(ABC):
         """Adds rows to every column."""
         self._keys += [None] * rows
         self._present += bytes(rows)
-        for column in (self._parents, self._children, self._firsts, self._befores, self._afters):
+        for column in (self._parents, self._children, self._first_child, self._previous_sibling, self._next_sibling):
             column.frombytes(bytes(4 * rows))
         for wide in (self._positions, self._entry_numbers):
             wide.frombytes(bytes(8 * rows))
@@ -99,7 +99,7 @@ class _TreePolicy(ABC):
         self._taken.pop(row, None)
         self._entry_numbers[row] = 0
         self._positions[row] = 0
-        self._afters[row] = self._free
+        self._next_sibling[row] = self._free
         self._free = row
 
     def insert(self, key: BlockKey, parent: BlockKey | None) -> None:
@@ -110,13 +110,13 @@ class _TreePolicy(ABC):
             raise Internal("a block came in twice", key=key.hex())
         if parent is not None and not (parent == key or (self._children[row] and self._is_above(row, parent))):
             above = self._row_of.get(parent, _NONE) or self._new_row(parent)
-            firsts = self._firsts
+            firsts = self._first_child
             self._children[above] += 1
             self._parents[row] = above
             first, firsts[above] = firsts[above], row
-            self._afters[row] = first
+            self._next_sibling[row] = first
             if first:
-                self._befores[first] = row
+                self._previous_sibling[first] = row
         self._present[row] = 1
         self._count += 1
         self._ticks += 1
@@ -140,17 +140,22 @@ class _TreePolicy(ABC):
         self._count -= 1
         self._left(row)
         above, self._parents[row] = self._parents[row], _NONE
-        before, after, self._befores[row], self._afters[row] = self._befores[row], self._afters[row], _NONE, _NONE
+        before, after, self._previous_sibling[row], self._next_sibling[row] = (
+            self._previous_sibling[row],
+            self._next_sibling[row],
+            _NONE,
+            _NONE,
+        )
         if not self._children[row]:
             self._free_row(row)
         if above:
             self._children[above] -= 1
             if after:
-                self._befores[after] = before
+                self._previous_sibling[after] = before
             if before:
-                self._afters[before] = after
+                self._next_sibling[before] = after
             else:
-                self._firsts[above] = after
+                self._first_child[above] = after
             if not self._children[above]:
                 if not self._present[above]:
                     self._free_row(above)
@@ -175,10 +180,10 @@ class _TreePolicy(ABC):
                 if not evictable(each):
                     return None
                 below.append(each)
-                child = self._firsts[row]
+                child = self._first_child[row]
                 while child:
                     waiting.append(child)
-                    child = self._afters[child]
+                    child = self._next_sibling[child]
             found += reversed(below)
         return found
 
@@ -261,11 +266,11 @@ class _TreePolicy(ABC):
 
     @abstractmethod
     def _arrived(self, row: int) -> None:
-        """Gives a newcomer its place."""
+        """Order a block that was inserted."""
 
     @abstractmethod
     def _left(self, row: int) -> None:
-        """A block left."""
+        """Forget a block that was removed."""
 
     @abstractmethod
     def _queue(self, row: int) -> None:

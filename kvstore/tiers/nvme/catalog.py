@@ -5,7 +5,7 @@ catalog is authoritative: a slot without an entry is free, even if it has conten
 transaction per batch.
 
 Two more records are the volume's uid, to detect the catalog of another volume, and a copy of the superblock, from which
-``kvstore volume check`` repairs a slab whose own copies are both damaged.
+``kvstore volumes repair`` repairs a slab whose own copies are both damaged.
 
 One process at a time (the volume's lock), any number of threads.
 """
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import lmdb
 
-from kvstore.core import lmdb_meta
 from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey
+from kvstore.process import lmdb_meta
 from kvstore.tiers.nvme.superblock import Superblock, pack_superblock, parse_superblock
 
 _BLOCKS = b"blocks"
@@ -197,7 +197,7 @@ class Catalog:
 
 def mend_hint(path: Path) -> str:
     """The remedy for a damaged volume, for error messages."""
-    return f"repair it with: kvstore volume check --repair {path}"
+    return f"repair it with: kvstore volumes repair {path}"
 
 
 def _no_writing(path: Path, reason: str) -> KVStoreError:

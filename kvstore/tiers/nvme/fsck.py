@@ -1,4 +1,4 @@
-"""Offline check and repair of a volume, for ``kvstore volume check``.
+"""Offline check and repair of a volume, for ``kvstore volumes check --offline`` and ``repair``.
 
 A check changes nothing. It reads every slot in the catalog, compares headers and checksums, and reports entries that overlap,
 are outside of the slab or misplaced, and blocks without their parent (*orphans*: unreachable, harmless, evicted in time).

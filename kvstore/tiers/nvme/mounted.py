@@ -2,7 +2,7 @@
 
 The owner is not involved and may be down. The volume's *slot manifest* has the slot of each block. The slot is read completely,
 and is a hit only if its header has the expected volume, namespace, key, position and generation, and if the payload matches the
-checksum of every Layer Block in the header. The owner may evict and rewrite a slot at any time; then the read finds another
+checksum of every layer block in the header. The owner may evict and rewrite a slot at any time; then the read finds another
 block's header, or wrong checksums. Both are a miss, counted as *stale*.
 
 Nothing is written or locked. With O_DIRECT, reads bypass this host's page cache. Engines mount volumes of their own node in this
@@ -71,7 +71,7 @@ class MountedSlab:
         counters: counts failures.
         gds: kvikio, for reads into device memory; None: these go through host memory.
         gds_required: fail if kvikio cannot open the volume.
-        places: False: do not read the manifest's entries; ``find`` returns nothing.
+        reads_manifest: False: do not read the manifest's entries; ``find`` returns nothing.
 
     Raises:
         Conflict: the folder has another volume.
@@ -90,18 +90,18 @@ class MountedSlab:
         counters: Counters | None = None,
         gds: Kvikio | None = None,
         gds_required: bool = False,
-        places: bool = True,
+        reads_manifest: bool = True,
     ) -> None:
         self.volume_id = volume_id
         self._path = path
         self._counters = counters or Counters()
-        self._manifest = SlotManifestReader(path, entries=places)
+        self._manifest = SlotManifestReader(path, entries=reads_manifest)
         self._turn = threading.Lock()
         self._uid = b""
         self._catch_up()
         choice = IoChoice(io_threads, direct, gds, gds_required)
         self._file = choice.open(path / SLAB_FILE, writable=False, counters=self._counters)
-        known = f"{len(self._manifest.slots)} blocks, " if places else ""
+        known = f"{len(self._manifest.slots)} blocks, " if reads_manifest else ""
         _log.info("volume mounted: %s (path=%s, %s%s)", volume_id, path, known, self._file.engine)
 
     @property
@@ -149,14 +149,14 @@ class MountedSlab:
     def read(
         self, namespace: NamespaceId, shape: BlockShape, items: Sequence[tuple[BlockKey, Slot, memoryview]]
     ) -> list[tuple[Outcome, bytes]]:
-        """Read Full Blocks into writable views.
+        """Read full blocks into writable views.
 
         Returns:
             One entry per item: HIT and the verified checksums; MISS if the slot does not have the block (the block is forgotten);
             UNAVAILABLE if the slot cannot be read.
 
         Raises:
-            InvalidArgument: a view does not have the size of a Full Block.
+            InvalidArgument: a view does not have the size of a full block.
         """
         slots: list[_WantedSlot] = []
         for key, slot, payload in items:
@@ -184,7 +184,7 @@ class MountedSlab:
     def _wanted(namespace: NamespaceId, shape: BlockShape, key: BlockKey, slot: Slot, nbytes: int) -> BlockRecord:
         check_shape(shape)
         if nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
-            raise InvalidArgument("a payload must be one Full Block and fit its slot", bytes=nbytes)
+            raise InvalidArgument("a payload must be one full block and fit its slot", bytes=nbytes)
         return BlockRecord(namespace, key, None, 0, shape, b"")
 
     def _answers(self, places: Sequence[tuple[BlockKey, Slot]], slots: Sequence[_WantedSlot]) -> list[tuple[Outcome, bytes]]:

@@ -248,7 +248,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         places: list[int] = []
         for place, (slot, record, payload) in enumerate(items):
             if not self.slot_pool.holds(slot):
-                continue  # allocated to another block since: a miss
+                continue  # freed or allocated to another block since: ``Volume.read``
             slots.append(self._slot_io(slot, record, payload))
             places.append(place)
         self._file.read(slots, verify=verify)
@@ -262,11 +262,11 @@ class NvmeSlab(PooledVolume, DurableVolume):
         Memory of a block that is not a HIT is undefined.
 
         Args:
-            items: each with memory for one Full Block, which nothing else uses during the read.
+            items: each with memory for one full block, which nothing else uses during the read.
             verify: compare checksums. Data read directly is copied back for that. Headers are always verified.
 
         Raises:
-            InvalidArgument: the memory does not have the size of a Full Block.
+            InvalidArgument: the memory does not have the size of a full block.
         """
         outcomes = [Outcome.CORRUPT] * len(items)
         pairs: list[tuple[SlotIO, DeviceMemory]] = []
@@ -274,7 +274,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         for place, (slot, record, memory) in enumerate(items):
             shape = record.shape
             if memory.nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
-                raise InvalidArgument("device memory must be one Full Block and fit its slot", bytes=memory.nbytes)
+                raise InvalidArgument("device memory must be one full block and fit its slot", bytes=memory.nbytes)
             if not self.slot_pool.holds(slot):
                 continue  # as for read
             pairs.append((self._place_io(slot, record, NOTHING), memory))
@@ -293,7 +293,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         shape = record.shape
         if payload.nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
             raise InvalidArgument(
-                "a payload must be one Full Block and fit its slot", bytes=payload.nbytes, expected=shape.block_bytes
+                "a payload must be one full block and fit its slot", bytes=payload.nbytes, expected=shape.block_bytes
             )
         if not self.slot_pool.holds(slot):
             raise Internal("the slot is not allocated", slot=slot)

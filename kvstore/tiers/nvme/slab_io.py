@@ -349,7 +349,7 @@ class SlabFile:
         slot.outcome = slot.judge(header, verify=verify)
         if slot.outcome is Outcome.CORRUPT:
             self._counters.add(volumes_metrics.NVME_CORRUPT_BLOCKS)
-            _log.warning("slab %s: slot at %d does not hold what it should", self.path, slot.offset)
+            _log.warning("slot corrupt: %s (offset=%d)", self.path, slot.offset)
 
     # ---- slots into device memory ----
     def read_device(self, slots: Sequence[tuple[SlotIO, DeviceMemory]], *, verify: bool) -> None:

@@ -23,7 +23,7 @@ Little-endian::
     128 Q   layer block bytes
     136 Q   payload bytes
     144 24x reserved, zero
-    168 Q * layers  xxh3-64 of each Layer Block
+    168 Q * layers  xxh3-64 of each layer block
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class AddressTable:
     Attributes:
         addresses: ``[blocks]``: address of each block's first layer.
         layer_stride: bytes from the start of one layer to the next; ``layer_bytes`` if layers are contiguous.
-        layer_bytes: bytes of a Layer Block.
+        layer_bytes: bytes of a layer block.
     """
 
     addresses: Addresses

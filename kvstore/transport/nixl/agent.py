@@ -1,4 +1,4 @@
-"""This process's use of NIXL: one agent, its registered memory, the transfers under way, and the fence.
+"""One of a process's NIXL agents: its registered memory, the transfers under way, and the fence.
 
 **The fence.** After a transfer was abandoned, its bytes may still arrive: NIXL cannot recall them, and this side does not even
 know of a write by a peer. Only the end of the agent stops them for certain, because it closes the sockets and queue pairs
@@ -123,7 +123,7 @@ class Slab:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class NixlTransfer:
     """A transfer under way, and the epoch of its agent."""
 
     epoch: int
@@ -173,7 +173,7 @@ def host_id() -> bytes:
 
 
 class NixlAgent:
-    """This process's NIXL agent, which is replaced after each fence. Thread-safe; one thread at a time calls NIXL.
+    """A NIXL agent of this process, which is replaced after each fence. Thread-safe; one thread at a time calls NIXL.
 
     Args:
         options: how NIXL is used.
@@ -198,6 +198,8 @@ class NixlAgent:
         self._agent: Any = None  # NIXL is untyped
         self._agent_metadata = b""
         self._epoch = 0
+        self._unfenced: set[int] = set()
+        """Epochs whose agent did not end."""
         self._closed = False
         self._remote_users: dict[str, int] = {}  # agent name -> connections that use it
         self._transfers: dict[int, Any] = {}
@@ -234,14 +236,22 @@ class NixlAgent:
             self._open_agent()
             return self._epoch, self._agent_metadata
 
-    def fence(self, epoch: int) -> None:
-        """End the agent of an epoch, if it still exists. Afterwards its transfers move no more bytes."""
+    def fence(self, epoch: int) -> bool:
+        """End the agent of an epoch, if it still exists.
+
+        Returns:
+            Whether the transfers of that epoch move no more bytes. If not, the memory of abandoned transfers must never be used
+            again, and this object makes no further agent.
+        """
         with self._lock:
             if epoch != self._epoch:
-                return
+                return epoch not in self._unfenced
             self._end_agent()
-        self._counters.add(transport_metrics.NIXL_FENCES)
-        log.info("NIXL agent fenced: %s (epoch=%d)", self._name, epoch)
+            fenced = epoch not in self._unfenced
+        if fenced:
+            self._counters.add(transport_metrics.NIXL_FENCES)
+            log.info("NIXL agent fenced: %s (epoch=%d)", self._name, epoch)
+        return fenced
 
     def close(self) -> None:
         """End the agent permanently. Idempotent."""
@@ -252,6 +262,8 @@ class NixlAgent:
     def _open_agent(self) -> Any:  # noqa: ANN401 - NIXL is untyped
         if self._closed:
             raise Unsupported("the NIXL agent is closed")
+        if self._unfenced:
+            raise Unsupported("an earlier NIXL agent did not end; restart this process to use NIXL again")
         if self._agent is None:
             self._agent = self._create_agent()
             self._counters.add(transport_metrics.NIXL_AGENTS)
@@ -302,12 +314,11 @@ class NixlAgent:
         caller of ``fence`` may be handling one. Therefore NIXL's exceptions are never raised on, and no frame that raises
         references the agent or a transfer.
         """
-        for handle in self._transfers.values():
-            _release(handle)
-        self._transfers.clear()
+        while self._transfers:
+            _release(self._transfers.popitem()[1])  # a local name would keep the handle, which keeps the agent
         self._remote_users.clear()
         self._temporary.clear()
-        self._epoch += 1
+        epoch, self._epoch = self._epoch, self._epoch + 1
         if self._agent is None:
             return
         alive = weakref.ref(self._agent.agent)  # the C++ object that owns the connections
@@ -315,8 +326,9 @@ class NixlAgent:
         if alive() is not None:
             gc.collect()
         if alive() is not None:
+            self._unfenced.add(epoch)
             self._counters.add(transport_metrics.NIXL_FENCES_BROKEN)
-            log.error("NIXL agent not fenced: %s (late bytes may still arrive)", self._name)
+            log.error("NIXL agent not fenced: %s (late bytes may still arrive; NIXL is off until a restart)", self._name)
 
     # ---------------------------------------------------------------- memory
 
@@ -412,7 +424,7 @@ class NixlAgent:
 
     # ---------------------------------------------------------------- transfers
 
-    def start(self, epoch: int, operation: Literal["READ", "WRITE"], ours: Rows, theirs: Rows, name: str) -> Transfer | None:
+    def start(self, epoch: int, operation: Literal["READ", "WRITE"], ours: Rows, theirs: Rows, name: str) -> NixlTransfer | None:
         """Begin a transfer between this and another agent's registered memory. None: it is complete already.
 
         Raises:
@@ -430,7 +442,7 @@ class NixlAgent:
             if state == "PROC":
                 self._last += 1
                 self._transfers[self._last] = handle
-                return Transfer(epoch, self._last)
+                return NixlTransfer(epoch, self._last)
             if handle is not None:
                 _release(handle)
                 handle = None
@@ -438,7 +450,7 @@ class NixlAgent:
                 raise OneSidedFailed("the NIXL transfer did not begin", error=why or state)
             return None
 
-    def is_done(self, transfer: Transfer) -> bool:
+    def is_done(self, transfer: NixlTransfer) -> bool:
         """Make progress; return whether a transfer is complete.
 
         Raises:
@@ -458,7 +470,7 @@ class NixlAgent:
                 raise OneSidedFailed("the NIXL transfer failed", error=why or state)
             return True
 
-    def abandon(self, transfer: Transfer) -> None:
+    def abandon(self, transfer: NixlTransfer) -> None:
         """Abandon a transfer. Its bytes may still arrive until the fence. Never raises."""
         with self._lock:
             handle = self._transfers.pop(transfer.number, None) if transfer.epoch == self._epoch else None

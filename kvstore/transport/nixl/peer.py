@@ -1,11 +1,12 @@
 """The reading side of one-sided transfers: a ``TcpPeer`` whose reads move their payload by NIXL if both sides support it.
 
-Each connection sends ATTACH once, and the server answers who moves the bytes. Units are read directly into the caller's memory if
-it is registered, or if this side pulls and can register the memory for the time of the read because it is one contiguous region.
-Otherwise they are read into a bounce slab, verified, and copied.
+Each connection sends ATTACH before its first read and after each fence, and the server answers who moves the bytes. Units are
+read directly into the caller's memory if it is registered, or if this side pulls and can register the memory for the time of
+the read because it is one contiguous region. Otherwise they are read into a bounce slab, verified, and copied.
 
 Any failure of NIXL is counted and logged, and switches this peer to TCP for ``OFF_S``. A unit of which nothing has arrived is
-requested again at once. If bytes may still arrive in memory after a failure, the agent is fenced before the memory is reused.
+requested again at once. If bytes may still arrive in memory after a failure, the agent is fenced before the memory is reused. If
+the fence fails, bounce slabs are kept for ever, and a read directly into the caller's memory raises ``LateBytes``.
 Writes to a peer go over the connections.
 """
 
@@ -26,7 +27,7 @@ from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable, Unsupported
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import transport as transport_metrics
-from kvstore.transport.contract import LayerProgress, ReadRequest
+from kvstore.transport.contract import LateBytes, LayerProgress, ReadRequest
 from kvstore.transport.layer_hasher import LayerHasher
 from kvstore.transport.layout import Layout
 from kvstore.transport.nixl.address_table import AddressTable, address_table_of, consecutive_blocks, copy_rows, paired_rows
@@ -112,6 +113,8 @@ class NixlStripedRead(StripedRead):
         self._agent = agent
         self._registering = threading.Lock()
         self._temporary: tuple[int, Region] | None = None
+        self.late_bytes = False
+        """Whether bytes may still arrive in the caller's memory after the read."""
 
     def addresses(self, attachment: _Attachment) -> AddressTable | None:
         """Return the addresses of the caller's memory if NIXL may access it; None: bounce memory is needed."""
@@ -185,6 +188,8 @@ class NixlPeer(TcpPeer):
         finally:
             if isinstance(state, NixlStripedRead):
                 state.unregister()
+                if state.late_bytes:
+                    raise LateBytes("bytes of an abandoned transfer may still arrive", address=self.address)
 
     def _max_requests_ahead(self, state: StripedRead) -> int:
         if not self._reads_one_sided(state):
@@ -229,7 +234,7 @@ class NixlPeer(TcpPeer):
             fetch.needs_fence = pushed
             connection.wire.send((encode_fetch(request_id, FetchFrame(read, destination if pushed else None)),), deadline_s)
         except BaseException:
-            self._end_fetches(connection)
+            self._end_fetches(connection, state)
             raise
         return request_id
 
@@ -238,20 +243,21 @@ class NixlPeer(TcpPeer):
         if fetch is None:
             super()._receive_unit(connection, state, request_id, unit)
             return
+        assert isinstance(state, NixlStripedRead), "it requested the unit"
         try:
             self._receive_answers(connection, state, fetch, request_id, unit)
             fetch.needs_fence = False
-            self._end_fetch(connection, request_id)
+            self._end_fetch(connection, state, request_id)
         except PeerError as refusal:
             if refusal.in_step and isinstance(refusal.error, Unsupported):
-                self._end_fetches(connection)
+                self._end_fetches(connection, state)
                 raise OneSidedFailed("NIXL failed on the peer", error=refusal.error) from None
             # an error frame in step comes after the last write of the peer, unless a write failed
             fetch.needs_fence = fetch.needs_fence and not refusal.in_step
-            self._end_fetch(connection, request_id)
+            self._end_fetch(connection, state, request_id)
             raise
         except BaseException:
-            self._end_fetches(connection)
+            self._end_fetches(connection, state)
             raise
 
     def _receive_answers(self, connection: Connection, state: StripedRead, fetch: _Fetch, request_id: int, unit: Unit) -> None:
@@ -336,20 +342,26 @@ class NixlPeer(TcpPeer):
         if time.monotonic() >= state.request.deadline_s:
             raise DeadlineExceeded("data-plane deadline exceeded")
 
-    def _end_fetches(self, connection: Connection) -> None:
+    def _end_fetches(self, connection: Connection, state: NixlStripedRead) -> None:
         """End all requested units of a connection."""
         for request_id in list(self._fetches.get(connection, {})):
-            self._end_fetch(connection, request_id)
+            self._end_fetch(connection, state, request_id)
 
-    def _end_fetch(self, connection: Connection, request_id: int) -> None:
-        """End a requested unit: fence the agent if bytes may still arrive, and release the slab."""
+    def _end_fetch(self, connection: Connection, state: NixlStripedRead, request_id: int) -> None:
+        """End a requested unit: fence the agent if bytes may still arrive, and release the slab.
+
+        If the fence fails, the slab is never released. Without a slab, the read ends with ``LateBytes``.
+        """
         fetch = self._fetches.get(connection, {}).pop(request_id, None)
         if fetch is None:
             return
-        if fetch.needs_fence:
-            self._agent.fence(fetch.attachment.epoch)
+        fenced = not fetch.needs_fence or self._agent.fence(fetch.attachment.epoch)
         if fetch.slab is not None:
-            self._agent.release_slab(fetch.slab)
+            if fenced:
+                self._agent.release_slab(fetch.slab)
+        elif not fenced:
+            state.late_bytes = True
+            state.cancel()
 
     # ---------------------------------------------------------------- attachment and fallback
 

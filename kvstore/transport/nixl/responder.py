@@ -26,7 +26,7 @@ from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.contract import ReadPart
 from kvstore.transport.layout import address_of
 from kvstore.transport.nixl.address_table import AddressTable, consecutive_blocks, copy_rows, paired_rows
-from kvstore.transport.nixl.agent import SERVING, WAIT_S, NixlAgent, Slab, Transfer, has_rdma, host_id
+from kvstore.transport.nixl.agent import SERVING, WAIT_S, NixlAgent, NixlTransfer, Slab, has_rdma, host_id
 from kvstore.transport.nixl.frames import (
     AttachFrame,
     FetchFrame,
@@ -73,14 +73,14 @@ class _PendingChunk:
 
     placed: PlacedFrame
     slab: Slab | None
-    transfer: Transfer | None
+    transfer: NixlTransfer | None
 
 
 def choose_mode(attach: AttachFrame, *, only_tcp: bool) -> TransferMode:
     """Return who moves the bytes. A reader may pull over RDMA and within a host. Over TCP the server always pushes.
 
-    Pulling over UCX's TCP is emulated by messages from the server, and UCX ends the server if the reader has died (see
-    ``NOT_EMULATED``).
+    Pulling over UCX's TCP would need emulation by messages from the server, which ``NOT_EMULATED`` disables because UCX would end
+    the server if the reader died.
     """
     same_host = attach.host == host_id() and any(attach.host)
     can_pull = not only_tcp and (same_host or (attach.rdma and has_rdma()))
@@ -249,7 +249,7 @@ class NixlResponder(OneSidedResponder):
         if (head.kind, head.request_id) != (FrameKind.TAKEN, request_id):
             raise frames.BadFrame("PLACED must be answered by TAKEN if it requests that", kind=head.kind.name)
 
-    def _wait_written(self, transfer: Transfer, deadline_s: float) -> None:
+    def _wait_written(self, transfer: NixlTransfer, deadline_s: float) -> None:
         began_s = time.monotonic()
         while not self._agent.is_done(transfer):
             self._check_time(began_s, deadline_s)

@@ -70,7 +70,7 @@ class RateLimiter:
 
     @property
     def booked_bytes(self) -> int:
-        """Total of booked bytes."""
+        """Total of booked bytes; for tests."""
         return self._booked
 
     @property

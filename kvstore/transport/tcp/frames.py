@@ -290,7 +290,7 @@ def decode_data(header: bytes, payload_bytes: int, layer_block_bytes: int) -> Da
     Args:
         header: bytes of the header.
         payload_bytes: payload length, from the head.
-        layer_block_bytes: Layer Block size of the requested namespace, from which the expected payload length follows.
+        layer_block_bytes: Layer block size of the requested namespace, from which the expected payload length follows.
 
     Raises:
         BadFrame: lengths disagree, or an outcome or the tier is unknown.

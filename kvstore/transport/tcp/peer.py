@@ -231,29 +231,6 @@ class TcpPeer(BlockPeer):
     def _count_sent(self, size: int) -> None:
         self._counters.add(transport_metrics.PEER_BYTES_SENT, size)
 
-    def ping(self, deadline_s: float) -> float:
-        """Return the round-trip time in seconds.
-
-        Raises:
-            Unavailable, Unauthenticated, DeadlineExceeded: the peer did not answer.
-        """
-        self._check_open()
-        connection = self._pool.acquire(deadline_s)
-        assert connection is not None, "acquire waits"
-        try:
-            begin_s = time.monotonic()
-            request_id = connection.next_id()
-            connection.wire.send((frames.encode_head(FrameKind.PING, request_id),), deadline_s)
-            connection.answer(request_id, FrameKind.PONG, deadline_s)
-        except PeerError as refusal:
-            self._pool.drop(connection)
-            raise refusal.error from None
-        except BaseException:
-            self._pool.drop(connection)
-            raise
-        self._pool.release(connection)
-        return time.monotonic() - begin_s
-
     def close(self) -> None:
         with self._helpers_lock:
             self._closed = True
@@ -515,7 +492,7 @@ def _check_write(request: WriteRequest, source: BlockBuffer, checksums: Checksum
         )
     if checksums is not None and checksums.shape != (len(run.keys), shape.layers):
         raise InvalidArgument(
-            "one checksum per Layer Block is required", shape=checksums.shape, expected=(len(run.keys), shape.layers)
+            "one checksum per layer block is required", shape=checksums.shape, expected=(len(run.keys), shape.layers)
         )
 
 

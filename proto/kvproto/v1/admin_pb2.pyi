@@ -60,7 +60,7 @@ class DescribeServerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeServerResponse(_message.Message):
-    __slots__ = ("version", "index_epoch", "blocks", "index_bytes", "namespaces", "nodes_alive", "nodes_silent", "live_plans", "workers", "uptime_ms", "path_policy", "settings", "problems", "nodes_refused")
+    __slots__ = ("version", "index_epoch", "blocks", "index_bytes", "namespaces", "nodes_alive", "nodes_silent", "live_plans", "workers", "uptime_ms", "path_policy", "settings", "findings", "nodes_refused")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INDEX_EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -73,7 +73,7 @@ class DescribeServerResponse(_message.Message):
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     PATH_POLICY_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
-    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
     NODES_REFUSED_FIELD_NUMBER: _ClassVar[int]
     version: str
     index_epoch: bytes
@@ -87,9 +87,91 @@ class DescribeServerResponse(_message.Message):
     uptime_ms: int
     path_policy: str
     settings: _containers.RepeatedCompositeFieldContainer[SettingInForce]
-    problems: _containers.RepeatedScalarFieldContainer[str]
+    findings: _containers.RepeatedCompositeFieldContainer[_common_pb2.Finding]
     nodes_refused: int
-    def __init__(self, version: _Optional[str] = ..., index_epoch: _Optional[bytes] = ..., blocks: _Optional[int] = ..., index_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., nodes_alive: _Optional[int] = ..., nodes_silent: _Optional[int] = ..., live_plans: _Optional[int] = ..., workers: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., path_policy: _Optional[str] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., nodes_refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., index_epoch: _Optional[bytes] = ..., blocks: _Optional[int] = ..., index_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., nodes_alive: _Optional[int] = ..., nodes_silent: _Optional[int] = ..., live_plans: _Optional[int] = ..., workers: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., path_policy: _Optional[str] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., nodes_refused: _Optional[int] = ...) -> None: ...
+
+class ListClusterEventsRequest(_message.Message):
+    __slots__ = ("after_id", "since_ms", "limit")
+    AFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    SINCE_MS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    after_id: int
+    since_ms: int
+    limit: int
+    def __init__(self, after_id: _Optional[int] = ..., since_ms: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListClusterEventsResponse(_message.Message):
+    __slots__ = ("events", "more")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[ClusterEvent]
+    more: bool
+    def __init__(self, events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+
+class ClusterEvent(_message.Message):
+    __slots__ = ("id", "kind", "subject", "text", "code", "who")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    kind: str
+    subject: str
+    text: str
+    code: str
+    who: str
+    def __init__(self, id: _Optional[int] = ..., kind: _Optional[str] = ..., subject: _Optional[str] = ..., text: _Optional[str] = ..., code: _Optional[str] = ..., who: _Optional[str] = ...) -> None: ...
+
+class DescribeHistoryRequest(_message.Message):
+    __slots__ = ("since_seconds", "step_seconds")
+    SINCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    since_seconds: float
+    step_seconds: int
+    def __init__(self, since_seconds: _Optional[float] = ..., step_seconds: _Optional[int] = ...) -> None: ...
+
+class DescribeHistoryResponse(_message.Message):
+    __slots__ = ("at_seconds", "lengths_seconds", "counts", "durations", "levels")
+    AT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    DURATIONS_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    at_seconds: _containers.RepeatedScalarFieldContainer[int]
+    lengths_seconds: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedCompositeFieldContainer[HistoryCounts]
+    durations: _containers.RepeatedCompositeFieldContainer[HistoryDurations]
+    levels: _containers.RepeatedCompositeFieldContainer[HistoryLevels]
+    def __init__(self, at_seconds: _Optional[_Iterable[int]] = ..., lengths_seconds: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[_Union[HistoryCounts, _Mapping]]] = ..., durations: _Optional[_Iterable[_Union[HistoryDurations, _Mapping]]] = ..., levels: _Optional[_Iterable[_Union[HistoryLevels, _Mapping]]] = ...) -> None: ...
+
+class HistoryCounts(_message.Message):
+    __slots__ = ("name", "values")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., values: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HistoryDurations(_message.Message):
+    __slots__ = ("name", "bounds_seconds", "counts")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bounds_seconds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., bounds_seconds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HistoryLevels(_message.Message):
+    __slots__ = ("name", "values")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, name: _Optional[str] = ..., values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class DescribeNamespacesRequest(_message.Message):
     __slots__ = ("namespace_id", "after", "limit")
@@ -424,13 +506,13 @@ class DescribeNodeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeNodeResponse(_message.Message):
-    __slots__ = ("version", "uptime_ms", "volumes", "sessions", "blocks", "write_behind_waiting_blocks", "publish_waiting_events", "staging", "cap_bytes_per_s", "io_engines", "settings", "links", "loads")
+    __slots__ = ("version", "uptime_ms", "volumes", "sessions", "blocks", "write_back_waiting_blocks", "publish_waiting_events", "staging", "cap_bytes_per_s", "io_engines", "settings", "links", "loads")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     VOLUMES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    WRITE_BEHIND_WAITING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BACK_WAITING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_WAITING_EVENTS_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
     CAP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -443,7 +525,7 @@ class DescribeNodeResponse(_message.Message):
     volumes: _containers.RepeatedCompositeFieldContainer[VolumeDescription]
     sessions: int
     blocks: int
-    write_behind_waiting_blocks: int
+    write_back_waiting_blocks: int
     publish_waiting_events: int
     staging: _containers.RepeatedCompositeFieldContainer[StagingDescription]
     cap_bytes_per_s: int
@@ -451,7 +533,7 @@ class DescribeNodeResponse(_message.Message):
     settings: _containers.RepeatedCompositeFieldContainer[SettingInForce]
     links: _containers.RepeatedCompositeFieldContainer[LinkTraffic]
     loads: _containers.RepeatedCompositeFieldContainer[LoadTimes]
-    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeDescription, _Mapping]]] = ..., sessions: _Optional[int] = ..., blocks: _Optional[int] = ..., write_behind_waiting_blocks: _Optional[int] = ..., publish_waiting_events: _Optional[int] = ..., staging: _Optional[_Iterable[_Union[StagingDescription, _Mapping]]] = ..., cap_bytes_per_s: _Optional[int] = ..., io_engines: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTraffic, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadTimes, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeDescription, _Mapping]]] = ..., sessions: _Optional[int] = ..., blocks: _Optional[int] = ..., write_back_waiting_blocks: _Optional[int] = ..., publish_waiting_events: _Optional[int] = ..., staging: _Optional[_Iterable[_Union[StagingDescription, _Mapping]]] = ..., cap_bytes_per_s: _Optional[int] = ..., io_engines: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTraffic, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadTimes, _Mapping]]] = ...) -> None: ...
 
 class LinkTraffic(_message.Message):
     __slots__ = ("network", "received_bytes", "sent_bytes")

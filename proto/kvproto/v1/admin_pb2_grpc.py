@@ -84,6 +84,16 @@ class MetadataAdminStub:
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.RebuildIndexRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.RebuildIndexResponse.FromString,
                 _registered_method=True)
+        self.DescribeHistory = channel.unary_unary(
+                '/kvstore.v1.MetadataAdmin/DescribeHistory',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.DescribeHistoryRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.DescribeHistoryResponse.FromString,
+                _registered_method=True)
+        self.ListClusterEvents = channel.unary_unary(
+                '/kvstore.v1.MetadataAdmin/ListClusterEvents',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.ListClusterEventsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.ListClusterEventsResponse.FromString,
+                _registered_method=True)
 
 
 class MetadataAdminServicer:
@@ -159,6 +169,20 @@ class MetadataAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeHistory(self, request, context):
+        """Returns what this process counted in the last hour. With several workers, each has its own figures.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListClusterEvents(self, request, context):
+        """Lists events of the last 24 hours: nodes, findings, operators' orders. They survive a restart.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MetadataAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -211,6 +235,16 @@ def add_MetadataAdminServicer_to_server(servicer, server):
                     servicer.RebuildIndex,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.RebuildIndexRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.RebuildIndexResponse.SerializeToString,
+            ),
+            'DescribeHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeHistory,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.DescribeHistoryRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.DescribeHistoryResponse.SerializeToString,
+            ),
+            'ListClusterEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListClusterEvents,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.ListClusterEventsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.ListClusterEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -493,6 +527,60 @@ class MetadataAdmin:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def DescribeHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.MetadataAdmin/DescribeHistory',
+            kvstore_dot_v1_dot_admin__pb2.DescribeHistoryRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.DescribeHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListClusterEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.MetadataAdmin/ListClusterEvents',
+            kvstore_dot_v1_dot_admin__pb2.ListClusterEventsRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.ListClusterEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class NodeAdminStub:
     """Missing associated documentation comment in .proto file."""
@@ -552,6 +640,11 @@ class NodeAdminStub:
                 '/kvstore.v1.NodeAdmin/CompareIndex',
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.CompareIndexRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.CompareIndexResponse.FromString,
+                _registered_method=True)
+        self.DescribeHistory = channel.unary_unary(
+                '/kvstore.v1.NodeAdmin/DescribeHistory',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.DescribeHistoryRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.DescribeHistoryResponse.FromString,
                 _registered_method=True)
 
 
@@ -629,6 +722,13 @@ class NodeAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeHistory(self, request, context):
+        """Returns what the node counted in the last hour.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -681,6 +781,11 @@ def add_NodeAdminServicer_to_server(servicer, server):
                     servicer.CompareIndex,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.CompareIndexRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.CompareIndexResponse.SerializeToString,
+            ),
+            'DescribeHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeHistory,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.DescribeHistoryRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.DescribeHistoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -953,6 +1058,33 @@ class NodeAdmin:
             '/kvstore.v1.NodeAdmin/CompareIndex',
             kvstore_dot_v1_dot_admin__pb2.CompareIndexRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__pb2.CompareIndexResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.NodeAdmin/DescribeHistory',
+            kvstore_dot_v1_dot_admin__pb2.DescribeHistoryRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.DescribeHistoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

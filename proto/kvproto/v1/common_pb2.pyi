@@ -168,6 +168,16 @@ class DrainOrder(_message.Message):
     move: bool
     def __init__(self, operation_id: _Optional[bytes] = ..., move: _Optional[bool] = ...) -> None: ...
 
+class Finding(_message.Message):
+    __slots__ = ("code", "subject", "facts")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    subject: str
+    facts: str
+    def __init__(self, code: _Optional[str] = ..., subject: _Optional[str] = ..., facts: _Optional[str] = ...) -> None: ...
+
 class DrainProgress(_message.Message):
     __slots__ = ("operation_id", "state", "waiting_blocks", "not_durable_blocks", "left_blocks", "moved_blocks", "moved_bytes", "why")
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]

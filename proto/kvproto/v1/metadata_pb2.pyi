@@ -70,24 +70,26 @@ class VolumeNeed(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., inventory_needed: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "report", "problems", "read_bytes_per_s")
+    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "report", "findings", "read_bytes_per_s", "unix_ms")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     USAGES_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
-    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     usages: _containers.RepeatedCompositeFieldContainer[VolumeUsage]
     drain: _common_pb2.DrainProgress
     tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
     report: int
-    problems: _containers.RepeatedScalarFieldContainer[str]
+    findings: _containers.RepeatedCompositeFieldContainer[_common_pb2.Finding]
     read_bytes_per_s: int
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., report: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., read_bytes_per_s: _Optional[int] = ...) -> None: ...
+    unix_ms: int
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., report: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., read_bytes_per_s: _Optional[int] = ..., unix_ms: _Optional[int] = ...) -> None: ...
 
 class VolumeUsage(_message.Message):
     __slots__ = ("volume_id", "used_bytes", "blocks", "read_only")
@@ -368,7 +370,7 @@ class ListNodesResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node", "alive", "heartbeat_age_ms", "usages", "state", "stopped", "order", "drain", "problems", "refused")
+    __slots__ = ("node", "alive", "heartbeat_age_ms", "usages", "state", "stopped", "order", "drain", "findings", "refused", "clock_offset_ms")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -377,8 +379,9 @@ class NodeStatus(_message.Message):
     STOPPED_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
-    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_MS_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     alive: bool
     heartbeat_age_ms: int
@@ -387,9 +390,10 @@ class NodeStatus(_message.Message):
     stopped: bool
     order: _common_pb2.DrainOrder
     drain: _common_pb2.DrainProgress
-    problems: _containers.RepeatedScalarFieldContainer[str]
+    findings: _containers.RepeatedCompositeFieldContainer[_common_pb2.Finding]
     refused: str
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., alive: _Optional[bool] = ..., heartbeat_age_ms: _Optional[int] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., state: _Optional[_Union[_common_pb2.NodeState, str]] = ..., stopped: _Optional[bool] = ..., order: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., problems: _Optional[_Iterable[str]] = ..., refused: _Optional[str] = ...) -> None: ...
+    clock_offset_ms: int
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., alive: _Optional[bool] = ..., heartbeat_age_ms: _Optional[int] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., state: _Optional[_Union[_common_pb2.NodeState, str]] = ..., stopped: _Optional[bool] = ..., order: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., refused: _Optional[str] = ..., clock_offset_ms: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace_id", "keys")

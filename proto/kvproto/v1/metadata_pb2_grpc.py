@@ -310,7 +310,7 @@ class MetadataServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Returns counters and sizes, for operators and tests.
+        """Returns counters and sizes of the metadata server, for operators and tests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -222,7 +222,7 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetNodeStats(self, request, context):
-        """Returns counters and sizes, for operators and tests.
+        """Returns counters and sizes of the node, for operators and tests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

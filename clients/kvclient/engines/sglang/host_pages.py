@@ -136,7 +136,7 @@ class HostPages:
             InvalidArgument: wrong page size, or the pool stores its pages as pieces, whose order differs.
         """
         if self._sizes is not None:
-            raise InvalidArgument("pages are stored as they lie in host memory: flat pages are other bytes (interface_v1)")
+            raise InvalidArgument("pages are stored in the layout of host memory: flat pages are other bytes (interface_v1)")
         return as_block_buffer(list(pages), self.shape, len(pages), writable=writable)
 
     def _check(self, indices: torch.Tensor, count: int) -> None:

@@ -43,10 +43,10 @@ class PageKeys:
         try:
             digests = bytes.fromhex("".join(hashes))
         except ValueError as error:
-            raise InvalidArgument("a page's key is no SHA-256 in hexadecimal digits") from error
+            raise InvalidArgument("a page's key must be a SHA-256 in hexadecimal digits") from error
         # The check above accepts white space, and two wrong lengths may add up to the right sum.
         if len(digests) != _DIGEST_BYTES * len(hashes) or set(map(len, hashes)) - {2 * _DIGEST_BYTES}:
-            raise InvalidArgument("a page's key is no SHA-256 in hexadecimal digits")
+            raise InvalidArgument("a page's key must be a SHA-256 in hexadecimal digits")
         heads = np.frombuffer(digests, np.uint64).reshape(-1, _DIGEST_BYTES // 8)[:, : _KEY_BYTES // 8]
         packed = (heads ^ self._mask).tobytes()
         return cast("list[BlockKey]", [packed[at : at + _KEY_BYTES] for at in range(0, len(packed), _KEY_BYTES)])

@@ -118,13 +118,13 @@ class Pools:
         pages = HostPages(pool, zero_copy=options.zero_copy)
         if options.zero_copy and not pages.in_place:
             self._activity.incidents.counters.add(hooks_metrics.SGLANG_COPIED_POOLS)
-            _log.info("pages of host pool %s are copied: in this layout it does not tell where they lie", name)
+            _log.info("pages copied: host pool %s does not report their addresses in this layout", name)
         sample = not hook.weights_epoch
         model = model_text(server_arguments(), draft=name != KV, sample=sample, nobody_elses=self._generation)
         if sample and not model:
             self._activity.incidents.report(
                 hooks_metrics.SGLANG_WEIGHTS_UNKNOWN,
-                "SGLang does not tell which weights it has: whoever uses the same model name shares; give weights_epoch",
+                "SGLang does not report its weights, so all engines with the same model name share KV; set weights_epoch",
             )
         spec = page_spec(
             hook,

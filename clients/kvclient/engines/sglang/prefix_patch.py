@@ -31,7 +31,7 @@ def tell_whole_prefixes() -> bool:
         return False
     if not getattr(original, _MENDED, False):
         tree.get_prefix_hash_values = _whole(original)
-        _log.info("SGLang's tree tells all pages before what it asks for, those of the node it continues among them")
+        _log.info("prefixes taken from SGLang's tree")
     return True
 
 

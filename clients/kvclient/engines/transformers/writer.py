@@ -110,7 +110,7 @@ class Writer:
         for offer in offers:
             try:
                 self._store(offer, held)
-            except Exception as error:  # noqa: BLE001  # the thread's edge: torch may run out of memory; the engine goes on
+            except Exception as error:  # noqa: BLE001  # the thread's edge: torch may run out of memory; the engine continues
                 offer.chain.broken = True
                 self._incidents.report(hooks_metrics.HOOK_STORE_FAILED, "blocks could not be stored", error)
 

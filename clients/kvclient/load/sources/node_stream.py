@@ -24,14 +24,13 @@ from kvclient.results import Run
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost, Unavailable
+from kvstore.core.limits import MAX_SOURCES
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe.context import inject
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 from kvstore.transport.liveness import WatchedServer
 
-MAX_SOURCES = 4_096
-"""Runs that one call names to a node; more are left out, because a node reads at most this many."""
 _MIN_TIMEOUT_S = 0.001
 _OUTCOMES = frozenset(map(int, Outcome))
 _TIERS = frozenset(map(int, Tier))

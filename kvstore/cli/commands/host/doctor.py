@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from kvstore.cli.support.config_options import configuration, setting_option, wi
 from kvstore.cli.support.folders import socket_folders
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.host_settings import settle
+from kvstore.cli.support.result import CommandOutput, prints
 from kvstore.config.base import TlsSection
 from kvstore.config.client import ClientSection
 from kvstore.config.model import Config
@@ -29,6 +29,7 @@ from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, 
 from kvstore.doctor.findings import findings, healthy
 from kvstore.doctor.levels import Finding, Level
 from kvstore.doctor.local_nodes import sockets_in
+from kvstore.doctor.verdict import verdict
 from kvstore.process.host_defaults import NodeDefaults
 from kvstore.process.memory_sizing import USUAL_BLOCK_BYTES
 from kvstore.rpc.address import stays_on_host
@@ -50,20 +51,21 @@ _STYLES = {Level.OK: "green", Level.INFO: "dim", Level.WARNING: "yellow", Level.
     metavar="SIZE",
     help="Block size for the estimate of index memory (default: 1MiB).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON with facts and findings.")
 @with_quiet_config
-def doctor(config: Config, *, block_size: int | None, as_json: bool) -> None:
+@prints
+def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
     """Check this host: hardware, drivers, configuration and running daemons. Nothing is changed.
 
     It looks at the GPU and its driver, GPUDirect Storage, the volumes of the configuration, memory, limits, networks, RDMA,
-    certificates, at the metadata server that the configuration names, and at the nodes that run on this host. Nodes are found by
-    their unix sockets, so they are found without a metadata server.
+    certificates, the clock, at the metadata server that the configuration names, and at the nodes that run here. Nodes are found
+    by their unix sockets, so they are found without a metadata server. The last lines are a verdict and the three actions
+    that help most.
 
     Examples:
       kvstore doctor
       kvstore doctor --config /etc/kvstore/kvstore.toml
       kvstore doctor --nvme /mnt/nvme0/kvstore:1TiB --set node.gds=required
-      kvstore doctor --json | jq '.findings[] | select(.level != "ok")'
+      kvstore doctor -o json | jq '.findings[] | select(.level != "ok")'
 
     Exits with 1 where something is missing that the configuration requires, or a server that it names does not answer; warnings
     exit with 0.
@@ -84,18 +86,25 @@ def doctor(config: Config, *, block_size: int | None, as_json: bool) -> None:
         *nodes_findings(nodes, list(map(str, folders)), list(map(str, closed)), gds_required=wanted.gds == "required"),
     ]
     warnings, missing = (sum(finding.level is level for finding in found) for level in (Level.WARNING, Level.MISSING))
-    if as_json:
-        told = {name: {"error": section.error, **section.said} for name, section in facts.sections.items()}
-        said: dict[str, Any] = {"ok": healthy(found), "warnings": warnings, "missing": missing}
-        said |= {"findings": [asdict(finding) for finding in found], "facts": told}
-        said |= {"metadata_servers": [asdict(server) for server in servers], "nodes": [asdict(node) for node in nodes]}
-        click.echo(json.dumps(said, indent=2, default=str))
-    else:
-        show = _print_table if sys.stdout.isatty() else _print_lines
-        show(found)
-        click.echo(f"{warnings} warning{'' if warnings == 1 else 's'}, {missing} missing")
-    if not healthy(found):
-        raise click.ClickException("a requirement of the configuration is missing")
+    summary = verdict(found)
+    told = {name: {"error": section.error, **section.said} for name, section in facts.sections.items()}
+    said: dict[str, Any] = {"ok": healthy(found), "warnings": warnings, "missing": missing}
+    said |= {"verdict": summary.line, "actions": list(summary.actions)}
+    said |= {"findings": [asdict(finding) for finding in found], "facts": told}
+    said |= {"metadata_servers": [asdict(server) for server in servers], "nodes": [asdict(node) for node in nodes]}
+
+    def show() -> None:
+        (_print_table if sys.stdout.isatty() else _print_lines)(found)
+        click.echo("")
+        click.echo(summary.line)
+        for number, action in enumerate(summary.actions, start=1):
+            click.echo(f"  {number}. {action}")
+
+    return (
+        CommandOutput(said, show)
+        if healthy(found)
+        else CommandOutput(said, show, 1, "a requirement of the configuration is missing")
+    )
 
 
 def wanted_of(config: Config, provenance: Provenance, block_bytes: int | None = None) -> Wanted:

@@ -53,11 +53,11 @@ def health(config: Config, *, daemon: str) -> None:
             if serves and settings.metadata is not None:
                 unheard = _why_unheard(settings, address)
         elif daemon == "metadata":
-            serves = _grpc_serves(_from_here(config.metadata.listen), config.metadata.tls.resolve())
+            serves = _grpc_serves(address_from_here(config.metadata.listen), config.metadata.tls.resolve())
         elif daemon == "router":
-            serves = _http_serves(_from_here(config.router.listen), "/health", config.router.tls.resolve())
+            serves = _http_serves(address_from_here(config.router.listen), "/health", config.router.tls.resolve())
         else:
-            serves = _http_serves(_from_here(config.admin.listen), "/readyz", config.admin.tls.resolve())
+            serves = _http_serves(address_from_here(config.admin.listen), "/readyz", config.admin.tls.resolve())
     except (KVStoreError, OSError, http.client.HTTPException) as error:
         raise click.ClickException(f"{daemon}: {error}") from error
     if not serves:
@@ -79,7 +79,7 @@ def _found(config: Config, settings: NodeConfig) -> NodeConfig:
     return settings.model_copy(update={"run_dir": running[0].parent, "node_id": running[0].stem}) if running else settings
 
 
-def _from_here(listen: str) -> str:
+def address_from_here(listen: str) -> str:
     """Address of a listener as seen from this host."""
     host, _, port = listen.rpartition(":")
     if port == "0":

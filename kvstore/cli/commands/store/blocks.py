@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvstore.cli.commands.store.namespaces import find
-from kvstore.cli.support import output
-from kvstore.cli.support.help import Command, Group
-from kvstore.cli.support.store_client import Store, ask, complete_namespaces, json_option, store_options
+from kvstore.cli.commands.store.namespace_names import find
+from kvstore.cli.support import output, result
+from kvstore.cli.support.help import Group
+from kvstore.cli.support.result import CommandOutput
+from kvstore.cli.support.store_client import StoreConnection, ask, complete_namespaces, store_query
 from kvstore.config.model import Config
 from kvstore.core.keys import MAX_TOKEN
 from kvstore.core.limits import MAX_KEYS_PER_CALL
@@ -42,7 +43,7 @@ def chain_of(text: str) -> tuple[list[str] | None, list[int] | None]:
         return words, None
     wrong = next((word for word in words if not _TOKEN.fullmatch(word) or int(word) > MAX_TOKEN), None)
     if wrong is not None:
-        raise click.UsageError(f"{output.clean(wrong[:40])} is no token id, and they are not all keys of 32 hexadecimal digits")
+        raise click.UsageError(f"{output.clean(wrong[:40])} is neither a token id nor a key of 32 hexadecimal digits")
     if len(words) > MAX_TOKENS:
         raise click.UsageError(f"{len(words):,} tokens: {MAX_TOKENS:,} at most")
     return None, [int(word) for word in words]
@@ -58,13 +59,12 @@ def blocks() -> None:
     """
 
 
-@blocks.command(cls=Command)
+@blocks.command()
 @click.argument("namespace", shell_complete=complete_namespaces)
 @click.argument("ids", nargs=-1)
 @click.option("--file", "-f", type=click.Path(allow_dash=True, path_type=Path), help="File with the ids; -: standard input.")
-@json_option
-@store_options
-def lookup(config: Config, *, namespace: str, ids: tuple[str, ...], file: Path | None, as_json: bool) -> None:
+@store_query
+def lookup(config: Config, *, namespace: str, ids: tuple[str, ...], file: Path | None) -> CommandOutput:
     """Show the hit length of a chain in NAMESPACE and the reason of the first miss. IDS are its token ids or block keys.
 
     It is not counted as a lookup. Without IDS and --file, standard input is read.
@@ -72,7 +72,7 @@ def lookup(config: Config, *, namespace: str, ids: tuple[str, ...], file: Path |
     Examples:
       kvstore blocks lookup 8c2f0d 1 2 3 4
       kvstore blocks lookup 8c2f0d --file tokens.json
-      jq -c .token_ids request.json | kvstore blocks lookup 8c2f0d --json | jq .first_miss
+      jq -c .token_ids request.json | kvstore blocks lookup 8c2f0d -o json | jq .first_miss
     """
     from kvstore.control_api.schemas.store import LookUp
 
@@ -80,17 +80,15 @@ def lookup(config: Config, *, namespace: str, ids: tuple[str, ...], file: Path |
         raise click.UsageError("give ids, or a file of them, not both")
     keys, tokens = chain_of(" ".join(ids) if ids else _read(file))
 
-    async def question(store: Store) -> LookedUp:
+    async def question(store: StoreConnection) -> LookedUp:
         wanted = (await find(store, namespace)).namespace_id
         return await store.queries.look_up(LookUp(namespace_id=wanted, keys=keys, tokens=tokens))
 
     found = ask(config, question)
-    if as_json:
-        output.as_json(found)
-        return
     why = f": {found.first_miss}" if found.first_miss else ""
     output.note(f"{found.hit_blocks:,} of {found.blocks:,} blocks hit{why}")
-    output.table(
+    return result.table(
+        found,
         ("blocks", "hit", "state", "where", "why"),
         [
             (
@@ -105,11 +103,10 @@ def lookup(config: Config, *, namespace: str, ids: tuple[str, ...], file: Path |
     )
 
 
-@blocks.command("show", cls=Command)
+@blocks.command("show")
 @click.argument("key")
-@json_option
-@store_options
-def show_block(config: Config, *, key: str, as_json: bool) -> None:
+@store_query
+def show_block(config: Config, *, key: str) -> CommandOutput:
     """Show the index record of a block, by its KEY of 32 hexadecimal digits.
 
     Examples:
@@ -119,10 +116,8 @@ def show_block(config: Config, *, key: str, as_json: bool) -> None:
     if not _KEY.fullmatch(wanted):
         raise click.BadParameter("a key must have 32 hexadecimal digits", param_hint="KEY")
     found = ask(config, lambda store: store.queries.block(wanted))
-    if as_json:
-        output.as_json(found)
-        return
-    output.facts(
+    return result.facts(
+        found,
         [
             ("key", found.key),
             ("state", found.state),
@@ -130,7 +125,7 @@ def show_block(config: Config, *, key: str, as_json: bool) -> None:
             ("namespace", found.namespace_id or ""),
             ("depth", "" if found.depth is None else str(found.depth)),
             ("where", _where(found.replicas)),
-        ]
+        ],
     )
 
 

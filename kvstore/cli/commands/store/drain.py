@@ -1,4 +1,4 @@
-"""``kvstore drain``, ``undrain`` and ``remove``: nodes leave and rejoin a running store."""
+"""``kvstore nodes drain``, ``undrain`` and ``remove``: nodes leave and rejoin a running store."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Self
 
 import click
 
-from kvstore.cli.support import param_types
-from kvstore.cli.support.config_options import with_quiet_config
+from kvstore.cli.support import param_types, result
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.output import clean
-from kvstore.cli.support.store_client import Refusal, Store, ask, complete_nodes, metadata_option
+from kvstore.cli.support.result import CommandOutput
+from kvstore.cli.support.store_client import Refusal, StoreConnection, ask, complete_nodes, store_change
 from kvstore.config.model import Config
 
 if TYPE_CHECKING:
@@ -34,66 +34,61 @@ _argument = click.argument("node", shell_complete=complete_nodes)
 @click.option("--move", is_flag=True, help="Move blocks that no other active node has on a volume to other nodes.")
 @click.option("--wait", is_flag=True, help="Wait until the node is drained or blocked.")
 @click.option("--timeout", callback=param_types.some_seconds, metavar="TIME", help="Longest wait, e.g. 90s.")
-@metadata_option
-@with_quiet_config
-def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float | None) -> None:
+@store_change
+def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float | None) -> CommandOutput:
     """Drain a node: it rejects stores, serves loads and makes all blocks durable.
 
     Engines on its host keep loading and stop storing. A drained node may be stopped. Without --move, its blocks stay on its
-    volumes and are misses until it is back. With --move, other nodes serve them. A drain survives restarts; kvstore
+    volumes and are misses until it is back. With --move, other nodes serve them. A drain survives restarts; kvstore nodes
     undrain cancels it.
 
     Examples:
-      kvstore drain host-3 --wait              before a restart of the host
-      kvstore drain host-3 --move --wait       before it leaves for good; then stop it, and kvstore remove host-3
+      kvstore nodes drain host-3 --wait            before a restart of the host
+      kvstore nodes drain host-3 --move --wait     before it leaves for good; then stop it and remove it
 
-    Exit codes: 0 drained (without --wait: drain begun), 1 failed, 3 rejected, unknown node, or drain blocked and stopping the
-    node would lose blocks, 4 timeout.
+    Exit codes with --wait: 0 the node is drained, 3 the drain is blocked and stopping the node would lose blocks, 4 timeout.
     """
 
-    async def order(store: Store) -> int:
+    async def order(store: StoreConnection) -> CommandOutput:
         status = await store.rpc.drain_node(node, move=move)
-        if wait:
-            return await _await_drained(store, node, timeout)
-        click.echo(describe(status))
-        return 0
+        return await _await_drained(store, node, timeout) if wait else _told(status)
 
-    sys.exit(ask(config, order))
+    return ask(config, order)
 
 
 @click.command(cls=Command)
 @_argument
-@metadata_option
-@with_quiet_config
-def undrain(config: Config, *, node: str) -> None:
+@store_change
+def undrain(config: Config, *, node: str) -> CommandOutput:
     """Cancel the drain of a node. Blocks that were moved to other nodes stay there.
 
     Examples:
-      kvstore undrain host-3
-
-    Exit codes: 0 done, 1 failed or no answer, 2 usage error, 3 rejected or unknown node.
+      kvstore nodes undrain host-3
     """
-    click.echo(describe(ask(config, lambda store: store.rpc.undrain_node(node))))
+    return _told(ask(config, lambda store: store.rpc.undrain_node(node)))
 
 
 @click.command(cls=Command)
 @_argument
 @click.option("--force", is_flag=True, help="Also if it is alive and not drained.")
-@metadata_option
-@with_quiet_config
-def remove(config: Config, *, node: str, force: bool) -> None:
+@store_change
+def remove(config: Config, *, node: str, force: bool) -> CommandOutput:
     """Forget a dead or drained node and its replicas at once.
 
     Its volumes are not touched: if the node is started again, its blocks are back.
 
     Examples:
-      kvstore remove host-3
-
-    Exit codes: 0 done, 1 failed or no answer, 2 usage error, 3 rejected or unknown node.
+      kvstore nodes remove host-3
     """
     if not ask(config, lambda store: store.rpc.remove_node(node, force=force)):
-        raise Refusal(f"no such node: {node}")
-    click.echo(f"{node}: removed")
+        raise Refusal(f"no such node: {node}; kvstore nodes lists them")
+    return result.line({"node_id": node, "removed": True}, f"{node}: removed")
+
+
+def _told(status: metadata_pb2.NodeStatus, exit_code: int = 0) -> CommandOutput:
+    from kvstore.control_api import serializers
+
+    return CommandOutput(serializers.participation(status), lambda: click.echo(describe(status)), exit_code)
 
 
 def describe(status: metadata_pb2.NodeStatus) -> str:
@@ -118,12 +113,8 @@ def describe(status: metadata_pb2.NodeStatus) -> str:
     return clean(", ".join(said))
 
 
-async def _await_drained(store: Store, node: str, timeout_s: float | None) -> int:
-    """Show the progress of a drain until it ends.
-
-    Returns:
-        The exit code.
-    """
+async def _await_drained(store: StoreConnection, node: str, timeout_s: float | None) -> CommandOutput:
+    """Show the progress of a drain until it ends."""
     from kvproto.v1 import common_pb2
 
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -131,24 +122,24 @@ async def _await_drained(store: Store, node: str, timeout_s: float | None) -> in
         while True:
             status = (await store.rpc.nodes()).get(node)
             if status is None or not status.HasField("order"):
-                raise click.ClickException(f"{node}: it was removed, or its drain was cancelled, meanwhile")
+                raise click.ClickException(f"{node}: the node was removed, or its drain was cancelled, during the wait")
             final = status.state in (common_pb2.NODE_STATE_DRAINED, common_pb2.NODE_STATE_DRAIN_BLOCKED)
             if not final and not status.alive:
                 raise click.ClickException(f"{describe(status)}: it drains once it is back")
             late = deadline_s is not None and time.monotonic() > deadline_s
-            show(describe(status), last=final or late)
             if status.state == common_pb2.NODE_STATE_DRAINED:
-                return 0
+                return _told(status)
             if final or late:
-                return EXIT_BLOCKED if final else EXIT_TIMEOUT
+                return _told(status, EXIT_BLOCKED if final else EXIT_TIMEOUT)
+            show(describe(status))
             await asyncio.sleep(_POLL_S)
 
 
 class _Line:
-    """Context manager for a status line: rewritten in place on a terminal, printed on change elsewhere."""
+    """Context manager for a status line on standard error: rewritten in place on a terminal, printed on change elsewhere."""
 
     def __init__(self) -> None:
-        self._terminal = sys.stdout.isatty()
+        self._terminal = sys.stderr.isatty()
         self._shown = ""
         self._said_s = float("-inf")
 
@@ -156,14 +147,14 @@ class _Line:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None and self._terminal and self._shown:
-            click.echo()  # the status line is unchanged
+        if self._terminal and self._shown:
+            click.echo("\r\x1b[2K", nl=False, err=True)
 
-    def __call__(self, text: str, *, last: bool) -> None:
+    def __call__(self, text: str) -> None:
         now_s = time.monotonic()
         if self._terminal:
-            click.echo("\r\x1b[2K" + text, nl=last)
-        elif last or (text != self._shown and now_s - self._said_s >= _SAY_EVERY_S):
-            click.echo(text)
+            click.echo("\r\x1b[2K" + text, nl=False, err=True)
+        elif text != self._shown and now_s - self._said_s >= _SAY_EVERY_S:
+            click.echo(text, err=True)
             self._said_s = now_s
         self._shown = text

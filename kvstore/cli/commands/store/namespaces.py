@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.support import output, param_types
-from kvstore.cli.support.help import Command, Group
+from kvstore.cli.commands.store.namespace_names import find, find_ruled
+from kvstore.cli.support import output, param_types, result
+from kvstore.cli.support.help import Resource
+from kvstore.cli.support.result import CommandOutput
 from kvstore.cli.support.store_client import (
-    Refusal,
-    Store,
+    StoreConnection,
     ask,
     complete_namespaces,
     confirm,
-    end_of,
-    json_option,
-    lists,
-    store_options,
+    exit_code_of,
+    store_change,
+    store_query,
     tell_unreached,
     yes_option,
 )
@@ -29,85 +29,40 @@ if TYPE_CHECKING:
     from kvstore.control_api.schemas.retention import Rule
     from kvstore.control_api.schemas.store import Namespace, NamespaceEvicted, Usage
 
-Found = TypeVar("Found")
-LEAST_DIGITS: Final = 4
-_ID_DIGITS: Final = 32
 _argument = click.argument("namespace", shell_complete=complete_namespaces)
 
 
-async def find(store: Store, text: str) -> Namespace:
-    """The namespace with an id or id prefix.
+@click.group(cls=Resource)
+def namespaces() -> None:
+    """List, inspect, evict, pin and invalidate namespaces. Without a command, list them.
 
-    Raises:
-        click.BadParameter: not an id prefix.
-        Refusal: no namespace or several namespaces match.
-    """
-    wanted = _digits(text)
-    return _only([one async for one in store.queries.namespaces() if one.namespace_id.startswith(wanted)], wanted)
-
-
-async def _find_ruled(store: Store, text: str) -> bytes:
-    """Like ``find``, but return the id, and also find namespaces that have a rule and are not registered.
-
-    Raises:
-        click.BadParameter: not an id prefix.
-        Refusal: no namespace or several namespaces match.
-    """
-    wanted = _digits(text)
-    known = {one.namespace_id async for one in store.queries.namespaces()}
-    if not any(one.startswith(wanted) for one in known):
-        known |= {one.namespace_id for one in await store.queries.rules()}
-    return bytes.fromhex(_only([one for one in known if one.startswith(wanted)], wanted))
-
-
-def _digits(text: str) -> str:
-    """Parse an id prefix.
-
-    Raises:
-        click.BadParameter: not an id prefix.
-    """
-    wanted = text.lower()
-    if not re.fullmatch(f"[0-9a-f]{{{LEAST_DIGITS},{_ID_DIGITS}}}", wanted):
-        raise click.BadParameter(
-            f"a namespace is an id, or its first {LEAST_DIGITS} or more digits; got {output.clean(text[:64])}",
-            param_hint="NAMESPACE",
-        )
-    return wanted
-
-
-def _only(found: Sequence[Found], wanted: str) -> Found:
-    if len(found) != 1:
-        many = f"{len(found)} namespaces begin" if found else "no namespace begins"
-        raise Refusal(f"{many} with {wanted}; kvstore namespaces lists them")
-    return found[0]
-
-
-@click.group(cls=Group, invoke_without_command=True)
-@json_option
-@store_options
-def namespaces(config: Config, *, as_json: bool) -> None:
-    """List the namespaces in order of registration, with their lookup counts.
-
-    Commands accept a prefix of a namespace id. Long names are cut in the table; `show` and --json have all
-    of them.
+    NAMESPACE is an id, the first 4 or more digits of an id, or the name of a model that has one namespace.
 
     Examples:
       kvstore namespaces
-      kvstore namespaces --json | jq -r '.items[] | select(.spec.model == "my-model") | .namespace_id'
       kvstore namespaces usage 8c2f0d
-      kvstore namespaces evict 8c2f0d --tier nvme
+      kvstore namespaces evict my-model --tier nvme
     """
-    if not lists(click.get_current_context(), as_json):
-        return
 
-    async def found(store: Store) -> list[Namespace]:
+
+@namespaces.command("list")
+@store_query
+def list_namespaces(config: Config) -> CommandOutput:
+    """List the namespaces in order of registration, with their lookup counts.
+
+    Long names are cut in the table. `show`, JSON and YAML have all of them.
+
+    Examples:
+      kvstore namespaces list
+      kvstore namespaces list -o json | jq -r '.items[] | select(.spec.model == "my-model") | .namespace_id'
+    """
+
+    async def found(store: StoreConnection) -> list[Namespace]:
         return [one async for one in store.queries.namespaces()]
 
     known = ask(config, found)
-    if as_json:
-        output.as_json({"items": [one.model_dump(mode="json") for one in known]})
-        return
-    output.table(
+    return result.table(
+        known,
         ("namespace", "model", "weights", "block tokens", "block", "shard", "tenant", "lookups", "hit", "ttl", "pinned"),
         [
             (
@@ -128,22 +83,19 @@ def namespaces(config: Config, *, as_json: bool) -> None:
     )
 
 
-@namespaces.command("show", cls=Command)
+@namespaces.command("show")
 @_argument
-@json_option
-@store_options
-def show_namespace(config: Config, *, namespace: str, as_json: bool) -> None:
+@store_query
+def show_namespace(config: Config, *, namespace: str) -> CommandOutput:
     """Show a namespace: spec and lookup counts.
 
     Examples:
       kvstore namespaces show 8c2f0d
     """
     found = ask(config, lambda store: find(store, namespace))
-    if as_json:
-        output.as_json(found)
-        return
     spec = found.spec.model_dump(mode="json")
-    output.facts(
+    return result.facts(
+        found,
         [
             ("namespace", found.namespace_id),
             *((name.replace("_", " "), str(value)) for name, value in spec.items()),
@@ -152,43 +104,39 @@ def show_namespace(config: Config, *, namespace: str, as_json: bool) -> None:
             ("hit", f"{found.hit_blocks:,} blocks {output.share(found.hit_blocks, found.asked_blocks)}".rstrip()),
             ("ttl", "none" if found.ttl_s is None else output.duration(found.ttl_s)),
             ("pinned", "yes" if found.pinned else "no"),
-        ]
+        ],
     )
 
 
-@namespaces.command(cls=Command)
+@namespaces.command()
 @_argument
-@json_option
-@store_options
-def usage(config: Config, *, namespace: str, as_json: bool) -> None:
+@store_query
+def usage(config: Config, *, namespace: str) -> CommandOutput:
     """Show the usage of a namespace by volume. Every node counts its blocks.
 
     Examples:
       kvstore namespaces usage 8c2f0d
-      kvstore namespaces usage 8c2f0d --json | jq '[.tiers[].bytes] | add'
+      kvstore namespaces usage 8c2f0d -o json | jq '[.tiers[].bytes] | add'
     """
 
-    async def question(store: Store) -> Usage:
+    async def question(store: StoreConnection) -> Usage:
         return await store.queries.usage(bytes.fromhex((await find(store, namespace)).namespace_id))
 
     found = ask(config, question)
-    if as_json:
-        output.as_json(found)
-        return
-    output.table(
+    tell_unreached(found.unreached)
+    return result.table(
+        found,
         ("volume", "node", "tier", "blocks", "bytes"),
         [(one.volume_id, one.node_id, one.tier, str(one.blocks), output.size(one.bytes)) for one in found.volumes],
     )
-    tell_unreached(found.unreached)
 
 
-@namespaces.command(cls=Command)
+@namespaces.command()
 @_argument
 @click.option("--tier", "tiers", type=click.Choice(("dram", "nvme")), multiple=True, help="Evict from this tier only.")
 @yes_option
-@json_option
-@store_options
-def evict(config: Config, *, namespace: str, tiers: tuple[str, ...], yes: bool, as_json: bool) -> None:
+@store_change
+def evict(config: Config, *, namespace: str, tiers: tuple[str, ...], yes: bool) -> CommandOutput:
     """Evict the blocks of a namespace on every node. Blocks in use and dirty DRAM blocks stay.
 
     The counts are replicas: a block in DRAM and on a volume counts twice. A pinned namespace is not evicted.
@@ -201,15 +149,14 @@ def evict(config: Config, *, namespace: str, tiers: tuple[str, ...], yes: bool, 
     where = " and ".join(dict.fromkeys(tiers)) or "dram and nvme"
     confirm(f"Evict all blocks of {_named(known)} from {where}, at every node", yes=yes)
     wanted = bytes.fromhex(known.namespace_id)
-    _say(ask(config, lambda store: store.commands.evict_namespace(wanted, tiers or ("dram", "nvme"))), "evicted", as_json=as_json)
+    return _changed(ask(config, lambda store: store.commands.evict_namespace(wanted, tiers or ("dram", "nvme"))), "evicted")
 
 
-@namespaces.command(cls=Command)
+@namespaces.command()
 @_argument
 @yes_option
-@json_option
-@store_options
-def invalidate(config: Config, *, namespace: str, yes: bool, as_json: bool) -> None:
+@store_change
+def invalidate(config: Config, *, namespace: str, yes: bool) -> CommandOutput:
     """Drop every block of a namespace on every node, durable or not. For blocks with wrong content.
 
     Stop the engines that store them first. Nodes that do not answer keep and serve their blocks.
@@ -221,7 +168,7 @@ def invalidate(config: Config, *, namespace: str, yes: bool, as_json: bool) -> N
     known = ask(config, lambda store: find(store, namespace))
     confirm(f"Drop every block of {_named(known)}, durable or not, at every node", yes=yes)
     wanted = bytes.fromhex(known.namespace_id)
-    _say(ask(config, lambda store: store.commands.invalidate_namespace(wanted)), "dropped", as_json=as_json)
+    return _changed(ask(config, lambda store: store.commands.invalidate_namespace(wanted)), "dropped")
 
 
 def _time(ctx: click.Context, param: click.Parameter, value: str) -> float | None:
@@ -232,12 +179,11 @@ def _time(ctx: click.Context, param: click.Parameter, value: str) -> float | Non
     return None if value == "none" else param_types.some_seconds(ctx, param, value)
 
 
-@namespaces.command(cls=Command)
+@namespaces.command()
 @_argument
 @click.argument("time", metavar="TIME|none", callback=_time)
-@json_option
-@store_options
-def ttl(config: Config, *, namespace: str, time: float | None, as_json: bool) -> None:
+@store_change
+def ttl(config: Config, *, namespace: str, time: float | None) -> CommandOutput:
     """Set the time to live of a namespace: every node evicts blocks that were not stored or loaded for this time.
 
     It counts from the last use known to the node, at the earliest from the start of the node or from now.
@@ -246,68 +192,60 @@ def ttl(config: Config, *, namespace: str, time: float | None, as_json: bool) ->
       kvstore namespaces ttl 8c2f0d 7d
       kvstore namespaces ttl 8c2f0d none
     """
-    _rule(config, namespace, lambda before: (time, before.pinned), as_json=as_json)
+    return _rule(config, namespace, lambda before: (time, before.pinned))
 
 
-@namespaces.command(cls=Command)
+@namespaces.command()
 @_argument
-@json_option
-@store_options
-def pin(config: Config, *, namespace: str, as_json: bool) -> None:
+@store_change
+def pin(config: Config, *, namespace: str) -> CommandOutput:
     """Pin a namespace: protect its blocks from eviction, up to half of each tier of a node. Invalidate still drops them.
 
     Examples:
       kvstore namespaces pin 8c2f0d
     """
-    _rule(config, namespace, lambda before: (before.ttl_s, True), as_json=as_json)
+    return _rule(config, namespace, lambda before: (before.ttl_s, True))
 
 
-@namespaces.command(cls=Command)
+@namespaces.command()
 @_argument
-@json_option
-@store_options
-def unpin(config: Config, *, namespace: str, as_json: bool) -> None:
-    """Unpin a namespace.
+@store_change
+def unpin(config: Config, *, namespace: str) -> CommandOutput:
+    """Let the blocks of a namespace be evicted again.
 
     Examples:
       kvstore namespaces unpin 8c2f0d
     """
-    _rule(config, namespace, lambda before: (before.ttl_s, False), as_json=as_json)
+    return _rule(config, namespace, lambda before: (before.ttl_s, False))
 
 
-def _rule(config: Config, namespace: str, wanted: Callable[[Rule], tuple[float | None, bool]], *, as_json: bool) -> None:
+def _rule(config: Config, namespace: str, wanted: Callable[[Rule], tuple[float | None, bool]]) -> CommandOutput:
     """Change the retention rule of a namespace unless it was changed concurrently."""
 
-    async def change(store: Store) -> Rule:
-        found = await _find_ruled(store, namespace)
+    async def change(store: StoreConnection) -> Rule:
+        found = await find_ruled(store, namespace)
         before = await store.queries.rule(found)
         ttl_s, pinned = wanted(before)
         done, _ = await store.commands.set_rule(found, ttl_s, pinned=pinned, expected=before)
         return done
 
     done = ask(config, change)
-    if as_json:
-        output.as_json(done)
-    else:
-        lives = "no time to live" if done.ttl_s is None else f"time to live {output.duration(done.ttl_s)}"
-        output.line(f"{done.namespace_id}: {lives}, {'pinned' if done.pinned else 'not pinned'}")
+    lives = "no time to live" if done.ttl_s is None else f"time to live {output.duration(done.ttl_s)}"
+    return result.line(done, f"{done.namespace_id}: {lives}, {'pinned' if done.pinned else 'not pinned'}")
 
 
-@namespaces.command(cls=Command)
-@json_option
-@store_options
-def rules(config: Config, *, as_json: bool) -> None:
+@namespaces.command()
+@store_query
+def rules(config: Config) -> CommandOutput:
     """List retention rules, also of namespaces that are not registered any more.
 
     Examples:
       kvstore namespaces rules
-      kvstore namespaces rules --json | jq -r '.items[] | select(.pinned) | .namespace_id'
+      kvstore namespaces rules -o json | jq -r '.items[] | select(.pinned) | .namespace_id'
     """
     found = ask(config, lambda store: store.queries.rules())
-    if as_json:
-        output.as_json({"items": [one.model_dump(mode="json") for one in found]})
-        return
-    output.table(
+    return result.table(
+        found,
         ("namespace", "ttl", "pinned"),
         [
             (one.namespace_id, "" if one.ttl_s is None else output.duration(one.ttl_s), "yes" if one.pinned else "")
@@ -316,14 +254,13 @@ def rules(config: Config, *, as_json: bool) -> None:
     )
 
 
-@namespaces.command("bump-weights", cls=Command)
+@namespaces.command("bump-weights")
 @_argument
 @click.argument("weights_epoch")
 @click.option("--keep", is_flag=True, help="Keep the blocks of the old weights.")
 @yes_option
-@json_option
-@store_options
-def bump_weights(config: Config, *, namespace: str, weights_epoch: str, keep: bool, yes: bool, as_json: bool) -> None:
+@store_change
+def bump_weights(config: Config, *, namespace: str, weights_epoch: str, keep: bool, yes: bool) -> CommandOutput:
     """Register the namespace with the same spec and weights WEIGHTS_EPOCH, and drop the blocks of the old weights.
 
     Engines use it once they are started with the new epoch.
@@ -337,29 +274,29 @@ def bump_weights(config: Config, *, namespace: str, weights_epoch: str, keep: bo
         confirm(f"Drop every block of {_named(known)}, at every node, and register weights {weights_epoch}", yes=yes)
     wanted = bytes.fromhex(known.namespace_id)
     done = ask(config, lambda store: store.commands.bump_weights(wanted, weights_epoch, invalidate=not keep))
-    if as_json:
-        output.as_json(done)
-    else:
-        output.line(f"{done.namespace_id}: {done.spec.model} with weights {done.spec.weights_epoch}")
-    if done.invalidated is not None:
-        if not as_json:
-            _tell(done.invalidated, "dropped")
-        end_of(done.invalidated)
+    registered = f"{done.namespace_id}: {done.spec.model} with weights {done.spec.weights_epoch}"
+    if done.invalidated is None:
+        return result.line(done, registered)
+    dropped = done.invalidated
+    tell_unreached(dropped.unreached)
+
+    def show() -> None:
+        output.line(registered)
+        output.line(_summary(dropped, "dropped"))
+
+    return CommandOutput(done, show, exit_code_of(dropped))
 
 
 def _named(namespace: Namespace) -> str:
     return f"{namespace.namespace_id} ({namespace.spec.model}, weights {namespace.spec.weights_epoch or output.NOTHING})"
 
 
-def _say(done: NamespaceEvicted, verb: str, *, as_json: bool) -> None:
-    if as_json:
-        output.as_json(done)
-    else:
-        _tell(done, verb)
-    end_of(done)
+def _changed(done: NamespaceEvicted, verb: str) -> CommandOutput:
+    tell_unreached(done.unreached)
+    return CommandOutput(done, lambda: output.line(_summary(done, verb)), exit_code_of(done))
 
 
-def _tell(done: NamespaceEvicted, verb: str) -> None:
+def _summary(done: NamespaceEvicted, verb: str) -> str:
     kept = f", {done.kept_blocks:,} stay" if done.kept_blocks else ""
     nodes = ", ".join(f"{one.node_id} {one.evicted_blocks:,}" for one in done.nodes)
-    output.line(f"{done.namespace_id}: {done.evicted_blocks:,} copies of blocks {verb}{kept}" + (f" ({nodes})" if nodes else ""))
+    return f"{done.namespace_id}: {done.evicted_blocks:,} copies of blocks {verb}{kept}" + (f" ({nodes})" if nodes else "")

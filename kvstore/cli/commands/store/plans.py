@@ -1,4 +1,4 @@
-"""``kvstore plans``, ``loads`` and ``path-policy``: planned loads, slow loads and the path policy."""
+"""``kvstore plans``, ``loads`` and ``policy``: planned loads, slow loads and the path policy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvstore.cli.support import output
-from kvstore.cli.support.help import Command
-from kvstore.cli.support.store_client import Store, ask, json_option, store_options, tell_unreached
+from kvstore.cli.support import output, result
+from kvstore.cli.support.help import Resource, ShownResource
+from kvstore.cli.support.result import CommandOutput
+from kvstore.cli.support.store_client import StoreConnection, ask, store_change, store_query, tell_unreached
 from kvstore.config.model import Config
 
 if TYPE_CHECKING:
@@ -21,35 +22,41 @@ MOST_LOADS: Final = 50
 POLICIES: Final = ("prefill_only", "round_robin", "shorter_queue", "split")
 
 
-@click.command(cls=Command)
+@click.group(cls=Resource)
+def plans() -> None:
+    """Show planned loads and recent load decisions. Without a command, list them.
+
+    Examples:
+      kvstore plans
+      kvstore plans --watch 1
+    """
+
+
+@plans.command("list")
 @click.option(
     "--decisions", type=click.IntRange(0, MOST_DECISIONS), default=10, show_default=True, help="Number of recent decisions."
 )
-@json_option
-@store_options
-def plans(config: Config, *, decisions: int, as_json: bool) -> None:
-    """Show planned loads in progress, and recent load decisions with their inputs.
+@store_query
+def list_plans(config: Config, *, decisions: int) -> CommandOutput:
+    """List planned loads in progress, and recent load decisions with their inputs.
 
     JSON: live (at most 500, by plan id) and decisions (newest first), with the fields of the REST's /plans and /decisions. Of
     several metadata workers, one answers: each plans for itself.
 
     Examples:
-      kvstore plans
-      kvstore plans --decisions 50 --json | jq '.decisions[] | select(.excluded != [])'
+      kvstore plans list
+      kvstore plans list --decisions 50 -o json | jq '.decisions[] | select(.excluded != [])'
     """
 
-    async def question(store: Store) -> tuple[list[LivePlan], list[Decision]]:
+    async def question(store: StoreConnection) -> tuple[list[LivePlan], list[Decision]]:
         return await store.queries.plans(MOST_LIVE), (await store.queries.decisions(decisions)).items
 
     live, decided = ask(config, question)
-    if as_json:
-        listed: dict[str, object] = {
+    return result.table(
+        {
             "live": [plan.model_dump(mode="json") for plan in live],
             "decisions": [one.model_dump(mode="json") for one in decided],
-        }
-        output.as_json(listed)
-        return
-    output.table(
+        },
         ("plan", "is", "policy", "prefill", "decode", "blocks", "bytes", "time", "reads", "why"),
         [
             *(
@@ -74,22 +81,30 @@ def plans(config: Config, *, decisions: int, as_json: bool) -> None:
     )
 
 
-@click.command(cls=Command)
-@click.option("--limit", type=click.IntRange(1, MOST_LOADS), default=20, show_default=True, help="Number of loads.")
-@json_option
-@store_options
-def loads(config: Config, *, limit: int, as_json: bool) -> None:
-    """Show the slowest loads of the last minute on any node, slowest first, with the cause of their duration.
+@click.group(cls=Resource)
+def loads() -> None:
+    """Show the slowest loads of the last minute and their causes. Without a command, list them.
 
     Examples:
       kvstore loads
-      kvstore loads --limit 1 --json | jq -r '.items[0].reason'
+      kvstore loads --watch
+    """
+
+
+@loads.command("list")
+@click.option("--limit", type=click.IntRange(1, MOST_LOADS), default=20, show_default=True, help="Number of loads.")
+@store_query
+def list_loads(config: Config, *, limit: int) -> CommandOutput:
+    """List the slowest loads of the last minute on any node, slowest first, with the cause of their duration.
+
+    Examples:
+      kvstore loads list
+      kvstore loads list --limit 1 -o json | jq -r '.items[0].reason'
     """
     found = ask(config, lambda store: store.queries.slow_loads(limit))
-    if as_json:
-        output.as_json(found)
-        return
-    output.table(
+    tell_unreached(found.unreached)
+    return result.table(
+        found,
         ("took", "ago", "node", "request", "blocks", "reason"),
         [
             (
@@ -103,36 +118,52 @@ def loads(config: Config, *, limit: int, as_json: bool) -> None:
             for one in found.items
         ],
     )
-    tell_unreached(found.unreached)
 
 
-@click.command("path-policy", cls=Command)
-@click.argument("policy", type=click.Choice(POLICIES), required=False)
-@click.option("--if-match", type=click.Choice(POLICIES), help="Change the policy only if this one is in force.")
-@json_option
-@store_options
-def path_policy(config: Config, *, policy: str | None, if_match: str | None, as_json: bool) -> None:
-    """Show the path policy, or change it to POLICY. It chooses the storage links for loads whose request names no policy.
-
-    A change applies to new plans. After a restart of the metadata server, metadata.path_policy applies again.
+@click.group(cls=ShownResource)
+def policy() -> None:
+    """Show or set the path policy, which chooses the storage links of loads. Without a command, show it.
 
     Examples:
-      kvstore path-policy
-      kvstore path-policy prefill_only --if-match split
+      kvstore policy
+      kvstore policy set split
     """
-    if if_match is not None and policy is None:
-        raise click.UsageError("--if-match requires POLICY")
 
-    async def question(store: Store) -> PathPolicy:
-        if policy is not None:
-            await store.rpc.set_path_policy(policy, if_match)
+
+@policy.command("show")
+@store_query
+def show_policy(config: Config) -> CommandOutput:
+    """Show the path policy. It applies to loads whose request names no policy.
+
+    Examples:
+      kvstore policy show
+      kvstore policy show -o json | jq -r .policy
+    """
+    return _policy(ask(config, lambda store: store.queries.path_policy()))
+
+
+@policy.command("set")
+@click.argument("policy", type=click.Choice(POLICIES))
+@click.option("--if-match", type=click.Choice(POLICIES), help="Change the policy only if this one is in force.")
+@store_change
+def set_policy(config: Config, *, policy: str, if_match: str | None) -> CommandOutput:
+    """Set the path policy of new plans to POLICY.
+
+    After a restart of the metadata server, metadata.path_policy applies again.
+
+    Examples:
+      kvstore policy set prefill_only --if-match split
+    """
+
+    async def change(store: StoreConnection) -> PathPolicy:
+        await store.rpc.set_path_policy(policy, if_match)
         return await store.queries.path_policy()
 
-    found = ask(config, question)
-    if as_json:
-        output.as_json(found)
-    else:
-        output.line(f"{found.policy} (configured: {found.configured})")
+    return _policy(ask(config, change))
+
+
+def _policy(found: PathPolicy) -> CommandOutput:
+    return result.line(found, f"{found.policy} (configured: {found.configured})")
 
 
 def _request(plan: LivePlan | Decision, what: str) -> tuple[str, ...]:

@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from kvstore.cli.support import output
 from kvstore.cli.support.help import Command
-from kvstore.cli.support.store_client import Store, ask, store_options
+from kvstore.cli.support.result import CommandOutput
+from kvstore.cli.support.store_client import StoreConnection, ask, store_query
 from kvstore.config.model import Config
+
+EXIT_DEGRADED: Final = 5
+"""Exit code: the store answers, and at least one finding is present."""
+_HEALTH_WORDS: Final = {"ok": "HEALTH_OK", "warning": "HEALTH_WARN", "error": "HEALTH_ERR"}
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@store_options
-def status(config: Config, *, as_json: bool) -> None:
-    """Show nodes, volumes and usage as the metadata server knows them.
+@click.option("--detail", is_flag=True, help="Print what each finding means, what to do, and its page in the documentation.")
+@store_query
+def status(config: Config, *, detail: bool) -> CommandOutput:
+    """Show health, nodes, volumes and usage as the metadata server knows them.
 
-    JSON: metadata (its address), problems (as text), blocks and index_bytes of the index, counters of the
-    metadata server by name; namespaces, each with id, model, block_tokens, block_bytes; nodes, each with id, alive, state
-    (active, draining, drained, drain_blocked), stopped, refused (null, or why its calls are refused), heartbeat_age_ms, roles,
-    control_address, data_address, mounts, drain (null: it is not to drain) and volumes, each with id, tier, capacity_bytes,
-    used_bytes, blocks and read_only (null, or the reason).
+    The first line is HEALTH_OK, HEALTH_WARN or HEALTH_ERR with the number of findings; a line per finding follows, with its code
+    and the facts. Exit code 5: the store answers, and something is wrong or will be soon. docs/reference/health has a page per
+    code.
+
+    JSON: health (ok, warning, error), findings (code, severity, subject, facts, title, meaning, action, docs), metadata (its
+    address), blocks and index_bytes of the index, counters of the metadata server by name; namespaces, each with id, model,
+    block_tokens, block_bytes; nodes, each with id, alive, state (active, draining, drained, drain_blocked), stopped, refused
+    (null, or why its calls are refused), heartbeat_age_ms, roles, control_address, data_address, mounts, drain (null: it is not
+    to drain) and volumes, each with id, tier, capacity_bytes, used_bytes, blocks and read_only (null, or the reason).
 
     Examples:
       kvstore status
-      kvstore status --metadata 10.0.0.1:7400 --json
+      kvstore status --detail
+      kvstore status --metadata 10.0.0.1:7400 -o json
+      kvstore status --watch 5
     """
-    found = ask(config, lambda store: fetch_status(config, store))
-    if as_json:
-        output.as_json(found)
-    else:
+    try:
+        found = ask(config, lambda store: fetch_status(config, store))
+    except click.ClickException:
+        if click.get_current_context().params["output_format"] == "table":
+            output.line("HEALTH_ERR  METADATA_UNREACHABLE")
+        raise
+
+    def show() -> None:
+        _print_health(found, detail=detail)
         _print(found)
 
+    return CommandOutput(found, show, 0 if found["health"] == "ok" else EXIT_DEGRADED)
 
-async def fetch_status(config: Config, store: Store) -> dict[str, Any]:
+
+async def fetch_status(config: Config, store: StoreConnection) -> dict[str, Any]:
     """Query the metadata server.
 
     Raises:
@@ -44,14 +62,14 @@ async def fetch_status(config: Config, store: Store) -> dict[str, Any]:
     """
     from kvproto.v1.common_pb2 import NodeState
     from kvstore.control_api import serializers
-    from kvstore.control_api.queries import MOST_PROBLEMS
     from kvstore.core.types import Tier
+    from kvstore.health.findings import from_proto
 
     server, nodes, counters = await asyncio.gather(store.rpc.server(), store.rpc.nodes(), store.rpc.counters())
     namespaces = [one async for one in store.queries.namespaces()]
     return {
+        **serializers.health(from_proto(server.findings)).model_dump(),
         "metadata": config.client.metadata,
-        "problems": serializers.problems(server.problems, list(nodes.values()), MOST_PROBLEMS),
         "blocks": server.blocks,
         "index_bytes": server.index_bytes,
         "counters": dict(sorted(counters.items())),
@@ -107,13 +125,29 @@ def _usage(usages: Any, volume_id: str) -> dict[str, Any]:  # noqa: ANN401  # a 
     return {"used_bytes": 0, "blocks": 0, "read_only": None}
 
 
+def _print_health(found: dict[str, Any], *, detail: bool) -> None:
+    """Print the health line and a line per finding."""
+    counts = [
+        f"{number} {severity}{'s' if number != 1 else ''}"
+        for severity in ("error", "warning")
+        if (number := sum(one["severity"] == severity for one in found["findings"]))
+    ]
+    output.line("  ".join([_HEALTH_WORDS[found["health"]], ", ".join(counts)]).rstrip())
+    for one in found["findings"]:
+        output.line(f"  {one['code']}: {one['facts']}")
+        if detail:
+            output.line(f"    meaning: {one['meaning']}")
+            output.line(f"    action:  {one['action']}")
+            output.line(f"    see:     {one['docs']}")
+    if found["findings"] and not detail:
+        output.line("  `kvstore status --detail` prints what to do.")
+
+
 def _print(found: dict[str, Any]) -> None:
     """Print lines instead of a table, so that addresses can be copied from narrow terminals."""
     from kvstore.replay.report import show_bytes
 
     output.line(f"metadata server {found['metadata']}: {found['blocks']:,} blocks, index {show_bytes(found['index_bytes'])}")
-    for problem in found["problems"]:
-        output.line(f"problem: {problem}")
     for namespace in found["namespaces"]:
         size = show_bytes(namespace["block_bytes"])
         output.line(f"namespace {namespace['id']}")

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvstore.cli.support import output, param_types
-from kvstore.cli.support.help import Command, Group
-from kvstore.cli.support.store_client import Store, ask, confirm, json_option, lists, store_options, yes_option
+from kvstore.cli.support import output, param_types, result
+from kvstore.cli.support.help import Resource
+from kvstore.cli.support.result import CommandOutput
+from kvstore.cli.support.store_client import StoreConnection, ask, confirm, store_change, store_query, yes_option
 from kvstore.config.model import Config
 
 if TYPE_CHECKING:
@@ -23,40 +24,43 @@ def _bound(ctx: click.Context, param: click.Parameter, value: str | None) -> int
     return value if value == _ANY else param_types.size(ctx, param, value)
 
 
-@click.group(cls=Group, invoke_without_command=True)
-@json_option
-@store_options
-def tenants(config: Config, *, as_json: bool) -> None:
-    """List tenants with usage or quota, in payload bytes by tier over all nodes.
+@click.group(cls=Resource)
+def tenants() -> None:
+    """List tenants with their usage, and set quotas. Without a command, list them.
 
     The tenant of a namespace is part of its spec. The name of the default tenant is empty ('').
 
     Examples:
       kvstore tenants
-      kvstore tenants --json | jq '.items[] | select(.nvme.quota_bytes)'
       kvstore tenants set team-a --dram 64GiB --nvme 1TiB
       kvstore tenants unset team-a
     """
-    if not lists(click.get_current_context(), as_json):
-        return
+
+
+@tenants.command("list")
+@store_query
+def list_tenants(config: Config) -> CommandOutput:
+    """List tenants with usage or quota, in payload bytes by tier over all nodes.
+
+    Examples:
+      kvstore tenants list
+      kvstore tenants list -o json | jq '.items[] | select(.nvme.quota_bytes)'
+    """
     known = ask(config, lambda store: store.queries.tenants())
-    if as_json:
-        output.as_json({"items": [one.model_dump(mode="json") for one in known]})
-        return
-    output.table(
+    return result.table(
+        known,
         ("tenant", "dram", "dram quota", "nvme", "nvme quota", "nodes"),
         [(one.tenant, *_tier(one.dram), *_tier(one.nvme), str(one.nodes)) for one in known],
     )
 
 
-@tenants.command("set", cls=Command)
+@tenants.command("set")
 @_argument
 @click.option("--dram", metavar="SIZE|any", callback=_bound, help="Quota in DRAM over all nodes; any: no quota.")
 @click.option("--nvme", metavar="SIZE|any", callback=_bound, help="Quota on NVMe volumes over all nodes; any: no quota.")
 @yes_option
-@json_option
-@store_options
-def set_quota(config: Config, *, tenant: str, dram: int | str | None, nvme: int | str | None, yes: bool, as_json: bool) -> None:
+@store_change
+def set_quota(config: Config, *, tenant: str, dram: int | str | None, nvme: int | str | None, yes: bool) -> CommandOutput:
     """Set the quota of TENANT in the given tiers; other tiers keep theirs.
 
     The tenant's coldest blocks above the quota are evicted. Asks for confirmation in this case.
@@ -67,7 +71,7 @@ def set_quota(config: Config, *, tenant: str, dram: int | str | None, nvme: int 
       kvstore tenants set '' --nvme 500GiB
     """
     if dram is None and nvme is None:
-        raise click.UsageError("say how much: --dram SIZE, --nvme SIZE or both")
+        raise click.UsageError("give a quota: --dram SIZE, --nvme SIZE or both")
 
     def changed(before: int | None, said: int | str | None) -> int | None:
         return before if said is None else said if isinstance(said, int) else None
@@ -83,32 +87,28 @@ def set_quota(config: Config, *, tenant: str, dram: int | str | None, nvme: int 
         ]
         if beyond:
             confirm(f"Let tenant {_named(tenant)} lose its coldest blocks, {' and '.join(beyond)}", yes=yes)
-    _set(config, tenant, before, wanted, as_json=as_json)
+    return _set(config, tenant, before, wanted)
 
 
-@tenants.command("unset", cls=Command)
+@tenants.command("unset")
 @_argument
-@json_option
-@store_options
-def unset_quota(config: Config, *, tenant: str, as_json: bool) -> None:
+@store_change
+def unset_quota(config: Config, *, tenant: str) -> CommandOutput:
     """Remove the quota of TENANT in both tiers.
 
     Examples:
       kvstore tenants unset team-a
     """
     before = ask(config, lambda store: store.queries.quota(tenant))
-    _set(config, tenant, before, (None, None), as_json=as_json)
+    return _set(config, tenant, before, (None, None))
 
 
-def _set(config: Config, tenant: str, before: Quota, wanted: tuple[int | None, int | None], *, as_json: bool) -> None:
-    async def change(store: Store) -> tuple[Quota, Quota]:
+def _set(config: Config, tenant: str, before: Quota, wanted: tuple[int | None, int | None]) -> CommandOutput:
+    async def change(store: StoreConnection) -> tuple[Quota, Quota]:
         return await store.commands.set_quota(tenant, *wanted, expected=before)
 
     done, _ = ask(config, change)
-    if as_json:
-        output.as_json(done)
-    else:
-        output.line(f"{_named(tenant)}: dram {_most(done.dram_bytes)}, nvme {_most(done.nvme_bytes)}")
+    return result.line(done, f"{_named(tenant)}: dram {_most(done.dram_bytes)}, nvme {_most(done.nvme_bytes)}")
 
 
 def _named(tenant: str) -> str:

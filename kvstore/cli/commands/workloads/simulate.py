@@ -165,7 +165,7 @@ def simulate(*, list_models: bool, **options: object) -> None:
 
 
 def _list_models() -> None:
-    from kvstore.engine.models import MODELS
+    from kvstore.roofline.models import MODELS
 
     click.echo(f"{'model':<14} {'KV bytes/token':>14}  GB/PFLOP at 32K + 429 tokens  default cluster")
     for model in MODELS.values():
@@ -255,8 +255,8 @@ def _workload(options: _Options) -> tuple[tuple[AgentSession, ...], int, str]:
 
 
 def _cluster(options: _Options, sessions: tuple[AgentSession, ...], prefill: int | None, decode: int | None) -> SimConfig:
-    from kvstore.engine.hardware import gpu_named
-    from kvstore.engine.models import model_named
+    from kvstore.roofline.hardware import gpu_named
+    from kvstore.roofline.models import model_named
     from kvstore.simulate.cluster import uniform
 
     config = uniform(

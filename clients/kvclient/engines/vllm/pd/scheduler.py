@@ -77,7 +77,7 @@ class Receiving:
 
 
 @dataclass(slots=True)
-class Pins:
+class PromptPins:
     """Pages that a hand-over reads, and how many workers have not answered yet."""
 
     request_id: str
@@ -122,7 +122,7 @@ class PdScheduler:
         self._plan = PdPlan()
         self._deferred: list[SendJob] = []
         """Pinned, and not planned before the step's loads are known to be whole."""
-        self._pins: dict[int, Pins] = {}
+        self._pins: dict[int, PromptPins] = {}
         self._pinned_blocks = 0
         self._next_job = 0
 
@@ -261,7 +261,7 @@ class PdScheduler:
         blocks = [self._pool.blocks[page] for group in ids for page in group]
         self._pool.touch(blocks)
         self._next_job += 1
-        self._pins[self._next_job] = Pins(request.request_id, sending.transfer, first, blocks, self._workers)
+        self._pins[self._next_job] = PromptPins(request.request_id, sending.transfer, first, blocks, self._workers)
         self._pinned_blocks += count
         sending.sent_blocks, sending.tail_sent = full, last
         self._counters.add("handoff_blocks", stop - first)
@@ -314,7 +314,7 @@ class PdScheduler:
         self._plan.drops.append(request_id)  # some workers may have it
         _log.warning("the prompt of request %s did not come whole: it is loaded or computed here", request_id)
 
-    def _send_failed(self, pins: Pins) -> None:
+    def _send_failed(self, pins: PromptPins) -> None:
         """The blocks are handed over once more with the next step, if there is one."""
         self._counters.add("handoffs_failed")
         sending = self._sending.get(pins.request_id)

@@ -243,7 +243,7 @@ class Sender:
             _log.warning("a prompt is not handed over: %s", error)
         except Exception:  # noqa: BLE001  # top of a thread: pins must be released after any error
             self._counters.add("bugs")
-            _log.exception("a hand-over failed in a way that it should not")
+            _log.exception("handoff failed: unexpected error")
         return False
 
     def _over(self, send: PromptHandoff, *, good: bool) -> None:

@@ -84,7 +84,7 @@ class BackgroundLookup:
     def _find(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> PrefixMatch:
         try:
             return self._found(keys.upto(tokens, blocks))
-        except Exception:  # noqa: BLE001  # the edge to the engine, which must not end by a failure of ours: a miss
+        except Exception:  # noqa: BLE001  # the edge to the engine: a failure of the store must not end it and is a miss
             self._counters.add("bugs")
             _log.exception("a lookup failed in a way that it should not: a miss")
             return NOTHING

@@ -1,0 +1,81 @@
+// Present findings, and the figures of the whole store.
+
+const isAlive = (id) => known.nodes?.items.some((node) => node.node_id === id && node.alive) ?? false;
+
+/** Findings of the servers, and nodes that report but do not answer this server. */
+function findings() {
+  const found = [...known.cluster.findings];
+  for (const one of known.activity?.unreached ?? []) {
+    if (one.kind !== "unsupported" && isAlive(one.node_id) && !found.some((finding) => finding.subject === one.node_id))
+      found.push({
+        code: "NODE_NOT_QUERIED",
+        severity: "warning",
+        subject: one.node_id,
+        facts: `Node ${one.node_id} reports to the metadata server, but does not answer the admin server: ${one.detail}.`,
+        action: "Check the network from the admin server to the node's control address, and [client.tls] of the admin server.",
+      });
+  }
+  return found;
+}
+
+function findingItem(one) {
+  return h(
+    "li",
+    { class: one.severity, "data-key": `${one.code} ${one.subject}` },
+    h("p", {}, h("code", { class: "code" }, one.code), " ", one.facts),
+    one.action ? h("p", { class: "small" }, h("b", {}, "Do: "), one.action) : null,
+  );
+}
+
+function showHealth() {
+  const cluster = known.cluster;
+  if (!cluster) return notYet("problems", "cluster");
+  const found = findings();
+  const well = `No problems: ${many(cluster.nodes_alive, "node answers", "nodes answer")}, and all volumes accept blocks.`;
+  const start = "No node has registered yet. Start one on each host with `kvstore node`; it appears here within seconds.";
+  show(
+    $("problems"),
+    found.length
+      ? h("ul", { class: "problems" }, found.map(findingItem))
+      : failed.cluster
+        ? quiet("Not known now.")
+        : h("p", { class: "well" }, cluster.nodes_alive ? well : start),
+    stale("cluster"),
+  );
+  showTiles(cluster);
+  $("whole").hidden = false;
+  show(
+    $("where"),
+    "metadata server ",
+    h("code", {}, cluster.metadata_address),
+    ` · version ${cluster.metadata_version} · up ${seconds(cluster.metadata_uptime_s)}`,
+  );
+}
+
+function showTiles(cluster) {
+  const tile = (name, value, more) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null));
+  const ratio = newest((point) => point.hit_ratio);
+  const load = newest((point) => point.load);
+  const last = newest((point) => point.at_s);
+  const rateOf = last?.load ? perSecond(last.load.count, last) : 0;
+  show($("summary"), [
+    tile("nodes", ...nodesTile(cluster)),
+    tile("blocks in the index", count(cluster.index_blocks), bytes(cluster.index_bytes)),
+    tile("hit ratio", ratio ? percent(ratio.hit_ratio) : "—", ratio ? asOf(ratio) : "no lookups in the last minute"),
+    tile("loads per second", last ? rateOf.toFixed(rateOf < 10 ? 1 : 0) : "—", last ? asOf(last) : "first figure after 10 s"),
+    tile("p95 load", load ? seconds(load.load.p95_s) : "—", load ? asOf(load) : "no loads in the last minute"),
+    tile("active plans", count(cluster.live_plans), `policy ${cluster.path_policy.replaceAll("_", " ")}`),
+  ]);
+}
+
+/** The interval of a figure: the last ten seconds, or an earlier time. */
+const asOf = (point) => (point.at_s > serverNow() - 25 ? "last 10 s" : `as of ${clock(new Date(point.at_s * 1000))}`);
+
+function nodesTile(cluster) {
+  if (failed.cluster) return ["?", `${many(cluster.nodes_alive, "was", "were")} alive`];
+  const not = [
+    cluster.nodes_refused ? `${count(cluster.nodes_refused)} refused` : "",
+    cluster.nodes_silent ? `${count(cluster.nodes_silent)} silent` : "",
+  ].filter(Boolean);
+  return [count(cluster.nodes_alive), not.join(", ") || "alive"];
+}

@@ -1,0 +1,63 @@
+"""Tokenizer of the prefix explorer, so that people can paste the text of a prompt in place of token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.core.errors import InvalidArgument, Unsupported
+
+logger = logging.getLogger(__name__)
+
+FILE: Final = "tokenizer.json"
+"""Name of the file in the folder of a model."""
+
+
+class PromptTokenizer:
+    """A tokenizer from a local file, loaded when it is first used. Bound to one event loop.
+
+    Args:
+        path: a ``tokenizer.json``, or the folder of a model that contains one; None: not configured.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._lock = asyncio.Lock()
+        self._loaded: Any = None
+
+    @property
+    def configured(self) -> bool:
+        """Whether texts can be looked up."""
+        return self._path is not None
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds.
+
+        Raises:
+            Unsupported: no tokenizer is configured, or the library ``tokenizers`` is not installed.
+            InvalidArgument: the file does not exist or is not a tokenizer.
+        """
+        if self._path is None:
+            raise Unsupported("no tokenizer is configured: set admin.tokenizer, or give token ids")
+        async with self._lock:
+            if self._loaded is None:
+                self._loaded = await asyncio.to_thread(_load, self._path)
+        encoding = await asyncio.to_thread(self._loaded.encode, text)
+        return [int(token) for token in encoding.ids]
+
+
+def _load(path: Path) -> Any:  # noqa: ANN401  # the library is optional
+    try:
+        library = importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise Unsupported("admin.tokenizer requires the library tokenizers: pip install 'kvstore-dualpath[tokenizer]'") from error
+    file = path / FILE if path.is_dir() else path
+    try:
+        loaded = library.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception for a missing or malformed file
+        raise InvalidArgument(f"admin.tokenizer {file} cannot be read: {error}") from error
+    logger.info("tokenizer loaded: %s", file)
+    return loaded

@@ -1,0 +1,243 @@
+"""``kvstore stress``: load a running store, check every byte, and compare the speed with this host's limit."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvstore.cli.support import output, param_types
+from kvstore.cli.support.config_options import with_quiet_config
+from kvstore.cli.support.help import Command
+from kvstore.cli.support.signals import orderly_exit
+from kvstore.cli.support.store_client import EXIT_IN_PART, ask, metadata_option
+from kvstore.config.model import Config
+from kvstore.core.errors import InvalidArgument, KVStoreError
+
+if TYPE_CHECKING:
+    from kvstore.stress.plan import StressPlan
+    from kvstore.stress.summary import PassSummary, StressResult
+
+_MOST_CLIENTS: Final = 256
+_MODEL_CHARS: Final = 48
+
+
+@click.command(cls=Command)
+@click.option("--clients", type=click.IntRange(1, _MOST_CLIENTS), default=2, show_default=True, help="Client processes.")
+@click.option(
+    "--block-size", callback=param_types.some_size, default="1MiB", show_default=True, metavar="SIZE", help="Size of a block."
+)
+@click.option(
+    "--request-blocks", type=click.IntRange(1, 65_536), default=16, show_default=True, help="Blocks per request: one prompt."
+)
+@click.option(
+    "--size",
+    "total",
+    callback=param_types.some_size,
+    default="256MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Bytes that the cold pass stores, all clients together.",
+)
+@click.option(
+    "--hits",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    show_default=True,
+    help="Share of the blocks of a warm request that are stored; the others miss.",
+)
+@click.option(
+    "--duration", callback=param_types.some_seconds, metavar="TIME", help="Length of the warm pass (default: each request once)."
+)
+@click.option(
+    "--node",
+    default="auto",
+    show_default=True,
+    metavar="ADDR",
+    help="Local node: auto, an address, unix:PATH, or none (over TCP, as from a host without a node).",
+)
+@click.option("--tenant", default="", metavar="NAME", help="Tenant of the blocks, for a token of a tenant.")
+@click.option("--output", "-o", "form", type=click.Choice(("table", "json")), default="table", show_default=True, help="Format.")
+@metadata_option
+@with_quiet_config
+def stress(
+    config: Config,
+    *,
+    clients: int,
+    block_size: int,
+    request_blocks: int,
+    total: int,
+    hits: float,
+    duration: float | None,
+    node: str,
+    tenant: str,
+    form: str,
+) -> None:
+    """Measure a running store under load: a cold pass stores, a warm pass loads, and every loaded byte is checked.
+
+    The clients are processes of this host and use the store as engines do. Their blocks are in a namespace of their own
+    (kvstore-stress-HOST), and are removed at the end. A full store evicts other blocks to make room for them, so keep --size
+    small on a store in use. Each client needs memory of four requests.
+
+    Throughput is the sum of the clients' rates while a call runs; making and checking the bytes does not count. The limit is
+    measured by the same processes between their loads: one memcpy of a request, or a loopback TCP connection if no client has
+    a local node.
+
+    Examples:
+      kvstore stress
+      kvstore stress --clients 8 --size 4GiB --block-size 2MiB --duration 60s
+      kvstore stress --node none --hits 0.5 -o json
+
+    Exits with 0, with 1 if a byte was wrong or nothing could be stored or loaded, with 4 if its blocks could not be removed.
+    """
+    from kvstore.stress.plan import StressPlan
+    from kvstore.stress.run import run_stress
+
+    request_bytes = block_size * request_blocks
+    plan = StressPlan(
+        metadata=config.client.metadata,
+        node=None if node == "none" else node,
+        tls=config.client.tls.resolve(),
+        token_file=config.client.token_file,
+        tenant=tenant,
+        host=socket.gethostname()[:_MODEL_CHARS],
+        run=secrets.randbits(63),
+        clients=clients,
+        block_bytes=block_size,
+        layers=_layers(block_size),
+        request_blocks=request_blocks,
+        requests=max(1, total // (request_bytes * clients)),
+        hit_share=hits,
+        duration_s=duration,
+    )
+    ask(config, lambda store: store.rpc.server())  # its errors name the cause and the remedy
+    with orderly_exit(), _alone(plan):
+        try:
+            result = run_stress(plan, lambda name: _progress(plan, name))
+        finally:
+            removed = _remove(config, plan)
+    result.removed_blocks = removed
+    if form == "json":
+        click.echo(json.dumps(result.to_json(), indent=2))
+    else:
+        _print(result)
+    if result.problem is not None:
+        raise click.ClickException(result.problem)
+    if removed is None:
+        sys.exit(EXIT_IN_PART)
+
+
+def _layers(block_bytes: int) -> int:
+    """Layers of a block: as many as divide its size, 32 at most."""
+    return next(layers for layers in (32, 16, 8, 4, 2, 1) if block_bytes % layers == 0)
+
+
+@contextmanager
+def _alone(plan: StressPlan) -> Iterator[None]:
+    """Hold a name of this host while a run uses its namespace, because the end of a run removes all blocks of it.
+
+    Raises:
+        InvalidArgument: another run of this host uses the namespace.
+    """
+    with socket.socket(socket.AF_UNIX) as holder:
+        try:
+            holder.bind(f"\0kvstore-stress-{plan.spec().namespace.hex()}")
+        except OSError:
+            raise InvalidArgument(
+                "another kvstore stress of this host runs with the same block size; wait for its end, or choose another size"
+            ) from None
+        yield
+
+
+@contextmanager
+def _progress(plan: StressPlan, name: str) -> Iterator[Callable[[PassSummary], None]]:
+    from kvstore.replay.progress import progress
+
+    timed = plan.duration_s if name == "warm" else None
+    total = plan.clients * plan.requests if timed is None else round(timed)
+    with progress(f"stress, {name} pass", total, unit="requests" if timed is None else "s") as report:
+
+        def show(totals: PassSummary) -> None:
+            hits = f", {totals.hit_ratio:.1%} hits, {totals.wrong_bytes} wrong bytes" if totals.blocks else ""
+            done = totals.requests if timed is None else min(total, int(totals.seconds))
+            report(done, f"{output.rate(totals.bytes_per_s)}{hits}")
+
+        yield show
+
+
+def _remove(config: Config, plan: StressPlan) -> int | None:
+    """Remove the blocks of the run. Returns their number; None: some remain, which a note says."""
+    namespace = plan.spec().namespace
+    hint = f"kvstore namespaces invalidate {namespace.hex()}"
+    try:
+        done = ask(config, lambda store: store.commands.invalidate_namespace(namespace))
+    except (KVStoreError, click.ClickException) as error:
+        reason = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        output.note(f"the blocks of this run are not removed: {reason}. Remove them: {hint}")
+        return None
+    if not done.complete:
+        output.note(f"some blocks of this run are not removed, because nodes did not answer. Remove them: {hint}")
+        return None
+    return done.evicted_blocks
+
+
+def _print(result: StressResult) -> None:
+    plan = result.plan
+    where = ", ".join(sorted(set(result.local_nodes.values())))
+    at = f"node {where}" if where else "no local node, so over TCP"
+    output.line(
+        f"{plan.clients} clients, {at}, requests of {plan.request_blocks} blocks"
+        f" of {output.size(plan.block_bytes)}, {output.size(plan.stored_bytes)} in all"
+    )
+    rows = [_row("cold: store", result.cold), _row("warm: load", result.warm)]
+    kind = "memcpy" if result.limit_kind == "memcpy" else "socket"
+    rows.append([f"limit: {kind}", "", output.rate(result.limit_bytes_per_s), "", "", "", ""])
+    output.table(("pass", "requests", "throughput", "p50", "p99", "hits", "wrong bytes"), rows)
+    warm = result.warm
+    facts = [
+        ("loads reach", f"{output.share(warm.bytes_per_s, result.limit_bytes_per_s)} of the limit ({_limit(result)})"),
+        ("hits expected", f"{result.expected_hit_ratio:.1%}"),
+        ("lookups", _times(warm.lookups.to_json())),
+        ("by tier", _shares(warm.by_tier)),
+        ("by path", _shares(warm.by_path)),
+        ("by node", _shares(warm.by_node)),
+    ]
+    if skipped := result.cold.outcomes["skipped"]:
+        facts.append(("not stored", f"{skipped:,} blocks: no room, or the node drains"))
+    if errors := result.cold.errors + warm.errors:
+        facts.append(("failures", ", ".join(f"{kind}: {count}" for kind, count in errors.items())))
+    if result.removed_blocks is not None:
+        facts.append(("removed", f"{result.removed_blocks:,} block copies"))
+    output.facts(facts)
+
+
+def _row(name: str, one: PassSummary) -> list[str]:
+    times = one.calls.to_json()
+    hits = f"{one.hit_ratio:.1%}" if one.blocks else ""
+    wrong = f"{one.wrong_bytes:,}" if one.blocks else ""
+    return [name, f"{one.requests:,}", output.rate(one.bytes_per_s), _ms(times["p50"]), _ms(times["p99"]), hits, wrong]
+
+
+def _limit(result: StressResult) -> str:
+    what = "one memcpy" if result.limit_kind == "memcpy" else "one loopback TCP connection"
+    return f"{what} per client, measured between its loads"
+
+
+def _times(times: dict[str, float | None]) -> str:
+    return f"p50 {_ms(times['p50'])}, p99 {_ms(times['p99'])}"
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}ms"
+
+
+def _shares(sizes: dict[str, int]) -> str:
+    whole = sum(sizes.values())
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {output.share(count, whole)}" for name, count in ordered if count)

@@ -1,0 +1,1 @@
+"""``kvstore ping``: round trips to the servers of a store."""

@@ -1,0 +1,189 @@
+"""Figures of the last hour of the metadata server and of the nodes, added up per interval."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvproto.v1 import admin_pb2 as pb
+from kvstore.control_api import serializers
+from kvstore.control_api.schemas import history as models
+from kvstore.control_api.store_rpc import NodeRpc, StoreRpc
+from kvstore.core.errors import KVStoreError
+from kvstore.observe.fault_counters import FAULT
+from kvstore.observe.metric_definitions import METRICS
+
+MOST_FAULTS: Final = 500
+
+
+class HistoryQueries:
+    """Queries of the figures of the last hour.
+
+    Args:
+        rpc: calls to the store.
+    """
+
+    def __init__(self, rpc: StoreRpc) -> None:
+        self._rpc = rpc
+
+    async def figures(self, since_s: float, step_s: int, node_id: str | None = None) -> models.FiguresOfLastHour:
+        """Figures of the metadata server and of all nodes that answer, or of one node alone.
+
+        Raises:
+            NotFound: the node does not exist.
+        """
+        request = pb.DescribeHistoryRequest(since_seconds=since_s, step_seconds=step_s)
+
+        async def ask(node: NodeRpc) -> pb.DescribeHistoryResponse:
+            return await node(node.stub.DescribeHistory, request)
+
+        if node_id is not None:
+            server, asked = None, await self._rpc.ask_nodes([await self._rpc.node(node_id)], ask)
+        else:
+            statuses = (await self._rpc.nodes()).values()
+            server, asked = await asyncio.gather(self._server(request), self._rpc.ask_nodes(statuses, ask))
+        points, faults = merge(server, asked.answers, step_s)
+        return models.FiguresOfLastHour(
+            step_s=step_s, now_s=time.time(), points=points, faults=faults, unreached=serializers.unreached(asked.failed)
+        )
+
+    async def _server(self, request: pb.DescribeHistoryRequest) -> pb.DescribeHistoryResponse | None:
+        """Figures of the metadata server; None if it does not answer, because those of the nodes are useful alone."""
+        try:
+            return await self._rpc.history(request)
+        except KVStoreError:
+            return None
+
+
+class _Sums:
+    """Sums of one interval over several processes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0
+        self.nodes = 0
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.levels: defaultdict[str, float] = defaultdict(float)
+        self.durations: dict[str, tuple[Sequence[float], list[int]]] = {}
+
+
+def merge(
+    server: pb.DescribeHistoryResponse | None, nodes: Mapping[str, pb.DescribeHistoryResponse], step_s: int
+) -> tuple[list[models.HistoryEntry], list[models.FaultEntry]]:
+    """Add up the intervals of several processes.
+
+    The newest interval is left out until all processes have recorded it; otherwise sums would fall at the end of each chart. A
+    process that is more than one interval behind does not delay the others.
+
+    Returns:
+        The intervals in order of time, and faults with the newest first.
+    """
+    sums: defaultdict[int, _Sums] = defaultdict(_Sums)
+    faults: list[models.FaultEntry] = []
+    for node_id, found in [(None, server), *sorted(nodes.items())]:
+        if found is None:
+            continue
+        for position, at_s in enumerate(found.at_seconds):
+            into = sums[at_s]
+            into.seconds = max(into.seconds, found.lengths_seconds[position])
+            into.nodes += node_id is not None
+        _add(sums, faults, node_id, found)
+    faults.sort(key=lambda fault: (-fault.at_s, fault.node_id or "", fault.metric))
+    newest = [found.at_seconds[-1] for found in (server, *nodes.values()) if found is not None and found.at_seconds]
+    complete_s = min((at_s for at_s in newest if at_s >= max(newest) - step_s), default=0)
+    return [_entry(at_s, sums[at_s]) for at_s in sorted(sums) if at_s <= complete_s], faults[:MOST_FAULTS]
+
+
+def _add(
+    sums: Mapping[int, _Sums], faults: list[models.FaultEntry], node_id: str | None, found: pb.DescribeHistoryResponse
+) -> None:
+    """Add the figures of one process."""
+    ends = found.at_seconds
+    for series in found.counts:
+        for at_s, value in zip(ends, series.values, strict=False):
+            if value and series.name.startswith(FAULT):
+                name = series.name.removeprefix(FAULT)
+                known = METRICS.get(name)
+                what = known.help if known is not None else name
+                faults.append(models.FaultEntry(at_s=at_s, node_id=node_id, metric=name, what=what, count=value))
+                sums[at_s].counts["faults"] += value
+            else:
+                sums[at_s].counts[series.name] += value
+    for level in found.levels:
+        for at_s, amount in zip(ends, level.values, strict=False):
+            if not math.isnan(amount):
+                sums[at_s].levels[level.name] += amount
+    for timed in found.durations:
+        width = len(timed.bounds_seconds) + 1
+        for position, at_s in enumerate(ends):
+            counts = timed.counts[position * width : (position + 1) * width]
+            into = sums[at_s].durations.setdefault(timed.name, (list(timed.bounds_seconds), [0] * width))[1]
+            if len(into) == len(counts):
+                into[:] = [a + b for a, b in zip(into, counts, strict=True)]
+
+
+def _entry(at_s: int, found: _Sums) -> models.HistoryEntry:
+    counts = found.counts
+    asked, hit = counts["lookup_blocks"], counts["hit_blocks"]
+    return models.HistoryEntry(
+        at_s=at_s,
+        seconds=found.seconds,
+        lookups=counts["lookups"],
+        hit_ratio=min(1.0, hit / asked) if asked else None,
+        lookup=_latency(found, "lookup"),
+        load=_latency(found, "load"),
+        throughput=models.Throughput(
+            dram=counts["dram_bytes"],
+            nvme=counts["nvme_bytes"],
+            peer=counts["peer_bytes"],
+            data_plane=counts["served_bytes"],
+            planned_prefill=counts["planned_prefill_bytes"],
+            planned_decode=counts["planned_decode_bytes"],
+            planned_relay=counts["planned_relay_bytes"],
+        ),
+        evicted_dram_blocks=counts["evicted_dram_blocks"],
+        evicted_nvme_blocks=counts["evicted_nvme_blocks"],
+        faults=counts["faults"],
+        dram=_fill(found, "dram"),
+        nvme=_fill(found, "nvme"),
+        nodes=found.nodes,
+    )
+
+
+def _fill(found: _Sums, tier: str) -> models.TierFill | None:
+    capacity = found.levels.get(f"{tier}_capacity")
+    if not capacity:
+        return None
+    return models.TierFill(used_bytes=int(found.levels.get(f"{tier}_used", 0)), capacity_bytes=int(capacity))
+
+
+def _latency(found: _Sums, name: str) -> models.LatencyPercentiles | None:
+    bounds, counts = found.durations.get(name, ((), ()))
+    if not sum(counts):
+        return None
+    p50_s, p95_s, p99_s = (quantile(bounds, counts, share) for share in (0.5, 0.95, 0.99))
+    return models.LatencyPercentiles(count=sum(counts), p50_s=p50_s, p95_s=p95_s, p99_s=p99_s)
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float:
+    """Quantile of a histogram, interpolated linearly within its bucket.
+
+    Args:
+        bounds: upper bounds of the buckets, ascending.
+        counts: values per bucket, and values above the last bound, for which that bound is returned.
+        share: between 0 and 1.
+
+    Example:
+        >>> quantile([1.0, 2.0], [10, 10, 0], 0.75)
+        1.5
+    """
+    rank = share * sum(counts)
+    seen, lower = 0, 0.0
+    for bound, count in zip(bounds, counts, strict=False):
+        if count and seen + count >= rank:
+            return lower + (bound - lower) * (rank - seen) / count
+        seen, lower = seen + count, bound
+    return lower

@@ -1,0 +1,1 @@
+"""Health of a store: codes, findings, and the rules that derive findings from reports of the servers."""

@@ -1,0 +1,237 @@
+"""Registry of health codes, each with its meaning and an action. The documentation has a page per code, made from this module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+
+class Severity(Enum):
+    """How urgent a finding is."""
+
+    WARNING = "warning"
+    """Everything works, but capacity or redundancy is missing or will be missing soon."""
+    ERROR = "error"
+    """Something does not work now: blocks are misses, or new blocks are not durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthCode:
+    """A kind of finding.
+
+    Attributes:
+        name: upper-case name, which scripts may rely on.
+        severity: how urgent it is.
+        title: a few words.
+        meaning: consequence for engines and data.
+        action: first step of the operator.
+    """
+
+    name: str
+    severity: Severity
+    title: str
+    meaning: str
+    action: str
+
+    @property
+    def docs(self) -> str:
+        """Path of its page in the documentation."""
+        return f"docs/reference/health/{self.name.lower().replace('_', '-')}.md"
+
+
+_codes: dict[str, HealthCode] = {}
+
+
+def _error(name: str, title: str, meaning: str, action: str) -> HealthCode:
+    return _codes.setdefault(name, HealthCode(name, Severity.ERROR, title, meaning, action))
+
+
+def _warning(name: str, title: str, meaning: str, action: str) -> HealthCode:
+    return _codes.setdefault(name, HealthCode(name, Severity.WARNING, title, meaning, action))
+
+
+# ---- metadata server ----
+METADATA_UNREACHABLE: Final = _error(
+    "METADATA_UNREACHABLE",
+    "The metadata server does not answer",
+    "Engines still use the node of their own host. Blocks on other hosts are not found, and new blocks are not published until"
+    " the server is back. The index survives a restart.",
+    "Start the metadata server again, and read its log: journalctl -u kvstore-metadata. If it runs, compare its address, TLS"
+    " files and token with those of the caller.",
+)
+INDEX_READ_ONLY: Final = _error(
+    "INDEX_READ_ONLY",
+    "The index accepts no changes",
+    "Lookups continue with the present index. New blocks are stored but not found by other hosts. Nodes keep their changes and"
+    " send them again.",
+    "Free space on the file system of metadata.index_path. The server goes on by itself.",
+)
+INDEX_DISK_NEARLY_FULL: Final = _warning(
+    "INDEX_DISK_NEARLY_FULL",
+    "The file system of the index is almost full",
+    "Without free space the index accepts no changes, and new blocks are not found by other hosts.",
+    "Free space on the file system of metadata.index_path, or move the index to a larger one.",
+)
+SETTINGS_FILE_UNREADABLE: Final = _error(
+    "SETTINGS_FILE_UNREADABLE",
+    "The file of quotas and retention rules cannot be read",
+    "Nodes keep their last quotas, times to live and pins. Changes are rejected.",
+    "Repair the file or restore it from a backup. If you remove it, all quotas and rules are gone.",
+)
+NO_NODES: Final = _warning(
+    "NO_NODES",
+    "No node has registered",
+    "The store holds no blocks: every lookup is a miss.",
+    "Start a node on each host with `kvstore node`, and set node.metadata to the address of this metadata server.",
+)
+
+# ---- nodes that do not report ----
+NODE_SILENT: Final = _error(
+    "NODE_SILENT",
+    "A node does not report",
+    "Its blocks are misses until it reports again. Engines on its host compute what they cannot load.",
+    "Check the node's process and log on its host: systemctl status kvstore-node. Then check the network between both hosts.",
+)
+NODE_DOWN: Final = _error(
+    "NODE_DOWN",
+    "A node's process has ended",
+    "Its host answers, but nothing listens on the node's port. Its blocks are misses. Blocks on NVMe return when the node starts"
+    " again; blocks in DRAM alone are lost.",
+    "Start the node again on its host (systemctl start kvstore-node), and read its log: journalctl -u kvstore-node.",
+)
+NODE_HUNG: Final = _error(
+    "NODE_HUNG",
+    "A node's process runs but does not respond",
+    "The node's port accepts connections, but the process does not answer: it is suspended, blocked by a disk, or starved of"
+    " CPU. Its blocks are misses, and engines on its host compute.",
+    "Look at the process on its host: `ps -o stat,wchan -p PID` (T: suspended, D: waits for a disk), and `dmesg` for disk errors."
+    " Restart the node if it does not recover.",
+)
+NODE_UNREACHABLE: Final = _error(
+    "NODE_UNREACHABLE",
+    "A node's host cannot be reached",
+    "The metadata server cannot connect to the node's host: the host is down, or the network between them is cut. The node's"
+    " blocks are misses.",
+    "Check that the host is up, and check the network and firewalls between it and the metadata server.",
+)
+NODE_CUT_OFF: Final = _error(
+    "NODE_CUT_OFF",
+    "A node runs, but its heartbeats do not arrive",
+    "The metadata server reaches the node, but the node does not reach the metadata server. Its blocks are misses until it"
+    " reports again.",
+    "Read the node's log for the reason (address, TLS, firewall in one direction), and compare node.metadata with the address of"
+    " the metadata server.",
+)
+NODE_REFUSED: Final = _error(
+    "NODE_REFUSED",
+    "The metadata server rejects a node's calls",
+    "The node runs and calls the metadata server, which rejects its token. The node's blocks are misses.",
+    "Put a token with the role node into the file of node.token_file, or add the token to metadata.tokens_file. No restart is"
+    " required.",
+)
+NODE_STOPPED: Final = _warning(
+    "NODE_STOPPED",
+    "A node was stopped in an orderly way",
+    "It has written its blocks to NVMe and left. They are misses until it starts again, or are read by nodes that mount its"
+    " volumes.",
+    "Start the node again, or forget it with `kvstore nodes remove NODE`.",
+)
+DRAIN_BLOCKED: Final = _warning(
+    "DRAIN_BLOCKED",
+    "A node cannot be drained",
+    "Some blocks exist only in its DRAM and cannot be written elsewhere. They are lost if the node stops now.",
+    "Free space on its volumes or on the target of the drain, or accept the loss and stop the node. Cancel with `kvstore nodes"
+    " undrain NODE`.",
+)
+
+# ---- nodes that report ----
+PUBLISH_FAILS: Final = _error(
+    "PUBLISH_FAILS",
+    "A node cannot publish its blocks",
+    "The node stores blocks and serves engines on its host, but other hosts do not find its new blocks.",
+    "Check the metadata server (is INDEX_READ_ONLY reported?) and the network. The node sends the changes again by itself.",
+)
+STORAGE_NODE_FAILS: Final = _error(
+    "STORAGE_NODE_FAILS",
+    "A node without NVMe cannot write blocks back",
+    "The storage node of node.write_back_to does not accept blocks. New blocks stay in DRAM and are lost with a restart.",
+    "Check the storage node: its volumes, its process, and the network between both.",
+)
+VOLUME_WRITE_FAILS: Final = _error(
+    "VOLUME_WRITE_FAILS",
+    "Writes to a volume fail",
+    "The volume serves the blocks that it holds. New blocks stay in DRAM only and are lost with a restart. Writes are tried"
+    " again.",
+    "Free space on the file system of the volume, or replace the disk. The node goes on by itself.",
+)
+VOLUME_READ_ONLY: Final = _error(
+    "VOLUME_READ_ONLY",
+    "A volume accepts no blocks",
+    "The volume serves the blocks that it holds. New blocks go to other volumes, or stay in DRAM only.",
+    "Read the reason. After the repair check the volume with `kvstore volumes check VOLUME`, then restart the node.",
+)
+VOLUME_HUNG: Final = _error(
+    "VOLUME_HUNG",
+    "A volume does not answer reads or writes",
+    "The disk or its file system hangs. Blocks of this volume are misses, or are read from other nodes.",
+    "Look for disk errors with `dmesg` and for a lost mount (NFS, network block device). Restart the node after the repair.",
+)
+BLOCKS_CORRUPT: Final = _error(
+    "BLOCKS_CORRUPT",
+    "Blocks on a volume do not match their checksums",
+    "The disk returned wrong bytes. The blocks were not served; they are in quarantine, and a lookup misses them.",
+    "Check the whole volume with `kvstore volumes check VOLUME` and the disk with `smartctl -a`. Replace the disk if it happens"
+    " again.",
+)
+VOLUME_DISK_NEARLY_FULL: Final = _warning(
+    "VOLUME_DISK_NEARLY_FULL",
+    "The file system of a volume is almost full",
+    "The slots of the volume are reserved, but its catalog still grows. Without free space the volume accepts no blocks.",
+    "Free space on that file system, or make the volume smaller in node.nvme.",
+)
+
+# ---- any process ----
+QUOTA_NEARLY_USED: Final = _warning(
+    "QUOTA_NEARLY_USED",
+    "A tenant has almost used its quota",
+    "At the quota, new blocks of the tenant replace its own coldest blocks, and its hit ratio falls.",
+    "Raise the quota with `kvstore tenants set`, or evict namespaces of the tenant that are no longer used.",
+)
+CERTIFICATE_EXPIRES: Final = _warning(
+    "CERTIFICATE_EXPIRES",
+    "A TLS certificate expires soon",
+    "After its end no client and no server accepts it, and the process is cut off from the others.",
+    "Replace the certificate and key files, and restart the process: it reads them at its start. Restart one host after another.",
+)
+CERTIFICATE_EXPIRED: Final = _error(
+    "CERTIFICATE_EXPIRED",
+    "A TLS certificate has expired",
+    "New connections with this certificate are rejected. Connections that were open before continue until they end.",
+    "Replace the certificate and key files, and restart the process: it reads them at its start. Restart one host after another.",
+)
+CLOCK_DIFFERS: Final = _warning(
+    "CLOCK_DIFFERS",
+    "The clock of a host differs",
+    "Times in logs cannot be compared, and certificates may seem expired or not yet valid. Blocks are not affected.",
+    "Synchronise the clocks: `timedatectl status` on both hosts.",
+)
+
+CODES: Final[Mapping[str, HealthCode]] = _codes
+"""All codes by name."""
+
+
+def code_named(name: str) -> HealthCode:
+    """Return a code by name; a code of a newer version is a warning without text."""
+    known = CODES.get(name)
+    if known is not None:
+        return known
+    shown = name[:64] if name.isprintable() else "UNKNOWN"
+    return HealthCode(
+        shown,
+        Severity.WARNING,
+        "A code of another version",
+        "This version does not know the code.",
+        "Use the version of the server that reports it.",
+    )

@@ -1,0 +1,1 @@
+"""Health and events of the whole cluster, as the metadata server sees them."""

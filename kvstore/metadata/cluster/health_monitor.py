@@ -1,0 +1,132 @@
+"""Health of the cluster: gathers what this process knows, probes silent nodes, and derives the findings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Final
+
+from kvproto.v1.metadata_pb2 import NodeStatus
+from kvstore.core.errors import KVStoreError
+from kvstore.health.cluster import ClusterReport, FileSystem, NodeReport, QuotaUse, ServerReport, find
+from kvstore.health.findings import HealthFinding
+from kvstore.health.host_reports import CertificateWatch, file_system
+from kvstore.index.contract import PrefixIndex
+from kvstore.metadata.cluster.event_journal import EventJournal
+from kvstore.metadata.cluster.event_sources import FindingEvents, NodeEvents
+from kvstore.metadata.cluster.node_probes import NodeProbes
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.retention.policies import RetentionPolicies
+from kvstore.metadata.retention.settings_store import SettingsStore
+from kvstore.observe.limited_log import LimitedLog
+
+logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
+
+TICK_S: Final = 1.0
+
+
+class HealthMonitor:
+    """Derives findings every second. Use on one event loop.
+
+    Args:
+        index: the index.
+        index_path: its folder.
+        nodes: registrations and liveness.
+        settings: the file of quotas and retention rules.
+        retention: usage of tenants.
+        probes: probes of silent nodes.
+        certificate: expiry of this server's certificate.
+        journal: receives events of nodes and findings.
+        records: whether this process records them; one of several workers does.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        index_path: Path,
+        nodes: NodeTable,
+        settings: SettingsStore,
+        retention: RetentionPolicies,
+        probes: NodeProbes,
+        certificate: CertificateWatch,
+        journal: EventJournal,
+        *,
+        records: bool = True,
+    ) -> None:
+        self._index = index
+        self._index_path = index_path
+        self._nodes = nodes
+        self._settings = settings
+        self._retention = retention
+        self._probes = probes
+        self._certificate = certificate
+        self._journal = journal
+        self._events = (FindingEvents(journal), NodeEvents(journal)) if records else None
+        self._disk: FileSystem | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start on the running event loop."""
+        self._task = asyncio.create_task(self._run(), name="metadata-health")
+
+    async def stop(self) -> None:
+        """Stop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def findings(self) -> list[HealthFinding]:
+        """Return the present findings. Space on disk and probes are at most some seconds old."""
+        return find(ClusterReport(self._server(), [self._node(status) for status in self._nodes.statuses()]))
+
+    async def refresh(self) -> None:
+        """Measure the disk, probe silent nodes, and record events."""
+        self._disk = await asyncio.to_thread(file_system, self._index_path)
+        silent = {
+            status.node.node_id: status.node.control_address
+            for status in self._nodes.statuses()
+            if not (status.alive or status.stopped or status.refused)
+        }
+        await self._probes.refresh(silent)
+        if self._events is not None:
+            of_findings, of_nodes = self._events
+            of_findings.observe(self.findings())
+            of_nodes.observe(self._nodes.statuses())
+        await asyncio.to_thread(self._journal.flush)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.refresh()
+            except KVStoreError as error:  # the index does not answer: lookups report it, too
+                limited.warning("cannot derive the health of the cluster: %s", error)
+            await asyncio.sleep(TICK_S)
+
+    def _node(self, status: NodeStatus) -> NodeReport:
+        return NodeReport(status, self._probes.found(status.node.node_id))
+
+    def _server(self) -> ServerReport:
+        stats = self._index.stats()
+        readable = self._settings.read() is not None
+        return ServerReport(
+            index_failing=stats.failing,
+            index_failing_s=stats.failing_s,
+            index_path=str(self._index_path),
+            index_disk=self._disk,
+            settings_problem="" if readable else self._settings.problem,
+            settings_path=str(self._settings.path),
+            quotas=self._quotas() if readable else (),
+            findings=list(self._certificate.findings()),
+        )
+
+    def _quotas(self) -> list[QuotaUse]:
+        found = []
+        for one in self._retention.with_quota():
+            if one.quota.HasField("dram_bytes"):
+                found.append(QuotaUse(one.tenant, "DRAM", one.dram_bytes, one.quota.dram_bytes))
+            if one.quota.HasField("nvme_bytes"):
+                found.append(QuotaUse(one.tenant, "NVMe", one.nvme_bytes, one.quota.nvme_bytes))
+        return found

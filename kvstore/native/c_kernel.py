@@ -1,0 +1,73 @@
+"""The compiled kernel: ``_kernel.so`` beside this file, made from ``kernel.c`` by ``build_kernel.py``."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from kvstore.native.batch import STREAM_FROM_BYTES, THREAD_BYTES, CopyBatch, Rejected, Sums, check_sums
+
+LIBRARY: Final = Path(__file__).with_name("_kernel.so")
+
+_BOUNDS: Final = struct.Struct("=4Q")
+_REASONS: Final = {
+    1: "a piece is outside its bounds",
+    2: "a piece overlaps its copy",
+    3: "the pieces are too large, or nothing is requested",
+}
+
+
+class CKernel:
+    """The kernel in C.
+
+    Args:
+        library: the compiled library.
+        variant: an entry of ``variants``; None: the fastest one.
+
+    Raises:
+        OSError: the library cannot be loaded: it is missing, or was built for another machine.
+        ValueError: this processor does not support the variant.
+    """
+
+    def __init__(self, library: Path = LIBRARY, variant: str | None = None) -> None:
+        loaded = ctypes.CDLL(str(library))  # releases the interpreter lock during calls
+        loaded.kvn_kernel.restype = ctypes.c_char_p
+        self._library = loaded
+        self.variants: Sequence[str] = tuple(self._variants())
+        if variant is not None and not loaded.kvn_use(variant.encode()):
+            raise ValueError(f"no kernel {variant!r} for this processor: {', '.join(self.variants)}")
+        self.name = variant or self.variants[0]
+        self._run = loaded.kvn_run
+        number, table = ctypes.c_uint64, ctypes.c_char_p
+        self._run.argtypes = [number, number, number, table, table, table, ctypes.c_void_p, table, number, number, number]
+
+    def _variants(self) -> list[str]:
+        names: list[str] = []
+        while (name := self._library.kvn_kernel(len(names))) is not None:
+            names.append(name.decode())
+        return names
+
+    def run(self, batch: CopyBatch, sums: Sums | None) -> None:
+        """See ``Kernel.run``."""
+        check_sums(batch, sums)
+        if not len(batch.sources):
+            return
+        # tables are passed as bytes: the address of an array costs more than a copy of a short one
+        answer = self._run(
+            len(batch.sources),
+            batch.parts,
+            batch.size,
+            None if batch.targets is None else batch.targets.tobytes(),
+            batch.sources.tobytes(),
+            None if batch.lengths is None else batch.lengths.tobytes(),
+            None if sums is None else ctypes.byref(ctypes.c_uint64.from_buffer(sums.data)),
+            _BOUNDS.pack(*batch.target_bounds, *batch.source_bounds),
+            STREAM_FROM_BYTES,
+            batch.threads,
+            THREAD_BYTES,
+        )
+        if answer:
+            raise Rejected(_REASONS.get(answer, f"answer {answer}"))

@@ -1,0 +1,237 @@
+"""Eviction on request: a volume down to a fill level, or a namespace.
+
+The table makes room without requests; these are requests of operators. The table's rules hold: no block in use is evicted,
+children are evicted before their parents, and a block leaves the catalog of its volume before its slot is used again. To *evict*
+keeps dirty blocks in DRAM. To *invalidate* drops them too, because the blocks are wrong.
+
+If one durable volume is named, only its blocks are evicted: children on other volumes stay, as their parents may be stored again.
+The table's lock is held for ``BATCH`` blocks at a time, so loads and stores continue.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from kvstore.core.cancel_scope import current
+from kvstore.core.errors import KVStoreError
+from kvstore.core.types import BlockKey
+from kvstore.node.base.volume_guard import VolumeStalled, ignore
+from kvstore.node.state.block_states import VolumeReplica
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.tiers.contract import Slot
+
+log = logging.getLogger(__name__)
+
+BATCH = 1_024
+BATCHES_AMONG_SEVERAL = 64
+"""Batches per search if there are several volumes: each search skips colder blocks of the others."""
+
+
+class EvictionResult(NamedTuple):
+    """Numbers of replicas that were evicted, and of those that were to be evicted and stayed."""
+
+    blocks: int
+    kept: int
+
+
+def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_bytes: int) -> EvictionResult:
+    """Evict the coldest blocks of the arena (``node_volume`` None) or a volume until it has at most ``down_to_bytes`` in use.
+
+    Raises:
+        OSError: the volume's catalog could not be changed; those blocks stay.
+        KVStoreError: see ``OSError``.
+    """
+    volume = table.dram if node_volume is None else node_volume.volume
+    batch = BATCH if node_volume is None or len(table.node_volumes) == 1 else BATCHES_AMONG_SEVERAL * BATCH
+    evicted = 0
+    while (excess := volume.usage().used_bytes - down_to_bytes) > 0 and not current().cancelled:  # stores may fill it as fast
+        with table.residency.lock:
+            victims = []
+            for key, slot in islice(
+                table.residency.arena_evictor.coldest()
+                if node_volume is None
+                else table.residency.volume_evictor.coldest(node_volume, table.residency.is_idle),
+                batch,
+            ):
+                if excess <= 0:
+                    break
+                victims.append(table.residency.blocks[key])
+                excess -= slot.size
+            _leave_dram(table, victims) if node_volume is None else table.residency.mark_evicting(victims)
+        if not victims:
+            return EvictionResult(evicted, volume.usage().blocks)
+        if node_volume is not None:
+            evict_from_volume(table, node_volume, victims)
+        evicted += len(victims)
+    return EvictionResult(evicted, volume.usage().blocks if excess > 0 else 0)
+
+
+def evict_namespace(
+    table: BlockTable, namespace: NodeNamespace, only: NodeVolume | None, *, dram: bool, nvme: bool
+) -> EvictionResult:
+    """Evict a namespace's blocks from the tiers named: from DRAM first, while their durable copies make them clean.
+
+    Args:
+        table: the blocks.
+        namespace: the namespace.
+        only: of durable volumes only this one; None: all.
+        dram: from the arena.
+        nvme: from durable volumes.
+
+    Raises:
+        OSError: a volume's catalog could not be changed; those blocks stay.
+        KVStoreError: see ``OSError``.
+    """
+    mine = _of(table, namespace)
+    volumes: list[NodeVolume | None] = [None] if dram else []
+    volumes += [node_volume for node_volume in table.node_volumes if nvme and (only is None or node_volume is only)]
+    parts = [_evict_each(table, [block for block in mine if _lies_in(block, volume)], volume) for volume in volumes]
+    return EvictionResult(sum(part.blocks for part in parts), sum(part.kept for part in parts))
+
+
+def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -> EvictionResult:
+    """Drop all blocks of a namespace from all tiers, durable or not.
+
+    Waits until the deadline for blocks in use or in write-back. Blocks stored during the call stay.
+
+    Raises:
+        OSError: a volume's catalog could not be changed; those blocks stay.
+        KVStoreError: see ``OSError``.
+    """
+    doomed = _of(table, namespace)
+    dropped = 0
+    while doomed:
+        for first in range(0, len(doomed), BATCH):
+            batch = doomed[first : first + BATCH]
+            for node_volume in table.node_volumes:
+                with table.residency.lock:
+                    victims = [block for block in batch if block.nvme_volume is node_volume and table.residency.is_idle(block)]
+                    table.residency.mark_evicting(victims)
+                evict_from_volume(table, node_volume, victims)
+            with table.residency.lock:
+                idle = [
+                    block for block in batch if block.nvme is None and block.dram is not None and table.residency.is_idle(block)
+                ]
+                for block in idle:
+                    if block.durable_remotely:  # the storage node drops its own blocks
+                        table.residency.set_replica(block, VolumeReplica.ABSENT)
+                _leave_dram(table, idle)
+        with table.residency.lock:
+            left = [block for block in doomed if table.residency.blocks.get(block.key) is block]
+            dropped += len(doomed) - len(left)
+            doomed = left
+            if doomed and not any(table.residency.is_idle(block) for block in doomed) and not table.wait_changed(deadline_s):
+                break
+    return EvictionResult(dropped, len(doomed))
+
+
+def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
+    """Evict blocks, marked as evicting, from a durable volume.
+
+    Raises:
+        VolumeStalled: it does not answer; the blocks leave or stay once its catalog has ended the commit.
+        OSError: its catalog could not be changed; they stay.
+        KVStoreError: see ``OSError``.
+    """
+    if not victims:
+        return
+
+    def settle(error: BaseException | None) -> None:
+        if error is None:
+            table.evicted_nvme(node_volume, victims)
+        else:
+            table.cancel_nvme_eviction(victims)
+
+    keys = [block.key for block in victims]
+    try:
+        node_volume.guard.change(lambda: node_volume.volume.commit([], keys), settle)
+    except VolumeStalled:
+        raise  # settled once the commit has ended; until then the victims stay marked as evicting
+    except (OSError, KVStoreError) as error:
+        settle(error)
+        raise
+    settle(None)
+
+
+def quarantine(table: BlockTable, node_volume: NodeVolume, block: Block, slot: Slot, counters: Counters) -> None:
+    """Remove a replica whose bytes in ``slot`` are corrupt, unless it is removed or being evicted.
+
+    The slot stays out of use until the next start, which does not find it in the catalog. The entry is removed from the catalog
+    first: after it is removed from the table, a good copy may be committed under the same key, and would be removed instead.
+    """
+    with table.residency.lock:
+        if block.nvme != slot or block.nvme_volume is not node_volume or block.evicting:
+            return
+        table.residency.mark_evicting([block])
+    counters.add(node_metrics.QUARANTINED_BLOCKS)
+    try:
+        node_volume.guard.change(lambda: node_volume.volume.commit([], [block.key]), ignore)
+    except (OSError, KVStoreError) as error:
+        log.warning("quarantine not committed: %s (key=%s, error=%s)", node_volume.volume_id, block.key.hex(), error)
+    finally:
+        with table.residency.lock:
+            node_volume.quarantined += 1
+            table.residency.remove_from_volume(block, node_volume)
+            table.residency.drop_if_nowhere(block)
+            table.residency.changed.notify_all()
+
+
+def evict_all_nvme(table: BlockTable) -> int:
+    """Evict all idle blocks from the durable volumes. Returns the number of replicas.
+
+    Raises:
+        OSError: a volume's catalog could not be changed; those blocks stay.
+        KVStoreError: see ``OSError``.
+    """
+    evicted = 0
+    for node_volume in table.node_volumes:
+        victims = table.nvme_victims(node_volume)
+        evict_from_volume(table, node_volume, victims)
+        evicted += len(victims)
+    return evicted
+
+
+def _of(table: BlockTable, namespace: NodeNamespace) -> list[Block]:
+    """The blocks of a namespace, children before their parents."""
+    return sorted((block for block in table.snapshot() if block.namespace is namespace), key=lambda block: -block.depth)
+
+
+def _evict_each(table: BlockTable, held: Sequence[Block], node_volume: NodeVolume | None) -> EvictionResult:
+    """Evict blocks, given children first, from the arena or a durable volume; the parents of a kept block are kept too."""
+    staying: set[BlockKey | None] = set()
+    evicted = kept = 0
+    for first in range(0, len(held), BATCH):
+        with table.residency.lock:
+            victims = []
+            for block in held[first : first + BATCH]:
+                if not _lies_in(block, node_volume):  # evicted by another thread
+                    continue
+                stays = block.key in staying or block.namespace.pinned
+                if stays or not table.residency.is_idle(block) or (node_volume is None and not block.clean):
+                    staying.add(block.parent)
+                    kept += 1
+                else:
+                    victims.append(block)
+            _leave_dram(table, victims) if node_volume is None else table.residency.mark_evicting(victims)
+        if node_volume is not None:
+            evict_from_volume(table, node_volume, victims)
+        evicted += len(victims)
+    return EvictionResult(evicted, kept)
+
+
+def _lies_in(block: Block, node_volume: NodeVolume | None) -> bool:
+    """Whether a block is on a durable volume, or (None) in the arena."""
+    return block.dram is not None if node_volume is None else block.nvme_volume is node_volume
+
+
+def _leave_dram(table: BlockTable, victims: Sequence[Block]) -> None:
+    """Evict blocks from DRAM. Called under the table's lock."""
+    table.residency.evict_from_dram(victims)
+    table.residency.changed.notify_all()

@@ -1,0 +1,168 @@
+"""Seconds of prefill and decode steps of one engine: the slower of computing and reading memory, plus exchanges between GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.roofline.hardware import HBM_USABLE, MBU, MFU_DENSE, MFU_EXPERT_PARALLEL, Gpu, exchange_seconds
+from kvstore.roofline.models import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Time and bytes, scaled together, so that slow emulated links see the ratios of fast ones.
+
+    A run with this scale takes ``dilation`` times as long and moves ``bytes`` times as many bytes; a link of real rate r must be
+    emulated at r * bytes / dilation.
+    """
+
+    dilation: float = 1.0
+    bytes: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.dilation < math.inf and 0 < self.bytes < math.inf):
+            raise InvalidArgument("a scale is greater than zero", dilation=self.dilation, bytes=self.bytes)
+
+    @classmethod
+    def for_link(cls, real_rate: float, emulated_rate: float, dilation: float = 1.0) -> Scale:
+        """The scale under which a link of ``real_rate`` (bytes/s) is emulated at ``emulated_rate``."""
+        if not (real_rate > 0 and emulated_rate > 0):
+            raise InvalidArgument("a rate is greater than zero", real=real_rate, emulated=emulated_rate)
+        return cls(dilation, emulated_rate * dilation / real_rate)
+
+    def rate(self, real_rate: float) -> float:
+        """What to emulate a link of ``real_rate`` at."""
+        return real_rate * self.bytes / self.dilation
+
+
+REAL_SIZE = Scale()
+
+
+class PrefillChunk(NamedTuple):
+    """Tokens of one request in a forward batch."""
+
+    cached: int
+    """Context tokens before them, whose KV is loaded."""
+    new: int
+    """Tokens to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """One engine: ``tensor_parallel`` GPUs that compute as one, in a group that shares the experts.
+
+    Attributes:
+        model: its model.
+        gpu: its GPU.
+        tensor_parallel: GPUs of this engine.
+        group_gpus: GPUs over which experts are spread; the engine's own for dense models.
+        scale: factor of all seconds and bytes that this object returns.
+    """
+
+    model: Model
+    gpu: Gpu
+    tensor_parallel: int = 1
+    group_gpus: int = 1
+    scale: Scale = REAL_SIZE
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1 or self.group_gpus < self.tensor_parallel:
+            raise InvalidArgument(
+                "a group has at least the GPUs of one engine", engine=self.tensor_parallel, group=self.group_gpus
+            )
+
+    # ---- memory ----
+
+    @property
+    def weight_bytes_per_gpu(self) -> float:
+        """Weights that each GPU holds, real bytes."""
+        model = self.model
+        if not model.expert_parallel:
+            return model.parameters * model.weight_bytes / self.tensor_parallel
+        routed = model.parameters - model.shared_parameters
+        return (model.shared_parameters / self.tensor_parallel + routed / self.group_gpus) * model.weight_bytes
+
+    @property
+    def kv_room_bytes(self) -> float:
+        """HBM of the engine that weights leave for KV, scaled; not positive: the model does not fit."""
+        free = self.gpu.hbm_bytes * HBM_USABLE - self.weight_bytes_per_gpu
+        return free * self.tensor_parallel * self.scale.bytes
+
+    @property
+    def token_bytes(self) -> float:
+        """KV bytes of a token, scaled."""
+        return self.model.token_bytes * self.scale.bytes
+
+    def layer_block_bytes(self, block_tokens: int) -> int:
+        """Bytes of a layer block, scaled; at least one."""
+        return max(1, round(self.model.layer_token_bytes * block_tokens * self.scale.bytes))
+
+    # ---- prefill ----
+
+    @property
+    def _prefill_flops_per_s(self) -> float:
+        share = MFU_EXPERT_PARALLEL if self.model.expert_parallel else MFU_DENSE
+        return share * self.gpu.peak_flops(self.model.weight_bytes) * self.tensor_parallel
+
+    def prefill_seconds(self, batch: Iterable[PrefillChunk]) -> float:
+        """Time of one forward pass over all layers; 0 for an empty batch.
+
+        Exchanges between experts overlap with computation of the other half of the batch; only the rest counts.
+        """
+        chunks = list(batch)
+        tokens = sum(chunk.new for chunk in chunks)
+        if not tokens:
+            return 0.0
+        model = self.model
+        flops = sum(model.prefill_flops(chunk.cached, chunk.new) for chunk in chunks)
+        weights = self._weights_read_bytes(tokens)
+        seconds = max(flops / self._prefill_flops_per_s, weights / self._memory_rate, model.layers * self._exchange_s)
+        return seconds * self.scale.dilation
+
+    def prefill_layer_seconds(self, batch: Iterable[PrefillChunk]) -> float:
+        """One layer of it."""
+        return self.prefill_seconds(batch) / self.model.layers
+
+    def attention_seconds(self, chunk: PrefillChunk) -> float:
+        """Time of attention alone, over all layers: the unit of a batch's compute quota."""
+        return self.model.attention_flops(chunk.cached, chunk.new) / self._prefill_flops_per_s * self.scale.dilation
+
+    # ---- decode ----
+
+    @property
+    def _memory_rate(self) -> float:
+        return MBU * self.gpu.hbm_bandwidth * self.tensor_parallel
+
+    @property
+    def _exchange_s(self) -> float:
+        return exchange_seconds(self.group_gpus) if self.model.expert_parallel else 0.0
+
+    def _weights_read_bytes(self, group_tokens: float) -> float:
+        """Weight bytes that a step reads on all GPUs of the engine: experts that no token chose are not read."""
+        model = self.model
+        if not model.expert_parallel:
+            return model.parameters * model.weight_bytes
+        untouched: float = (1 - model.experts_active / model.experts) ** group_tokens
+        routed = (model.parameters - model.shared_parameters) / self.group_gpus * self.tensor_parallel
+        return (model.shared_parameters + routed * (1 - untouched)) * model.weight_bytes
+
+    def decode_seconds(self, sequences: float, context_tokens: float, group_sequences: float | None = None) -> float:
+        """One step, which gives each sequence one token.
+
+        Args:
+            sequences: in this engine's batch.
+            context_tokens: of all of them together.
+            group_sequences: in the batches of all engines that share the experts; None: of this one alone.
+        """
+        if sequences <= 0:
+            return 0.0
+        model = self.model
+        kv = model.layers * sequences * model.attention.read_bytes(int(context_tokens / sequences))
+        weights = self._weights_read_bytes(sequences if group_sequences is None else group_sequences)
+        memory = (weights + kv) / self._memory_rate
+        compute = model.linear_flops(sequences) / self._prefill_flops_per_s
+        return (max(memory, compute) + model.layers * self._exchange_s) * self.scale.dilation

@@ -1,0 +1,142 @@
+"""Results of a stress run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.replay.engine import ReplayTotals
+from kvstore.replay.report import version
+from kvstore.stress.latency import LatencyHistogram
+from kvstore.stress.plan import StressPlan
+
+
+@dataclass(slots=True)
+class PassSummary:
+    """Totals of one pass over all clients."""
+
+    name: str
+    seconds: float = 0.0
+    """Duration of the pass, including the filling and checking of payloads."""
+    requests: int = 0
+    blocks: int = 0
+    hits: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    wrong_bytes: int = 0
+    calls: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """Loads of the warm pass, stores of the cold pass."""
+    lookups: LatencyHistogram = field(default_factory=LatencyHistogram)
+    by_tier: Counter[str] = field(default_factory=Counter)
+    by_path: Counter[str] = field(default_factory=Counter)
+    by_node: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    rates: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Bytes and seconds in calls, per client."""
+
+    def add(self, client: int, tally: ReplayTotals) -> None:
+        """Add what a client did since its last report."""
+        self.requests += tally.requests
+        self.blocks += tally.blocks_total
+        self.hits += tally.blocks_hit
+        self.stored_bytes += tally.bytes_stored
+        self.loaded_bytes += tally.bytes_loaded
+        self.wrong_bytes += tally.wrong_bytes
+        spent = tally.load_s + tally.store_s
+        self.calls.add(spent)
+        self.lookups.add(tally.lookup_s)
+        self.by_tier.update(tally.bytes_by_tier)
+        self.by_path.update(tally.bytes_by_path)
+        self.by_node.update(tally.bytes_by_node)
+        self.outcomes.update(tally.store_outcomes)
+        self.errors.update(tally.errors)
+        moved, seconds = self.rates.get(client, (0, 0.0))
+        self.rates[client] = (moved + tally.bytes_stored + tally.bytes_loaded, seconds + sum(spent))
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Sum of the clients' rates while a call runs; the filling and checking of payloads does not count."""
+        return sum(moved / seconds for moved, seconds in self.rates.values() if seconds)
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of requested blocks that were loaded."""
+        return self.hits / self.blocks if self.blocks else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "requests": self.requests,
+            "seconds": round(self.seconds, 3),
+            "bytes_per_s": round(self.bytes_per_s),
+            "stored_bytes": self.stored_bytes,
+            "loaded_bytes": self.loaded_bytes,
+            "call_ms": self.calls.to_json(),
+            "lookup_ms": self.lookups.to_json(),
+            "blocks": self.blocks,
+            "hit_blocks": self.hits,
+            "hit_ratio": round(self.hit_ratio, 6),
+            "wrong_bytes": self.wrong_bytes,
+            "by_tier": dict(self.by_tier),
+            "by_path": dict(self.by_path),
+            "by_node": dict(self.by_node),
+            "store_outcomes": dict(self.outcomes),
+            "errors": dict(self.errors),
+        }
+
+
+@dataclass(slots=True)
+class StressResult:
+    """Result of a run."""
+
+    plan: StressPlan
+    cold: PassSummary
+    warm: PassSummary
+    local_nodes: dict[int, str] = field(default_factory=dict)
+    """Local node of each client; clients without one are missing."""
+    limit_kind: str = "memcpy"
+    """``memcpy``, or ``socket`` if no client has a local node."""
+    limit_bytes_per_s: float = 0.0
+    removed_blocks: int | None = None
+    """Blocks removed at the end; None: they could not be removed."""
+
+    @property
+    def expected_hit_ratio(self) -> float:
+        """Hit ratio if the store kept every block."""
+        return self.plan.hit_blocks / self.plan.request_blocks
+
+    @property
+    def problem(self) -> str | None:
+        """Why the run failed, if it did."""
+        if self.warm.wrong_bytes:
+            return f"{self.warm.wrong_bytes:,} wrong bytes were loaded"
+        if not self.cold.stored_bytes:
+            return f"nothing was stored: {_errors(self.cold)}"
+        if self.plan.hit_blocks and not self.warm.hits:
+            return f"nothing was loaded: {_errors(self.warm)}"
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "ok": self.problem is None,
+            "problem": self.problem,
+            "clients": self.plan.clients,
+            "block_bytes": self.plan.block_bytes,
+            "request_blocks": self.plan.request_blocks,
+            "stored_set_bytes": self.plan.stored_bytes,
+            "expected_hit_ratio": self.expected_hit_ratio,
+            "local_nodes": sorted(set(self.local_nodes.values())),
+            "cold": self.cold.to_json(),
+            "warm": self.warm.to_json(),
+            "limit": {"kind": self.limit_kind, "bytes_per_s": round(self.limit_bytes_per_s)},
+            "wrong_bytes": self.warm.wrong_bytes,
+            "removed_blocks": self.removed_blocks,
+            **version(),
+        }
+
+
+def _errors(one: PassSummary) -> str:
+    return ", ".join(f"{kind}: {count}" for kind, count in one.errors.items()) or "the store is full or drains"

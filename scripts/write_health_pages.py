@@ -1,0 +1,64 @@
+"""Write the documentation page of each health code, and the list of all codes, from ``kvstore/health/codes.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from kvstore.health.codes import CODES, HealthCode
+
+REPOSITORY: Final = Path(__file__).resolve().parent.parent
+FOLDER: Final = REPOSITORY / "docs" / "reference" / "health"
+
+
+def page_of(code: HealthCode) -> str:
+    """Return the page of a code."""
+    return (
+        f"# {code.name}\n\n**{code.title}.** Severity: {code.severity.value}.\n\n"
+        f"## What it means\n\n{code.meaning}\n\n## What to do\n\n{code.action}\n\n"
+        "`kvstore status --detail` shows the present facts, `kvstore history` when it began."
+        " [All health codes](index.md)\n"
+    )
+
+
+def index() -> str:
+    """Return the list of all codes."""
+    rows = "\n".join(
+        f"| [{code.name}]({Path(code.docs).name}) | {code.severity.value} | {code.title} |"
+        for code in sorted(CODES.values(), key=_name)
+    )
+    return (
+        "# Health codes\n\n"
+        "The first line of `kvstore status` is `HEALTH_OK`, `HEALTH_WARN` or `HEALTH_ERR`. A line per finding follows, with"
+        " a code and the facts. The web page and `GET /v1/health` show the same findings. Scripts may rely on the codes;"
+        " the sentences may change.\n\n"
+        "An *error* means that something does not work now. A *warning* means that it will not work soon, or that capacity"
+        " is missing. `kvstore status` exits with 5 if there is any finding, and with 1 if the metadata server does not"
+        " answer.\n\n"
+        f"| code | severity | meaning |\n|---|---|---|\n{rows}\n"
+    )
+
+
+def _name(code: HealthCode) -> str:
+    return code.name
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Yield each file and its text."""
+    yield FOLDER / "index.md", index()
+    for code in CODES.values():
+        yield REPOSITORY / code.docs, page_of(code)
+
+
+def main() -> None:
+    """Write all pages, and delete pages of codes that no longer exist."""
+    written = dict(pages())
+    for old in set(FOLDER.glob("*.md")) - written.keys():
+        old.unlink()
+    for path, text in written.items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

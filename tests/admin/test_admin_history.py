@@ -1,0 +1,95 @@
+"""Figures of several processes, added up per interval."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproto.v1 import admin_pb2 as pb
+from kvstore.control_api.history import MOST_FAULTS, merge, quantile
+from kvstore.observe.history import History, Totals
+from kvstore.rpc.codec import history_to_proto
+
+AT_S = 1_700_000_000
+
+
+def figures(**counts: list[int]) -> pb.DescribeHistoryResponse:
+    lengths = len(next(iter(counts.values())))
+    return pb.DescribeHistoryResponse(
+        at_seconds=[AT_S + 10 * position for position in range(lengths)],
+        lengths_seconds=[10] * lengths,
+        counts=[pb.HistoryCounts(name=name.replace("__", "/"), values=values) for name, values in counts.items()],
+    )
+
+
+def test_figures_of_nodes_and_server_are_added() -> None:
+    server = figures(lookups=[4, 0], lookup_blocks=[10, 0], hit_blocks=[9, 0], planned_decode_bytes=[0, 70])
+    first = figures(dram_bytes=[5, 6])
+    first.levels.add(name="dram_used", values=[math.nan, 30])
+    first.levels.add(name="dram_capacity", values=[math.nan, 100])
+    first.durations.add(name="load", bounds_seconds=[1.0, 2.0], counts=[2, 0, 0, 0, 0, 0])
+    second = figures(dram_bytes=[1, 1], fault__kvstore_peer_fetch_failed_total=[0, 3])
+    second.durations.add(name="load", bounds_seconds=[1.0, 2.0], counts=[0, 2, 0, 0, 0, 0])
+    points, faults = merge(server, {"a": first, "b": second}, 10)
+    assert [point.throughput.dram for point in points] == [6, 7]
+    assert (points[0].hit_ratio, points[1].hit_ratio) == (0.9, None)
+    assert points[1].throughput.planned_decode == 70
+    assert [point.nodes for point in points] == [2, 2]
+    assert points[0].dram is None
+    assert points[1].dram is not None
+    assert (points[1].dram.used_bytes, points[1].dram.capacity_bytes) == (30, 100)
+    assert points[0].load is not None
+    assert (points[0].load.count, points[0].load.p50_s, points[0].load.p99_s) == (4, 1.0, pytest.approx(1.98))
+    assert points[1].load is None
+    (fault,) = faults
+    assert (fault.node_id, fault.at_s, fault.count, fault.what) == ("b", AT_S + 10, 3, "failed fetches from other nodes")
+    assert points[1].faults == 3
+
+
+def test_newest_interval_waits_for_all_processes() -> None:
+    """A process that is further behind, such as one that has just started again, does not delay the others."""
+    ahead, behind, far_behind = (figures(dram_bytes=[1] * count) for count in (5, 4, 2))
+    points, _ = merge(None, {"a": ahead, "b": behind}, 10)
+    assert [(point.at_s, point.throughput.dram) for point in points] == [(AT_S + 10 * place, 2) for place in range(4)]
+    points, _ = merge(None, {"a": ahead, "c": far_behind}, 10)
+    assert [point.throughput.dram for point in points] == [2, 2, 1, 1, 1]
+
+
+def test_figures_without_metadata_server_and_nodes_are_empty() -> None:
+    assert merge(None, {}, 10) == ([], [])
+
+
+def test_faults_are_bounded_newest_first() -> None:
+    many = {f"fault__metric_{number}": [1, 1] for number in range(MOST_FAULTS)}
+    _, faults = merge(None, {"a": figures(**many)}, 10)
+    assert len(faults) == MOST_FAULTS
+    assert {fault.at_s for fault in faults} == {AT_S + 10}
+
+
+@given(
+    counts=st.lists(st.integers(0, 50), min_size=4, max_size=4).filter(any),
+    shares=st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)),
+)
+def test_quantile_is_within_bounds_and_monotonic(counts: list[int], shares: tuple[float, float]) -> None:
+    bounds = [0.1, 1.0, 10.0]
+    low, high = (quantile(bounds, counts, share) for share in sorted(shares))
+    assert 0 <= low <= high <= 10.0
+
+
+def test_quantile_above_last_bound_is_that_bound() -> None:
+    assert quantile([0.1, 1.0], [0, 0, 5], 0.5) == 1.0
+
+
+def test_history_of_process_survives_conversion() -> None:
+    now = [float(AT_S)]
+    count = [0]
+    history = History(lambda: Totals({"lookups": count[0]}), lambda: now[0])
+    for _ in range(3):
+        now[0] += 10
+        count[0] += 2
+        history.record_if_due()
+    points, _ = merge(history_to_proto(history, pb.DescribeHistoryRequest(since_seconds=AT_S + 10)), {}, 10)
+    assert [(point.at_s, point.lookups) for point in points] == [(AT_S + 20, 2), (AT_S + 30, 2)]

@@ -1,0 +1,144 @@
+"""States of the web page that a small store does not reach: large clusters, an hour of history, silent nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from page_browser import opened, said, show_all_nodes, show_node
+from page_store import SPEC, Working, browsing, working
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Working]:
+    with working(tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with browsing() as made:
+        yield made
+
+
+def thirty_nodes(found: Any) -> Any:
+    """The response for thirty nodes: copies of the first one, of which one drains."""
+    node, volume = found["nodes"][0], found["volumes"][0]
+    names = [f"rack-{number // 10}-host-{number}" for number in range(30)]
+    nodes = [{**node, "node_id": name, "state": "active"} for name in names]
+    nodes[17]["state"] = "draining"
+    volumes = [
+        {**volume, "node_id": name, "volume_id": f"{name}/dram", "tier": "dram", "capacity_bytes": 100, "used_bytes": number}
+        for number, name in enumerate(names)
+    ]
+    return {**found, "nodes": nodes, "activity": [], "volumes": volumes, "slow_loads": [], "known_nodes": 30}
+
+
+def many_namespaces(found: Any) -> Any:
+    """The response for 200 namespaces: copies of the first one."""
+    first = found["items"][0]
+    items = [
+        {**first, "namespace_id": f"{number:032x}", "spec": {**first["spec"], "model": f"model-{number}"}, "asked_blocks": number}
+        for number in range(200)
+    ]
+    return {**found, "items": items}
+
+
+def whole_hour(found: Any) -> Any:
+    """The response of a store that was recorded for an hour, with a fault half an hour ago."""
+    last = found["points"][-1] if found["points"] else None
+    end_s = int(found["now_s"]) // 10 * 10
+    empty = {"dram": 0, "nvme": 0, "peer": 0, "data_plane": 0, "planned_prefill": 0, "planned_decode": 0, "planned_relay": 0}
+    times = {"count": 5, "p50_s": 0.004, "p95_s": 0.01, "p99_s": 0.02}
+    base = last or {"seconds": 10, "lookups": 1, "evicted_dram_blocks": 0, "evicted_nvme_blocks": 0, "faults": 0, "nodes": 3}
+    points = [
+        {**base, "at_s": end_s - age, "hit_ratio": 0.75, "lookup": times, "load": times, "throughput": {**empty, "dram": 10**9},
+         "dram": {"used_bytes": 30, "capacity_bytes": 40}, "nvme": None}
+        for age in range(3590, -10, -10)
+    ]  # fmt: skip
+    fault = {"at_s": end_s - 1800, "node_id": "host-2", "metric": "kvstore_peer_fetch_failed_total", "what": "failed fetches"}
+    return {**found, "points": points, "faults": [{**fault, "count": 3}]}
+
+
+def test_page_draws_history_from_before_it_was_opened(browser: Any, store: Working) -> None:
+    with opened(browser, store.http.address, script={"/v1/history": whole_hour}) as page:
+        said(page, "#ratio .legend", "75.0 %")
+        drawn = page.locator("#ratio path").get_attribute("d")
+        assert drawn.count("L") >= 355
+        assert page.locator("#fill .legend").inner_text().startswith("DRAM 75.0 %")
+        said(page, "#throughput .legend", "local DRAM 100 MB/s")
+        said(page, "#summary", "75.0 %")
+        said(page, "#timeline tbody tr", "failed fetches")
+        said(page, "#timeline tbody tr", "30 min ago")
+        assert page.locator("#timeline .fill-full").count() == 1
+
+
+def test_page_of_thirty_nodes_is_filtered_and_sorted(browser: Any, store: Working) -> None:
+    with opened(browser, store.http.address, script={"/v1/overview": thirty_nodes}) as page:
+        names = page.locator("#nodes tbody a")
+        names.nth(29).wait_for()
+        assert names.first.inner_text() == "rack-0-host-0"
+        assert names.nth(2).inner_text() == "rack-0-host-2", "numbers are sorted as numbers"
+        page.get_by_role("button", name="DRAM", exact=True).click()
+        assert names.first.inner_text() == "rack-2-host-29"
+        page.get_by_role("button", name="DRAM", exact=False).first.click()
+        assert names.first.inner_text() == "rack-0-host-0"
+        assert page.locator("#nodes th[aria-sort=descending]").count() == 1
+        page.fill("#nodes-filter", "draining")
+        assert names.all_inner_texts() == ["rack-1-host-17"]
+        said(page, "#nodes .note", "1 of 30 nodes")
+        page.fill("#nodes-filter", "nothing like it")
+        said(page, "#nodes", "No node matches")
+        assert page.evaluate("document.documentElement.scrollWidth") == 1280
+
+
+def test_page_of_many_namespaces_has_pages_and_filter(browser: Any, store: Working) -> None:
+    with opened(browser, store.http.address, script={"/v1/namespaces": many_namespaces}) as page:
+        said(page, "#namespaces .pager", "page 1 of 10, 200 namespaces")
+        rows = page.locator("#namespaces tbody tr")
+        assert rows.count() == 20
+        assert "model-199" in rows.first.inner_text()
+        page.get_by_role("button", name="Next").click()
+        said(page, "#namespaces .pager", "page 2 of 10")
+        assert "model-179" in rows.first.inner_text()
+        page.fill("#namespaces-filter", "model-42")
+        said(page, "#namespaces tbody tr", "model-42")
+        assert rows.count() == 1
+
+
+def test_node_view_of_unknown_node_says_so(browser: Any, store: Working) -> None:
+    with opened(browser, store.http.address) as page:
+        page.goto(f"http://{store.http.address}/#node/%3Cb%3Enobody")
+        said(page, "#node", "No node with this name is registered")
+        assert page.locator("#node-title").inner_text() == "Node <b>nobody"
+        show_all_nodes(page)
+
+
+def test_node_view_of_silent_node_claims_no_figures(browser: Any, store: Working) -> None:
+    def silent(found: Any) -> Any:
+        unreached = [{"node_id": "host-2", "kind": "unavailable", "detail": "the node does not report to the metadata server"}]
+        return {**found, "points": [], "faults": [], "unreached": unreached}
+
+    with opened(browser, store.http.address, script={"/v1/history": silent}) as page:
+        show_node(page, "host-2")
+        said(page, "#latency", "Not known: the node does not answer.")
+        said(page, "#evictions", "Not known: the node does not answer.")
+
+
+def test_explorer_accepts_text_if_tokenizer_is_configured(browser: Any, store: Working) -> None:
+    with opened(browser, store.http.address) as page:
+        said(page, "#explore-hint", "set admin.tokenizer")
+        assert not page.locator("#explore-kind").is_visible()
+    with opened(browser, store.http.address, script={"/v1/tokenizer": lambda _: {"configured": True}}) as page:
+        said(page, "#explore-label", "Text of the prompt")
+        page.select_option("#explore-namespace", SPEC.namespace.hex())
+        page.fill("#explore-chain", "one two")
+        found = {"blocks": 0, "hit_blocks": 0, "first_miss": None, "runs": [], "tokens": 2}
+        page.route("**/v1/blocks/lookup", lambda route: route.fulfill(json=found))
+        with page.expect_request("**/v1/blocks/lookup") as asked:
+            page.get_by_role("button", name="Look up").click()
+        assert asked.value.post_data_json == {"namespace_id": SPEC.namespace.hex(), "text": "one two"}
+        said(page, "#explored", "and the input has 2")
+        page.get_by_label("token ids or keys").check()
+        said(page, "#explore-label", "Token ids")

@@ -1,0 +1,81 @@
+"""The kernel is compiled if a compiler exists; otherwise the store works more slowly, and reports it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import build_kernel
+import pytest
+
+import kvstore.native
+
+CHECK = """
+import numpy as np, sys, xxhash
+sys.path.insert(0, {tests!r})
+from batches import random_case, run_and_compare
+from kvstore.native.c_kernel import CKernel
+from pathlib import Path
+first = CKernel(Path({library!r}))
+for variant in first.variants:
+    kernel, random = CKernel(Path({library!r}), variant), np.random.default_rng(3)
+    for _ in range(200):
+        run_and_compare(kernel, random_case(random))
+print("compared", first.variants)
+"""
+
+
+def in_python(code: str, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=os.environ | variables
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", ["", "/no/such/compiler", "false"])
+def test_build_without_compiler_tells_why(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", command)
+    assert build_kernel.build(tmp_path / "_kernel.so")
+    assert not list(tmp_path.iterdir())
+
+
+def test_store_without_library_uses_python(tmp_path: Path) -> None:
+    ours = Path(kvstore.native.__file__).parents[1]
+    for package in ("native", "core"):
+        shutil.copytree(ours / package, tmp_path / "kvstore" / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "kvstore" / "__init__.py").touch()
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from kvstore import native
+from kvstore.core.checksum import layer_checksums
+from kvstore.core.types import BlockShape
+assert layer_checksums(memoryview(bytes(65536)), BlockShape(2, 32768))
+print(native.kernel_name(), native.fallback_calls())
+"""
+    assert in_python(code, PYTHONPATH="", KVSTORE_NATIVE="").split() == ["python", "1"]
+
+
+def test_kernel_named_by_the_environment() -> None:
+    assert in_python("import kvstore.native as native; print(native.kernel_name())", KVSTORE_NATIVE="python").strip() == "python"
+
+
+def test_kernel_clean_under_sanitizers(tmp_path: Path) -> None:
+    """Random batches with the address and undefined-behaviour sanitizers of gcc."""
+    library = tmp_path / "_kernel.so"
+    command = build_kernel.compiler()
+    if command is None:
+        pytest.skip(build_kernel.NO_COMPILER)
+    reason = build_kernel.build(library, ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
+    if "cannot find" in reason or "libclang" in reason:
+        pytest.skip("the compiler's sanitizers are not installed here")
+    assert not reason, reason
+    preloaded = subprocess.run(
+        [*command, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    code = CHECK.format(tests=str(Path(__file__).parent), library=str(library))
+    assert "compared" in in_python(code, LD_PRELOAD=preloaded, ASAN_OPTIONS="detect_leaks=0")

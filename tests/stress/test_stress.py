@@ -1,0 +1,182 @@
+"""``kvstore stress``: passes against a real store, the removal of its blocks, and the sums of its results."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from kvclient import KVClient
+from kvstore.cli.app import root
+from kvstore.core.errors import InvalidArgument
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.replay.engine import ReplayTotals
+from kvstore.stress.latency import LatencyHistogram
+from kvstore.stress.limits import MemcpyLimit, SocketLimit
+from kvstore.stress.plan import StressChains, StressPlan
+from kvstore.stress.summary import PassSummary, StressResult
+from support.wait import wait_until
+
+WAIT_S = 60.0
+SMALL = ("--block-size", "64KiB", "--request-blocks", "4", "--size", "2MiB")
+
+
+def plan(**changes: Any) -> StressPlan:
+    usual: dict[str, Any] = {
+        "metadata": "127.0.0.1:1", "node": None, "tls": None, "token_file": None, "tenant": "", "host": "here", "run": 7,
+        "clients": 2, "block_bytes": 4096, "layers": 4, "request_blocks": 4, "requests": 3,
+    }  # fmt: skip
+    return StressPlan(**usual | changes)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with LocalCluster([NodeSpec("a", dram_bytes=64 << 20)], tmp_path_factory.mktemp("store")) as cluster:
+        yield cluster
+
+
+def stress(store: LocalCluster, *arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(root, ["stress", "--metadata", store.metadata_address, *SMALL, *arguments, "-o", "json"])
+    assert done.exit_code == 0, done.output
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def stored_blocks(store: LocalCluster) -> int:
+    done = CliRunner().invoke(root, ["status", "--metadata", store.metadata_address, "-o", "json"])
+    return int(json.loads(done.stdout)["blocks"])
+
+
+def test_stress_stores_loads_checks_and_removes(store: LocalCluster) -> None:
+    found = stress(store)
+    assert (found["ok"], found["wrong_bytes"], found["local_nodes"]) == (True, 0, ["a"])
+    assert found["cold"]["stored_bytes"] == found["stored_set_bytes"] == 2 << 20
+    assert (found["warm"]["hit_ratio"], found["warm"]["loaded_bytes"]) == (1.0, 2 << 20)
+    assert (found["warm"]["by_tier"], found["warm"]["by_path"]) == ({"dram": 2 << 20}, {"local": 2 << 20})
+    assert found["limit"]["kind"] == "memcpy"
+    assert found["limit"]["bytes_per_s"] > 0
+    assert found["removed_blocks"] == 32
+    wait_until(lambda: stored_blocks(store) == 0, WAIT_S)
+
+
+def test_stress_without_node_loads_over_tcp(store: LocalCluster) -> None:
+    found = stress(store, "--node", "none", "--hits", "0.5", "--clients", "1", "--duration", "500ms")
+    assert (found["local_nodes"], found["limit"]["kind"]) == ([], "socket")
+    assert found["warm"]["hit_ratio"] == found["expected_hit_ratio"] == 0.5
+    assert list(found["warm"]["by_path"]) == ["prefill"]
+
+
+def test_stress_table_shows_limit_and_wrong_bytes(store: LocalCluster) -> None:
+    done = CliRunner().invoke(root, ["stress", "--metadata", store.metadata_address, *SMALL])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[1].split() == ["PASS", "REQUESTS", "THROUGHPUT", "P50", "P99", "HITS", "WRONG_BYTES"]
+    assert [line.split()[0] for line in lines[2:5]] == ["cold:", "warm:", "limit:"]
+    assert lines[3].split()[-2:] == ["100.0%", "0"]
+
+
+def test_stress_unreachable_store_says_why() -> None:
+    done = CliRunner().invoke(root, ["stress", "--metadata", "127.0.0.1:1"])
+    assert done.exit_code == 1
+    assert "connection refused" in done.output
+
+
+def test_stress_ended_early_removes_its_blocks(store: LocalCluster) -> None:
+    command = [sys.executable, "-m", "kvstore.cli", "stress", "--metadata", store.metadata_address, *SMALL, "--duration", "10m"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        try:
+            wait_until(lambda: stored_blocks(store) == 32, WAIT_S)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(WAIT_S) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    wait_until(lambda: stored_blocks(store) == 0, WAIT_S)
+
+
+def test_stress_second_run_of_a_host_is_refused(store: LocalCluster) -> None:
+    import socket
+
+    spec = plan(host=socket.gethostname()[:48], block_bytes=64 << 10, layers=32).spec()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"\0kvstore-stress-{spec.namespace.hex()}")
+        done = CliRunner().invoke(root, ["stress", "--metadata", store.metadata_address, *SMALL])
+    assert done.exit_code == 1
+    assert "another kvstore stress" in done.output
+
+
+# ---- parts ----
+def test_chains_are_equal_in_every_process_and_unique() -> None:
+    chains, again = StressChains(plan()), StressChains(plan())
+    assert chains.stored(0, 1) == again.stored(0, 1)
+    keys = [key for client in range(2) for request in range(3) for key in chains.stored(client, request)]
+    keys += StressChains(plan(run=8)).stored(0, 0)
+    assert len(set(keys)) == len(keys)
+
+
+def test_warm_chain_shares_the_stored_prefix() -> None:
+    chains = StressChains(plan(hit_share=0.5))
+    stored, warm, next_warm = chains.stored(0, 0), chains.warm(0, 0, 0), chains.warm(0, 0, 1)
+    assert warm[:2] == stored[:2]
+    assert not set(warm[2:]) & set(stored)
+    assert not set(warm[2:]) & set(next_warm[2:])
+
+
+def test_plan_too_large_a_request_is_rejected() -> None:
+    with pytest.raises(InvalidArgument, match="too large"):
+        plan(block_bytes=64 << 20, request_blocks=8)
+
+
+def test_latency_percentiles_are_within_two_percent() -> None:
+    latencies = LatencyHistogram()
+    seconds = np.random.default_rng(1).lognormal(-5, 1, 5_000)
+    latencies.add(seconds.tolist())
+    for percent in (50, 99):
+        found = latencies.percentile_ms(percent)
+        assert found is not None
+        assert found == pytest.approx(1000 * float(np.percentile(seconds, percent)), rel=0.03)
+    assert LatencyHistogram().percentile_ms(50) is None
+
+
+def test_wrong_bytes_are_a_problem_of_the_run() -> None:
+    warm = PassSummary("warm", hits=1)
+    result = StressResult(plan(), PassSummary("cold", stored_bytes=1), warm)
+    assert result.problem is None
+    warm.add(0, ReplayTotals(wrong_bytes=3))
+    assert result.problem == "3 wrong bytes were loaded"
+
+
+def test_totals_are_taken_once() -> None:
+    totals = ReplayTotals(requests=2, load_s=[0.5])
+    assert totals.take() == ReplayTotals(requests=2, load_s=[0.5])
+    assert totals == ReplayTotals()
+
+
+@pytest.mark.parametrize("kind", [MemcpyLimit, SocketLimit])
+def test_limit_moves_the_bytes_of_a_request(kind: type[MemcpyLimit | SocketLimit]) -> None:
+    limit = kind(1 << 20)
+    try:
+        assert all(limit.sample() > 0 for _ in range(3))
+    finally:
+        limit.close()
+
+
+def test_client_checks_each_loaded_byte(store: LocalCluster) -> None:
+    """Damage in the caller's buffer counts: the check compares with bytes that follow from the key."""
+    from kvstore.replay.engine import RequestRunner
+
+    tally = ReplayTotals()
+    spec = plan().spec()
+    with KVClient.connect(store.metadata_address, spec, node=None) as client:
+        keys = StressChains(plan()).stored(0, 0)
+        wrong = np.zeros((len(keys), spec.block_bytes), np.uint8)
+        assert client.store(keys, wrong, wait_visible=True).held_blocks == len(keys)
+        wait_until(lambda: client.lookup(keys).hit_blocks == len(keys), WAIT_S)
+        RequestRunner(client, tally, len(keys)).load(keys)
+    assert tally.wrong_blocks == len(keys)
