@@ -106,6 +106,24 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- with .priorityClassName }}
 priorityClassName: {{ . | quote }}
 {{- end }}
+{{- with .topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "kvstore.podLabels" -}}
+{{- with .podLabels }}{{ toYaml . }}{{ end }}
+{{- end }}
+
+{{- define "kvstore.podAnnotations" -}}
+{{- with .podAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Items that values add to a list: variables, volumes, mounts. */}}
+{{- define "kvstore.extra" -}}
+{{- with . }}{{ toYaml . }}{{ end }}
 {{- end }}
 
 {{/* MiB of a size such as 64GiB. */}}
