@@ -17,6 +17,7 @@ from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.accounting_check import check_accounts
 from kvstore.workload.payload import Payloads
+from support.wait import wait_until
 
 WAIT_S = 30.0
 HANG_S = 60.0
@@ -86,6 +87,10 @@ class Store:
         with grpc.insecure_channel(self.cluster.node(node).address) as channel:
             request = node_pb2.EvictRequest(operation_id=bytes(16), tier=tier)  # type: ignore[arg-type]
             return node_pb2_grpc.NodeStub(channel).Evict(request, timeout=10).evicted_blocks
+
+    def empty_dram(self, node: str) -> None:
+        """Evict until the node holds no block in DRAM. One round may miss some: leases are returned late."""
+        wait_until(lambda: (self.evict(node), self.node_stats(node).tiers[0].blocks == 0)[1], f"{node} holds nothing in DRAM")
 
     def flush(self, node: str) -> bool:
         with grpc.insecure_channel(self.cluster.node(node).address) as channel:

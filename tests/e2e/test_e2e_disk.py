@@ -71,12 +71,8 @@ def volume_status(store: Store) -> dict[str, object]:
     return next(volume for volume in volumes if volume["tier"] == "nvme")
 
 
-def evict_dram(store: Store) -> None:
-    wait_until(lambda: (store.evict("a"), store.node_stats("a").tiers[0].blocks == 0)[1], "nothing is left in DRAM")
-
-
 def hits_from_disk(store: Store, engine: Engine, chain: str) -> int:
-    evict_dram(store)
+    store.empty_dram("a")
     return engine.load(chain, 8).hit_blocks
 
 
@@ -188,5 +184,5 @@ def test_volume_folder_removed_nothing_is_durable(make_store: MakeStore) -> None
     assert engine.load("more", 8).hit_blocks == 8, "stores continue into DRAM"
     assert store.node_stats("a").counters["nvme_files_gone_total"] == 1
     wait_until(lambda: "no longer in" in str(volume_status(store)["read_only"]), "kvstore status shows it")
-    store.evict("a")
+    store.empty_dram("a")
     assert engine.load("kept", 8).hit_blocks == 8, "blocks in the open file are read"

@@ -151,7 +151,7 @@ def test_drain_under_load_loses_nothing(make_store: MakeStore, move: bool) -> No
     store.cluster.stop("a")
     assert "a" not in {run.node_id for run in engines["b"].client.lookup(durable[0]).runs}, "lookups stop naming it"
     for name in names[1:]:
-        store.evict(name)  # replicas of blocks from other nodes
+        store.empty_dram(name)  # replicas of blocks from other nodes
     if move:
         assert all_there(engines["b"], durable), "at once, from the nodes that took them over"
         removed = command(store, "nodes", "remove", "a")
@@ -174,14 +174,14 @@ def test_drain_tenant_near_quota_moves_all(make_store: MakeStore) -> None:
     held = sum(map(len, durable)) * here.spec.block_bytes
     limited = command(store, "tenants", "set", "acme", "--nvme", str(held * 9 // 8), "--yes")
     assert limited.returncode == 0, limited.stderr
-    store.evict("a")
+    store.empty_dram("a")
     done = command(store, "nodes", "drain", "a", "--move", "--wait")
     assert done.returncode == 0, (done.stdout, done.stderr)
     for name in "ab":
         assert dict(store.node_stats(name).counters).get("evicted_quota_blocks_total", 0) == 0, "nothing was evicted"
     store.cluster.stop("a")
     assert command(store, "nodes", "remove", "a").returncode == 0
-    store.evict("b")  # DRAM-only blocks do not count
+    store.empty_dram("b")  # DRAM-only blocks do not count
     assert all_there(there, durable)
 
 
@@ -369,7 +369,7 @@ def test_drain_bad_block_is_not_moved(make_store: MakeStore) -> None:
     store = make_store(*nodes("a", "b"))
     engine, other = store.engine("a"), store.engine("b")
     keys = store_durably(engine, "x", 8)
-    store.evict("a")
+    store.empty_dram("a")
     payload = np.zeros((1, engine.spec.block_bytes), np.uint8)
     engine.payloads.fill(keys[3:4], payload)
     slab = max(store.cluster.volume_path("a").iterdir(), key=lambda path: path.stat().st_size)

@@ -58,7 +58,7 @@ class Prompt:
 def test_handoff_sends_only_missing_blocks(store: Store, policy: str, sent: int | None, layer_group: int) -> None:
     writer, prefill, decode = (engine(store, node) for node in ("storage-0", "prefill-0", "decode-0"))
     prompt = Prompt(writer, f"{policy}{layer_group}", hit=16, new=3)
-    store.evict("storage-0")
+    store.empty_dram("storage-0")
     keys, room = prompt.keys, prefill.room(16)
     with decode.client.await_prompt(keys, deadline_s=20) as awaited:
         wait_until(lambda: prefill.client.lookup(keys[:16]).hit_blocks == 16, "the index shows what lies on NVMe")
@@ -304,7 +304,7 @@ def test_handoff_blocks_on_decode_disk_are_not_sent(
     )
     prefill, decode = engine(store, "prefill-0"), engine(store, "decode-0")
     prompt = Prompt(decode, "disk", hit=6, new=2)
-    assert store.evict("decode-0") == 6
+    store.empty_dram("decode-0")
     with decode.client.await_prompt(prompt.keys, deadline_s=20) as awaited:
         handoff = prefill.client.begin_handoff(prompt.keys, "decode-0", tail=True)
         for layer in range(LAYERS):

@@ -143,7 +143,7 @@ def test_hung_data_plane_costs_one_load_a_second(store: Store, local: str | None
 
     def load() -> LoadResult:
         if local is not None:
-            store.evict(local)  # its own copy
+            store.empty_dram(local)  # its own copy
         return reader.client.load(found, reader.room(20))
 
     proxy = FaultProxy(store.cluster.node("a").ready["data_address"])

@@ -72,10 +72,6 @@ def timed(work: Callable[[], object]) -> float:
     return time.monotonic() - began_s
 
 
-def in_dram(store: Store) -> None:
-    wait_until(lambda: (store.evict("a"), store.node_stats("a").tiers[0].blocks == 0)[1], "nothing is left in DRAM")
-
-
 def stalled(store: Store, volume: str) -> bool:
     """Whether the node's metrics show a volume as stalled."""
     with urllib.request.urlopen(f"http://{store.cluster.node('a').metrics_address}/metrics") as page:
@@ -91,7 +87,7 @@ def test_e2e_disk_hung_other_loads_continue(make_store: Callable[..., Store], di
     store = make_store(node)
     engine = store.engine("a")
     chains = place_chains(store, engine)
-    in_dram(store)
+    store.empty_dram("a")
     assert engine.load(chains["a/nvme1"], BLOCKS).hit_blocks == BLOCKS  # so it is in DRAM
     before_s = max(timed(lambda: engine.load(chains["a/nvme1"], BLOCKS)) for _ in range(5))
     disk.hang()
@@ -136,7 +132,7 @@ def test_e2e_only_disk_hung_stores_are_not_durable_soon(make_store: Callable[...
     store = make_store(node)
     engine = store.engine("a")
     assert engine.store("kept", BLOCKS, durable=True).durable
-    in_dram(store)
+    store.empty_dram("a")
     disk.hang()
     began_s = time.monotonic()
     result = engine.store("new", BLOCKS, durable=True, deadline_s=WAIT_S)
@@ -158,7 +154,7 @@ def test_e2e_node_stops_while_its_disk_hangs(make_store: Callable[..., Store], d
     store = make_store(node)
     engine = store.engine("a")
     assert engine.store("kept", BLOCKS, durable=True).durable
-    in_dram(store)
+    store.empty_dram("a")
     disk.hang()
     assert engine.load("kept", BLOCKS, deadline_s=WAIT_S).hit_blocks == 0
     daemon = store.cluster.node("a")

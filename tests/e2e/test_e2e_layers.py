@@ -77,7 +77,7 @@ def test_layers_removed_blocks_are_not_promised(store: Store) -> None:
         assert writer.store(chain, BLOCKS, wait_visible=True).held_blocks == BLOCKS
         found = reader.client.lookup(reader.keys(chain, BLOCKS))
         assert found.hit_blocks == BLOCKS
-        store.evict("n1")
+        store.empty_dram("n1")
         assert writer.store(chain, 10).held_blocks == 10
         result, seen = load(reader, found, paths)
         assert result.hit_blocks == 10, (node, paths)
@@ -94,7 +94,7 @@ def test_layers_missing_block_ends_the_promise(store: Store) -> None:
         assert writer.store(chain, BLOCKS, wait_visible=True).held_blocks == BLOCKS
         found = reader.client.lookup(keys)
         assert found.hit_blocks == BLOCKS
-        store.evict("n1")
+        store.empty_dram("n1")
         assert writer.store(chain, 10).held_blocks == 10
         rest = writer.room(BLOCKS - 20)
         writer.payloads.fill(keys[20:], rest)
@@ -113,12 +113,12 @@ def test_layers_blocks_of_other_nodes_are_awaited(store: Store) -> None:
             assert writer.store(chain, blocks, wait_visible=True).held_blocks == blocks
         found = reader.client.lookup(reader.keys(chain, BLOCKS))
         assert found.hit_blocks == BLOCKS
-        store.evict("n1")
+        store.empty_dram("n1")
         assert writers[0].store(chain, 10).held_blocks == 10
         result, seen = load(reader, found, paths)
         assert result.hit_blocks == 60, (node, paths)
         assert {blocks for _, blocks, _ in seen} == {60}
-        store.evict("n2")
+        store.empty_dram("n2")
 
 
 def test_layers_continue_without_a_dead_node(store: Store) -> None:

@@ -55,7 +55,7 @@ def published(reader: Engine, chain: str, blocks: int) -> list[BlockKey]:
 def test_mount_is_read_without_asking_the_owner(make_store: MakeStore, tmp_path: Path) -> None:
     store = shared(make_store, tmp_path)
     assert store.engine("owner").store("c", 50, durable=True).durable
-    store.evict("owner")
+    store.empty_dram("owner")
     reader = store.engine("r0")
     published(reader, "c", 50)
     result = reader.load("c", 50)
@@ -78,9 +78,9 @@ def test_mount_follows_stores_and_evictions_of_the_owner(make_store: MakeStore, 
     assert counter(store, "r0", "mount_read_blocks_total") == 40
     keys = reader.keys("a", 20)
     lookup = reader.client.lookup(keys)
-    store.evict("owner")
+    store.empty_dram("owner")
     store.evict("owner", Tier.NVME)
-    store.evict("r0")
+    store.empty_dram("r0")
     assert writer.store("later", 20, durable=True).durable
     published(reader, "later", 20)
     assert reader.load("later", 20).hit_blocks == 20  # the event also reports that the others were removed
@@ -105,7 +105,7 @@ def test_mount_stays_readable_after_owner_ends(make_store: MakeStore, tmp_path: 
         assert reader.load(chain, 40).bytes_by_tier == {Tier.NVME: 40 * reader.spec.block_bytes}
     remote = store.engine(None)  # without a local node: over the data plane, from a node that mounts the volume
     for node in ("r0", "r1"):
-        store.evict(node)
+        store.empty_dram(node)
     assert remote.load("c0", 40).hit_blocks == 40
     store.cluster.start_node("owner")
     writer = store.engine("owner")

@@ -327,7 +327,7 @@ def test_paths_without_metadata_local_host_reads_all(ready: Ready) -> None:
     store, engine, found = ready
     store.cluster.kill("metadata")
     for layer_group in (0, 2):
-        store.evict("p")
+        store.empty_dram("p")
         result = load_by_layers(engine, found, paths("split", layer_group))
         assert result.hit_blocks == BLOCKS
         assert set(result.bytes_by_path) <= {"prefill", "local"}
