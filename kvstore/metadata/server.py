@@ -126,7 +126,7 @@ class MetadataServer:
                 config.heartbeat_interval_ms / 2_000,
             )
             tls = config.tls.resolve()
-            journal = self._journal = EventJournal(config.events_path, replaces=self._worker == 0)
+            journal = self._journal = EventJournal(config.events_path, self.counters, replaces=self._worker == 0)
             health = self._health = HealthMonitor(
                 index,
                 config.index_path,
@@ -136,6 +136,7 @@ class MetadataServer:
                 NodeProbes(self._clock, tls=tls is not None),
                 CertificateWatch(tls, "the metadata server"),
                 journal,
+                self.counters,
                 records=self._worker == 0,
             )
             parts = MetadataParts(

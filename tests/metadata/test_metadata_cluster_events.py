@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from kvproto.v1.metadata_pb2 import NodeStatus
 from kvstore.health import codes
 from kvstore.health.findings import HealthFinding
 from kvstore.metadata.cluster import event_journal
-from kvstore.metadata.cluster.event_journal import KEEP_S, MAX_EVENTS, EventJournal
+from kvstore.metadata.cluster.event_journal import KEEP_S, MAX_EVENTS, ClusterEvent, EventJournal, encode_lines
 from kvstore.metadata.cluster.event_sources import FindingEvents, NodeEvents
+from kvstore.observe.counters import Counters
 
 
 class Wall:
@@ -30,8 +32,8 @@ def wall() -> Wall:
     return Wall()
 
 
-def journal(tmp_path: Path, wall: Wall) -> EventJournal:
-    return EventJournal(tmp_path / "index.events.jsonl", wall_s=wall)
+def journal(tmp_path: Path, wall: Wall, counters: Counters | None = None) -> EventJournal:
+    return EventJournal(tmp_path / "index.events.jsonl", counters or Counters(), wall_s=wall)
 
 
 def kinds(journal: EventJournal) -> list[str]:
@@ -87,12 +89,88 @@ def test_events_file_is_replaced_when_large(tmp_path: Path, wall: Wall, monkeypa
 
 def test_events_wait_in_memory_for_a_disk(tmp_path: Path, wall: Wall) -> None:
     folder = tmp_path / "gone"
-    one = EventJournal(folder / "events", wall_s=wall)
+    counters = Counters()
+    one = EventJournal(folder / "events", counters, wall_s=wall)
     one.record("a", "", "A.")
     one.flush()
+    assert counters.snapshot()["metadata_cluster_event_file_failures_total"] == 1
     folder.mkdir()
     assert kinds(one) == ["a"]
     assert (folder / "events").exists()
+
+
+def test_events_beyond_the_bound_are_dropped_and_counted(tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_journal, "_MAX_QUEUED", 3)
+    counters = Counters()
+    one = EventJournal(tmp_path / "gone" / "events", counters, wall_s=wall)
+    for kind in "abcde":
+        one.record(kind, "", "A sentence.")
+    assert kinds(one) == ["c", "d", "e"]
+    assert counters.snapshot()["metadata_cluster_events_dropped_total"] == 2
+
+
+def test_events_recorded_during_a_write_are_kept(tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_journal, "_MAX_QUEUED", 2)
+    one = journal(tmp_path, wall)
+
+    def busy(events: list[ClusterEvent]) -> bytes:
+        lines = encode_lines(events)
+        if len(events) == 2:
+            one.record("c", "", "C.")  # drops the oldest queued event, which is written at this time
+        return lines
+
+    monkeypatch.setattr(event_journal, "encode_lines", busy)
+    one.record("a", "", "A.")
+    one.record("b", "", "B.")
+    one.flush()
+    assert kinds(one) == ["a", "b", "c"]
+
+
+def test_events_of_a_torn_write_are_shown_once(tmp_path: Path, wall: Wall) -> None:
+    one = journal(tmp_path, wall)
+    one.record("a", "", "A.")
+    one.flush()
+    path = tmp_path / "index.events.jsonl"
+    line = path.read_bytes().splitlines()[1]
+    path.write_bytes(path.read_bytes() + line[:20] + b"\n" + line + b"\n")
+    assert kinds(one) == ["a"]
+
+
+@pytest.mark.parametrize("header", [b'{"kvstore_cluster_events": 2}\n', b"notes of an operator\n", b"\xff" * 5_000])
+def test_events_file_of_another_version_is_not_touched(tmp_path: Path, wall: Wall, header: bytes) -> None:
+    path, counters = tmp_path / "index.events.jsonl", Counters()
+    path.write_bytes(header)
+    one = journal(tmp_path, wall, counters)
+    one.record("a", "", "A.")
+    assert kinds(one) == ["a"], "from memory"
+    assert path.read_bytes() == header
+    assert counters.snapshot()["metadata_cluster_event_file_failures_total"] == 2, "a write and a read"
+
+
+def test_events_file_torn_in_its_first_line_is_begun_again(tmp_path: Path, wall: Wall) -> None:
+    path = tmp_path / "index.events.jsonl"
+    path.write_bytes(b'{"kvstore_cl')
+    one = journal(tmp_path, wall)
+    assert one.read() == []
+    one.record("a", "", "A.")
+    assert kinds(one) == kinds(journal(tmp_path, wall)) == ["a"]
+
+
+def test_events_are_recorded_and_read_by_several_threads(tmp_path: Path, wall: Wall) -> None:
+    one = journal(tmp_path, wall)
+
+    def record() -> None:
+        for number in range(300):
+            one.record("a", str(number), "A sentence.")
+
+    with ThreadPoolExecutor(4) as pool:
+        recording = [pool.submit(record) for _ in range(3)]
+        while not all(task.done() for task in recording):
+            pool.submit(one.read).result()
+        for task in recording:
+            task.result()
+    found = one.read()
+    assert len(found) == len({event.id for event in found}) == 900
 
 
 def test_findings_raised_and_cleared_become_events(tmp_path: Path, wall: Wall) -> None:

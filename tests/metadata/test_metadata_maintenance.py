@@ -38,3 +38,19 @@ async def test_maintenance_disk_full_logs_rarely_without_traceback(
     index.close()
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
     assert "no room on disk" in caplog.text
+
+
+async def test_maintenance_goes_on_after_a_bug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def bug() -> None:
+        raise KeyError("a bug")
+
+    counters, index, thread = Counters(), LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test")
+    nodes = NodeTable(index, MonotonicClock(), 0.08, counters)
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=True, on_tick=[bug])
+    tasks.start()
+    while counters.snapshot().get("metadata_background_bugs_total", 0) < 3:  # noqa: ASYNC110  # polling: there is no event
+        await asyncio.sleep(0.01)
+    await tasks.stop()
+    await thread.close()
+    index.close()
+    assert "node watch failed" in caplog.text

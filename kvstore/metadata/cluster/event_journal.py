@@ -1,8 +1,9 @@
 """Cluster events of the last 24 hours, in a small file beside the index, so that they survive a restart.
 
-The file has a line of JSON per event, after a line with its version. Events are only appended. A line that a crash has cut off or
-that cannot be read, is skipped. A file that has become too large is replaced by one with the events that are kept. With several
-workers, each appends its own events, and worker 0 replaces the file.
+The file has a line of JSON per event, after a line with its version. Events are only appended. A line that is torn by a crash or
+cannot be read is skipped. A file of another version is neither read nor changed: events then stay in memory. A file that is too
+large is replaced by one with the events that are kept. With several workers, each appends its own events, and worker 0 replaces
+the file; events that another worker appends during the replacement are lost.
 
 ``record`` only queues an event; ``flush`` and ``read`` do the I/O, so call them from another thread than the event loop's.
 """
@@ -20,12 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from kvstore.core.errors import Unsupported
 from kvstore.core.limits import MAX_REASON
+from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
-limited = LimitedLog(logger)
 
 VERSION: Final = 1
 KEEP_S: Final = 86_400.0
@@ -62,42 +65,52 @@ class ClusterEvent:
 
 
 class EventJournal:
-    """The events and their file.
+    """The events and their file. Thread-safe.
 
     Args:
         path: the file; created with the first event.
+        counters: counts events that were dropped and failed accesses to the file.
         replaces: whether this process replaces a file that is too large; one of several workers does.
         wall_s: Unix time.
     """
 
-    def __init__(self, path: Path, *, replaces: bool = True, wall_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, counters: Counters, *, replaces: bool = True, wall_s: Callable[[], float] = time.time) -> None:
         self._path = path
+        self._log = LimitedLog(logger, counters=counters)
         self._replaces = replaces
         self._wall_s = wall_s
-        self._queued: deque[ClusterEvent] = deque(maxlen=_MAX_QUEUED)
+        self._queue = threading.Lock()
+        self._queued: deque[ClusterEvent] = deque()
         self._last_id = 0
         self._io = threading.Lock()
-        self._state: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
         self._events: list[ClusterEvent] = []
 
     def record(self, kind: str, subject: str, text: str, *, code: str = "", who: str = "") -> None:
-        """Queue an event. Without a disk that accepts it, the oldest queued events are dropped."""
-        self._last_id = max(self._last_id + 1, int(self._wall_s() * 1e6))
-        self._queued.append(ClusterEvent(self._last_id, kind, subject, text[:MAX_REASON], code, who))
+        """Queue an event. While the file cannot be written, the oldest queued events are dropped at ``_MAX_QUEUED``."""
+        with self._queue:
+            self._last_id = max(self._last_id + 1, int(self._wall_s() * 1e6))
+            self._queued.append(ClusterEvent(self._last_id, kind, subject, text[:MAX_REASON], code, who))
+            dropped = len(self._queued) > _MAX_QUEUED
+            if dropped:
+                self._queued.popleft()
+        if dropped:
+            self._log.report(metadata_metrics.CLUSTER_EVENTS_DROPPED, f"cluster event dropped, unwritten: {self._path}")
 
     def flush(self) -> None:
         """Append queued events to the file. Events stay queued if it cannot be written."""
         with self._io:
-            taken = list(self._queued)
+            taken = self._waiting()
             if not taken:
                 return
             try:
-                self._append(b"".join(json.dumps(asdict(one)).encode() + b"\n" for one in taken))
-            except OSError as error:
-                limited.warning("cannot write cluster events: %s (%s)", self._path, error)
+                self._append(taken)
+            except (OSError, Unsupported) as error:
+                self._log.report(metadata_metrics.CLUSTER_EVENT_FILE_FAILURES, "cannot write cluster events", error)
                 return
-            for _ in taken:
-                self._queued.popleft()
+            with self._queue:
+                while self._queued and self._queued[0].id <= taken[-1].id:
+                    self._queued.popleft()
 
     def read(self) -> list[ClusterEvent]:
         """Return the events of the last 24 hours in order, at most ``MAX_EVENTS``."""
@@ -105,34 +118,59 @@ class EventJournal:
         with self._io:
             try:
                 found = self._path.stat()
-                if (found.st_ino, found.st_size) != self._state:
-                    self._events = _decode(self._path.read_bytes()[-MAX_FILE_BYTES:])
-                    self._state = (found.st_ino, found.st_size)
+                seen = (found.st_ino, found.st_size, found.st_mtime_ns)
+                if seen != self._seen:
+                    self._events = self._decode(self._path.read_bytes())
+                    self._seen = seen
             except FileNotFoundError:
-                self._events, self._state = [], None
-            except OSError as error:
-                limited.warning("cannot read cluster events: %s (%s)", self._path, error)
-            return self._kept([*self._events, *self._queued])
+                self._events, self._seen = [], None
+            except (OSError, Unsupported) as error:
+                self._log.report(metadata_metrics.CLUSTER_EVENT_FILE_FAILURES, "cannot read cluster events", error)
+            return self._kept([*self._events, *self._waiting()])
+
+    def _waiting(self) -> list[ClusterEvent]:
+        with self._queue:
+            return list(self._queued)
 
     def _kept(self, events: list[ClusterEvent]) -> list[ClusterEvent]:
+        """Drop old events, and copies of events that were written again after a torn write."""
         oldest_s = self._wall_s() - KEEP_S
-        return sorted((one for one in events if one.at_s >= oldest_s), key=lambda one: one.id)[-MAX_EVENTS:]
+        return sorted((one for one in dict.fromkeys(events) if one.at_s >= oldest_s), key=lambda one: one.id)[-MAX_EVENTS:]
 
-    def _append(self, lines: bytes) -> None:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            size = os.fstat(descriptor).st_size
-            torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
-            os.write(descriptor, (_HEADER if not size else b"\n" if torn else b"") + lines)
-        finally:
-            os.close(descriptor)
+    def _append(self, events: list[ClusterEvent]) -> None:
+        with open(self._path, "a+b", opener=_open_private) as file:
+            file.seek(0)
+            self._check_version(head := file.read(len(_HEADER)))
+            if head != _HEADER:
+                file.truncate(0)  # empty, or torn in the first line
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            start = b"" if file.read(1) == b"\n" else b"\n"
+            file.write((start if size else _HEADER) + encode_lines(events))
         if self._replaces and size > MAX_FILE_BYTES // 2:
-            kept = self._kept(_decode(self._path.read_bytes()))[-MAX_EVENTS // 2 :]
-            write_atomically(self._path, _HEADER + b"".join(json.dumps(asdict(one)).encode() + b"\n" for one in kept))
+            kept = self._kept(self._decode(self._path.read_bytes()))[-MAX_EVENTS // 2 :]
+            write_atomically(self._path, _HEADER + encode_lines(kept))
+
+    def _decode(self, raw: bytes) -> list[ClusterEvent]:
+        self._check_version(raw[: len(_HEADER)])
+        return _decode(raw[-MAX_FILE_BYTES:])
+
+    def _check_version(self, head: bytes) -> None:
+        if not _HEADER.startswith(head):
+            raise Unsupported("not a file of cluster events of this version: move it away", path=self._path, version=VERSION)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def encode_lines(events: list[ClusterEvent]) -> bytes:
+    """Encode events as lines of the file."""
+    return b"".join(json.dumps(asdict(one)).encode() + b"\n" for one in events)
 
 
 def _decode(raw: bytes) -> list[ClusterEvent]:
-    """Decode the lines that are events; a line of another version or a torn line is skipped."""
+    """Decode the lines that are events; any other line is skipped."""
     found = []
     for line in raw.splitlines():
         try:

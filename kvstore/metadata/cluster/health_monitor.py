@@ -19,10 +19,11 @@ from kvstore.metadata.cluster.node_probes import NodeProbes
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.policies import RetentionPolicies
 from kvstore.metadata.retention.settings_store import SettingsStore
+from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 logger = logging.getLogger(__name__)
-limited = LimitedLog(logger)
 
 TICK_S: Final = 1.0
 
@@ -39,6 +40,7 @@ class HealthMonitor:
         probes: probes of silent nodes.
         certificate: expiry of this server's certificate.
         journal: receives events of nodes and findings.
+        counters: counters of this process.
         records: whether this process records them; one of several workers does.
     """
 
@@ -52,6 +54,7 @@ class HealthMonitor:
         probes: NodeProbes,
         certificate: CertificateWatch,
         journal: EventJournal,
+        counters: Counters,
         *,
         records: bool = True,
     ) -> None:
@@ -63,6 +66,8 @@ class HealthMonitor:
         self._probes = probes
         self._certificate = certificate
         self._journal = journal
+        self._counters = counters
+        self._log = LimitedLog(logger, counters=counters)
         self._events = (FindingEvents(journal), NodeEvents(journal)) if records else None
         self._disk: FileSystem | None = None
         self._task: asyncio.Task[None] | None = None
@@ -102,7 +107,10 @@ class HealthMonitor:
             try:
                 await self.refresh()
             except KVStoreError as error:  # the index does not answer: lookups report it, too
-                limited.warning("cannot derive the health of the cluster: %s", error)
+                self._log.report(metadata_metrics.HEALTH_FAILURES, "cannot derive the health of the cluster", error)
+            except Exception:  # process edge: without this task, no event would be recorded
+                self._counters.add(metadata_metrics.BACKGROUND_BUGS)
+                logger.exception("health round failed: unexpected error, trying again")
             await asyncio.sleep(TICK_S)
 
     def _node(self, status: NodeStatus) -> NodeReport:

@@ -93,6 +93,9 @@ class Maintenance:
                 # the disk is full, or the index does not answer: lookups continue with the last view, the next tick tries again
                 self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
                 limited.warning("cannot exchange heartbeats with the index: %s", error)
+            except Exception:  # process edge: without this task, dead nodes would never be hidden
+                self._counters.add(metadata_metrics.BACKGROUND_BUGS)
+                logger.exception("node watch failed: unexpected error, trying again")
             await asyncio.sleep(self._tick_s)
 
     async def _forget(self) -> None:
@@ -116,4 +119,7 @@ class Maintenance:
             except KVStoreError as error:
                 self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
                 limited.warning("cannot sweep the index: %s", error)
+            except Exception:  # process edge: without this task, entries of lost volumes would stay in the index
+                self._counters.add(metadata_metrics.BACKGROUND_BUGS)
+                logger.exception("index sweep failed: unexpected error, trying again")
             await asyncio.sleep(pause_s)

@@ -114,6 +114,18 @@ ORDERS_CHANGED: Final = group.counter("metadata_orders_changed_total", "changes 
 QUOTA_SHARE_FAILURES: Final = group.counter(
     "metadata_quota_share_failures_total", "divisions of quotas that failed with an unexpected exception: a bug"
 )
+CLUSTER_EVENTS_DROPPED: Final = group.counter(
+    "metadata_cluster_events_dropped_total", "cluster events dropped because their file could not be written for long"
+)
+CLUSTER_EVENT_FILE_FAILURES: Final = group.counter(
+    "metadata_cluster_event_file_failures_total", "failed reads and writes of the file of cluster events"
+)
+BACKGROUND_BUGS: Final = group.counter(
+    "metadata_background_bugs_total", "rounds of a background task that failed with an unexpected exception: a bug"
+)
+HEALTH_FAILURES: Final = group.counter(
+    "metadata_health_failures_total", "rounds in which the index did not answer, so that the cluster's health is not known"
+)
 ORDERS_UNREADABLE: Final = group.counter(
     "metadata_orders_unreadable_total", "failed reads of the settings file; nodes get no settings meanwhile"
 )
