@@ -39,7 +39,7 @@ WITHOUT_STORE = WITHOUT_RESULT | {"demo", "replay", "simulate", "bench", "health
 LIVE = {"events", "top", "history"}
 """Commands that follow changes, ``history`` with --follow."""
 ONE_TIME = WITHOUT_RESULT | {"demo", "stress", "replay", "simulate", "bench", "doctor", "config clusters", "config show"}
-"""Commands that run something, or show what changes only if somebody edits this host."""
+"""Commands that run something, or show what changes only with an edit of this host."""
 CHANGES = {
     *(f"nodes {name}" for name in ("drain", "undrain", "remove")),
     *(f"volumes {name}" for name in ("check", "evict", "repair")),
