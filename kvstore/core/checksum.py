@@ -89,7 +89,7 @@ def _dense_checksums(buffer: DenseBlocks, blocks: npt.NDArray[np.int64], found: 
 
 @cache
 def _packer(layers: int) -> Callable[..., bytes]:
-    """Return a cached function that packs that many checksums (at most ``MAX_LAYERS``): making it costs more than packing."""
+    """Return a function that packs that many checksums. Cached: making it costs more than packing (at most ``MAX_LAYERS``)."""
     return struct.Struct(f"<{layers}Q").pack
 
 
