@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import urllib.request
 from collections.abc import Callable
@@ -70,6 +71,13 @@ def test_every_process_exposes_metrics(tmp_path: Path) -> None:
         assert value(metadata, "kvstore_metadata_nodes", state="alive") == 1
         assert value(metadata, "kvstore_metadata_lookups_total") >= 1
         wait_until(lambda: value(metadata, "kvstore_index_blocks") == BLOCKS, "the index has the blocks")
+        size = shutil.disk_usage(tmp_path).total
+        wait_until(lambda: "\nkvstore_index_disk_bytes " in page(metadata, "/metrics"), "the index disk is measured")
+        assert value(metadata, "kvstore_index_disk_bytes") == size
+        assert 0 < value(metadata, "kvstore_index_disk_free_bytes") < size
+        wait_until(lambda: "kvstore_volume_disk_bytes{" in page(node, "/metrics"), "the volume's disk is measured")
+        assert value(node, "kvstore_volume_disk_bytes", tier="nvme") == size
+        assert 0 < value(node, "kvstore_volume_disk_free_bytes", tier="nvme") < size
         cluster.kill("metadata")
         wait_until(lambda: value(node, "kvstore_node_registered") == 0, "the node is not registered")
 
