@@ -27,6 +27,7 @@ from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.problems import TOO_LONG, problem
 from kvstore.admin.single_flight import SingleFlight
 from kvstore.config.admin import AdminConfig
+from kvstore.control_api.store_rpc import acting_for
 from kvstore.core.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -132,8 +133,12 @@ class AdminMiddleware:
         caller = self._admit(scope, headers)
         scope.setdefault("state", {})["caller"] = caller
         answer.role = "" if caller is None else caller.role.value
-        with self._slot(public=scope["path"] in PUBLIC):
-            await self._serve_admitted(scope, receive, answer, headers)
+        before = acting_for.set("" if caller is None else caller.name)
+        try:
+            with self._slot(public=scope["path"] in PUBLIC):
+                await self._serve_admitted(scope, receive, answer, headers)
+        finally:
+            acting_for.reset(before)
 
     @contextmanager
     def _slot(self, *, public: bool) -> Iterator[None]:
