@@ -23,6 +23,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvstore.admin.page import HEALTH_PAGES
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.problems import TOO_LONG, problem
 from kvstore.admin.single_flight import SingleFlight
@@ -49,7 +50,7 @@ from kvstore.rpc.http_server import ABORT
 logger = logging.getLogger(__name__)
 _limited = LimitedLog(logger)
 
-PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json"})
+PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json", *HEALTH_PAGES})
 QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
 """POST paths that change nothing; their arguments do not fit into a URL."""
 SHARED: Final = "/v1/"
