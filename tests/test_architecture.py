@@ -203,11 +203,31 @@ def uncommented(file: FileDescriptorProto) -> Iterator[str]:
             f"{enum.name}.{value.name}" for v, value in enumerate(enum.value) if value.number and (5, e, 2, v) not in said
         )
     for s, service in enumerate(file.service):
+        if (6, s) not in said:
+            yield service.name
         yield from (f"{service.name}.{rpc.name}" for r, rpc in enumerate(service.method) if (6, s, 2, r) not in said)
 
 
 def test_everything_in_the_contract_has_a_comment(contract: list[FileDescriptorProto]) -> None:
     assert [f"{file.name}: {name}" for file in contract for name in uncommented(file)] == []
+
+
+FILLERS = frozenset(("a", "an", "the", "its", "their", "of", "in", "per", "number", "id", "name", "16", "bytes"))
+
+
+def empty_comments(file: FileDescriptorProto) -> Iterator[str]:
+    """Yield the fields whose comment only repeats the name of the field or of its type."""
+    said = {tuple(place.path): place.leading_comments + place.trailing_comments for place in file.source_code_info.location}
+    for m, message in enumerate(file.message_type):
+        for f, field in enumerate(message.field):
+            words = re.findall(r"\w+", said.get((4, m, 2, f), "").lower())
+            known = {*field.name.split("_"), field.type_name.rpartition(".")[2].lower()}
+            if all(word in FILLERS or word.removesuffix("s") in {one.removesuffix("s") for one in known} for word in words):
+                yield f"{message.name}.{field.name}: {' '.join(words)}"
+
+
+def test_contract_comments_say_more_than_the_name(contract: list[FileDescriptorProto]) -> None:
+    assert [found for file in contract for found in empty_comments(file)] == []
 
 
 def test_generated_stubs_are_in_sync() -> None:

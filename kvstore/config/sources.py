@@ -20,6 +20,7 @@ ENVIRONMENT_PREFIX = "KVSTORE_"
 DEFAULT_FILES = (Path("kvstore.toml"), Path("/etc/kvstore/kvstore.toml"))
 _MAX_FILE_BYTES = 1 << 20
 _CLUSTERS = "clusters."
+_EVENTS_METADATA = "events.metadata"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ def load_config(
         environment: variables, e.g. ``os.environ``; those with ``KVSTORE_`` and a ``__`` count.
         flags: settings of the command line, the last of equal keys wins.
         default_files: candidates if ``file`` is None.
-        cluster: named cluster. Its address, TLS and tokens replace those of ``[client]``; flags still win.
+        cluster: named cluster. Its address, TLS and tokens replace those of ``[client]``, and its address that of
+            ``[events]``; flags still win.
 
     Returns:
         The configuration, and the source of every value.
@@ -125,13 +127,16 @@ def _with_cluster(settings: Sequence[Setting], cluster: str) -> Iterator[Setting
         names = sorted({setting.key.split(".")[1] for setting in settings if setting.key.startswith(_CLUSTERS)})
         hint = f"the configuration has {', '.join(names)}" if names else f"add [{prefix[:-1]}] to the configuration"
         raise InvalidArgument(f"no cluster '{cluster}'; {hint}")
-    replaced = {f"client.{key}" for key in _leaf_keys(ClusterSection)}
+    replaced = {_EVENTS_METADATA, *(f"client.{key}" for key in _leaf_keys(ClusterSection))}
     for setting in settings:
         if setting.key not in replaced:
             yield setting
         if setting.key.startswith(prefix):
             origin = Origin(setting.origin.source, f"{setting.origin.detail} [{prefix[:-1]}]")
-            yield Setting(f"client.{setting.key.removeprefix(prefix)}", setting.value, origin)
+            key = setting.key.removeprefix(prefix)
+            yield Setting(f"client.{key}", setting.value, origin)
+            if key == "metadata":
+                yield Setting(_EVENTS_METADATA, setting.value, origin)  # `kvstore events` uses TLS and token of [client]
 
 
 def parse_assignment(text: str) -> Setting:

@@ -41,7 +41,7 @@ class BeginCheck(RequestModel):
 class VolumeCheck(ResponseModel):
     """State of a volume check. It is kept in the node's memory and lost if the node restarts."""
 
-    volume_id: str = Field(examples=["host-1/nvme0"])
+    volume_id: str = Field(description="volume that is checked", examples=["host-1/nvme0"])
     state: CheckStateName = Field(
         description="none: no check since the node started; waiting: for checks of other volumes; cancelled: corrupt blocks that"
         " it found stay removed; failed: see `why`",

@@ -89,14 +89,14 @@ def _dense_checksums(buffer: DenseBlocks, blocks: npt.NDArray[np.int64], found: 
 
 @cache
 def _packer(layers: int) -> Callable[..., bytes]:
-    """Packs that many checksums; kept, for making the packer costs more than packing (at most ``MAX_LAYERS`` of them)."""
+    """Return a function that packs that many checksums. Cached: making it costs more than packing (at most ``MAX_LAYERS``)."""
     return struct.Struct(f"<{layers}Q").pack
 
 
 def _block_digests(view: memoryview, shape: BlockShape) -> list[int]:
     size, total = shape.layer_block_bytes, shape.block_bytes
     if view.nbytes != total:
-        raise InvalidArgument("the view is not one Full Block", bytes=view.nbytes, expected=total)
+        raise InvalidArgument("the view is not one block", bytes=view.nbytes, expected=total)
     if total >= _NATIVE_FROM_BYTES:
         found: list[int] = hash_parts(view, size).tolist()
         return found

@@ -210,6 +210,25 @@ def test_openapi_fields_have_examples(http: AdminHttp) -> None:
     assert undescribed == []
 
 
+def test_openapi_fields_and_parameters_are_described(http: AdminHttp) -> None:
+    document = http.get("/v1/openapi.json")
+    fields = [
+        f"{name}.{field}"
+        for name, schema in document["components"]["schemas"].items()
+        for field, shape in schema.get("properties", {}).items()
+        if not shape.get("description")
+    ]
+    assert fields == []
+    parameters = [
+        f"{method} {path} {parameter['name']}"
+        for path, found in document["paths"].items()
+        for method, operation in found.items()
+        for parameter in operation.get("parameters", [])
+        if not parameter.get("description")
+    ]
+    assert parameters == []
+
+
 def has_example(shape: dict[str, Any]) -> bool:
     """Whether a field has examples or refers to a schema."""
     return any(mark in json.dumps(shape) for mark in ('"examples": [', '"$ref"'))

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kvstore.cli.app import root
+from kvstore.cli.commands.workloads import bench
 from kvstore.cli.commands.workloads.bench import benchmark_folder, benchmarks
 from kvstore.cli.commands.workloads.demo import dual_table
 from kvstore.cli.support.logs import ConsoleFormatter, JsonFormatter, StderrHandler, first_lines, set_up_logs
@@ -99,8 +100,9 @@ def test_root_import_loads_no_heavy_modules() -> None:
         (["replay", "x", "--block-bytes", "many"], 2, "a size looks like"),
         (["volumes", "check", "--offline", "/nowhere"], 1, "/nowhere"),
         (["replay", "x", "--policy", "foo"], 2, "'s3-fifo'"),
-        (["replay", "x", "--json", "/nonexistent/x.json"], 2, "the folder /nonexistent does not exist"),
-        (["demo", "--json", "/nonexistent/x.json"], 2, "the folder /nonexistent does not exist"),
+        (["replay", "x", "--json", "x.json"], 2, "No such option"),
+        (["simulate", "--plot", "/nonexistent/x.png"], 2, "the folder /nonexistent does not exist"),
+        (["demo", "-o", "xml"], 2, "'yaml'"),
         (["node", "--policy", "foo"], 2, "'s3-fifo'"),
         (["node", "--id", "../../evil"], 2, "invalid node id"),
         (["node", "--set", "node.lease=20ms"], 2, "250ms or more"),
@@ -147,15 +149,37 @@ def test_bench_announces_run_first(arguments: tuple[str, ...], said: str, monkey
     shown = CliRunner().invoke(root, ["bench", *arguments])
     assert shown.exit_code == 0, shown.output
     assert len(ran) == 1
-    assert said in shown.output
-    assert "RESULTS.md" in shown.output
+    assert said in shown.stderr
+    assert "RESULTS.md" in shown.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_bench_prints_added_records(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "results").mkdir()
+    records = tmp_path / "results" / "dram_hit.jsonl"
+    record = {"figure": "dram_hit", "parameters": {"block": "1MiB"}, "median": 7.5, "unit": "GB/s", "passed": True}
+    records.write_text(json.dumps({**record, "median": 1.0}) + "\n")
+    monkeypatch.setattr(bench, "benchmark_folder", lambda: tmp_path)
+    monkeypatch.setattr(bench, "benchmarks", lambda _: {"dram_hit": "Copies."})
+
+    def measures(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        with records.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(subprocess, "run", measures)
+    shown = CliRunner().invoke(root, ["bench", "dram_hit", "-o", "json"])
+    assert shown.exit_code == code
+    assert json.loads(shown.stdout) == {"items": [record]}
+    shown = CliRunner().invoke(root, ["bench", "dram_hit"])
+    assert shown.stdout.splitlines()[1].split() == ["dram_hit", "block=1MiB", "7.500", "GB/s", "met"]
 
 
 def test_bench_list_matches_checkout() -> None:
     known = benchmarks(benchmark_folder())
-    shown = CliRunner().invoke(root, ["bench", "--list"])
+    shown = CliRunner().invoke(root, ["bench", "--list", "-o", "json"])
     assert shown.exit_code == 0
-    assert [line.split()[0] for line in shown.stdout.splitlines()] == list(known)
+    assert {item["name"]: item["summary"] for item in json.loads(shown.stdout)["items"]} == known
 
 
 def test_logs_set_up_twice_print_once(capsys: pytest.CaptureFixture[str]) -> None:

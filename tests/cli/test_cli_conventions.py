@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner
 
 from kvstore.cli.app import root
-from kvstore.cli.support.result import CommandOutput
+from kvstore.cli.support.result import CommandOutput, item
 from kvstore.config.sources import load_config, parse_assignment
 from kvstore.config.values import parse_list
 from kvstore.core.errors import InvalidArgument
@@ -28,6 +31,73 @@ metadata = "10.2.0.1:7400"
 token_file = "/etc/kvstore/prod"
 tls.ca = "/etc/kvstore/prod.pem"
 """
+
+DAEMONS = {"up", "metadata", "node", "router", "admin"}
+WITHOUT_RESULT = DAEMONS | {"completion"}
+WITHOUT_STORE = WITHOUT_RESULT | {"demo", "replay", "simulate", "bench", "health", "volumes repair"}
+"""Commands that start a store of their own, or look only at this host."""
+LIVE = {"events", "top", "history"}
+"""Commands that follow changes, ``history`` with --follow."""
+ONE_TIME = WITHOUT_RESULT | {"demo", "stress", "replay", "simulate", "bench", "doctor", "config clusters", "config show"}
+"""Commands that run something, or show what changes only with an edit of this host."""
+CHANGES = {
+    *(f"nodes {name}" for name in ("drain", "undrain", "remove")),
+    *(f"volumes {name}" for name in ("check", "evict", "repair")),
+    *(f"namespaces {name}" for name in ("bump-weights", "evict", "invalidate", "pin", "unpin", "ttl")),
+    *(f"tenants {name}" for name in ("set", "unset")),
+    "policy set",
+}
+
+
+def commands(context: click.Context | None = None) -> Iterator[tuple[str, click.Command]]:
+    """Every command and group below ``kvstore``, with its path."""
+    context = context or click.Context(root, info_name="")
+    command = context.command
+    assert isinstance(command, click.Group)
+    for name in command.list_commands(context):
+        below = command.get_command(context, name)
+        assert below is not None
+        inner = click.Context(below, info_name=name, parent=context)
+        yield inner.command_path.strip(), below
+        if isinstance(below, click.Group):
+            yield from commands(inner)
+
+
+def paths_without(option: str) -> set[str]:
+    """Commands that lack an option. Groups are left out."""
+    return {
+        path
+        for path, command in commands()
+        if not isinstance(command, click.Group) and not any(option in parameter.opts for parameter in command.params)
+    }
+
+
+def test_command_help_has_example() -> None:
+    texts = {path: inspect.cleandoc(command.help or "") for path, command in commands()}
+    assert len(texts) > 50
+    assert [path for path, text in texts.items() if f"\n  kvstore {path}" not in text] == []
+
+
+def test_command_result_has_output_option() -> None:
+    assert paths_without("--output") == WITHOUT_RESULT
+
+
+def test_command_of_store_has_cluster_option() -> None:
+    assert paths_without("--cluster") == WITHOUT_STORE
+
+
+def test_command_of_changing_state_repeats() -> None:
+    assert paths_without("--watch") == ONE_TIME | CHANGES | LIVE
+
+
+def test_output_formats_are_the_same_everywhere() -> None:
+    types = {
+        tuple(parameter.type.choices)
+        for _, command in commands()
+        for parameter in command.params
+        if "--output" in parameter.opts and isinstance(parameter.type, click.Choice)
+    }
+    assert types == {("table", "json", "yaml")}
 
 
 @pytest.fixture
@@ -49,6 +119,13 @@ def test_cluster_replaces_address_and_token(file: Path) -> None:
     assert config.client.token_file == Path("/etc/kvstore/prod")
     assert str(config.client.tls.ca) == "/etc/kvstore/prod.pem"
     assert str(origins["client.metadata"]) == f"file {file} [clusters.prod]"
+
+
+def test_cluster_replaces_address_of_events(file: Path) -> None:
+    """``kvstore events`` sends the token of ``[client]``, so it must not ask another cluster."""
+    other = {"KVSTORE_EVENTS__METADATA": "10.9.0.1:7400"}
+    config, _ = load_config(file, other, cluster="prod")
+    assert config.events.metadata == "10.2.0.1:7400"
 
 
 def test_cluster_without_token_gets_no_other_token(file: Path) -> None:
@@ -140,3 +217,26 @@ def test_watch_repeats_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_policy", lambda number: CommandOutput({"number": number}, lambda: None))
     shown = run("policy", "show", "--watch", "0.1", "-o", "yaml")
     assert list(yaml.safe_load_all(shown)) == [{"number": 1}, {"number": 2}]
+
+
+@pytest.mark.parametrize(("form", "load"), [("json", json.loads), ("yaml", yaml.safe_load)])
+def test_stream_item_is_one_document(form: str, load: Callable[[str], object], capsys: pytest.CaptureFixture[str]) -> None:
+    item({"key": "a"}, "a", form)
+    item({"key": "b\x7f"}, "b", form)
+    shown = capsys.readouterr().out
+    documents = shown.splitlines() if form == "json" else shown.split("---\n")[1:]
+    assert [load(one) for one in documents] == [{"key": "a"}, {"key": "b\x7f"}]
+
+
+def test_watch_shows_failure_of_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstore.cli.commands.host import health
+
+    answers = iter([False])
+
+    def serves(*_: object) -> bool:
+        for answer in answers:
+            return answer
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(health, "_grpc_serves", serves)
+    assert run("health", "metadata", "--watch", "0.1") == "Error: metadata: running, but not serving\n"

@@ -50,14 +50,21 @@ def test_health_admin_follows_metadata_server(tmp_path: Path) -> None:
             ("listen", cluster.start_admin(*ours, ("tokens_file", str(tokens))).address),
         ]
 
-        def asked(settings: list[tuple[str, str]]) -> Result:
-            return health("admin", *(part for name, value in settings for part in ("--set", f"admin.{name}={value}")))
+        def asked(settings: list[tuple[str, str]], *more: str) -> Result:
+            return health("admin", *more, *(part for name, value in settings for part in ("--set", f"admin.{name}={value}")))
 
         assert asked(settings).output == "admin: serves\n"
         assert asked([one for one in settings if one[0] != "tls.require_client_cert"]).exit_code == 1, "it wants a certificate"
         cluster.stop("metadata")
         without = asked(settings)
         assert (without.exit_code, without.output) == (1, "Error: admin: running, but not serving\n")
+        told = asked(settings, "-o", "json")
+        assert json.loads(told.stdout) == {
+            "daemon": "admin",
+            "serves": False,
+            "local_only": False,
+            "detail": "running, but not serving",
+        }
         cluster.kill("admin")
         assert asked(settings).output.startswith("Error: admin: ")
 

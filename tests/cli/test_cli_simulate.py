@@ -18,12 +18,11 @@ from kvstore.simulate.reports import plot
 SMALL = ["simulate", "--model", "ds-27b", "--profile", "agentic-32k", "--agents", "24", "--every", "24"]
 
 
-def test_simulate_compares_policies_and_writes_json(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    shown = CliRunner().invoke(root, [*SMALL, "--sweep-pd", "1:1,1:2", "--json", str(out)])
+def test_simulate_compares_policies_as_json() -> None:
+    shown = CliRunner().invoke(root, [*SMALL, "--sweep-pd", "1:1,1:2", "-o", "json"])
     assert shown.exit_code == 0, shown.output
-    assert "1P1D: P/D = 1.00 lies within" in shown.output
-    written = json.loads(out.read_text())
+    written = json.loads(shown.stdout)
+    assert written["bound"].startswith("1P1D: P/D = 1.00 lies within")
     assert [result["variant"] for result in written["results"]] == ["prefill_only", "shorter_queue", "split", "oracle"]
     assert set(written["sweep"]) == {"1P1D", "1P2D"}
     assert all(result["finished"] == result["requests"] > 0 for result in written["results"])
@@ -50,7 +49,7 @@ def test_simulate_slow_storage_is_named_as_bound() -> None:
 
 def test_simulate_json_to_stdout_prints_only_json() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", *SMALL, "--policies", "ladder", "--json", "-"],
+        [sys.executable, "-m", "kvstore.cli", *SMALL, "--policies", "ladder", "-o", "json"],
         capture_output=True,
         text=True,
         check=True,
@@ -72,13 +71,15 @@ def test_simulate_recorded_trace(tmp_path: Path) -> None:
 def test_simulate_online_shows_capacity() -> None:
     shown = CliRunner().invoke(root, [*SMALL, "--online", "--policies", "prefill_only", "--snic", "2"])
     assert shown.exit_code == 0, shown.output
-    assert "agents/s" in shown.output
+    assert "agents/s within mean TTFT" in shown.stdout
 
 
 def test_simulate_lists_models() -> None:
     shown = CliRunner().invoke(root, ["simulate", "--list-models"])
     assert shown.exit_code == 0
     assert "ds-660b" in shown.output
+    listed = CliRunner().invoke(root, ["simulate", "--list-models", "-o", "json"])
+    assert "ds-660b" in {model["model"] for model in json.loads(listed.stdout)["items"]}
 
 
 @pytest.mark.parametrize(

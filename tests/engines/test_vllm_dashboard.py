@@ -83,7 +83,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterato
 
 @pytest.fixture(scope="module")
 def prometheus(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """It has seen loads and stores between two scrapes."""
+    """It has seen lookups, loads and stores between two scrapes of every job."""
     if not Prometheus.installed():
         pytest.skip("no Prometheus on this machine")
     jobs = {**bed.servers, "vllm": [bed.engine.address]}
@@ -93,6 +93,7 @@ def prometheus(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         def busy() -> bool:
             bed.round()
             asked = (
+                "kvstore_metadata_lookup_hit_blocks_total",
                 "kvstore_node_load_seconds_count",
                 f"{VLLM_PREFIX}load_blocks_total",
                 'kvstore_rpc_seconds_count{method="Prepare"}',

@@ -178,7 +178,18 @@ def follow(cluster: LocalCluster, engine: Engine, publisher: Publisher, router: 
 def test_events_command_prints_a_line_per_change(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
         keys = engine.store(1)
-        command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address, "--tier", "dram"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvstore.cli",
+            "events",
+            "--metadata",
+            cluster.metadata_address,
+            "--tier",
+            "dram",
+            "-o",
+            "json",
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
             lines = [json.loads(process.stdout.readline()) for _ in range(BLOCKS + 2)]

@@ -147,22 +147,23 @@ def test_demo_small_run_succeeds(tmp_path: Path) -> None:
     assert shown.tally.wrong_bytes == 0
 
 
-def test_replay_commands_print_and_write_results(tmp_path: Path) -> None:
+def test_replay_commands_print_results(tmp_path: Path) -> None:
     runner = CliRunner()
     trace = tmp_path / "chat.jsonl"
     row = {"timestamp": 0, "input_length": 1500, "output_length": 1, "hash_ids": [0, 1, 2]}
     trace.write_text("".join(json.dumps({**row, "hash_ids": [0, 1, tail]}) + "\n" for tail in (2, 2, 3)))
-    written = tmp_path / "result.json"
-    shown = runner.invoke(root, ["replay", str(trace), "--json", str(written), "--data-dir", str(tmp_path / "d")])
+    shown = runner.invoke(root, ["replay", str(trace), "--data-dir", str(tmp_path / "d")])
     assert shown.exit_code == 0, shown.output
     assert "wrong bytes" in shown.stdout
-    result = json.loads(written.read_text())
+    shown = runner.invoke(root, ["replay", str(trace), "-o", "json"])
+    assert shown.exit_code == 0, shown.output
+    result = json.loads(shown.stdout)
     expected = {"requests": 3, "blocks_total": 9, "blocks_hit": 5, "wrong_bytes": 0, "bytes_loaded": 5 * 4096}
     assert {name: result[name] for name in expected} == expected
     assert set(result["load_ms"]) == {"p50", "p90", "p99", "max"}
     assert {"hit_ratio", "bytes_stored", "seconds", "by_tier", "commit", "policy"} <= set(result)
 
-    demo = runner.invoke(root, ["demo", "--sessions", "1", "--turns", "3", "--json", "-"])
+    demo = runner.invoke(root, ["demo", "--sessions", "1", "--turns", "3", "-o", "json"])
     assert demo.exit_code == 0, demo.output
     assert json.loads(demo.stdout)["wrong_bytes"] == 0
 

@@ -76,7 +76,7 @@ def line(data: BaseModel | Mapping[str, Any], text: str) -> CommandOutput:
 def prints(command: Callable[..., CommandOutput]) -> Callable[..., None]:
     """Add ``--output`` to a command that returns a ``CommandOutput``, and print the answer."""
 
-    @_output_option
+    @output_option
     @functools.wraps(command)
     def printing(*args: Any, output_format: str, **kwargs: Any) -> None:  # noqa: ANN401  # arguments of the command
         _end(command(*args, **kwargs), output_format)
@@ -88,7 +88,7 @@ def watches(command: Callable[..., CommandOutput]) -> Callable[..., None]:
     """Like ``prints``, with ``--watch``, which repeats the command until Ctrl-C."""
 
     @_watch_option
-    @_output_option
+    @output_option
     @functools.wraps(command)
     def printing(*args: Any, output_format: str, watch_s: float | None, **kwargs: Any) -> None:  # noqa: ANN401
         if watch_s is None:
@@ -97,6 +97,23 @@ def watches(command: Callable[..., CommandOutput]) -> Callable[..., None]:
             _repeat(functools.partial(command, *args, **kwargs), output_format, watch_s)
 
     return printing
+
+
+def item(data: Mapping[str, Any], text: str, output_format: str) -> None:
+    """Print one item of a stream: a line for people, one line of JSON, or one YAML document.
+
+    Args:
+        data: what JSON and YAML show.
+        text: line for people.
+        output_format: value of ``--output``.
+    """
+    if output_format == "table":
+        output.line(text)
+    elif output_format == "json":
+        click.echo(json.dumps(data).replace("\x7f", _ESCAPED))
+    else:
+        click.echo("---")
+        _print(CommandOutput(data, lambda: None), output_format)
 
 
 def _end(found: CommandOutput, output_format: str) -> None:
@@ -144,6 +161,8 @@ def _rendered(found: CommandOutput, output_format: str) -> str:
     terminal = sys.stdout.isatty()
     with redirect_stdout(Buffer()) as text:
         _print(found, output_format)
+        if found.error is not None and output_format == "table":
+            click.echo(f"Error: {found.error}")
     return text.getvalue()
 
 
@@ -175,15 +194,17 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> f
     return found
 
 
-_output_option = click.option(
+output_option = click.option(
     "--output",
     "-o",
     "output_format",
     type=click.Choice(FORMATS),
     default="table",
     show_default=True,
-    help="Output format. JSON and YAML have the fields of the admin REST API.",
+    help="Output format: a table for people, JSON or YAML for programs.",
 )
+"""``--output``, for commands that print a stream of ``item`` instead of one answer."""
+
 _watch_option = click.option(
     "--watch",
     "watch_s",

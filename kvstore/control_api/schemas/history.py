@@ -32,8 +32,8 @@ class Throughput(ResponseModel):
 class TierFill(ResponseModel):
     """Fill of one tier at the end of an interval."""
 
-    used_bytes: Bytes
-    capacity_bytes: Bytes
+    used_bytes: Bytes = Field(description="bytes in slots that hold a block, over all recorded nodes")
+    capacity_bytes: Bytes = Field(description="capacity for blocks, over all recorded nodes")
 
 
 class HistoryEntry(ResponseModel):
@@ -47,7 +47,7 @@ class HistoryEntry(ResponseModel):
     )
     lookup: LatencyPercentiles | None = Field(description="durations of lookups; null: no lookup")
     load: LatencyPercentiles | None = Field(description="durations of loads at the nodes; null: no load")
-    throughput: Throughput
+    throughput: Throughput = Field(description="bytes of the interval, by path")
     evicted_dram_blocks: Count = Field(description="blocks evicted from DRAM")
     evicted_nvme_blocks: Count = Field(description="blocks evicted from volumes")
     faults: Count = Field(description="failures that were counted", examples=[0])
@@ -61,9 +61,9 @@ class FaultEntry(ResponseModel):
 
     at_s: int = Field(description="end of the interval, Unix time", examples=[1_764_000_000])
     node_id: NodeName | None = Field(description="null: the metadata server")
-    metric: str = Field(examples=["kvstore_peer_fetch_failed_total"])
+    metric: str = Field(description="name of the counter in /metrics", examples=["kvstore_peer_fetch_failed_total"])
     what: str = Field(description="meaning of the metric", examples=["failed fetches from other nodes"])
-    count: Count = Field(examples=[3])
+    count: Count = Field(description="failures within the interval", examples=[3])
 
 
 class FiguresOfLastHour(ResponseModel):
@@ -71,6 +71,6 @@ class FiguresOfLastHour(ResponseModel):
 
     step_s: Count = Field(description="length of an interval", examples=[10])
     now_s: float = Field(description="present time of this server, Unix time", examples=[1_764_000_004.2])
-    points: list[HistoryEntry]
+    points: list[HistoryEntry] = Field(description="one entry per recorded interval, oldest first")
     faults: list[FaultEntry] = Field(description="newest first, at most 500")
     unreached: list[Unreached] = Field(description="nodes that did not answer and are not included")

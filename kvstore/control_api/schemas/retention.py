@@ -43,8 +43,8 @@ class Tenant(ResponseModel):
     """A tenant that holds blocks or has a quota."""
 
     tenant: TenantName
-    dram: TenantTier
-    nvme: TenantTier
+    dram: TenantTier = Field(description="usage and quota in DRAM")
+    nvme: TenantTier = Field(description="usage and quota on NVMe volumes")
     nodes: Count = Field(description="nodes that hold blocks of the tenant", examples=[3])
 
 
@@ -56,7 +56,7 @@ _MOST_TTL_S = 10 * 366 * 86_400
 class Rule(ResponseModel):
     """Retention rule of a namespace. The ETag covers both values."""
 
-    namespace_id: HexId
+    namespace_id: HexId = Field(description="namespace that the rule applies to")
     ttl_s: float | None = Field(description=_TTL, examples=[604800.0])
     pinned: bool = Field(description=_PINNED, examples=[False])
 

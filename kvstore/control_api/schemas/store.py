@@ -41,7 +41,7 @@ class Unreached(ResponseModel):
 class Health(ResponseModel):
     """The server answers."""
 
-    status: Literal["ok"] = Field(examples=["ok"])
+    status: Literal["ok"] = Field(description="always ok: a server that cannot answer returns an error instead", examples=["ok"])
 
 
 # ---- cluster ----
@@ -81,7 +81,9 @@ BandwidthSource = Literal["configured", "measured", "link", "assumed"]
 class Nic(ResponseModel):
     """A link of a node, as the planner sees it."""
 
-    network: Literal["storage", "compute"] = Field(examples=["storage"])
+    network: Literal["storage", "compute"] = Field(
+        description="storage: used for reads of volumes; compute: used between engines", examples=["storage"]
+    )
     address: str = Field(description="address of the data plane on this link", examples=["10.0.1.1:7500"])
     configured_bytes_per_s: Bytes = Field(description="configured bandwidth; 0: not configured", examples=[3125000000])
     planned_bytes_per_s: Rate | None = Field(
@@ -140,7 +142,10 @@ class Node(Participation):
     )
     heartbeat_age_s: Seconds = Field(description="time since the last heartbeat")
     boot_id: HexId = Field(description="id of this start; a new value means that the node was restarted")
-    roles: list[str] = Field(examples=[["prefill"]])
+    roles: list[str] = Field(
+        description="prefill, decode: what engines of this host do; storage: it serves its volumes to other hosts",
+        examples=[["prefill"]],
+    )
     control_address: str = Field(description="address of the gRPC service", examples=["10.0.0.1:7481"])
     data_address: str = Field(description="address of the data plane on the compute network", examples=["10.0.0.1:7482"])
     storage_address: str = Field(description="address of the data plane on the storage network", examples=["10.0.1.1:7483"])
@@ -152,16 +157,16 @@ class Node(Participation):
 class Staging(ResponseModel):
     """A staging buffer in the arena."""
 
-    name: str = Field(examples=["prefill_buffer"])
-    used_bytes: Bytes = Field(examples=[0])
-    waiting_loads: Count = Field(examples=[0])
+    name: str = Field(description="prefill_buffer or decode_buffer", examples=["prefill_buffer"])
+    used_bytes: Bytes = Field(description="bytes admitted for loads that are in progress", examples=[0])
+    waiting_loads: Count = Field(description="loads that wait for space in the buffer", examples=[0])
 
 
 class NodeProcess(ResponseModel):
     """State that the node reports about itself."""
 
-    version: str = Field(examples=["0.2.0"])
-    uptime_s: Seconds = Field(examples=[86400.0])
+    version: str = Field(description="version of the node daemon", examples=["0.2.0"])
+    uptime_s: Seconds = Field(description="time since the node started", examples=[86400.0])
     sessions: Count = Field(description="engine sessions", examples=[2])
     blocks: Count = Field(description="blocks held in any tier")
     write_back_waiting_blocks: Count = Field(description="blocks waiting for write-back", examples=[0])
@@ -185,7 +190,9 @@ class NodeDetail(Node):
 class LinkTraffic(ResponseModel):
     """Traffic of a NIC, all protocols."""
 
-    network: Literal["storage", "compute"] = Field(examples=["storage"])
+    network: Literal["storage", "compute"] = Field(
+        description="storage: used for reads of volumes; compute: used between engines", examples=["storage"]
+    )
     received_bytes: Bytes = Field(description="bytes received since the host started")
     sent_bytes: Bytes = Field(description="bytes sent since the host started")
 
@@ -203,7 +210,7 @@ class LoadBucket(ResponseModel):
     """One bucket of a latency histogram."""
 
     up_to_s: float | None = Field(description="upper bound of the bucket; null: no upper bound", examples=[0.01])
-    loads: Count
+    loads: Count = Field(description="loads within the bounds of this bucket only")
 
 
 class LoadTimes(ResponseModel):
@@ -213,7 +220,7 @@ class LoadTimes(ResponseModel):
         description="farthest source: dram, nvme (volumes of this node), peer (another node) or none (no hit)", examples=["nvme"]
     )
     total_s: Seconds = Field(description="sum of the load times")
-    buckets: list[LoadBucket]
+    buckets: list[LoadBucket] = Field(description="histogram of the load times, shortest first; the counts are not cumulative")
 
 
 class LoadedBytes(ResponseModel):
@@ -229,25 +236,25 @@ class Fault(ResponseModel):
 
     metric: str = Field(description="name of the metric", examples=["kvstore_peer_fetch_failed_total"])
     what: str = Field(description="description of the error", examples=["fetches from other nodes that failed"])
-    total: Count = Field(examples=[3])
+    total: Count = Field(description="errors since the node started", examples=[3])
 
 
 class Activity(ResponseModel):
     """Totals of a node since it started. Rates are differences of two responses; lower totals mean a restart."""
 
     node_id: NodeName
-    uptime_s: Seconds = Field(examples=[86400.0])
+    uptime_s: Seconds = Field(description="time since the node started", examples=[86400.0])
     links: list[LinkTraffic] = Field(description="traffic by link; compute only if there is no separate storage network")
-    data_plane: DataPlane
-    loads: list[LoadTimes]
-    loaded: LoadedBytes
+    data_plane: DataPlane = Field(description="payload bytes between this node and engines or other nodes")
+    loads: list[LoadTimes] = Field(description="load times, one entry per farthest source")
+    loaded: LoadedBytes = Field(description="bytes loaded for engines, by source")
     faults: list[Fault] = Field(description="errors that occurred")
 
 
 class Activities(ResponseModel):
     """Totals of the nodes of one page."""
 
-    items: list[Activity]
+    items: list[Activity] = Field(description="totals of the nodes that answered, by node id")
     unreached: list[Unreached] = Field(description="nodes that did not answer, including engine pools of device memory")
     next_cursor: str | None = Field(
         description="cursor of the next page; null: this is the last page", examples=["bm9kZXMKaG9zdC0x"]
@@ -268,9 +275,11 @@ class VolumeTenant(ResponseModel):
 class Volume(ResponseModel):
     """A volume: DRAM arena, NVMe volume or device memory pool."""
 
-    volume_id: str = Field(examples=["host-1/nvme0"])
+    volume_id: str = Field(description="node id and name of the volume", examples=["host-1/nvme0"])
     node_id: NodeName
-    tier: TierName = Field(examples=["nvme"])
+    tier: TierName = Field(
+        description="hbm: GPU memory of an engine; dram: arena of a node; nvme: files of a node", examples=["nvme"]
+    )
     node_alive: bool = Field(description="whether the heartbeats of its node arrive", examples=[True])
     capacity_bytes: Bytes = Field(description="capacity for blocks")
     used_bytes: Bytes = Field(description="bytes in slots that hold a block", examples=[34359738368])
@@ -302,18 +311,22 @@ class Evicted(ResponseModel):
 class Spec(ResponseModel):
     """Specification of a namespace: KV caches with equal specs are interchangeable. The salt is never returned."""
 
-    model: str = Field(examples=["meta-llama/Llama-3.1-8B"])
+    model: str = Field(description="name of the model, or an id of its configuration", examples=["meta-llama/Llama-3.1-8B"])
     weights_epoch: str = Field(description="version of the weights", examples=["2026-05-01"])
-    dtype: str = Field(examples=["bf16"])
-    block_tokens: Count = Field(examples=[64])
-    layers: Count = Field(examples=[32])
-    layer_block_bytes: Bytes = Field(examples=[262144])
-    layout: str = Field(examples=["opaque"])
-    layout_version: Count = Field(examples=[1])
-    shard_rank: Count = Field(examples=[0])
-    shard_count: Count = Field(examples=[1])
-    hash_algorithm: str = Field(examples=["xxh3-128"])
-    tenant: str = Field(examples=[""])
+    dtype: str = Field(description="element type of the KV cache", examples=["bf16"])
+    block_tokens: Count = Field(description="tokens per block", examples=[64])
+    layers: Count = Field(description="layer blocks per block", examples=[32])
+    layer_block_bytes: Bytes = Field(
+        description="bytes per layer block; a block has layers x layer_block_bytes", examples=[262144]
+    )
+    layout: str = Field(
+        description="id of the byte layout within a layer block; opaque: known only to the engine", examples=["opaque"]
+    )
+    layout_version: Count = Field(description="version of the layout", examples=[1])
+    shard_rank: Count = Field(description="rank of this shard of the KV cache, from 0", examples=[0])
+    shard_count: Count = Field(description="number of shards (tensor parallelism); 1: not sharded", examples=[1])
+    hash_algorithm: str = Field(description="hash of the block keys: xxh3-128 or sha256-128", examples=["xxh3-128"])
+    tenant: str = Field(description="owner of the namespace; empty: the default tenant", examples=[""])
     salted: bool = Field(description="whether the spec has a salt", examples=[False])
 
 
@@ -321,7 +334,7 @@ class Namespace(ResponseModel):
     """A namespace, with its lookups since the metadata server started."""
 
     namespace_id: HexId = Field(description="digest of the spec")
-    spec: Spec
+    spec: Spec = Field(description="specification that the id is a digest of")
     lookups: Count = Field(description="lookups answered", examples=[5200])
     asked_blocks: Count = Field(description="blocks looked up", examples=[8320000])
     hit_blocks: Count = Field(description="blocks found in the index", examples=[7904000])
@@ -340,24 +353,24 @@ class UsageEntry(ResponseModel):
     """Usage of a namespace on one volume."""
 
     node_id: NodeName
-    volume_id: str = Field(examples=["host-1/nvme0"])
-    tier: TierName = Field(examples=["nvme"])
-    blocks: Count
+    volume_id: str = Field(description="volume that holds the blocks", examples=["host-1/nvme0"])
+    tier: TierName = Field(description="tier of the volume", examples=["nvme"])
+    blocks: Count = Field(description="blocks of the namespace on the volume")
     bytes: Bytes = Field(description="payload bytes")
 
 
 class TierTotal(ResponseModel):
     """Usage of a namespace in one tier over all nodes. A block on several nodes counts once per node."""
 
-    tier: TierName = Field(examples=["nvme"])
-    blocks: Count
+    tier: TierName = Field(description="tier of the volumes", examples=["nvme"])
+    blocks: Count = Field(description="blocks of the namespace in the tier")
     bytes: Bytes = Field(description="payload bytes")
 
 
 class Usage(ResponseModel):
     """Usage of a namespace, counted by the nodes at the time of the query."""
 
-    namespace_id: HexId
+    namespace_id: HexId = Field(description="namespace that was counted")
     tiers: list[TierTotal] = Field(description="totals by tier")
     volumes: list[UsageEntry] = Field(description="usage by volume")
     unreached: list[Unreached] = Field(description="nodes that did not answer and are not counted")
@@ -386,7 +399,7 @@ class NodeEvicted(ResponseModel):
 class NamespaceEvicted(ResponseModel):
     """Result of evicting or invalidating a namespace."""
 
-    namespace_id: HexId
+    namespace_id: HexId = Field(description="namespace whose blocks were dropped")
     complete: bool = Field(
         description="whether every node finished and kept no block; if not, repeat the request when all nodes are up",
         examples=[True],
@@ -410,7 +423,7 @@ class Bumped(ResponseModel):
     """The namespace of the new weights."""
 
     namespace_id: HexId = Field(description="namespace of engines that start with this weights_epoch")
-    spec: Spec
+    spec: Spec = Field(description="specification of the namespace, with the new weights_epoch")
     invalidated: NamespaceEvicted | None = Field(description="result of invalidating the old namespace; null: not requested")
 
 
@@ -422,8 +435,10 @@ class Replica(ResponseModel):
     """Replicas of a run's blocks on one volume."""
 
     volume_id: str | None = Field(description="null: from a volume epoch that is over", examples=["host-1/nvme0"])
-    node_id: str | None = Field(examples=["host-1"])
-    tier: TierName | None = Field(examples=["nvme"])
+    node_id: str | None = Field(
+        description="node that owns the volume; null: from a volume epoch that is over", examples=["host-1"]
+    )
+    tier: TierName | None = Field(description="tier of the volume; null: from a volume epoch that is over", examples=["nvme"])
     visible: bool = Field(description="whether its node is alive, or a node that mounts the volume", examples=[True])
     run_start: Count = Field(description="depth from which the volume holds the chain without a gap", examples=[0])
 
@@ -448,18 +463,18 @@ class BlockRun(ResponseModel):
 class Block(ResponseModel):
     """Index record of a block."""
 
-    key: HexKey
-    state: BlockStateName = Field(examples=["held"])
-    why: str = Field(examples=["held by host-1"])
+    key: HexKey = Field(description="key of the block")
+    state: BlockStateName = Field(description="as in a run: held, silent, gone, misplaced or unknown", examples=["held"])
+    why: str = Field(description="reason of the state", examples=["held by host-1"])
     namespace_id: HexId | None = Field(description="namespace of the block; null: unknown")
     depth: Count | None = Field(description="depth in its chain; null: unknown", examples=[17])
-    replicas: list[Replica]
+    replicas: list[Replica] = Field(description="replicas known to the index; empty: none")
 
 
 class LookUp(RequestModel):
     """A chain from its first block, given by keys or by tokens."""
 
-    namespace_id: HexId
+    namespace_id: HexId = Field(description="namespace of the chain")
     # report only the first invalid entry of up to a million
     keys: list[HexKey] | None = Field(
         default=None,
@@ -501,7 +516,7 @@ class Tokenizer(ResponseModel):
 class LivePart(ResponseModel):
     """A part of a plan in progress."""
 
-    index: Count = Field(examples=[0])
+    index: Count = Field(description="number of the part in reports, from 0", examples=[0])
     start: Count = Field(description="position of the first block", examples=[0])
     count: Count = Field(description="number of blocks", examples=[800])
     side: SideName = Field(description="role of the node for this request", examples=["decode"])
@@ -515,12 +530,12 @@ class LivePlan(ResponseModel):
 
     plan_id: str = Field(description="decimal plan id, as in logs", examples=["4611686018427387905"])
     attempt: Count = Field(description="number of times that a part was planned again", examples=[0])
-    policy: str = Field(examples=["split"])
-    prefill_node: str = Field(examples=["host-1"])
-    decode_node: str | None = Field(examples=["host-2"])
-    blocks: Count
-    block_bytes: Bytes = Field(examples=[8388608])
-    parts: list[LivePart]
+    policy: str = Field(description="path policy of the plan", examples=["split"])
+    prefill_node: str = Field(description="node of the engine that computes", examples=["host-1"])
+    decode_node: str | None = Field(description="node of the engine that decodes; null: none was named", examples=["host-2"])
+    blocks: Count = Field(description="blocks to load")
+    block_bytes: Bytes = Field(description="bytes per block", examples=[8388608])
+    parts: list[LivePart] = Field(description="parts of all attempts")
     expires_in_s: Seconds = Field(description="time until the plan is forgotten unless it is reported on", examples=[42.0])
 
 
@@ -528,9 +543,9 @@ class ReadQueue(ResponseModel):
     """Read queue of a node's storage link."""
 
     node_id: NodeName
-    alive: bool = Field(examples=[True])
-    pending_bytes: Bytes = Field(examples=[0])
-    pending_tokens: Count = Field(examples=[0])
+    alive: bool = Field(description="whether the node gets new work", examples=[True])
+    pending_bytes: Bytes = Field(description="planned reads that are not reported as finished", examples=[0])
+    pending_tokens: Count = Field(description="the same in tokens", examples=[0])
     storage_bytes_per_s: Rate = Field(description="estimated bandwidth of the storage link")
     storage_source: BandwidthSource | None = Field(description="source of the estimate; null: past decision", examples=["link"])
     compute_bytes_per_s: Rate = Field(description="estimated bandwidth of the compute link")
@@ -544,10 +559,10 @@ class ReadQueue(ResponseModel):
 class DecidedPart(ResponseModel):
     """A part of a decision."""
 
-    index: Count = Field(examples=[0])
-    start: Count = Field(examples=[0])
-    count: Count = Field(examples=[800])
-    side: SideName = Field(examples=["prefill"])
+    index: Count = Field(description="number of the part in reports, from 0", examples=[0])
+    start: Count = Field(description="position of the first block", examples=[0])
+    count: Count = Field(description="number of blocks", examples=[800])
+    side: SideName = Field(description="role of the node for this request", examples=["prefill"])
     node_id: NodeName
 
 
@@ -556,22 +571,22 @@ class Decision(ResponseModel):
 
     plan_id: str = Field(description="decimal plan id", examples=["4611686018427387905"])
     attempt: Count = Field(description="0: first plan; above 0: a part had failed", examples=[0])
-    ago_s: Seconds = Field(examples=[1.5])
-    policy: str = Field(examples=["split"])
-    prefill_node: str = Field(examples=["host-1"])
-    decode_node: str | None = Field(examples=["host-2"])
-    blocks: Count
-    block_bytes: Bytes = Field(examples=[8388608])
+    ago_s: Seconds = Field(description="time since the decision", examples=[1.5])
+    policy: str = Field(description="path policy of the decision", examples=["split"])
+    prefill_node: str = Field(description="node of the engine that computes", examples=["host-1"])
+    decode_node: str | None = Field(description="node of the engine that decodes; null: none was named", examples=["host-2"])
+    blocks: Count = Field(description="blocks of the whole request")
+    block_bytes: Bytes = Field(description="bytes per block", examples=[8388608])
     predicted_s: Seconds = Field(description="predicted time until the last part arrives")
     considered: list[ReadQueue] = Field(description="read queues of the candidates before the decision")
     excluded: list[str] = Field(description="candidates excluded because they were dead, unknown or had failed", examples=[[]])
-    parts: list[DecidedPart]
+    parts: list[DecidedPart] = Field(description="planned parts")
 
 
 class Decisions(ResponseModel):
     """The last load decisions, newest first."""
 
-    items: list[Decision]
+    items: list[Decision] = Field(description="decisions, newest first")
 
 
 class PathPolicy(ResponseModel):
@@ -584,7 +599,11 @@ class PathPolicy(ResponseModel):
 class SetPathPolicy(RequestModel):
     """A new path policy."""
 
-    policy: PolicyName = Field(examples=["shorter_queue"])
+    policy: PolicyName = Field(
+        description="prefill_only: the prefill host reads; round_robin: both hosts take turns; shorter_queue: the host with less"
+        " to read; split: both and idle hosts, each a part",
+        examples=["shorter_queue"],
+    )
 
 
 # ---- loads ----
@@ -593,7 +612,7 @@ class SlowLoad(ResponseModel):
 
     node_id: NodeName
     request_id: str = Field(description="request id from the client, as in logs and traces", examples=["engine-7f3a-12"])
-    seconds: Seconds
+    seconds: Seconds = Field(description="duration of the load")
     ago_s: Seconds = Field(description="time since the load ended", examples=[12.0])
     blocks: Count = Field(description="blocks requested")
     hit_blocks: Count = Field(description="blocks loaded")
@@ -607,15 +626,15 @@ class SlowLoad(ResponseModel):
 class SlowLoads(ResponseModel):
     """Slowest loads of the last minute over all nodes, slowest first."""
 
-    items: list[SlowLoad]
+    items: list[SlowLoad] = Field(description="loads, slowest first; empty: no load in the last minute")
     unreached: list[Unreached] = Field(description="nodes that did not answer")
 
 
 class Overview(ResponseModel):
     """Nodes with activity, volumes and slow loads."""
 
-    nodes: list[Node]
-    activity: list[Activity]
+    nodes: list[Node] = Field(description="nodes of this page, by id")
+    activity: list[Activity] = Field(description="totals of the nodes that answered")
     volumes: list[Volume] = Field(description="volumes of these nodes, by id")
     slow_loads: list[SlowLoad] = Field(description="slowest loads of the last minute on these nodes, slowest first")
     unreached: list[Unreached] = Field(description="nodes that did not answer, including engine pools of device memory")
@@ -629,24 +648,24 @@ class Overview(ResponseModel):
 class Setting(ResponseModel):
     """A setting in force. Secrets are masked."""
 
-    key: str = Field(examples=["node.dram"])
-    value: str = Field(examples=["64GiB"])
+    key: str = Field(description="section and name, as in kvstore.toml", examples=["node.dram"])
+    value: str = Field(description="value in force, as an operator writes it", examples=["64GiB"])
     source: str = Field(description="source of the value: default, file, environment, flag or derived", examples=["file"])
     detail: str = Field(description="file, variable or flag", examples=["/etc/kvstore/kvstore.toml"])
-    description: str = Field(examples=["DRAM arena"])
+    description: str = Field(description="what the setting does", examples=["DRAM arena"])
 
 
 class Settings(ResponseModel):
     """Configuration of a process, with the source of each value."""
 
-    process: str = Field(examples=["metadata"])
-    settings: list[Setting]
+    process: str = Field(description="metadata, admin, or node and its id", examples=["metadata"])
+    settings: list[Setting] = Field(description="every setting of the process")
 
 
 class Configuration(ResponseModel):
     """Configuration of the metadata server and of this admin server."""
 
-    processes: list[Settings]
+    processes: list[Settings] = Field(description="the metadata server, then this admin server")
 
 
 # ---- changes at a node ----

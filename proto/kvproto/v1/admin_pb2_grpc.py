@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class MetadataAdminStub:
-    """Missing associated documentation comment in .proto file."""
+    """Administration of the metadata server.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -97,7 +98,8 @@ class MetadataAdminStub:
 
 
 class MetadataAdminServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Administration of the metadata server.
+    """
 
     def DescribeServer(self, request, context):
         """Describes the server: version, index, counts, effective configuration.
@@ -255,7 +257,8 @@ def add_MetadataAdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MetadataAdmin:
-    """Missing associated documentation comment in .proto file."""
+    """Administration of the metadata server.
+    """
 
     @staticmethod
     def DescribeServer(request,
@@ -583,7 +586,8 @@ class MetadataAdmin:
 
 
 class NodeAdminStub:
-    """Missing associated documentation comment in .proto file."""
+    """Administration of one node.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -649,7 +653,8 @@ class NodeAdminStub:
 
 
 class NodeAdminServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Administration of one node.
+    """
 
     def DescribeNode(self, request, context):
         """Describes the node: version, volumes, queues, traffic cap, effective configuration.
@@ -796,7 +801,8 @@ def add_NodeAdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class NodeAdmin:
-    """Missing associated documentation comment in .proto file."""
+    """Administration of one node.
+    """
 
     @staticmethod
     def DescribeNode(request,

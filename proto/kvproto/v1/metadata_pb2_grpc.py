@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class MetadataStub:
-    """Missing associated documentation comment in .proto file."""
+    """Interface of the metadata server, for nodes, clients and routers.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -147,7 +148,8 @@ class MetadataStub:
 
 
 class MetadataServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Interface of the metadata server, for nodes, clients and routers.
+    """
 
     def RegisterNode(self, request, context):
         """Registers a new boot of a node and opens a volume epoch (one boot of one volume) for each of its volumes. Blocks that an older
@@ -438,7 +440,8 @@ def add_MetadataServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Metadata:
-    """Missing associated documentation comment in .proto file."""
+    """Interface of the metadata server, for nodes, clients and routers.
+    """
 
     @staticmethod
     def RegisterNode(request,

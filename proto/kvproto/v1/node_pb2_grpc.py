@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class NodeStub:
-    """Missing associated documentation comment in .proto file."""
+    """Interface of a node, for engines and other nodes.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -113,7 +114,8 @@ class NodeStub:
 
 
 class NodeServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Interface of a node, for engines and other nodes.
+    """
 
     def GetNode(self, request, context):
         """Returns the registration of the node.
@@ -315,7 +317,8 @@ def add_NodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Node:
-    """Missing associated documentation comment in .proto file."""
+    """Interface of a node, for engines and other nodes.
+    """
 
     @staticmethod
     def GetNode(request,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from types import FrameType
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvstore.cli.support.build_config import events_config, token
-from kvstore.cli.support.config_options import setting_option, with_config
+from kvstore.cli.support.config_options import cluster_option, setting_option, with_config
 from kvstore.cli.support.help import Command
+from kvstore.cli.support.result import item, output_option
 from kvstore.config.model import Config
 from kvstore.process.graceful_shutdown import exit_now
 
@@ -30,23 +30,26 @@ _WATCH_S: Final = 0.2
 @setting_option("--namespace", key="events.namespaces", metavar="HEX,…", help="Only blocks of these namespaces.")
 @setting_option("--node", key="events.nodes", metavar="ID,…", help="Only volumes of these nodes.")
 @setting_option("--tier", key="events.tiers", metavar="NAME,…", help="Only volumes of these tiers: hbm, dram, nvme.")
+@output_option
+@cluster_option
 @with_config
-def events(config: Config) -> None:
+def events(config: Config, *, output_format: str) -> None:
     """Report stored and removed blocks: first all present blocks, then each change, until SIGTERM or Ctrl-C.
 
-    Without --zmq, each change is a line of JSON with the key, its chain position and its replicas. With --zmq, the command
-    publishes vLLM's KV events, so a router follows the store like an engine. The hash of a block is the last 8 bytes of its key
-    (events.hashes = "bytes": the whole key). Token ids are empty, because the store does not know them.
+    Without --zmq, each change is a line (YAML: a document) with the key, its chain position and its replicas. With --zmq, the
+    command publishes vLLM's KV events, so a router follows the store like an engine. The hash of a block is the last 8 bytes of
+    its key (events.hashes = "bytes": the whole key). Token ids are empty, because the store does not know them.
 
     Examples:
       kvstore events --tier dram
+      kvstore events -o json | jq -r 'select(.held_by == []).key'
       kvstore events --zmq tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558 --topic kv@store@my-model
 
     Connect to a router that binds its SUB socket, for the volumes of one node:
       kvstore events --zmq tcp://router:5557 --set events.connect=true --node host-1
     """
     if config.events.zmq is None:
-        _print_events(config)
+        _print_events(config, output_format)
         return
     try:
         from kvstore.events.main import run  # a daemon imports only what it runs
@@ -56,8 +59,8 @@ def events(config: Config) -> None:
     run(events_config(config, config.events.zmq))
 
 
-def _print_events(config: Config) -> None:
-    """Print a line of JSON for each block whose replicas changed."""
+def _print_events(config: Config, output_format: str) -> None:
+    """Print each block whose replicas changed."""
     from kvclient.events import BlockWatcher
 
     stop = threading.Event()
@@ -70,7 +73,7 @@ def _print_events(config: Config) -> None:
 
     def show(mirror: BlockMirror, change: Change) -> None:
         try:
-            _show(mirror, change)
+            _show(mirror, change, output_format)
         except BrokenPipeError:  # the reader closed the pipe
             stop.set()
 
@@ -89,16 +92,20 @@ def _print_events(config: Config) -> None:
             exit_now(0)
 
 
-def _show(mirror: BlockMirror, change: Change) -> None:
+def _show(mirror: BlockMirror, change: Change, output_format: str) -> None:
     if change.whole:
-        click.echo(json.dumps({"snapshot": "complete" if mirror.complete else "begins"}))
+        state = "complete" if mirror.complete else "begins"
+        item({"snapshot": state}, f"snapshot {state}", output_format)
     for key in [*(key for run in change.runs for key in run.keys), *change.keys]:
         place = mirror.place(key)
         line: dict[str, object] = {"key": key.hex()}
         if place is not None:
             line |= {"namespace": place[0].hex(), "depth": place[1]}
+        replicas = mirror.replicas(key)
         line["held_by"] = [
             {"volume": volume.volume_id, "node": volume.node_id, "tier": volume.tier.name.lower(), "served": volume.served}
-            for volume in mirror.replicas(key)
+            for volume in replicas
         ]
-        click.echo(json.dumps(line))
+        position = "" if place is None else f"  namespace {place[0].hex()}  depth {place[1]}"
+        held_by = ", ".join(volume.volume_id + ("" if volume.served else " (cannot be read now)") for volume in replicas)
+        item(line, f"{key.hex()}{position}  {f'held by {held_by}' if held_by else 'held by no volume'}", output_format)

@@ -13,11 +13,12 @@ import click
 
 from kvstore.cli.support import param_types
 from kvstore.cli.support.build_config import token
-from kvstore.cli.support.config_options import configuration, setting_option, with_quiet_config
+from kvstore.cli.support.config_options import cluster_option, configuration, setting_option, with_quiet_config
 from kvstore.cli.support.folders import socket_folders
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.host_settings import settle
 from kvstore.cli.support.result import CommandOutput, prints
+from kvstore.cli.support.store_client import metadata_option
 from kvstore.config.base import TlsSection
 from kvstore.config.client import ClientSection
 from kvstore.config.model import Config
@@ -43,7 +44,6 @@ _STYLES = {Level.OK: "green", Level.INFO: "dim", Level.WARNING: "yellow", Level.
 @click.command(cls=Command)
 @setting_option("--nvme", key="node.nvme", metavar="PATH:SIZE,…", help="NVMe volumes to check.")
 @setting_option("--dram", key="node.dram", metavar="SIZE", help="Size of the DRAM arena to check for.")
-@setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Metadata server to check.")
 @setting_option("--node", key="client.node", metavar="ADDR", help="Running node to check: address, or unix:PATH.")
 @click.option(
     "--block-size",
@@ -51,6 +51,8 @@ _STYLES = {Level.OK: "green", Level.INFO: "dim", Level.WARNING: "yellow", Level.
     metavar="SIZE",
     help="Block size for the estimate of index memory (default: 1MiB).",
 )
+@metadata_option
+@cluster_option
 @with_quiet_config
 @prints
 def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
@@ -64,6 +66,7 @@ def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
     Examples:
       kvstore doctor
       kvstore doctor --config /etc/kvstore/kvstore.toml
+      kvstore doctor --cluster prod
       kvstore doctor --nvme /mnt/nvme0/kvstore:1TiB --set node.gds=required
       kvstore doctor -o json | jq '.findings[] | select(.level != "ok")'
 

@@ -12,6 +12,7 @@ from kvstore.cli.support.build_config import node_config
 from kvstore.cli.support.config_options import with_quiet_config
 from kvstore.cli.support.folders import socket_folders
 from kvstore.cli.support.help import Command
+from kvstore.cli.support.result import CommandOutput, line, watches
 from kvstore.config.model import Config
 from kvstore.config.node import NodeConfig
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unavailable
@@ -29,7 +30,8 @@ _EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # 
 @click.command(cls=Command)
 @click.argument("daemon", type=click.Choice(("metadata", "node", "router", "admin")))
 @with_quiet_config
-def health(config: Config, *, daemon: str) -> None:
+@watches
+def health(config: Config, *, daemon: str) -> CommandOutput:
     """Check whether a daemon of this host serves.
 
     The address is part of the daemon's configuration: the unix socket of a node, the listen address of the others, with TLS if
@@ -39,12 +41,18 @@ def health(config: Config, *, daemon: str) -> None:
     Examples:
       kvstore health node
       kvstore health metadata --config /etc/kvstore/kvstore.toml
+      kvstore health node --watch 5
+      kvstore health admin -o json
 
     A node whose reports the metadata server rejects "serves this host only"; the output has the reason.
 
+    JSON: daemon, serves, local_only (a node that the metadata server rejects), detail (the reason; null: none).
+
     Exit code 1: the daemon does not serve, or does not answer within two seconds.
     """
-    unheard = None
+    unheard: str | None = None
+    failure: str | None
+    serves = False
     try:
         if daemon == "node":
             settings = _found(config, node_config(config))
@@ -59,10 +67,13 @@ def health(config: Config, *, daemon: str) -> None:
         else:
             serves = _http_serves(address_from_here(config.admin.listen), "/readyz", config.admin.tls.resolve())
     except (KVStoreError, OSError, http.client.HTTPException) as error:
-        raise click.ClickException(f"{daemon}: {error}") from error
-    if not serves:
-        raise click.ClickException(f"{daemon}: running, but not serving")
-    click.echo(f"{daemon}: serves" if unheard is None else f"{daemon}: serves this host only: {unheard}")
+        failure = str(error)
+    else:
+        failure = None if serves else "running, but not serving"
+    data = {"daemon": daemon, "serves": serves, "local_only": unheard is not None, "detail": failure or unheard}
+    if failure is not None:
+        return CommandOutput(data, lambda: None, 1, f"{daemon}: {failure}")
+    return line(data, f"{daemon}: serves" if unheard is None else f"{daemon}: serves this host only: {unheard}")
 
 
 def _found(config: Config, settings: NodeConfig) -> NodeConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +10,7 @@ import click
 
 from kvstore.cli.support import output
 from kvstore.cli.support.help import Command
-from kvstore.cli.support.result import CommandOutput
+from kvstore.cli.support.result import CommandOutput, item
 from kvstore.cli.support.store_client import StoreConnection, ask, store_change
 from kvstore.config.model import Config
 from kvstore.config.values import parse_duration_ms
@@ -31,7 +30,7 @@ def history(config: Config, *, since: str, follow: bool) -> CommandOutput:
     """Show what happened to the cluster: nodes, findings with their health codes, operators' orders.
 
     The metadata server keeps the events of the last 24 hours, also over a restart. JSON: items, oldest first, each with id, at_s
-    (Unix time), kind, subject, text, code and who; with --follow, one object per line.
+    (Unix time), kind, subject, text, code and who; with --follow, one object per line (YAML: one document per event).
 
     Examples:
       kvstore history --since 1h
@@ -44,7 +43,7 @@ def history(config: Config, *, since: str, follow: bool) -> CommandOutput:
         raise click.BadParameter(str(error), param_hint="--since") from error
 
     found: list[ClusterEventEntry] = []
-    as_table = click.get_current_context().params["output_format"] == "table"
+    output_format = click.get_current_context().params["output_format"]
 
     async def question(store: StoreConnection) -> None:
         after_id = 0
@@ -52,12 +51,10 @@ def history(config: Config, *, since: str, follow: bool) -> CommandOutput:
             events, more = await store.queries.cluster_events(after_id, since_s, _PAGE)
             for one in events:
                 after_id = int(one.id)
-                if not follow:
-                    found.append(one)
-                elif as_table:
-                    _print(one)
+                if follow:
+                    item(one.model_dump(mode="json"), _text(one), output_format)
                 else:
-                    click.echo(json.dumps(one.model_dump(mode="json")))
+                    found.append(one)
             if more:
                 continue
             if not follow:
@@ -66,7 +63,7 @@ def history(config: Config, *, since: str, follow: bool) -> CommandOutput:
 
     def show() -> None:
         for one in found:
-            _print(one)
+            output.line(_text(one))
         if not found:
             output.note("no events")
 
@@ -74,8 +71,8 @@ def history(config: Config, *, since: str, follow: bool) -> CommandOutput:
     return CommandOutput(found, show)
 
 
-def _print(one: ClusterEventEntry) -> None:
+def _text(one: ClusterEventEntry) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at_s))
     words = [one.code or one.kind, one.text, f"(by {one.who})" if one.who else ""]
     prefix = "cleared " if one.kind == "finding_cleared" else ""
-    output.line(f"{at}  {prefix}{' '.join(filter(None, words))}")
+    return f"{at}  {prefix}{' '.join(filter(None, words))}"

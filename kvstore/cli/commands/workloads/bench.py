@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Final
 
 import click
 
 import kvstore
+from kvstore.cli.support import output, result
 from kvstore.cli.support.help import Command
+from kvstore.cli.support.result import CommandOutput
 
-_LIST_S = 60.0
+_LIST_S: Final = 60.0
+_STDERR: Final = 2
+_VERDICTS: Final = {True: "met", False: "not met", None: ""}
 
 
 @click.command(cls=Command, context_settings={"ignore_unknown_options": True})
 @click.argument("names", nargs=-1)
 @click.option("--list", "only_list", is_flag=True, help="List the benchmarks and run none.")
 @click.option("--quick", is_flag=True, help="Fewer and smaller measurements.")
-def bench(*, names: tuple[str, ...], only_list: bool, quick: bool) -> None:
+@result.prints
+def bench(*, names: tuple[str, ...], only_list: bool, quick: bool) -> CommandOutput:
     """Run benchmarks by name, or all of them, and build the table of their records.
 
-    They are in benchmarks/ of a source checkout, not in the installed package.
+    They are in benchmarks/ of a source checkout, not in the installed package. Progress goes to standard error, the measured
+    figures to standard output. JSON: items, the records that the run added to benchmarks/results, or with --list the
+    benchmarks, each with name and summary.
 
     Examples:
       kvstore bench --list
       kvstore bench --quick dram_hit tcp_load
+      kvstore bench --quick dram_hit -o json | jq '.items[].median'
     """
     folder = benchmark_folder()
     known = benchmarks(folder)
     if only_list:
-        width = max((len(name) for name in known), default=0)
-        for name, summary in known.items():
-            click.echo(f"{name:<{width}}  {summary}")
-        return
+        items = [{"name": name, "summary": summary} for name, summary in known.items()]
+        return result.table({"items": items}, ("benchmark", "measures"), list(known.items()))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise click.UsageError(f"no benchmark '{unknown[0]}'; there are: {', '.join(known)}")
@@ -42,9 +52,33 @@ def bench(*, names: tuple[str, ...], only_list: bool, quick: bool) -> None:
         command += ["--only", *names]
     if quick:
         command.append("--quick")
-    click.echo(_ahead(len(names) or len(known), whole=not names, quick=quick, folder=folder))
-    if subprocess.run(command, check=False).returncode:
-        raise click.ClickException("a benchmark failed")
+    output.note(_ahead(len(names) or len(known), whole=not names, quick=quick, folder=folder))
+    before = _sizes(folder)
+    failed = subprocess.run(command, check=False, stdout=_STDERR).returncode != 0
+    records = _added(folder, before)
+    columns = ("figure", "parameters", "median", "unit", "target")
+    shown = result.table({"items": records}, columns, map(_row, records))
+    return replace(shown, exit_code=1, error="a benchmark failed") if failed else shown
+
+
+def _sizes(folder: Path) -> dict[Path, int]:
+    """Size of each file of records."""
+    return {path: path.stat().st_size for path in sorted((folder / "results").glob("*.jsonl"))}
+
+
+def _added(folder: Path, before: Mapping[Path, int]) -> list[dict[str, Any]]:
+    """Read the records that were appended since the sizes were taken."""
+    lines = []
+    for path in _sizes(folder):
+        with path.open(encoding="utf-8") as file:
+            file.seek(before.get(path, 0))
+            lines += file.read().splitlines()
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def _row(record: Mapping[str, Any]) -> list[str]:
+    parameters = " ".join(f"{name}={value}" for name, value in record["parameters"].items())
+    return [record["figure"], parameters, f"{record['median']:.3f}", record["unit"], _VERDICTS[record["passed"]]]
 
 
 def _ahead(count: int, *, whole: bool, quick: bool, folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.support import param_types
+from kvstore.cli.support import output
 from kvstore.cli.support.config_options import refuse_unused, with_quiet_config
 from kvstore.cli.support.help import Command
+from kvstore.cli.support.result import CommandOutput, prints
 from kvstore.cli.support.signals import orderly_exit
 from kvstore.config.model import Config
 
@@ -30,21 +30,13 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Random seed.")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder of the volumes (default: temporary).")
 @click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=param_types.result_file,
-    help="File for the result; -: standard output.",
-)
-@click.option(
     "--dual-path",
     is_flag=True,
     help="Load one prompt over one storage link and over two, on emulated hosts; requires Linux, root and iproute2.",
 )
 @with_quiet_config
-def demo(
-    _config: Config, *, sessions: int, turns: int, seed: int, data_dir: Path | None, json_file: Path | None, dual_path: bool
-) -> None:
+@prints
+def demo(_config: Config, *, sessions: int, turns: int, seed: int, data_dir: Path | None, dual_path: bool) -> CommandOutput:
     """Start a small store, run an agentic workload on it and check every loaded byte.
 
     The store is real: a metadata server, a prefill host, a decode host and a storage host, each a separate process, with
@@ -53,15 +45,14 @@ def demo(
 
     Examples:
       kvstore demo
-      kvstore demo --sessions 50 --json -
+      kvstore demo --sessions 50 -o json > demo.json
       sudo .venv/bin/kvstore demo --dual-path
 
     Exit code 1: a byte was wrong, or the hits are impossible.
     """
     refuse_unused("a demo starts a store of its own", "log.")
     if dual_path:
-        _dual_path(json_file)
-        return
+        return _dual_path()
     from rich.console import Console
 
     from kvstore.replay.demo import DemoPlan, read_turns, run_demo
@@ -69,26 +60,20 @@ def demo(
     from kvstore.replay.report import print_summary, tally_rows
 
     plan = DemoPlan(sessions=sessions, max_turns=turns, seed=seed)
-    to_stdout = json_file == Path("-")
-    console = Console(stderr=to_stdout)
-    console.print("starting a metadata server, a prefill host, a decode host and a storage host …", highlight=False)
+    output.note("starting a metadata server, a prefill host, a decode host and a storage host …")
     with orderly_exit(), progress("demo", len(read_turns(plan)[0])) as report:
         result = run_demo(plan, data_dir, report)
     rows = tally_rows(result.tally, result.seconds)
     rows["hits, unlimited store"] = f"{result.possible_hits:,}"
-    print_summary("kvstore demo", rows, console)
-    if json_file is not None:
-        text = json.dumps(result.to_json(), indent=2)
-        if to_stdout:
-            click.echo(text)
-        else:
-            json_file.write_text(text + "\n")
-    if result.problem is not None:
-        raise click.ClickException(result.problem)
+
+    def show() -> None:
+        print_summary("kvstore demo", rows, Console())
+
+    return CommandOutput(result.to_json(), show, 0 if result.problem is None else 1, result.problem)
 
 
-def _dual_path(json_file: Path | None) -> None:
-    """Run three policies on emulated hosts. Print a table and the bandwidth of the links over time."""
+def _dual_path() -> CommandOutput:
+    """Run three policies on emulated hosts. Show a table and the bandwidth of the links over time."""
     from rich.console import Console
 
     from kvstore.netlab.lab import available
@@ -103,23 +88,19 @@ def _dual_path(json_file: Path | None) -> None:
             "`kvstore simulate` computes the same without them."
         )
     plan = DualDemoPlan()
-    to_stdout = json_file == Path("-")
-    console = Console(stderr=to_stdout, highlight=False)
     with orderly_exit(), progress("demo", loads_of(plan)) as report:
-        results = run_dual_demo(plan, console.print, lambda done: report(done, ""))
-    console.print(dual_table(plan, results))
-    console.print("storage links while one prompt is loaded alone, over time:")
-    for one in results:
-        for host in (PREFILL, DECODE):
-            console.print(f"  {one.policy:13s} {host:10s} {spark(one.links[host], plan.snic_mbit)}")
-    if json_file is not None:
-        text = json.dumps([asdict(one) for one in results], indent=2)
-        if to_stdout:
-            click.echo(text)
-        else:
-            json_file.write_text(text + "\n")
-    if any(one.wrong_bytes for one in results):
-        raise click.ClickException("wrong bytes were loaded")
+        results = run_dual_demo(plan, output.note, lambda done: report(done, ""))
+
+    def show() -> None:
+        console = Console(highlight=False)
+        console.print(dual_table(plan, results))
+        console.print("storage links while one prompt is loaded alone, over time:")
+        for one in results:
+            for host in (PREFILL, DECODE):
+                console.print(f"  {one.policy:13s} {host:10s} {spark(one.links[host], plan.snic_mbit)}")
+
+    problem = "wrong bytes were loaded" if any(one.wrong_bytes for one in results) else None
+    return CommandOutput({"items": [asdict(one) for one in results]}, show, 0 if problem is None else 1, problem)
 
 
 def dual_table(plan: DualDemoPlan, results: Sequence[PolicyResult]) -> Table:

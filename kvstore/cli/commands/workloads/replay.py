@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import click
 from kvstore.cli.support import param_types
 from kvstore.cli.support.config_options import refuse_unused, with_quiet_config
 from kvstore.cli.support.help import Command
+from kvstore.cli.support.result import CommandOutput, prints
 from kvstore.cli.support.signals import orderly_exit
 from kvstore.config.model import Config
 from kvstore.tiers.eviction.policy import POLICY_NAMES
@@ -33,14 +33,8 @@ if TYPE_CHECKING:
 )
 @click.option("--policy", type=click.Choice(POLICY_NAMES), help="Eviction policy (default: node.policy of the configuration).")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder of the volumes (default: temporary).")
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=param_types.result_file,
-    help="File for the result; -: standard output.",
-)
 @with_quiet_config
+@prints
 def replay(
     config: Config,
     *,
@@ -51,8 +45,7 @@ def replay(
     capacity: StoreCapacity | None,
     policy: str | None,
     data_dir: Path | None,
-    json_file: Path | None,
-) -> None:
+) -> CommandOutput:
     """Replay a request TRACE against a temporary store: one lookup, load and store per request.
 
     Payloads are derived from block keys, so every loaded byte is checked. If every block fits, the hits equal those of an
@@ -63,7 +56,7 @@ def replay(
     Examples:
       kvstore replay conversation.jsonl.zst
       kvstore replay trace.jsonl --limit 500 --block-bytes 1MiB --capacity dram=2GiB,nvme=20GiB
-      kvstore replay trace.jsonl --capacity dram=256MiB --policy lru --json result.json
+      kvstore replay trace.jsonl --capacity dram=256MiB --policy lru -o json > result.json
 
     Exit code 1: a byte was wrong, or hits are missing although every block fits.
     """
@@ -84,14 +77,9 @@ def replay(
     room.check(workload.spec.shape)
     with orderly_exit(), progress(f"replay {source.info.name}", len(workload.chains)) as report:
         result = run(workload, room, policy or config.node.policy, data_dir, report)
-    to_stdout = json_file == Path("-")
-    print_summary(f"replay of {source.info.name}", replay_rows(result), Console(stderr=to_stdout))
-    if json_file is not None:
-        text = json.dumps(result.to_json(), indent=2)
-        if to_stdout:
-            click.echo(text)
-        else:
-            json_file.write_text(text + "\n")
     problem = verdict(result)
-    if problem is not None:
-        raise click.ClickException(problem)
+
+    def show() -> None:
+        print_summary(f"replay of {source.info.name}", replay_rows(result), Console())
+
+    return CommandOutput(result.to_json(), show, 0 if problem is None else 1, problem)

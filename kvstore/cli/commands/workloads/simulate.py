@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.support import param_types
+from kvstore.cli.support import output, param_types, result
 from kvstore.cli.support.help import Command
+from kvstore.cli.support.result import CommandOutput
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvstore.replay.progress import Report
     from kvstore.simulate.cluster import SimConfig
     from kvstore.simulate.result import SimResult
@@ -74,7 +72,6 @@ class _Options:
     layer_groups: int
     sweep_pd: list[tuple[int, int]]
     online: bool
-    json_file: Path | None
     plot_file: Path | None
 
 
@@ -117,21 +114,19 @@ class _Options:
 @click.option("--sweep-pd", callback=_clusters, metavar="P:D,…", help="Compares clusters, e.g. 1:1,1:2,2:1.")
 @click.option("--online", is_flag=True, help="Searches the agents/s within TTFT 4 s and TPOT 50 ms instead.")
 @click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=param_types.result_file,
-    help="Writes the result; - is stdout.",
-)
-@click.option(
     "--plot",
     "plot_file",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=param_types.result_file,
     help="Writes a PNG (takes the extra 'plots').",
 )
-@click.option("--list-models", is_flag=True, help="Names models and what they ask of storage, and ends.")
-def simulate(*, list_models: bool, **options: object) -> None:
+@click.option(
+    "--list-models",
+    is_flag=True,
+    help="Names models and what they ask of storage at a prompt of 32K and 429 new tokens, and ends.",
+)
+@result.prints
+def simulate(*, list_models: bool, **options: object) -> CommandOutput:
     """Simulate a cluster that serves agents, with one path to storage and with two.
 
     It estimates the gain from loading over the storage links of decode nodes too, and the best P:D ratio. It runs the planner and
@@ -155,25 +150,41 @@ def simulate(*, list_models: bool, **options: object) -> None:
       kvstore simulate
       kvstore simulate --model qwen2.5-32b --gpu h200 --prefill 1 --decode 2 --agents 256
       kvstore simulate --model ds-27b --sweep-pd 1:1,1:2,2:1 --plot gain.png
-      kvstore simulate --snic 12.5 --policies ladder --json -
+      kvstore simulate --snic 12.5 --policies ladder -o json > ladder.json
       kvstore simulate --online --policies prefill_only,split
     """
     if list_models:
-        _list_models()
-        return
-    _simulate(_Options(**options))  # type: ignore[arg-type]  # click made them what they are declared to be
+        return _list_models()
+    return _simulate(_Options(**options))  # type: ignore[arg-type]  # click made them what they are declared to be
 
 
-def _list_models() -> None:
+def _list_models() -> CommandOutput:
     from kvstore.roofline.models import MODELS
 
-    click.echo(f"{'model':<14} {'KV bytes/token':>14}  GB/PFLOP at 32K + 429 tokens  default cluster")
-    for model in MODELS.values():
-        ratio = model.bytes_per_pflop(32_768, 429) / 1e9
-        click.echo(f"{model.name:<14} {model.token_bytes:>14,}  {ratio:>28.1f}  {model.prefill_nodes}P{model.decode_nodes}D")
+    items = [
+        {
+            "model": model.name,
+            "token_bytes": model.token_bytes,
+            "bytes_per_pflop": model.bytes_per_pflop(32_768, 429),
+            "prefill_nodes": model.prefill_nodes,
+            "decode_nodes": model.decode_nodes,
+        }
+        for model in MODELS.values()
+    ]
+    rows = [
+        (
+            model.name,
+            f"{model.token_bytes:,}",
+            f"{model.bytes_per_pflop(32_768, 429) / 1e9:.1f}",
+            f"{model.prefill_nodes}P{model.decode_nodes}D",
+        )
+        for model in MODELS.values()
+    ]
+    columns = ("model", "KV bytes/token", "GB/PFLOP", "default cluster")
+    return result.table({"items": items}, columns, rows)
 
 
-def _simulate(options: _Options) -> None:
+def _simulate(options: _Options) -> CommandOutput:
     from rich.console import Console
 
     from kvstore.simulate.reports.plot import plot, require_matplotlib
@@ -181,40 +192,44 @@ def _simulate(options: _Options) -> None:
 
     if options.plot_file is not None:
         require_matplotlib()
-    console = Console(stderr=options.json_file == Path("-"))
     sessions, every, name = _workload(options)
     config = _cluster(options, sessions, options.prefill, options.decode)
     requests = sum(len(session.turns) for session in sessions)
     thinned = f", one turn in {every}" if every > 1 else ""
-    console.print(f"{name}: {len(sessions):,} sessions, {requests:,} requests{thinned}", highlight=False)
-    console.print(bound_sentence(config), highlight=False)
+    output.note(f"{name}: {len(sessions):,} sessions, {requests:,} requests{thinned}")
+    bound = bound_sentence(config)
     if options.online:
-        _online(options, config, every, console)
-        return
+        return _online(options, config, every, bound)
     results = _run_all(config, options.policies)
-    print_results(results, every, f"{options.model} on {_name(config)}", console)
     swept: dict[str, list[SimResult]] = {}
     nodes: dict[str, int] = {}
     for prefill, decode in options.sweep_pd:
         other = _cluster(options, sessions, prefill, decode)
         swept[_name(other)] = _run_all(other, options.policies)
         nodes[_name(other)] = prefill + decode
-    if swept:
-        print_sweep(swept, nodes, every, console)
-    if options.json_file is not None:
-        out = {
-            "cluster": _name(config),
-            "every": every,
-            "bound": bound_sentence(config),
-            "results": [result.to_json() for result in results],
-            "sweep": sweep_json(swept),
-        }
-        _write(out, options.json_file)
     if options.plot_file is not None:
         plot(results, config, {key: [one.most_done_s for one in found] for key, found in swept.items()}, options.plot_file)
 
+    def show() -> None:
+        console = Console()
+        console.print(bound, highlight=False)
+        print_results(results, every, f"{options.model} on {_name(config)}", console)
+        if swept:
+            print_sweep(swept, nodes, every, console)
 
-def _online(options: _Options, config: SimConfig, every: int, console: Console) -> None:
+    data = {
+        "cluster": _name(config),
+        "every": every,
+        "bound": bound,
+        "results": [one.to_json() for one in results],
+        "sweep": sweep_json(swept),
+    }
+    return CommandOutput(data, show)
+
+
+def _online(options: _Options, config: SimConfig, every: int, bound: str) -> CommandOutput:
+    from rich.console import Console
+
     from kvstore.replay.progress import progress
     from kvstore.simulate.capacity import MOST_RATES, Point, capacity
     from kvstore.simulate.cluster import VARIANTS
@@ -231,9 +246,19 @@ def _online(options: _Options, config: SimConfig, every: int, console: Console) 
 
             variant = config.but(variant=VARIANTS[name])
             found.append(capacity(variant, config.sessions, every=every, seed=options.seed, tried=note))
-    print_capacity(found, console)
-    if options.json_file is not None:
-        _write({"cluster": _name(config), "every": every, "capacity": [asdict(one) for one in found]}, options.json_file)
+
+    def show() -> None:
+        console = Console()
+        console.print(bound, highlight=False)
+        print_capacity(found, console)
+
+    data = {
+        "cluster": _name(config),
+        "every": every,
+        "bound": bound,
+        "capacity": [asdict(one) for one in found],
+    }
+    return CommandOutput(data, show)
 
 
 def _workload(options: _Options) -> tuple[tuple[AgentSession, ...], int, str]:
@@ -292,11 +317,3 @@ def _name(config: SimConfig) -> str:
     from kvstore.dualpath.groups import EngineKind
 
     return f"{len(config.of(EngineKind.PREFILL))}P{len(config.of(EngineKind.DECODE))}D"
-
-
-def _write(out: dict[str, object], file: Path) -> None:
-    text = json.dumps(out, indent=2)
-    if file == Path("-"):
-        click.echo(text)
-    else:
-        file.write_text(text + "\n")

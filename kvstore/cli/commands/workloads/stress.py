@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -13,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvstore.cli.support import output, param_types
-from kvstore.cli.support.config_options import with_quiet_config
 from kvstore.cli.support.help import Command
+from kvstore.cli.support.result import CommandOutput
 from kvstore.cli.support.signals import orderly_exit
-from kvstore.cli.support.store_client import EXIT_IN_PART, ask, metadata_option
+from kvstore.cli.support.store_client import EXIT_IN_PART, ask, store_change
 from kvstore.config.model import Config
 from kvstore.core.errors import InvalidArgument, KVStoreError
 
@@ -63,9 +61,7 @@ _MODEL_CHARS: Final = 48
     help="Local node: auto, an address, unix:PATH, or none (over TCP, as from a host without a node).",
 )
 @click.option("--tenant", default="", metavar="NAME", help="Tenant of the blocks, for a token of a tenant.")
-@click.option("--output", "-o", "form", type=click.Choice(("table", "json")), default="table", show_default=True, help="Format.")
-@metadata_option
-@with_quiet_config
+@store_change
 def stress(
     config: Config,
     *,
@@ -77,8 +73,7 @@ def stress(
     duration: float | None,
     node: str,
     tenant: str,
-    form: str,
-) -> None:
+) -> CommandOutput:
     """Measure a running store under load: a cold pass stores, a warm pass loads, and every loaded byte is checked.
 
     The clients are processes of this host and use the store as engines do. Their blocks are in a namespace of their own
@@ -94,7 +89,7 @@ def stress(
       kvstore stress --clients 8 --size 4GiB --block-size 2MiB --duration 60s
       kvstore stress --node none --hits 0.5 -o json
 
-    Exits with 0, with 1 if a byte was wrong or nothing could be stored or loaded, with 4 if its blocks could not be removed.
+    The run fails if a byte was wrong or nothing could be stored or loaded. It is partly done if its blocks could not be removed.
     """
     from kvstore.stress.plan import StressPlan
     from kvstore.stress.run import run_stress
@@ -123,14 +118,8 @@ def stress(
         finally:
             removed = _remove(config, plan)
     result.removed_blocks = removed
-    if form == "json":
-        click.echo(json.dumps(result.to_json(), indent=2))
-    else:
-        _print(result)
-    if result.problem is not None:
-        raise click.ClickException(result.problem)
-    if removed is None:
-        sys.exit(EXIT_IN_PART)
+    exit_code = 1 if result.problem is not None else EXIT_IN_PART if removed is None else 0
+    return CommandOutput(result.to_json(), lambda: _print(result), exit_code, result.problem)
 
 
 def _layers(block_bytes: int) -> int:
