@@ -3,8 +3,8 @@
 The KV traffic is real: an engine on the prefill host repeatedly loads blocks from the DRAM of the decode host. Its node fetches
 them over the compute network and keeps none. Beside it a second flow runs between the same hosts: one message per millisecond,
 each answered, like small collectives. There are three cases: an unchanged link, a class for the mark of KV in the queues of the
-hosts and the switch, and an unchanged link while the nodes cap KV. The daemons of all cases run at once on the same hosts; those of
-one case work at a time.
+hosts and the switch, and an unchanged link while the nodes cap KV. The daemons of all cases run at once on the same hosts; those
+of one case work at a time.
 """
 
 from __future__ import annotations
