@@ -206,7 +206,7 @@ class MetadataServer:
             health.start()
             await self._bound.start()
             if config.metrics_listen is not None:
-                gauges = MetadataGauges(loop, index, nodes, planner, scheduler, event_log)
+                gauges = MetadataGauges(loop, index, nodes, planner, scheduler, event_log, index_disk=lambda: health.index_disk)
                 labels = {"worker": str(self._worker)} if config.workers > 1 else None
                 collector = StoreCollector([self.counters], [gauges], process="metadata", labels=labels)
                 self._metrics = serve(_moved(config.metrics_listen, self._worker), collector, {}, self.counters)
