@@ -1,7 +1,7 @@
 """Loads over several hosts' storage links, with real processes: every policy, every layer group, and failures of each part.
 
-Blocks are on a storage node only, except where a test says otherwise. A load is correct if every hit has its own bytes, every layer has its bytes when it is
-announced, waits are bounded, and nothing is written to the buffer after the load returned.
+Blocks are on a storage node only, except where a test says otherwise. A load is correct if every hit has its own bytes, every
+layer has its bytes when it is announced, waits are bounded, and nothing is written to the buffer after the load returned.
 """
 
 from __future__ import annotations
