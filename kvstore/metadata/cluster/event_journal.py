@@ -2,8 +2,8 @@
 
 The file has a line of JSON per event, after a line with its version. Events are only appended. A line that is torn by a crash or
 cannot be read is skipped. A file of another version is neither read nor changed: events then stay in memory. A file that is too
-large is replaced by one with the newest events. If that fails, nothing is appended and events stay in memory. Several workers share
-the file: a lock is held during each write.
+large is replaced by one with the newest events. If that fails, nothing is appended and events stay in memory. Several workers
+share the file: a lock is held during each write.
 
 ``record`` only queues an event; ``flush`` and ``read`` do the I/O, so call them from another thread than the event loop's.
 """
@@ -163,7 +163,7 @@ class EventJournal:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep other processes from writing the file. The lock has a file of its own, because the journal is replaced."""
-        path = self._path.with_name(f".{self._path.name}.lock")
+        path = self._path.with_name(self._path.name + ".lock")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # held for one small write at a time
