@@ -152,7 +152,7 @@ def _may_be_http(target: PingTarget, result: PingResult) -> bool:
 
 
 def _show(results: list[PingResult]) -> None:
-    from kvstore.cli.ping.round_trips import PingOutcome
+    from kvstore.cli.ping.round_trips import PingOutcome, ServerKind
 
     answers = [result.to_json() for result in results]
     rows = [[one["server"], one["name"], one["address"], *map(str, _times(one)), one["outcome"]] for one in answers]
@@ -161,6 +161,8 @@ def _show(results: list[PingResult]) -> None:
         if result.outcome is not PingOutcome.ANSWERED:
             called = f"{result.kind} {result.name}".rstrip()
             output.note(f"{called} at {result.address}: {result.detail}")
+    if any(result.kind is ServerKind.NODE and result.outcome is PingOutcome.FAILED for result in results):
+        output.note("kvstore status --detail says since when a node is silent, and what to do")
 
 
 def _times(answer: dict[str, Any]) -> list[str]:
