@@ -490,9 +490,9 @@ class BlockTable:
     ) -> tuple[list[Slot] | None, list[Block]]:
         """Return slots in a durable volume, or (None, victims): blocks that are now marked as evicting.
 
-        Commit the removal of the victims, report it to ``note_evicted_from_volume``, and call again. Victims may be on any durable
-        volume. They make room for ``ahead`` times the count if enough blocks are evictable, so that few commits only remove. If
-        blocks of other sizes occupy the space, there may be room for a part of the count: then call again.
+        Commit the removal of the victims, report it to ``note_evicted_from_volume``, and call again. Victims may be on any
+        durable volume. They make room for ``ahead`` times the count if enough blocks are evictable, so that few commits only
+        remove. If blocks of other sizes occupy the space, there may be room for a part of the count: then call again.
         """
         with self._lock:
             slots = node_volume.volume.allocate(shape, count)
