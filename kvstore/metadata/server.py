@@ -127,7 +127,7 @@ class MetadataServer:
                 config.heartbeat_interval_ms / 2_000,
             )
             tls = config.tls.resolve()
-            journal = self._journal = EventJournal(config.events_path, self.counters, replaces=self._worker == 0)
+            journal = self._journal = EventJournal(config.events_path, self.counters)
             health = self._health = HealthMonitor(
                 index,
                 config.index_path,

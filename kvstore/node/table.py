@@ -5,9 +5,10 @@ Theory of operation.
 1. A block has up to two replicas here: a DRAM slot and an NVMe slot. All decisions (which store gets a slot, which block is
    evicted or written back) are taken under one lock, in memory, without I/O. The movers (``loads.loader``,
    ``durability.writeback``) execute them and report back.
-2. This module has the operations that acquire the lock, and the waits. ``state.residency`` has the state and its steps,
+2. This module has the operations of stores, loads and write-back, and the waits. ``state.residency`` has the state and its steps.
    ``eviction`` chooses the blocks to evict, and carries eviction out: from the arena in ``eviction.allocation``, from volumes on
-   request in ``eviction.execution``.
+   request in ``eviction.execution``. Operators' evictions, quotas, rules (``control.retention``), volume checks and
+   ``loads.locate`` acquire the same lock as ``table.residency.lock``.
 3. Invariants. A block is in the table exactly while it has a replica. A slot belongs to one block, one store or one mover
    (``validate`` asserts these two). A block with ``pins`` > 0 is evicted from no tier. A dirty block leaves DRAM only after it
    was written back or given up. A slot given to a writer is reused only after ``complete`` or ``abandon``, never because time
