@@ -15,6 +15,8 @@ from click.testing import CliRunner
 
 from certificates import SERVER_NAME, CertificateFiles, make_certificates
 from kvstore.cli.app import root
+from kvstore.cli.ping.command import ping_target
+from kvstore.cli.ping.round_trips import PingOutcome, PingTarget, ServerKind
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 TOKEN = "operators-token-1"
@@ -135,3 +137,16 @@ def test_ping_token_rejected_exits_3(secured: tuple[str, CertificateFiles, Path]
 def test_ping_other_http_server_is_noticed(store: LocalCluster) -> None:
     (server,) = ping(f"http://{store.node('a').metrics_address}", code=1)
     assert server["detail"] == "it is an HTTP server, but neither an admin server nor a router of kvstore"
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://a..b", "http://h:x"])
+def test_ping_impossible_url_is_a_failure(address: str) -> None:
+    (server,) = ping(address, code=1)
+    assert server["outcome"] == "failed"
+
+
+@pytest.mark.parametrize("address", ["a..b:80", "127.0.0.1:99999", "http://127.0.0.1:1"])
+def test_ping_impossible_address_of_a_node_is_a_failure(address: str) -> None:
+    result = ping_target(PingTarget(address=address, kind=ServerKind.NODE), 1, 1.0)
+    assert result.outcome is PingOutcome.FAILED
+    assert "HTTP" not in result.detail, "a node's address is no URL"

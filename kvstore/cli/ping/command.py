@@ -121,7 +121,7 @@ def _nodes(
 
 def _ping_all(targets: list[PingTarget], count: int, timeout_s: float) -> list[PingResult]:
     def ping_one(target: PingTarget) -> PingResult:
-        return _ping(target, count, timeout_s)
+        return ping_target(target, count, timeout_s)
 
     if not targets:
         return []
@@ -129,12 +129,14 @@ def _ping_all(targets: list[PingTarget], count: int, timeout_s: float) -> list[P
         return list(threads.map(ping_one, targets))
 
 
-def _ping(target: PingTarget, count: int, timeout_s: float) -> PingResult:
+def ping_target(target: PingTarget, count: int, timeout_s: float) -> PingResult:
+    """Ping one server. Raises nothing that its address or the server causes."""
     from kvstore.cli.ping.http_pings import ping_http
     from kvstore.cli.ping.round_trips import PingOutcome, ServerKind, ping_grpc
 
     how: Callable[[PingTarget, int, float], PingResult] = ping_grpc
-    if "://" in target.address or target.kind in (ServerKind.ADMIN, ServerKind.ROUTER):
+    named = target.kind is ServerKind.UNKNOWN  # only a person may give a URL: addresses of nodes are not verified
+    if (named and "://" in target.address) or target.kind in (ServerKind.ADMIN, ServerKind.ROUTER):
         how = ping_http
     result = how(target, count, timeout_s)
     if target.optional and result.detail == "connection refused":

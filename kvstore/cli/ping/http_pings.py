@@ -47,7 +47,7 @@ def ping_http(target: PingTarget, count: int, timeout_s: float) -> PingResult:
         return result.failed(f"it did not answer within {timeout_s:g} s")
     except ssl.SSLError as error:
         return result.failed(_of_tls(error))
-    except (http.client.HTTPException, OSError) as error:
+    except (http.client.HTTPException, OSError, ValueError) as error:  # ValueError: the address is impossible
         return result.failed(_without_tls(error, secure=secure))
     return result
 
