@@ -214,13 +214,15 @@ CERTIFICATE_EXPIRES: Final = _warning(
     "CERTIFICATE_EXPIRES",
     "A TLS certificate expires soon",
     "After its end no client and no server accepts it, and the process is cut off from the others.",
-    "Replace the certificate and key files, and restart the process: it reads them at its start. Restart one host after another.",
+    "Replace the certificate and key files: servers present them within seconds. If client certificates are required, restart the"
+    " process too, one host after another: its gRPC channels present the certificate that they read at the start.",
 )
 CERTIFICATE_EXPIRED: Final = _error(
     "CERTIFICATE_EXPIRED",
     "A TLS certificate has expired",
     "New connections with this certificate are rejected. Connections that were open before continue until they end.",
-    "Replace the certificate and key files, and restart the process: it reads them at its start. Restart one host after another.",
+    "Replace the certificate and key files: servers present them within seconds. If client certificates are required, restart the"
+    " process too, one host after another: its gRPC channels present the certificate that they read at the start.",
 )
 CLOCK_DIFFERS: Final = _warning(
     "CLOCK_DIFFERS",

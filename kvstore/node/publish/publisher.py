@@ -331,7 +331,9 @@ class IndexPublisher:
         """Return the messages to send, with their number of events: inventories, then the log. (None, 0): no changes now."""
         self._inventories_due.update(dict.fromkeys(inventories))
         while True:
-            self._inventories_due.update(dict.fromkeys(volume for volume in self._volumes if self._log.needs_inventory(volume)))
+            self._inventories_due.update(
+                dict.fromkeys(volume for volume in self._volumes if self._log.take_inventory_request(volume))
+            )
             for volume in list(self._inventories_due):
                 yield from self._inventory(volume)
                 del self._inventories_due[volume]
