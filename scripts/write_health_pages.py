@@ -12,16 +12,6 @@ REPOSITORY: Final = Path(__file__).resolve().parent.parent
 FOLDER: Final = REPOSITORY / "docs" / "reference" / "health"
 
 
-def page_of(code: HealthCode) -> str:
-    """Return the page of a code."""
-    return (
-        f"# {code.name}\n\n**{code.title}.** Severity: {code.severity.value}.\n\n"
-        f"## What it means\n\n{code.meaning}\n\n## What to do\n\n{code.action}\n\n"
-        "`kvstore status --detail` shows the present facts, `kvstore history` when it began."
-        " [All health codes](index.md)\n"
-    )
-
-
 def index() -> str:
     """Return the list of all codes."""
     rows = "\n".join(
@@ -48,7 +38,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     """Yield each file and its text."""
     yield FOLDER / "index.md", index()
     for code in CODES.values():
-        yield REPOSITORY / code.docs, page_of(code)
+        yield REPOSITORY / code.docs, code.page
 
 
 def main() -> None:

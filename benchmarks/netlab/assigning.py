@@ -79,7 +79,7 @@ class ByRules:
         for role, names in ((EngineKind.PREFILL, bed.bed.prefill_hosts), (EngineKind.DECODE, bed.bed.decode_hosts)):
             room = int(bed.engine.kv_room_bytes) if role is EngineKind.DECODE else 0
             for name in names:
-                self._scheduler.join(Engine(name, role, group=role.value, node=name, hbm_bytes=room))
+                self._scheduler.join(Engine(name, role, group=role.value, node=name, hbm_units=room))
 
     def assigned(self, event: dict[str, Any]) -> Assigned:
         raise Internal("no answer is pending: this assignment is synchronous", got=event["id"])

@@ -1,10 +1,10 @@
-"""A latency-critical flow beside KV on one compute link: what it keeps of its latency, and what KV keeps of the link.
+"""A latency-critical flow beside KV on one compute link: the latency of the flow, and the throughput of KV.
 
-KV is the store's own: an engine on the prefill host loads, again and again, blocks that lie in the decode host's DRAM; its node
-fetches them over the compute network and keeps none. Beside it a flow goes to and fro between the same hosts, a message every
-millisecond, each answered, as small collectives are. The link is in turn left alone, given a class in the hosts' and the switch's
-queues for the mark that KV bears, or left alone while the nodes cap KV. All daemons of all cases run at once, on the
-same hosts; those of one case work at a time.
+The KV traffic is real: an engine on the prefill host repeatedly loads blocks from the DRAM of the decode host. Its node fetches
+them over the compute network and keeps none. Beside it a second flow runs between the same hosts: one message per millisecond,
+each answered, like small collectives. There are three cases: an unchanged link, a class for the mark of KV in the queues of the
+hosts and the switch, and an unchanged link while the nodes cap KV. The daemons of all cases run at once on the same hosts; those
+of one case work at a time.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ClientOptions:
         strict: raise failures of the store instead of answering misses and skips. For tests; an engine needs False.
         require_store: ``connect`` raises if the metadata server or the named node does not answer; False: it continues without
             them, and everything is a miss until they answer.
-        verify: default of ``load``.
+        verify: default of ``load``: ``auto``, ``always`` or ``never``, see ``Verify``.
         local_roles: with ``node="auto"``: preferred roles if several nodes run on this host, best first.
         local_node: with ``node="auto"``: id of the node to use if several run on this host; None: the first by role, then by id.
         store_node: without a local node: id of the node to store to; None: the first living one by ``store_roles``.

@@ -16,8 +16,8 @@ from starlette.routing import Match
 
 import kvstore
 from kvstore.admin.middleware import PUBLIC, AdminMiddleware
+from kvstore.admin.page import HEALTH_PAGES, WebPage, show_health_page
 from kvstore.admin.page import PATH as PAGE
-from kvstore.admin.page import WebPage
 from kvstore.admin.problems import MEDIA_TYPE, PreconditionError, Problem, problem
 from kvstore.admin.routes.read import Reads
 from kvstore.admin.routes.retention_rules import Rules
@@ -84,6 +84,8 @@ def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable]
     app.add_api_route("/readyz", routes.readyz, methods=["GET"], tags=["health"], summary="Readiness")
     page = WebPage()
     app.add_api_route(PAGE, page.show, methods=["GET"], include_in_schema=False)
+    for path in HEALTH_PAGES:
+        app.add_api_route(path, show_health_page, methods=["GET"], include_in_schema=False)
     app.add_api_route(OPENAPI, routes.openapi, methods=["GET"], include_in_schema=False)
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], include_in_schema=False)
     for path, door in (("/healthz", routes.healthz), ("/readyz", routes.readyz), (PAGE, page.show)):  # probes may send HEAD

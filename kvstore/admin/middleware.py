@@ -23,10 +23,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvstore.admin.page import HEALTH_PAGES
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.problems import TOO_LONG, problem
 from kvstore.admin.single_flight import SingleFlight
 from kvstore.config.admin import AdminConfig
+from kvstore.control_api.store_rpc import acting_for
 from kvstore.core.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -48,7 +50,7 @@ from kvstore.rpc.http_server import ABORT
 logger = logging.getLogger(__name__)
 _limited = LimitedLog(logger)
 
-PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json"})
+PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json", *HEALTH_PAGES})
 QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
 """POST paths that change nothing; their arguments do not fit into a URL."""
 SHARED: Final = "/v1/"
@@ -132,8 +134,12 @@ class AdminMiddleware:
         caller = self._admit(scope, headers)
         scope.setdefault("state", {})["caller"] = caller
         answer.role = "" if caller is None else caller.role.value
-        with self._slot(public=scope["path"] in PUBLIC):
-            await self._serve_admitted(scope, receive, answer, headers)
+        before = acting_for.set("" if caller is None else caller.name)
+        try:
+            with self._slot(public=scope["path"] in PUBLIC):
+                await self._serve_admitted(scope, receive, answer, headers)
+        finally:
+            acting_for.reset(before)
 
     @contextmanager
     def _slot(self, *, public: bool) -> Iterator[None]:

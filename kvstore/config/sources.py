@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from kvstore.core.errors import InvalidArgument
 
 ENVIRONMENT_PREFIX = "KVSTORE_"
 DEFAULT_FILES = (Path("kvstore.toml"), Path("/etc/kvstore/kvstore.toml"))
+"""The first one is in the current directory, which may belong to somebody else: see ``_check_owner``."""
 _MAX_FILE_BYTES = 1 << 20
 _CLUSTERS = "clusters."
 _EVENTS_METADATA = "events.metadata"
@@ -74,7 +77,7 @@ def load_config(
         file: TOML file, which must exist. None: the first file of ``default_files`` that exists is read.
         environment: variables, e.g. ``os.environ``; those with ``KVSTORE_`` and a ``__`` count.
         flags: settings of the command line, the last of equal keys wins.
-        default_files: candidates if ``file`` is None.
+        default_files: candidates if ``file`` is None. One with a relative path is refused if another user could have written it.
         cluster: named cluster. Its address, TLS and tokens replace those of ``[client]``, and its address that of
             ``[events]``; flags still win.
 
@@ -82,11 +85,11 @@ def load_config(
         The configuration, and the source of every value.
 
     Raises:
-        InvalidArgument: a file cannot be read, a key is unknown, or a value is invalid. Names the key and its source.
+        InvalidArgument: a file cannot be read or trusted, a key is unknown, or a value is invalid. Names the key and its source.
     """
-    if file is None:
-        file = next((path for path in default_files if path.is_file()), None)
-    settings = [*(_from_file(file) if file is not None else ()), *_from_environment(environment or {})]
+    found = next((path for path in default_files if path.is_file()), None) if file is None else file
+    ours = file is None and found is not None and not found.is_absolute()
+    settings = [*(_from_file(found, ours=ours) if found is not None else ()), *_from_environment(environment or {})]
     if cluster is not None:
         settings = list(_with_cluster(settings, cluster))
     settings += flags
@@ -188,9 +191,17 @@ def _leaf_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + (field.alias or name)
 
 
-def _from_file(path: Path) -> Iterator[Setting]:
+def _from_file(path: Path, *, ours: bool) -> Iterator[Setting]:
+    """Settings of a TOML file.
+
+    Args:
+        path: of the file.
+        ours: whether to refuse a file that another user could have written.
+    """
     try:
         with path.open("rb") as file:
+            if ours:
+                _check_owner(path, os.fstat(file.fileno()))
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InvalidArgument(f"cannot read the configuration: {error.strerror}", file=path) from error
@@ -201,6 +212,26 @@ def _from_file(path: Path) -> Iterator[Setting]:
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"the configuration is not valid TOML: {error}", file=path) from error
     yield from _flatten(tables, Origin("file", str(path)), "")
+
+
+def _check_owner(path: Path, opened: os.stat_result) -> None:
+    """Refuse a file that another user could have written: it may name a foreign server, which the caller's token is sent to.
+
+    Raises:
+        InvalidArgument: neither the caller nor root owns the file or a link to it, or its group or others may write it.
+    """
+    if not {opened.st_uid, path.lstat().st_uid} <= {0, os.geteuid()}:
+        raise InvalidArgument(
+            "the configuration in the current directory belongs to another user; name it with --config if you trust it",
+            file=path.absolute(),
+            owner=opened.st_uid,
+        )
+    if opened.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InvalidArgument(
+            "other users may write the configuration in the current directory; run chmod go-w, or name the file with --config",
+            file=path.absolute(),
+            mode=f"{stat.S_IMODE(opened.st_mode):04o}",
+        )
 
 
 def _flatten(table: Mapping[str, Any], origin: Origin, prefix: str) -> Iterator[Setting]:

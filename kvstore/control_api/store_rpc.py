@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -19,12 +20,16 @@ from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unauth
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import admin as admin_metrics
 from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.interceptor import ON_BEHALF
 from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
 
 T = TypeVar("T")
+_Metadata = list[tuple[str, str]]
 
+acting_for: Final[ContextVar[str]] = ContextVar("kvstore_acting_for", default="")
+"""Name of the person whose change the current task sends to the metadata server; empty: the owner of the token."""
 NODES_AT_ONCE: Final = 32
 _NOT_REPORTING: Final = "the node does not report to the metadata server"
 DIAGNOSIS_HOLDS_S: Final = 10.0
@@ -280,7 +285,12 @@ class StoreRpc:
         return await self._call(method, request, self._endpoint.timeout_s, _TWO_ATTEMPTS)
 
     async def _change(self, method: Callable[..., Awaitable[T]], request: object) -> T:
-        return await self._call(method, request, self._endpoint.change_timeout_s, RetryPolicy(attempts=1))
+        person = acting_for.get()
+
+        def named(request: object, timeout: float | None = None, *, metadata: _Metadata | None = None) -> Awaitable[T]:
+            return method(request, timeout=timeout, metadata=[*(metadata or ()), (ON_BEHALF, person)])
+
+        return await self._call(named if person else method, request, self._endpoint.change_timeout_s, RetryPolicy(attempts=1))
 
     async def _call(self, method: Callable[..., Awaitable[T]], request: object, timeout_s: float, retry: RetryPolicy) -> T:
         try:

@@ -72,7 +72,12 @@ def metadata_findings(servers: Sequence[RunningMetadata]) -> Iterator[Finding]:
         named = f"{server.address} ({server.setting})"
         if server.answer is Answer.GIVEN:
             what = f"{named} answers: {server.nodes_alive} of {server.nodes} nodes alive"
-            yield Finding("metadata server", Level.OK, what)
+            if server.nodes_alive < server.nodes:
+                yield Finding(
+                    "metadata server", Level.WARNING, what, "kvstore status --detail   # names the nodes and the causes"
+                )
+            else:
+                yield Finding("metadata server", Level.OK, what)
         elif server.answer is Answer.REFUSED:
             what = f"{named} answers, but rejects the call: {server.error}"
             yield Finding("metadata server", Level.WARNING, what, _token_of(server.setting))

@@ -33,14 +33,15 @@ class Engine:
         role: what it does.
         group: its group; all engines of one node are in the same group.
         node: the node whose storage link it reads over.
-        hbm_bytes: room for KV when it is idle; only asked of decode engines.
+        hbm_units: room for KV when it is idle; only asked of decode engines. Any unit that requests share: the metadata server
+            counts tokens, the simulator bytes.
     """
 
     engine: str
     role: EngineKind
     group: str
     node: str
-    hbm_bytes: int = 0
+    hbm_units: int = 0
 
 
 class EngineGroup:
@@ -81,11 +82,11 @@ class EngineGroup:
         self._place[engine.engine] = len(self.engines)
         self.engines.append(engine)
         self.tok, self.seq, self.read = (np.append(column, np.int64(0)) for column in (self.tok, self.seq, self.read))
-        self.free = np.append(self.free, np.int64(engine.hbm_bytes))
+        self.free = np.append(self.free, np.int64(engine.hbm_units))
         self.shut(shut)
 
     def resize(self, engine: Engine) -> None:
-        """The engine of this name has another ``hbm_bytes``; its numbers stay."""
+        """The engine of this name has another ``hbm_units``; its numbers stay."""
         self.engines[self._place[engine.engine]] = engine
         self._look()
 
@@ -109,7 +110,7 @@ class EngineGroup:
         return changed
 
     def _look(self) -> None:
-        rooms = (entry.hbm_bytes for entry, is_open in zip(self.engines, self.open.tolist(), strict=True) if is_open)
+        rooms = (entry.hbm_units for entry, is_open in zip(self.engines, self.open.tolist(), strict=True) if is_open)
         self.most_hbm = max(rooms, default=-1)
 
     @property

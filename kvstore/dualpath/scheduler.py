@@ -21,7 +21,7 @@ from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Not
 from kvstore.dualpath.groups import DecodeGroups, Engine, EngineGroup, EngineKind, assign_decode, assign_prefill, decode_watermark
 
 MAX_TOKENS = 1 << 40
-MAX_HBM_BYTES = 1 << 50
+MAX_HBM_UNITS = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ class Ask:
     Attributes:
         request_id: unique among the requests in progress.
         tokens: its length, used as its cost.
-        hbm_bytes: memory that it needs on a decode engine.
+        hbm_units: KV memory that it needs on a decode engine, in the unit of ``Engine.hbm_units``.
         near: per prefill engine: how many of its tokens that engine already holds.
     """
 
     request_id: str
     tokens: int
-    hbm_bytes: int = 0
+    hbm_units: int = 0
     near: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not (0 < self.tokens <= MAX_TOKENS and 0 <= self.hbm_bytes <= MAX_HBM_BYTES):
-            raise InvalidArgument("request out of bounds", tokens=self.tokens, hbm_bytes=self.hbm_bytes)
+        if not (0 < self.tokens <= MAX_TOKENS and 0 <= self.hbm_units <= MAX_HBM_UNITS):
+            raise InvalidArgument("request out of bounds", tokens=self.tokens, hbm_units=self.hbm_units)
 
     def spared(self, engine: Engine) -> int:
         """Tokens that an engine has at hand; of those that decode it is not asked."""
@@ -84,7 +84,7 @@ class EngineReport:
     Attributes:
         seq: assigned, unfinished requests; together with ``tok``.
         tok: their tokens. If an engine reports it, completions are not subtracted here; else the scheduler tracks it.
-        hbm_free: HBM bytes free for KV, decode engines only; tracked in the same way.
+        hbm_free: HBM free for KV, in the same unit, decode engines only; tracked in the same way.
         read_tokens: disk reading queue of its node; None: no known reads.
     """
 
@@ -98,7 +98,7 @@ class EngineReport:
         if (self.seq is None) != (self.tok is None):
             raise InvalidArgument("seq and tok are reported together", engine=self.engine)
         for value in (self.seq, self.tok, self.hbm_free, self.read_tokens):
-            if value is not None and not 0 <= value <= MAX_HBM_BYTES:
+            if value is not None and not 0 <= value <= MAX_HBM_UNITS:
                 raise InvalidArgument("engine report out of bounds", engine=self.engine, value=value)
 
 
@@ -174,8 +174,8 @@ class _Desk:
     @property
     def left(self) -> int:
         """HBM bytes left by the assigned requests; negative if they need more than the engine has."""
-        used = sum(job.ask.hbm_bytes for job in self.work.values()) if self.engine.role is EngineKind.DECODE else 0
-        return self.engine.hbm_bytes - used
+        used = sum(job.ask.hbm_units for job in self.work.values()) if self.engine.role is EngineKind.DECODE else 0
+        return self.engine.hbm_units - used
 
 
 @dataclass(slots=True)
@@ -233,7 +233,7 @@ class Scheduler:
         """
         if engine.engine in self._desks:
             raise Conflict("engine has joined already", engine=engine.engine)
-        _check_hbm(engine.engine, engine.hbm_bytes)
+        _check_hbm(engine.engine, engine.hbm_units)
         group = self._groups.get(engine.group)
         if group is None:
             group = self._groups[engine.group] = EngineGroup(engine.group, engine.role)
@@ -247,7 +247,7 @@ class Scheduler:
         self._desks[engine.engine] = _Desk(engine, {})
         self._refresh(group)
 
-    def resize(self, engine: str, hbm_bytes: int) -> None:
+    def resize(self, engine: str, hbm_units: int) -> None:
         """Change the idle capacity of an engine; its assigned requests remain.
 
         Requests in its group's queue that fit none of the group's engines any more return to the head of the global queue.
@@ -259,8 +259,8 @@ class Scheduler:
         desk = self._desks.get(engine)
         if desk is None:
             raise NotFound("engine is not known", engine=engine)
-        _check_hbm(engine, hbm_bytes)
-        group, changed = self._groups[desk.engine.group], replace(desk.engine, hbm_bytes=hbm_bytes)
+        _check_hbm(engine, hbm_units)
+        group, changed = self._groups[desk.engine.group], replace(desk.engine, hbm_units=hbm_units)
         group.resize(changed)
         desk.engine = changed
         if desk.room:
@@ -454,7 +454,7 @@ class Scheduler:
         stuck: _Queue = OrderedDict()
         while self._decode_queue:
             name, job = self._decode_queue.popitem(last=False)
-            chosen = self._decode_groups.choose(job.ask.hbm_bytes)
+            chosen = self._decode_groups.choose(job.ask.hbm_units)
             if chosen is None:
                 stuck[name] = job
                 continue
@@ -488,7 +488,7 @@ class Scheduler:
             if engine.role is EngineKind.DECODE:
                 self._decode_groups.add(engine.group, -job.ask.tokens)
         if desk.room and engine.role is EngineKind.DECODE:
-            group.free[place] += job.ask.hbm_bytes
+            group.free[place] += job.ask.hbm_units
 
     def _drop(self, job: _Job) -> None:
         """The request leaves queues and engines."""
@@ -510,7 +510,7 @@ class Scheduler:
     def _reroute(self, group: EngineGroup) -> None:
         """Requests that the group can no longer hold even when idle go back to the global queue's head."""
         queue = self._private[group.name]
-        for job in [job for job in reversed(queue.values()) if job.ask.hbm_bytes > group.most_hbm]:
+        for job in [job for job in reversed(queue.values()) if job.ask.hbm_units > group.most_hbm]:
             del queue[job.ask.request_id]
             self._private_tokens[group.name] -= job.ask.tokens
             job.group = None
@@ -528,10 +528,10 @@ def _heads(queue: _Queue) -> Iterator[_Job]:
         yield next(iter(queue.values()))
 
 
-def _check_hbm(engine: str, hbm_bytes: int) -> None:
-    if not 0 <= hbm_bytes <= MAX_HBM_BYTES:
-        raise InvalidArgument("hbm_bytes out of bounds", engine=engine, hbm_bytes=hbm_bytes)
+def _check_hbm(engine: str, hbm_units: int) -> None:
+    if not 0 <= hbm_units <= MAX_HBM_UNITS:
+        raise InvalidArgument("hbm_units out of bounds", engine=engine, hbm_units=hbm_units)
 
 
 def _cost(job: _Job) -> tuple[int, int]:
-    return job.ask.tokens, job.ask.hbm_bytes
+    return job.ask.tokens, job.ask.hbm_units

@@ -40,6 +40,16 @@ class HealthCode:
         """Path of its page in the documentation."""
         return f"docs/reference/health/{self.name.lower().replace('_', '-')}.md"
 
+    @property
+    def page(self) -> str:
+        """Its page in the documentation, in Markdown."""
+        return (
+            f"# {self.name}\n\n**{self.title}.** Severity: {self.severity.value}.\n\n"
+            f"## What it means\n\n{self.meaning}\n\n## What to do\n\n{self.action}\n\n"
+            "`kvstore status --detail` shows the present facts, `kvstore history` when it began."
+            " [All health codes](index.md)\n"
+        )
+
 
 _codes: dict[str, HealthCode] = {}
 
@@ -66,7 +76,7 @@ INDEX_READ_ONLY: Final = _error(
     "The index accepts no changes",
     "Lookups continue with the present index. New blocks are stored but not found by other hosts. Nodes keep their changes and"
     " send them again.",
-    "Free space on the file system of metadata.index_path. The server goes on by itself.",
+    "Free space on the file system of metadata.index_path. The index then accepts changes without a restart.",
 )
 INDEX_DISK_NEARLY_FULL: Final = _warning(
     "INDEX_DISK_NEARLY_FULL",
@@ -151,7 +161,8 @@ PUBLISH_FAILS: Final = _error(
     "PUBLISH_FAILS",
     "A node cannot publish its blocks",
     "The node stores blocks and serves engines on its host, but other hosts do not find its new blocks.",
-    "Check the metadata server (is INDEX_READ_ONLY reported?) and the network. The node sends the changes again by itself.",
+    "Check the metadata server (is INDEX_READ_ONLY reported?) and the network. The node repeats its changes until the"
+    " server accepts them.",
 )
 STORAGE_NODE_FAILS: Final = _error(
     "STORAGE_NODE_FAILS",
@@ -164,7 +175,7 @@ VOLUME_WRITE_FAILS: Final = _error(
     "Writes to a volume fail",
     "The volume serves the blocks that it holds. New blocks stay in DRAM only and are lost with a restart. Writes are tried"
     " again.",
-    "Free space on the file system of the volume, or replace the disk. The node goes on by itself.",
+    "Free space on the file system of the volume, or replace the disk. The node then writes to it again without a restart.",
 )
 VOLUME_READ_ONLY: Final = _error(
     "VOLUME_READ_ONLY",
@@ -203,13 +214,15 @@ CERTIFICATE_EXPIRES: Final = _warning(
     "CERTIFICATE_EXPIRES",
     "A TLS certificate expires soon",
     "After its end no client and no server accepts it, and the process is cut off from the others.",
-    "Replace the certificate and key files, and restart the process: it reads them at its start. Restart one host after another.",
+    "Replace the certificate and key files: servers present them within seconds. If client certificates are required, restart the"
+    " process too, one host after another: its gRPC channels present the certificate that they read at the start.",
 )
 CERTIFICATE_EXPIRED: Final = _error(
     "CERTIFICATE_EXPIRED",
     "A TLS certificate has expired",
     "New connections with this certificate are rejected. Connections that were open before continue until they end.",
-    "Replace the certificate and key files, and restart the process: it reads them at its start. Restart one host after another.",
+    "Replace the certificate and key files: servers present them within seconds. If client certificates are required, restart the"
+    " process too, one host after another: its gRPC channels present the certificate that they read at the start.",
 )
 CLOCK_DIFFERS: Final = _warning(
     "CLOCK_DIFFERS",

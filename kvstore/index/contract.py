@@ -201,6 +201,10 @@ class PrefixIndex(ABC):
         """Keys of the volume epoch in one of the 4,096 ranges of key space (by the first 12 bits)."""
 
     @abstractmethod
+    def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
+        """Keys and records of ``count`` ranges of key space from ``first`` on, in key order, but not of one snapshot."""
+
+    @abstractmethod
     def sweep(self, max_entries: int) -> bool:
         """Remove replicas of closed volume epochs from up to ``max_entries`` records, continuing after the last call.
 

@@ -343,19 +343,22 @@ class LmdbIndex(PrefixIndex):
 
     # ---- anti-entropy ----
     def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
-        if not 0 <= key_range < limits.DIGEST_RANGES:
-            raise InvalidArgument("no such range of key space", key_range=key_range, ranges=limits.DIGEST_RANGES)
-        found: list[BlockKey] = []
-        position: bytes | None = (key_range << 4).to_bytes(2, "big")
-        end = ((key_range + 1) << 4).to_bytes(2, "big") if key_range + 1 < limits.DIGEST_RANGES else None
+        records = self.records_in_ranges(key_range, 1)
+        if not self._read(lambda txn: volume_epoch in self._open_volume_epochs(txn).by_number):
+            return []
+        return [BlockKey(key) for key, value in records if volume_epoch in decode(value)[2::2]]
+
+    def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
+        last = first + count
+        if count < 1 or not 0 <= first < last <= limits.DIGEST_RANGES:
+            raise InvalidArgument("no such ranges of key space", first=first, count=count, ranges=limits.DIGEST_RANGES)
+        found: list[tuple[bytes, bytes]] = []
+        position: bytes | None = (first << 4).to_bytes(2, "big")
+        end = (last << 4).to_bytes(2, "big") if last < limits.DIGEST_RANGES else None
 
         def work(txn: Txn) -> bytes | None:
-            if volume_epoch not in self._open_volume_epochs(txn).by_number:
-                return None
             part, following = self._scan(txn, position or b"", _SCAN_PART, end)
-            for key, value in part:
-                if volume_epoch in decode(value)[2::2]:
-                    found.append(BlockKey(key))
+            found.extend(part)
             return following
 
         while position is not None:

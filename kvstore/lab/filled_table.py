@@ -119,12 +119,12 @@ class FilledTable:
 
     def _durable_slots(self, wanted: int) -> list[Slot]:
         while True:
-            slots, victims = self.table.allocate_nvme(self.node_volume, self.shape, wanted, ahead=4)
+            slots, victims = self.table.allocate_or_mark_victims(self.node_volume, self.shape, wanted, ahead=4)
             if slots is not None:
                 return slots
             if not victims:
                 raise RuntimeError("no room can be made on the volume")
-            self.table.evicted_nvme(self.node_volume, victims)
+            self.table.note_evicted_from_volume(self.node_volume, victims)
 
     def close(self) -> None:
         """Gives the arena back."""

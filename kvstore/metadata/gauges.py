@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import kvstore
+from kvstore.health.cluster import FileSystem
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.membership.node_table import NodeTable
@@ -29,6 +30,7 @@ class MetadataGauges:
         planner: load plans.
         scheduler: request scheduling; None: not in this process.
         event_log: block events; None: not in this process.
+        index_disk: space on the file system of the index; None: unknown.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class MetadataGauges:
         planner: PlannerService,
         scheduler: SchedulerService | None,
         event_log: BlockEventLog | None,
+        index_disk: Callable[[], FileSystem | None],
     ) -> None:
         self._loop = loop
         self._index = index
@@ -46,6 +49,7 @@ class MetadataGauges:
         self._planner = planner
         self._scheduler = scheduler
         self._event_log = event_log
+        self._index_disk = index_disk
 
     def __call__(self) -> list[Sample]:
         async def read() -> list[Sample]:
@@ -59,6 +63,9 @@ class MetadataGauges:
         yield Sample(metadata_metrics.INDEX_BLOCKS, stats.blocks)
         yield Sample(metadata_metrics.INDEX_SIZE_BYTES, stats.bytes)
         yield Sample(metadata_metrics.INDEX_CHANGES_FAILING_SECONDS, stats.failing_s)
+        if (disk := self._index_disk()) is not None:
+            yield Sample(metadata_metrics.INDEX_DISK_BYTES, disk.total_bytes)
+            yield Sample(metadata_metrics.INDEX_DISK_FREE_BYTES, disk.free_bytes)
         statuses = self._nodes.statuses()
         alive = sum(status.alive for status in statuses)
         yield Sample(metadata_metrics.NODES, alive, {"state": "alive"})

@@ -24,6 +24,7 @@ from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.events.subscription import report_served
 from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.history import read_totals
+from kvstore.metadata.indexing.anti_entropy import IndexDigests
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.maintenance import Maintenance
@@ -126,7 +127,7 @@ class MetadataServer:
                 config.heartbeat_interval_ms / 2_000,
             )
             tls = config.tls.resolve()
-            journal = self._journal = EventJournal(config.events_path, self.counters, replaces=self._worker == 0)
+            journal = self._journal = EventJournal(config.events_path, self.counters)
             health = self._health = HealthMonitor(
                 index,
                 config.index_path,
@@ -153,6 +154,7 @@ class MetadataServer:
                 retention=retention,
                 event_log=event_log,
                 journal=journal,
+                digests=IndexDigests(index, reads, self._clock),
             )
             service = self._service = MetadataService(parts)
             history = History(functools.partial(read_totals, self.counters, index))
@@ -204,7 +206,7 @@ class MetadataServer:
             health.start()
             await self._bound.start()
             if config.metrics_listen is not None:
-                gauges = MetadataGauges(loop, index, nodes, planner, scheduler, event_log)
+                gauges = MetadataGauges(loop, index, nodes, planner, scheduler, event_log, index_disk=lambda: health.index_disk)
                 labels = {"worker": str(self._worker)} if config.workers > 1 else None
                 collector = StoreCollector([self.counters], [gauges], process="metadata", labels=labels)
                 self._metrics = serve(_moved(config.metrics_listen, self._worker), collector, {}, self.counters)

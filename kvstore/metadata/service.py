@@ -23,7 +23,7 @@ from kvstore.metadata.cluster.event_journal import EventJournal
 from kvstore.metadata.cluster.reported_findings import check_findings
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.events.subscription import BlockEventSubscription, report_served
-from kvstore.metadata.indexing.anti_entropy import differing_ranges
+from kvstore.metadata.indexing.anti_entropy import IndexDigests
 from kvstore.metadata.indexing.index_mutations import register_node, repair_range
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
@@ -65,6 +65,7 @@ class MetadataParts:
         retention: quotas and retention rules.
         event_log: block events; None with several workers, each of which would know a part of the changes.
         journal: receives operators' orders.
+        digests: digests of the index for anti-entropy.
     """
 
     index: PrefixIndex
@@ -80,6 +81,7 @@ class MetadataParts:
     retention: RetentionPolicies
     event_log: BlockEventLog | None
     journal: EventJournal
+    digests: IndexDigests
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
@@ -193,8 +195,8 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             )
         volume_epoch = self._parts.nodes.volume_epoch(*_volume_of(request))
         parts = self._parts
-        ranges = await differing_ranges(
-            parts.index, parts.reads, volume_epoch, request.first_range, list(request.digests), list(request.counts)
+        ranges = await parts.digests.differing(
+            volume_epoch, request.first_range, list(request.digests), list(request.counts), request.max_age_ms / 1000
         )
         parts.counters.add(metadata_metrics.RANGES_COMPARED, count)
         parts.counters.add(metadata_metrics.RANGES_DIFFERING, len(ranges))

@@ -5,9 +5,10 @@ Theory of operation.
 1. A block has up to two replicas here: a DRAM slot and an NVMe slot. All decisions (which store gets a slot, which block is
    evicted or written back) are taken under one lock, in memory, without I/O. The movers (``loads.loader``,
    ``durability.writeback``) execute them and report back.
-2. This module has the operations that acquire the lock, and the waits. ``state.residency`` has the state and its steps,
+2. This module has the operations of stores, loads and write-back, and the waits. ``state.residency`` has the state and its steps.
    ``eviction`` chooses the blocks to evict, and carries eviction out: from the arena in ``eviction.allocation``, from volumes on
-   request in ``eviction.execution``.
+   request in ``eviction.execution``. Operators' evictions, quotas, rules (``control.retention``), volume checks and
+   ``loads.locate`` acquire the same lock as ``table.residency.lock``.
 3. Invariants. A block is in the table exactly while it has a replica. A slot belongs to one block, one store or one mover
    (``validate`` asserts these two). A block with ``pins`` > 0 is evicted from no tier. A dirty block leaves DRAM only after it
    was written back or given up. A slot given to a writer is reused only after ``complete`` or ``abandon``, never because time
@@ -30,9 +31,9 @@ from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
 from kvstore.node.base.cancellation import wait
 from kvstore.node.eviction.allocation import PIECE_BLOCKS, allocate_dram
 from kvstore.node.eviction.quotas import (
-    count_pinned,
+    count_kept,
     is_full,
-    over_quota_victims,
+    mark_over_quota_evicting,
     reserve_in_quota,
     share_below_one_block,
     space_may_free_up,
@@ -482,31 +483,31 @@ class BlockTable:
                 block.produced_here = False
             self.residency.finish_writeback(block)
             if corrupt and block.dram is not None and block.pins == 0:
-                self.residency.evict_dram(block)
+                self.residency.remove_from_dram(block)
 
-    def allocate_nvme(
+    def allocate_or_mark_victims(
         self, node_volume: NodeVolume, shape: BlockShape, count: int, ahead: int
     ) -> tuple[list[Slot] | None, list[Block]]:
-        """Return slots in a durable volume, or (None, victims): first commit the removal of victims (``evicted_nvme``).
+        """Return slots in a durable volume, or (None, victims): blocks that are now marked as evicting.
 
-        Victims may be on any durable volume. They make room for ``ahead`` times the count if enough blocks are evictable, so that
-        few commits only remove. If blocks of other sizes occupy the space, there may be room for a part of the count: then call
-        again.
+        Commit the removal of the victims, report it to ``note_evicted_from_volume``, and call again. Victims may be on any
+        durable volume. They make room for ``ahead`` times the count if enough blocks are evictable, so that few commits only
+        remove. If blocks of other sizes occupy the space, there may be room for a part of the count: then call again.
         """
         with self._lock:
             slots = node_volume.volume.allocate(shape, count)
             if slots is not None or not self.residency.evicts_nvme:
                 return slots, []
             residency = self.residency
-            victims = over_quota_victims(residency) if self.accounts.in_force else []
+            victims = mark_over_quota_evicting(residency) if self.accounts.in_force else []
             if not victims:
                 rules = (residency.leaves_no_orphans, residency.is_idle)
                 victims = residency.volume_evictor.victims(node_volume, shape, (count * ahead, count), *rules)
                 residency.mark_evicting(victims)
-                count_pinned(residency, victims)
+                count_kept(residency, victims)
             return None, victims
 
-    def evicted_nvme(self, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
+    def note_evicted_from_volume(self, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
         """Note that the catalog no longer names ``victims``: their slots may be reused."""
         residency = self.residency
         with self._lock:
@@ -578,7 +579,7 @@ class BlockTable:
             return len(given_up)
 
     # ---- eviction on demand
-    def evict_dram(self) -> int:
+    def evict_all_clean_from_dram(self) -> int:
         """Evict all clean unpinned blocks from DRAM. Returns how many."""
         with self._lock:
             victims = list(self.residency.arena_evictor.coldest())
@@ -586,8 +587,8 @@ class BlockTable:
             self._changed.notify_all()
             return len(victims)
 
-    def nvme_victims(self, node_volume: NodeVolume) -> list[Block]:
-        """Mark all unpinned blocks of a durable volume as evicting, children first, for ``evicted_nvme``."""
+    def mark_all_evicting(self, node_volume: NodeVolume) -> list[Block]:
+        """Mark all unpinned blocks of a durable volume as evicting, children first, for ``note_evicted_from_volume``."""
         with self._lock:
             residency = self.residency
             victims = [self._blocks[key] for key, _ in residency.volume_evictor.coldest(node_volume, residency.is_idle)]

@@ -57,15 +57,17 @@ def _bar(title: str, total: int, console: Console) -> Iterator[Report]:
 
 def _lines(title: str, first_total: int, console: Console, unit: str) -> Report:
     next_s = time.monotonic() + _LINE_EVERY_S
+    shown = ""
 
     def report(done: int, note: str, total: int | None = None) -> None:
-        nonlocal next_s
+        nonlocal next_s, shown
         total = first_total if total is None else total
         now_s = time.monotonic()
         if now_s >= next_s or done == total:
             next_s = now_s + _LINE_EVERY_S
-            console.print(
-                f"{title}: {done:,} of {total:,} {unit}{note and f', {note}'}", highlight=False, markup=False, soft_wrap=True
-            )
+            text = f"{title}: {done:,} of {total:,} {unit}{note and f', {note}'}"
+            if text != shown:
+                shown = text
+                console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     return report

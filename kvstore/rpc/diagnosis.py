@@ -162,7 +162,7 @@ def diagnose(address: str, tls: TlsConfig | None, tls_settings: str, timeout_s: 
         return probe.run()
     except (ConnectionRefusedError, FileNotFoundError):
         return f"nothing listens on {address.removeprefix('unix:')}" if is_unix(address) else "connection refused"
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # the latter: an empty or too long label
         return f"the host name {_host_of(address)} is not known"
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"

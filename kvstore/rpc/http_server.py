@@ -6,6 +6,7 @@ Needs uvicorn and Starlette (extras).
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.process.tls import TlsConfig
+from kvstore.process.tls import TlsConfig, TlsFiles, renew_by_connection
 from kvstore.rpc.address import cannot_listen
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,8 @@ def _config(
 ) -> uvicorn.Config:
     if tls is not None and (tls.cert is None or tls.key is None):
         raise InvalidArgument("to serve TLS, a server takes a certificate and its key")
-    return uvicorn.Config(
+    made = functools.partial(
+        uvicorn.Config,
         app,
         http=type("Connection", (HttpConnection,), {"malformed": staticmethod(malformed)}),
         ws="none",
@@ -162,3 +164,14 @@ def _config(
         ssl_ca_certs=None if tls is None or tls.ca is None else str(tls.ca),
         ssl_cert_reqs=ssl.CERT_REQUIRED if tls is not None and tls.require_client_cert else ssl.CERT_NONE,
     )
+    config = made()
+    config.load()
+    if tls is not None and config.ssl is not None:
+        renew_by_connection(config.ssl, TlsFiles(tls, lambda _: _context(made())))
+    return config
+
+
+def _context(config: uvicorn.Config) -> ssl.SSLContext:
+    config.load()
+    assert config.ssl is not None
+    return config.ssl

@@ -32,7 +32,7 @@ CALL_S: Final = 11.0
 SCAN_INTERVAL_S: Final = 0.5
 """The list has all connections of the host; reading thousands takes several milliseconds."""
 MAX_PENDING: Final = 1_024
-_TABLES: Final = (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6))
+_TABLES: Final = (("/proc/self/net/tcp", socket.AF_INET), ("/proc/self/net/tcp6", socket.AF_INET6))
 _OPEN: Final = frozenset({"01", "08"})
 """Connection states in the kernel's list: established, and half-closed by the peer."""
 _MAPPED: Final = "::ffff:"

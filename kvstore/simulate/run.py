@@ -157,7 +157,7 @@ class _Run:
     def _dispatch(self) -> Dispatch:
         decode = self.places[EngineKind.DECODE]
         if self.config.variant.scheduling is DispatchPolicy.ROUND_ROBIN:
-            room = [place.engine.hbm_bytes for place in decode]
+            room = [place.engine.hbm_units for place in decode]
             return TakeTurns(len(self.places[EngineKind.PREFILL]), room, self._paired)
         engines = [place.engine for role in EngineKind for place in self.places[role]]
         return ByScheduler(self.loop, engines, self._limits(), self.config.fetch_s, self._read_tokens, self._paired)

@@ -113,9 +113,9 @@ class StressResult:
         if self.warm.wrong_bytes:
             return f"{self.warm.wrong_bytes:,} wrong bytes were loaded"
         if not self.cold.stored_bytes:
-            return f"nothing was stored: {_errors(self.cold)}"
+            return f"nothing was stored: {_errors(self.cold)}; kvstore status --detail names the cause"
         if self.plan.hit_blocks and not self.warm.hits:
-            return f"nothing was loaded: {_errors(self.warm)}"
+            return f"nothing was loaded: {_errors(self.warm)}; kvstore status --detail names the cause"
         return None
 
     def to_json(self) -> dict[str, Any]:

@@ -9,38 +9,31 @@ from __future__ import annotations
 
 import socket
 import ssl
-from dataclasses import dataclass
 from typing import Self
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.process.tls import TlsConfig
+from kvstore.process.tls import TlsConfig, TlsFiles, renew_by_connection
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class PeerTls:
-    """The client side of TLS: trusted authorities, own certificate, and the expected server name. Made by ``of``; thread-safe.
+    """The client side of TLS: trusted authorities, own certificate, and the expected server name. Thread-safe.
 
-    Attributes:
-        context: trusted authorities and this side's certificate.
-        server_name: the name expected in the server's certificate; None: the host of the address.
+    Args:
+        config: the files and the name. New connections use the files as they are then. Without ``ca``, authorities of the host
+            are trusted.
+
+    Raises:
+        InvalidArgument: a file cannot be read.
     """
 
-    context: ssl.SSLContext
-    server_name: str | None
+    def __init__(self, config: TlsConfig) -> None:
+        self._files = TlsFiles(config, _client_side)
+        self._server_name = config.server_name
 
     @classmethod
     def of(cls, config: TlsConfig | None) -> Self | None:
-        """Return the client side of a configuration; None (clear text) for None. Without ``ca``, system authorities are trusted.
-
-        Raises:
-            InvalidArgument: a file cannot be read.
-        """
-        if config is None:
-            return None
-        context = _context(config, ssl.PROTOCOL_TLS_CLIENT)
-        if config.ca is None:
-            context.load_default_certs()
-        return cls(context, config.server_name)
+        """Return the client side of a configuration; None (clear text) for None."""
+        return None if config is None else cls(config)
 
     def wrap(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
         """Perform the handshake with the server at ``host``, within the socket's timeout.
@@ -48,20 +41,34 @@ class PeerTls:
         Raises:
             OSError: the handshake failed; ``ssl.SSLError`` is an OSError.
         """
-        return self.context.wrap_socket(sock, server_hostname=self.server_name or host)
+        self._files.renew()
+        return self._files.loaded.wrap_socket(sock, server_hostname=self._server_name or host)
 
 
 def server_context(config: TlsConfig) -> ssl.SSLContext:
-    """Return the server side of a configuration.
+    """Return the server side of a configuration. New connections get the certificate as its files are then.
 
     Raises:
         InvalidArgument: the certificate is missing, or a file cannot be read.
     """
+    files = TlsFiles(config, _server_side)
+    renew_by_connection(files.loaded, files)
+    return files.loaded
+
+
+def _server_side(config: TlsConfig) -> ssl.SSLContext:
     if config.cert is None:
         raise InvalidArgument("a TLS server requires a certificate and its key")
     context = _context(config, ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED if config.require_client_cert else ssl.CERT_NONE
     context.num_tickets = 0  # session tickets would leave unread bytes on the idle sockets of the pool
+    return context
+
+
+def _client_side(config: TlsConfig) -> ssl.SSLContext:
+    context = _context(config, ssl.PROTOCOL_TLS_CLIENT)
+    if config.ca is None:
+        context.load_default_certs()
     return context
 
 

@@ -24,8 +24,10 @@ from kvstore.admin.pagination import after, cursor_for, page_of
 from kvstore.admin.problems import PreconditionError
 from kvstore.config.admin import AdminConfig
 from kvstore.config.base import TlsSection
+from kvstore.config.client import ClientSection
 from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.core.errors import InvalidArgument
+from kvstore.embedded.cluster import LocalCluster
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc import http_server
@@ -165,6 +167,28 @@ async def test_roles_limit_requests_and_changes_are_audited(
     assert '"who": "alice"' in line
     assert '"outcome": "unavailable"' in line
     assert not any(token in record.getMessage() for record in caplog.records for token in (ALICE, BOB))
+
+
+async def test_orders_name_the_caller_of_the_rest_api(tokens: WatchedFile[TokenTable], tmp_path: Path) -> None:
+    shown = tmp_path / "shown"
+    shown.write_text("operator admin-1 token-of-the-admin-server\nnode host-1 token-of-the-node\n")
+    (tmp_path / "own").write_text("token-of-the-admin-server")
+    with LocalCluster([], tmp_path / "store", metadata_settings=[("tokens_file", str(shown))]) as cluster:
+        config = AdminConfig(metadata=cluster.metadata_address, client=ClientSection(token_file=tmp_path / "own"))
+        async with served(config, tokens) as (client, _):
+            client.headers["authorization"] = f"Bearer {ALICE}"
+            for order in ("first", "second"):
+                at = {"params": {"tenant": order}}
+                quota = await client.get("/v1/tenants/quota", **at)
+                match = {"if-match": quota.headers["etag"], "kv-on-behalf-of": "mallory"}
+                wanted = {"dram_bytes": 1 << 30, "nvme_bytes": None}
+                done = await client.put("/v1/tenants/quota", json=wanted, headers=match, **at)
+                assert done.status_code == 200, done.text
+            events = (await client.get("/v1/cluster-events")).json()["items"]
+    assert [(one["subject"], one["who"]) for one in events if one["kind"] == "order"] == [
+        ("first", "alice (via admin-1)"),
+        ("second", "alice (via admin-1)"),
+    ]
 
 
 async def test_without_tokens_cross_origin_requests_are_rejected() -> None:

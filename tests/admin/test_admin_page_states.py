@@ -9,6 +9,10 @@ import pytest
 from page_browser import opened, said, show_all_nodes, show_node
 from page_store import SPEC, Working, browsing, working
 
+from kvstore.control_api import serializers
+from kvstore.health import codes
+from kvstore.health.findings import HealthFinding
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Working]:
@@ -105,6 +109,22 @@ def test_page_of_many_namespaces_has_pages_and_filter(browser: Any, store: Worki
         page.fill("#namespaces-filter", "model-42")
         said(page, "#namespaces tbody tr", "model-42")
         assert rows.count() == 1
+
+
+def test_page_finding_links_to_its_documentation(browser: Any, store: Working) -> None:
+    def hung(found: Any) -> Any:
+        finding = HealthFinding(codes.VOLUME_HUNG, "host-1/nvme0", "Volume host-1/nvme0 has not answered for 9 s.")
+        found["findings"] = [serializers.finding(finding).model_dump()]
+        return found
+
+    with opened(browser, store.http.address, script={"/v1/cluster": hung}) as page:
+        said(page, "#problems", "VOLUME_HUNG Volume host-1/nvme0 has not answered for 9 s.")
+        with page.expect_popup() as opening:
+            page.get_by_role("link", name="VOLUME_HUNG").click()
+        opening.value.wait_for_load_state()
+        assert opening.value.url == f"http://{store.http.address}/docs/reference/health/volume-hung.md"
+        said(opening.value, "body", "# VOLUME_HUNG")
+        said(opening.value, "body", codes.VOLUME_HUNG.meaning)
 
 
 def test_node_view_of_unknown_node_says_so(browser: Any, store: Working) -> None:

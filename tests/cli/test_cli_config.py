@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import get_args
@@ -278,6 +279,7 @@ def test_socket_folders_are_short_and_distinct(monkeypatch: pytest.MonkeyPatch) 
 def test_config_show_prints_values_and_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kvstore.toml").write_text('node.policy = "lru"')
+    (tmp_path / "kvstore.toml").chmod(0o644)
     monkeypatch.setenv("KVSTORE_NODE__LEASE", "3s")
     runner = CliRunner()
     text = runner.invoke(root, ["config", "show", "--set", "node.dram=4GiB"])
@@ -289,6 +291,44 @@ def test_config_show_prints_values_and_origins(monkeypatch: pytest.MonkeyPatch, 
     assert lines["node.listen"] == ["127.0.0.1:0", "default"]
     shown = json.loads(runner.invoke(root, ["config", "show", "-o", "json"]).stdout)
     assert shown["node.lease"] == {"value": 3000, "source": "environment", "detail": "KVSTORE_NODE__LEASE"}
+
+
+def test_config_in_current_folder_of_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It could name a foreign server and a file with a token of the caller."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "kvstore.toml"
+    path.write_text('client.metadata = "192.0.2.1:1"')
+    path.chmod(0o644)
+    assert load_config()[0].client.metadata == "192.0.2.1:1"
+    for mode in (0o664, 0o646):
+        path.chmod(mode)
+        with pytest.raises(InvalidArgument, match=f"chmod go-w.*{path}.*0{mode:o}"):
+            load_config()
+        assert load_config(path)[0].client.metadata == "192.0.2.1:1"  # as with --config
+    path.chmod(0o644)
+    if os.geteuid() == 0:
+        os.chown(path, 65_534, 65_534)
+    else:
+        caller = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: caller + 1)
+    shown = CliRunner().invoke(root, ["config", "show"])
+    assert shown.exit_code != 0
+    assert "belongs to another user; name it with --config" in shown.stderr
+    assert load_config(path)[0].client.metadata == "192.0.2.1:1"
+
+
+def test_config_link_of_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.toml").write_text('client.metadata = "192.0.2.1:1"')
+    (tmp_path / "own.toml").chmod(0o644)
+    link = tmp_path / "kvstore.toml"
+    link.symlink_to("own.toml")
+    assert load_config()[0].client.metadata == "192.0.2.1:1"
+    if os.geteuid() != 0:
+        pytest.skip("only root changes the owner of a link")
+    os.chown(link, 65_534, 65_534, follow_symlinks=False)
+    with pytest.raises(InvalidArgument, match="belongs to another user"):
+        load_config()
 
 
 def test_config_show_derived_values_have_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import json
 import os
 import signal
 import socket
+import ssl
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from click.testing import CliRunner
 
 from certificates import SERVER_NAME, CertificateFiles, make_certificates
 from kvstore.cli.app import root
+from kvstore.cli.ping.command import ping_all
+from kvstore.cli.ping.round_trips import PingOutcome, PingTarget, ServerKind
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 TOKEN = "operators-token-1"
@@ -135,3 +140,48 @@ def test_ping_token_rejected_exits_3(secured: tuple[str, CertificateFiles, Path]
 def test_ping_other_http_server_is_noticed(store: LocalCluster) -> None:
     (server,) = ping(f"http://{store.node('a').metrics_address}", code=1)
     assert server["detail"] == "it is an HTTP server, but neither an admin server nor a router of kvstore"
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://a..b", f"http://{'a' * 70}:80"])
+def test_ping_impossible_url_is_reported(address: str) -> None:
+    (server,) = ping(address, code=1)
+    assert server["detail"].startswith("it is not an address: ")
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "https://127.0.0.1:9", "127.0.0.1:99999", "a..b:80", "h:\u00b2"])
+def test_ping_registered_address_is_not_a_url(address: str) -> None:
+    """A node may register any address: others are still shown, and no URL is requested."""
+    target = PingTarget(address=address, kind=ServerKind.NODE, name="a")
+    (result,) = ping_all([target], 1, 0.5)
+    assert (result.outcome, result.kind) == (PingOutcome.FAILED, ServerKind.NODE)
+    assert "HTTP" not in result.detail
+
+
+class _ClosesEachTime(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b'{"status": "ok"}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Write nothing."""
+
+
+def test_ping_reconnects_with_tls(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.cert, files.key)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _ClosesEachTime) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            tls = ("--set", f"client.tls.ca={files.ca}", "--set", f"client.tls.server_name={SERVER_NAME}")
+            (found,) = ping(f"https://127.0.0.1:{server.server_port}", *tls, code=0)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (found["server"], found["count"]) == ("admin server", 3)

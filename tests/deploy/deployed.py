@@ -202,9 +202,9 @@ def compose_daemons(variables: Mapping[str, str] | None = None, file: Path = COM
             continue
         health = service["healthcheck"]["test"][1:] if "healthcheck" in service else json.loads(check[1])
         assert health[0] == "kvstore"
-        volumes = service.get("volumes", [])
-        mounted = [volume.split(":")[1] for volume in volumes if not volume.endswith(":ro")]
-        secrets = [volume.split(":")[1] for volume in volumes if volume.endswith(":ro")]
+        mounts = [_mount(volume) for volume in service.get("volumes", [])]
+        mounted = [target for target, read_only in mounts if not read_only]
+        secrets = [target for target, read_only in mounts if read_only]
         found[name] = Daemon(
             name,
             tuple(service["command"]),
@@ -215,6 +215,13 @@ def compose_daemons(variables: Mapping[str, str] | None = None, file: Path = COM
             service,
         )
     return found
+
+
+def _mount(volume: str | Mapping[str, Any]) -> tuple[str, bool]:
+    """Path in the container of one volume, and whether it is read-only."""
+    if isinstance(volume, str):
+        return volume.split(":")[1], volume.endswith(":ro")
+    return volume["target"], volume.get("read_only", False)
 
 
 # ---------------------------------------------------------------- systemd

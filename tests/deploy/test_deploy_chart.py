@@ -176,6 +176,24 @@ def test_chart_admin_server_admits_named_clients_only(example: str, limited: lis
             kubernetes_validate.validate(document, version, strict=True)
 
 
+@pytest.mark.parametrize(("example", "limited"), [("plain", True), ("tls", True), ("rdma", False), ("large", False)])
+def test_chart_metadata_server_may_probe_every_node(example: str, limited: bool) -> None:
+    """Without a way to the nodes, every silent node would be reported as unreachable."""
+    documents = rendered(example)
+    policies = {one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "NetworkPolicy"}
+    policy = policies["kv-kvstore-metadata"]
+    assert (policy["policyTypes"], "egress" in policy) == (["Ingress", "Egress"] if limited else ["Ingress"], limited)
+    for workload in pods(documents):
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        reached = [
+            peer["podSelector"]["matchLabels"].items() <= labels.items()
+            for rule in policy.get("egress", [])
+            if "ports" not in rule
+            for peer in rule["to"]
+        ]
+        assert any(reached) or not limited, workload["metadata"]["name"]
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

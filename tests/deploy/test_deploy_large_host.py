@@ -19,6 +19,7 @@ from deployed import (
     compose,
     compose_daemons,
     environment_file,
+    image,
     pods,
     problems,
     rendered,
@@ -80,6 +81,29 @@ def test_large_compose_file_is_valid() -> None:
     node = compose_daemons(file=HOST_FILE)["node"]
     assert document["services"]["node"]["stop_grace_period"] == "3m"
     assert node.grace_ms == 120_000
+
+
+def test_large_compose_folders_are_made_on_the_host() -> None:
+    """Docker would create a missing folder for root, and the node's user could not write to it. /run is empty after each boot."""
+    text, services = HOST_FILE.read_text(), compose(file=HOST_FILE)["services"]
+    volumes = [volume for service in services.values() for volume in service["volumes"] if not str(volume).startswith("index:")]
+    assert all(volume["bind"] == {"create_host_path": False} for volume in volumes)
+    _, last = image()
+    user, group = last.last("USER").split(":")
+    lines = HOST_FILE.with_name("kvstore.tmpfiles.conf").read_text().splitlines()
+    made = [line.split() for line in lines if not line.startswith("#")]
+    assert made == [["d", "/run/kvstore", "0700", user, group]]
+    assert "kvstore.tmpfiles.conf" in text
+    in_run = {volume["source"] for volume in volumes if volume["source"].startswith("/run")}
+    assert in_run == {str(large_node("compose").config.node.run_dir)} == {"/run/kvstore"}
+
+
+def test_large_compose_queries_carry_a_read_token() -> None:
+    """Nodes register their addresses, so a query must not carry an operator's token."""
+    for name, daemon in compose_daemons(file=HOST_FILE).items():
+        client = daemon.config.client
+        assert client.read_token_file == Path("/etc/kvstore/grafana.token"), name
+        assert (client.token_file == client.read_token_file) == (name != "admin"), name
 
 
 def test_large_systemd_files_name_every_volume() -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ KILLED_AFTER_MS = {"metadata": 10_000, "node": 30_000, "router": 5_000, "admin":
 """Added to the stop time of a daemon: a node closes its volumes."""
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze on this machine")
 UNITS = sorted(path.name for path in SYSTEMD.glob("*.service"))
+START_S = 120.0
+STARTED = {
+    "metadata": ("metadata.listen=127.0.0.1:0", "metadata.metrics_listen=none", "metadata.index_size=64MiB"),
+    "node": ("node.metrics_listen=none", "node.nvme=", "node.listen=127.0.0.1:0", "node.data_listen=127.0.0.1:0"),
+    "router": ("router.listen=127.0.0.1:0", "router.engines=http://127.0.0.1:9"),
+    "admin": ("admin.listen=127.0.0.1:0",),
+}
+"""Settings of a small daemon on loopback."""
 
 
 @pytest.fixture
@@ -68,6 +77,31 @@ def test_daemons_have_files_memory_and_time(name: str) -> None:
     assert parse_duration_ms(stop) >= systemd_daemon(name).grace_ms + KILLED_AFTER_MS[name]
     if name == "node":
         assert settings["LimitMEMLOCK"] == ["infinity"]
+
+
+@pytest.mark.parametrize("name", DAEMONS)
+def test_units_show_daemons_their_files_in_proc(name: str, tmp_path: Path) -> None:
+    """Start each daemon in a PID namespace with /proc mounted as its unit says, and a size that is a part of the memory."""
+    settings = unit(SYSTEMD / f"kvstore-{name}.service")
+    options = [f"subset={value}" for value in settings.get("Service.ProcSubset", []) if value != "all"]
+    options += ["hidepid=2"] if settings.get("Service.ProtectProc") == ["invisible"] else []
+    file, ready = tmp_path / "kvstore.toml", tmp_path / "ready"
+    file.write_text('[node]\ndram = "1%"\n')
+    values = (*STARTED[name], f"{name}.ready_file={ready}", f"data_dir={tmp_path}", f"node.run_dir={tmp_path / 'run'}")
+    daemon = [sys.executable, "-m", "kvstore.cli", name, "--config", str(file), *(f"--set={one}" for one in values)]
+    script = f'mount -t proc -o {",".join([*options, "nosuid"])} proc /proc || exit 77; exec "$@"'
+    namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"]
+    command = [*namespaces, "bash", "-c", script, "bash", *daemon]
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        deadline_s = time.monotonic() + START_S
+        while not ready.exists() and process.poll() is None and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        code = process.poll()
+        process.kill()
+    said = (tmp_path / "log").read_text()
+    if code == 77 or "unshare: " in said:
+        pytest.skip(f"NOT TESTED IN A NAMESPACE: {said.strip()[:100]}")
+    assert ready.exists(), said
 
 
 def test_host_commands_use_daemon_configuration() -> None:

@@ -434,7 +434,9 @@ def test_defaults_are_reported_with_reason() -> None:
 @pytest.mark.parametrize(
     ("server", "level", "words"),
     [
-        (RunningMetadata(address="m:1", setting="client.metadata", required=True, nodes=3, nodes_alive=2), Level.OK, "2 of 3"),
+        (RunningMetadata(address="m:1", setting="client.metadata", required=True, nodes=3, nodes_alive=3), Level.OK, "3 of 3"),
+        (RunningMetadata(address="m:1", setting="client.metadata", required=True, nodes=3, nodes_alive=2),
+         Level.WARNING, "2 of 3"),
         (RunningMetadata(address="m:1", setting="node.metadata", required=True, answer=Answer.NONE, error="x"),
          Level.MISSING, "m:1 (node.metadata) does not answer: x"),
         (RunningMetadata(address="m:1", setting="client.metadata", required=False, answer=Answer.NONE, error="x"),

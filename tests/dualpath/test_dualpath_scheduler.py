@@ -39,7 +39,7 @@ class EngineModel:
 
     @property
     def free(self) -> int:
-        return self.engine.hbm_bytes - sum(job.ask.hbm_bytes for job in self.jobs)
+        return self.engine.hbm_units - sum(job.ask.hbm_units for job in self.jobs)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -94,15 +94,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.resize(name, hbm)
             return
         self.scheduler.resize(name, hbm)
-        model.engine = replace(model.engine, hbm_bytes=hbm)
+        model.engine = replace(model.engine, hbm_units=hbm)
         if model.engine.role is EngineKind.DECODE:
             self.strand(model.engine.group)
 
     def strand(self, group: str) -> None:
         """Requests in a group's queue that fit none of its idle engines return to the global queue."""
-        room = max((entry.engine.hbm_bytes for entry in self.groups[group].values()), default=-1)
-        stranded = [job for job in self.private[group] if job.ask.hbm_bytes > room]
-        self.private[group] = [job for job in self.private[group] if job.ask.hbm_bytes <= room]
+        room = max((entry.engine.hbm_units for entry in self.groups[group].values()), default=-1)
+        stranded = [job for job in self.private[group] if job.ask.hbm_units > room]
+        self.private[group] = [job for job in self.private[group] if job.ask.hbm_units <= room]
         self.decode_queue = stranded + self.decode_queue
 
     @rule(name=st.sampled_from(ENGINES))
@@ -237,15 +237,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             return []
         room, coming = sum(max(0, e.free) for e in engines), 0
         for job in queue:
-            if job.ask.hbm_bytes > room:
+            if job.ask.hbm_units > room:
                 break
-            room -= job.ask.hbm_bytes
+            room -= job.ask.hbm_units
             coming += job.ask.tokens
         watermark = Z * (coming + sum(e.tok for e in engines)) / len(engines)
         assigned = []
         while queue:
             job = queue[0]
-            able = [e for e in engines if e.free >= job.ask.hbm_bytes]
+            able = [e for e in engines if e.free >= job.ask.hbm_units]
             if not able:
                 break
             low = [e for e in able if e.tok + job.ask.tokens <= watermark]
@@ -262,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             able = [
                 group
                 for group, engines in self.groups.items()
-                if GROUPS[group] is EngineKind.DECODE and any(e.engine.hbm_bytes >= job.ask.hbm_bytes for e in engines.values())
+                if GROUPS[group] is EngineKind.DECODE and any(e.engine.hbm_units >= job.ask.hbm_units for e in engines.values())
             ]
             if not able:
                 stuck.append(job)

@@ -1,7 +1,7 @@
 """Loads over several hosts' storage links, with real processes: every policy, every layer group, and failures of each part.
 
-Blocks are on a storage node only. A load is correct if every hit has its own bytes, every layer has its bytes when it is
-announced, waits are bounded, and nothing is written to the buffer after the load returned.
+Blocks are on a storage node only, except where a test says otherwise. A load is correct if every hit has its own bytes, every
+layer has its bytes when it is announced, waits are bounded, and nothing is written to the buffer after the load returned.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -178,6 +179,26 @@ def test_paths_verify_always_loads_all(make_store: MakeStore) -> None:
     for layer_group in (0, 2):
         assert load(engine, only_stored(store, engine, "c", 40), paths("split", layer_group), verify="always").hit_blocks == 40
     assert len(found.keys) == 40
+
+
+@pytest.mark.parametrize("layer_group", [0, 2])
+def test_paths_decode_volume_feeds_prefill_buffer(make_store: MakeStore, layer_group: int) -> None:
+    """The decode host's own volume has the only copy: it reaches the prefill engine's buffer over the decode path."""
+    store = make_store(*three_nodes(nvme_bytes=128 * MIB))
+    assert store.engine("d", layers=LAYERS, layer_bytes=16384).store("c", 120, durable=True).durable
+    engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
+    by_path: Counter[str] = Counter()
+    for _ in range(2):  # the turns of round_robin begin with either side
+        found = only_stored(store, engine, "c", 120)
+        assert {run.node_id for run in found.runs} == {"d"}
+        result = load_by_layers(engine, found, paths("round_robin", layer_group))
+        assert result.hit_blocks == 120
+        assert result.bytes_by_node == {"d": 120 * engine.spec.block_bytes}
+        assert result.bytes_by_tier == {Tier.NVME: 120 * engine.spec.block_bytes}
+        by_path.update(result.bytes_by_path)
+    assert by_path["decode"] > 0
+    assert store.node_stats("s").tiers[1].used_bytes == 0
+    settled(store, "p", "d", "r")
 
 
 # ---------------------------------------------------------------- failures

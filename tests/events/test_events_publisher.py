@@ -218,6 +218,16 @@ def test_config_remote_endpoint_requires_permission(wrong: dict[str, object]) ->
         EventsConfig(metadata="127.0.0.1:7400", **wrong).check()  # type: ignore[arg-type]
 
 
+def test_config_remote_metrics_require_permission() -> None:
+    here = {"metadata": "127.0.0.1:7400", "zmq": "tcp://127.0.0.1:5557"}
+    EventsConfig(**here, metrics_listen="127.0.0.1:1").check()
+    EventsConfig(**here, metrics_listen="0.0.0.0:1", allow_insecure_metrics=True).check()
+    with pytest.raises(InvalidArgument, match="set allow_insecure_metrics"):
+        EventsConfig(**here, metrics_listen="0.0.0.0:1").check()
+    with pytest.raises(InvalidArgument, match="allow_insecure_remote"):
+        EventsConfig(metadata="127.0.0.1:7400", zmq="tcp://*:5557", allow_insecure_metrics=True).check()
+
+
 def test_publisher_endpoint_in_use_is_unavailable() -> None:
     with source() as made:
         config = EventsConfig(metadata="127.0.0.1:7400", zmq=made.publisher.endpoint)

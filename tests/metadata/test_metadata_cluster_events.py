@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from kvstore.metadata.cluster import event_journal
 from kvstore.metadata.cluster.event_journal import KEEP_S, MAX_EVENTS, ClusterEvent, EventJournal, encode_lines
 from kvstore.metadata.cluster.event_sources import FindingEvents, NodeEvents
 from kvstore.observe.counters import Counters
+from kvstore.process.atomic_file import write_atomically
 
 
 class Wall:
@@ -85,6 +89,91 @@ def test_events_file_is_replaced_when_large(tmp_path: Path, wall: Wall, monkeypa
     assert 50 <= len(found) <= 100
     assert found[-1].subject == "1999"
     assert MAX_EVENTS > 100
+
+
+def test_events_file_that_cannot_be_replaced_stops_growing(tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events stay in memory until the file can be replaced, and are shown once."""
+    monkeypatch.setattr(event_journal, "MAX_FILE_BYTES", 64 << 10)
+    path, counters = tmp_path / "index.events.jsonl", Counters()
+    one = journal(tmp_path, wall, counters)
+    while not path.exists() or path.stat().st_size <= 32 << 10:
+        one.record("a", "", "A sentence." * 30)
+        one.flush()
+    before = path.stat().st_size
+
+    def fail(path: Path, raw: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no inodes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(event_journal, "write_atomically", fail)
+        one.record("b", "", "B.")
+        for _ in range(20):
+            one.flush()
+        assert kinds(one).count("b") == 1, "from memory"
+        assert path.stat().st_size == before
+    assert counters.snapshot()["metadata_cluster_event_file_failures_total"] == 21
+    assert kinds(one)[-1] == "b"
+    assert kinds(journal(tmp_path, wall))[-1] == "b"
+    assert path.stat().st_size <= (16 << 10) + 100
+
+
+def test_events_of_long_texts_do_not_replace_each_time(tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_journal, "MAX_FILE_BYTES", 64 << 10)
+    replaced: list[int] = []
+
+    def count(path: Path, raw: bytes) -> None:
+        replaced.append(len(raw))
+        write_atomically(path, raw)
+
+    monkeypatch.setattr(event_journal, "write_atomically", count)
+    one = journal(tmp_path, wall)
+    for number in range(100):
+        one.record("a", str(number), "\N{SNOWMAN}" * 500)
+        one.flush()
+    assert 1 <= len(replaced) <= 30
+    assert max(replaced) <= (16 << 10) + 100
+    assert one.read()[-1].subject == "99"
+
+
+def test_first_events_of_two_workers_are_both_kept(tmp_path: Path, wall: Wall) -> None:
+    """The second worker writes between the first worker's check of the empty file and its truncation."""
+    path = tmp_path / "index.events.jsonl"
+    first, second = journal(tmp_path, wall), journal(tmp_path, wall)
+    first.record("a", "", "A.")
+    second.record("b", "", "B.")
+    plain = open
+
+    def open_racing(*arguments: Any, **options: Any) -> Any:
+        file = plain(*arguments, **options)
+        truncate = file.truncate
+
+        def race(size: int) -> int:
+            if not others:
+                others.append(threading.Thread(target=second.flush))
+                others[0].start()
+                others[0].join(0.2)  # it waits for the lock; without a lock it writes now
+            return int(truncate(size))
+
+        file.truncate = race
+        return file
+
+    others: list[threading.Thread] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(event_journal, "open", open_racing, raising=False)
+        first.flush()
+        others[0].join()
+    assert sorted(kinds(journal(tmp_path, wall))) == ["a", "b"]
+    assert path.read_bytes().count(b"kvstore_cluster_events") == 1
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, str(1 << 63), "1e400", "-1", "NaN"])
+def test_event_with_an_impossible_id_is_skipped(tmp_path: Path, wall: Wall, number: str) -> None:
+    one = journal(tmp_path, wall)
+    one.record("a", "", "A.")
+    one.flush()
+    with (tmp_path / "index.events.jsonl").open("a") as file:
+        file.write(f'{{"id": {number}, "kind": "k", "subject": "", "text": ""}}\n')
+    assert kinds(one) == ["a"]
 
 
 def test_events_wait_in_memory_for_a_disk(tmp_path: Path, wall: Wall) -> None:

@@ -71,7 +71,7 @@ class Node:
 
     def evict_all(self) -> None:
         self.write_back()
-        self.table.evict_dram()
+        self.table.evict_all_clean_from_dram()
         evict_all_nvme(self.table)
 
     def places(self) -> dict[BlockKey, tuple[BlockKey | None, int]]:
@@ -110,7 +110,7 @@ def test_store_other_parent_is_refused(node: Node, first: BlockRun) -> None:
     with pytest.raises(Conflict, match="another parent or depth"):
         node.begin(second)
     node.end(writing)
-    for step in (lambda: None, node.write_back, node.table.evict_dram):
+    for step in (lambda: None, node.write_back, node.table.evict_all_clean_from_dram):
         step()
         with pytest.raises(Conflict, match="another parent or depth"):
             node.begin(second)
@@ -178,7 +178,7 @@ def test_store_any_claims_first_one_stays(history: list[tuple[object, ...]]) -> 
                 case ("write", _):
                     node.write_back()
                 case ("evict", _):
-                    node.table.evict_dram()
+                    node.table.evict_all_clean_from_dram()
                 case ("evict all", _):
                     node.evict_all()
                 case ("pin", int(first)):

@@ -74,9 +74,9 @@ def test_give_up_drops_waiting_blocks_and_finishes_writes(table: BlockTable) -> 
     assert table.give_up_pending() == 0
     assert not table.wait_written(0.0)
     # ancestors of a block that is being written stay, and so does the block
-    assert table.evict_dram() == CHAIN - 4
+    assert table.evict_all_clean_from_dram() == CHAIN - 4
     for block in taken:
         table.writeback_failed(block)
     assert table.wait_written(0.0)
-    assert table.evict_dram() == 4
+    assert table.evict_all_clean_from_dram() == 4
     assert table.counts() == (ROOM - CHAIN, 0)

@@ -63,12 +63,12 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 def test_check_good_blocks_stay_and_are_not_marked_used(node: Node) -> None:
     assert node.checks.last(node.volume) is None
-    order = [block.key for block in node.table.nvme_victims(node.volume)]
+    order = [block.key for block in node.table.mark_all_evicting(node.volume)]
     node.table.cancel_nvme_eviction([node.at(position) for position in range(BLOCKS)])
     found = node.check()
     assert (found.state, found.blocks, found.good, found.bad) == (CheckState.DONE, BLOCKS, BLOCKS, 0)
     assert found.checked_bytes == BLOCKS * SHAPE.block_bytes
-    victims = node.table.nvme_victims(node.volume)
+    victims = node.table.mark_all_evicting(node.volume)
     node.table.cancel_nvme_eviction(victims)
     assert [block.key for block in victims] == order, "the order of eviction is what it was"
 
@@ -77,7 +77,7 @@ def test_check_bad_blocks_are_restored_from_dram(node: Node) -> None:
     """Position 3 is in DRAM too, position 11 is not."""
     cold = node.at(11)
     with node.table.residency.lock:
-        node.table.residency.evict_dram(cold)
+        node.table.residency.remove_from_dram(cold)
     node.faults.add(VolumeFault.BIT_FLIP, operation=VolumeOperation.READ, keys=[node.chain[3], node.chain[11]], times=2)
     found = node.check()
     assert (found.good, found.bad, found.rewritten_blocks, found.unreadable) == (BLOCKS - 2, 2, 1, 0)
@@ -117,7 +117,7 @@ def test_good_copy_written_during_quarantine_stays(node: Node, monkeypatch: pyte
     bad, commit = block.nvme, node.volume.volume.commit
     assert bad is not None
     with node.table.residency.lock:
-        node.table.residency.evict_dram(block)
+        node.table.residency.remove_from_dram(block)
     payload = hashlib.sha256(block.key).digest() * (SHAPE.block_bytes // 32)
     sums = layer_checksums(memoryview(payload), SHAPE)
     run = BlockRun(node.namespace.namespace_id, node.chain[2], 3, (block.key,))
@@ -179,10 +179,10 @@ def test_check_blocks_evicted_before_their_turn_are_gone(node: Node, monkeypatch
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ, times=1)
     check = node.checks.begin(node.volume, b"1" * 16, FAST)
     assert node.faults.hanging.acquire(timeout=WAIT_S), "it reads the first four, which are pinned"
-    victims = node.table.nvme_victims(node.volume)
+    victims = node.table.mark_all_evicting(node.volume)
     assert len(victims) == BLOCKS - 4
     node.volume.volume.commit([], [block.key for block in victims])
-    node.table.evicted_nvme(node.volume, victims)
+    node.table.note_evicted_from_volume(node.volume, victims)
     node.faults.release_hangs()
     wait_until_ended(check)
     assert (check.state, check.good, check.gone, check.checked_blocks) == (CheckState.DONE, 4, BLOCKS - 4, BLOCKS)

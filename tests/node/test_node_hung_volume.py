@@ -61,7 +61,7 @@ class Node(NodeHarness):
         self.write_back()
         other.resting_until_s = 0.0
         assert all(self.block(key).nvme_volume is volume for key in keys)
-        self.table.evict_dram()
+        self.table.evict_all_clean_from_dram()
         return keys
 
     def load(self, keys: Sequence[BlockKey]) -> list[Outcome | None]:
@@ -196,7 +196,7 @@ def test_flush_all_volumes_hung_reports_not_durable_soon(node: Node, operation: 
     assert requeue_dram_only(node.table) == 5 * CHAIN
     assert node.table.wait_written(node.clock.now_s() + WAIT_S)
     assert all(all(node.table.are_durable(chain)) for chain in keys)
-    node.table.evict_dram()
+    node.table.evict_all_clean_from_dram()
     for chain in keys:
         assert node.load(chain) == HIT, "from the volume"
     node.table.node_volumes.append(node.good)
@@ -261,7 +261,7 @@ def test_volume_hangs_repeatedly_under_load_nothing_leaks(node: Node) -> None:
         while not stop.is_set():
             at += 1
             node.load(chains[at % len(chains)])
-            node.table.evict_dram()
+            node.table.evict_all_clean_from_dram()
             if at % 5 == 0:
                 node.store_chain(f"new{number}-{at}")
             loads += 1

@@ -43,7 +43,7 @@ class Node(NodeHarness):
         self.slab = slab
         self.slab.gate = threading.Event()
         self.chain = self.store_durably("chain", BLOCKS)
-        assert self.table.evict_dram() == BLOCKS
+        assert self.table.evict_all_clean_from_dram() == BLOCKS
 
     def close(self) -> None:
         self.slab.gate.set()

@@ -101,10 +101,10 @@ def test_prompt_from_stores_and_loads_completes(node: LayeredNode, storage: Stor
 def test_prompt_early_blocks_are_not_evicted(node: LayeredNode) -> None:
     engine = DecodeEngine(node, 8)
     node.store_blocks(4, 4)
-    node.table.evict_dram()
+    node.table.evict_all_clean_from_dram()
     for first in range(12, 60, 6):  # all other blocks of the arena are replaced
         node.store_blocks(first, 4)
-        node.table.evict_dram()
+        node.table.evict_all_clean_from_dram()
     node.store_blocks(0, 4)
     assert engine.end() == [Outcome.HIT] * 8
 

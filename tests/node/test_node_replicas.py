@@ -120,8 +120,8 @@ def test_log_full_is_replaced_by_an_inventory() -> None:
     for number in range(6):
         log.stored(VOLUME, block_of(number))
     assert log.take(100) == []
-    assert log.needs_inventory(VOLUME)
-    assert not log.needs_inventory(VOLUME)
+    assert log.take_inventory_request(VOLUME)
+    assert not log.take_inventory_request(VOLUME)
     log.stored(VOLUME, block_of(7))
     assert [taken.events for taken in log.take(100)] == [1]
 

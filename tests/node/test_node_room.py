@@ -213,16 +213,16 @@ def test_large_block_evicts_one_span_with_descendants(full: Full) -> None:
 def test_span_with_block_in_use_is_skipped(full: Full) -> None:
     """If one block of the chosen span is pinned, another span is emptied; if all are pinned, none."""
     table, node_volume = full.table, full.table.node_volumes[0]
-    _, first = table.allocate_nvme(node_volume, LARGE, 1, ahead=1)
+    _, first = table.allocate_or_mark_victims(node_volume, LARGE, 1, ahead=1)
     table.cancel_nvme_eviction(first)
     first[-1].pins = 1
-    _, second = table.allocate_nvme(node_volume, LARGE, 1, ahead=1)
+    _, second = table.allocate_or_mark_victims(node_volume, LARGE, 1, ahead=1)
     assert second
     assert first[-1] not in second
     table.cancel_nvme_eviction(second)
     for block in table.snapshot():
         block.pins = 1
-    assert table.allocate_nvme(node_volume, LARGE, 1, ahead=1) == (None, [])
+    assert table.allocate_or_mark_victims(node_volume, LARGE, 1, ahead=1) == (None, [])
     for block in table.snapshot():
         block.pins = 0
 

@@ -88,7 +88,7 @@ def test_ttl_blocks_in_use_or_in_write_back_stay(node: QuotaNode) -> None:
 def test_ttl_read_from_volume_counts_as_use(node: QuotaNode) -> None:
     node.set_rules((0, 60, False))
     keys = node.store_durably(1, 4)
-    node.table.evict_dram()
+    node.table.evict_all_clean_from_dram()
     node.clock.advance(50)
     claim = node.table.claim(node.namespaces[0], keys[:2])
     node.table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
@@ -119,7 +119,7 @@ def test_pin_survives_pressure_until_unpinned(node: QuotaNode) -> None:
     assert node.is_resident(kept, 0) == [True] * 20
     assert held(node) == (20, 20)
     evict_down_to(node.table, None, 0)
-    node.table.evict_dram()
+    node.table.evict_all_clean_from_dram()
     assert evict_down_to(node.table, node.table.node_volumes[0], 0).kept >= 20
     assert held(node) == (20, 20)
     done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
@@ -137,7 +137,7 @@ def test_invalidate_pinned_namespace_drops_it(node: QuotaNode) -> None:
     assert (done.blocks, done.kept) == (5, 0)
     assert held(node) == (0, 0)
     node.store_durably(1, 5)
-    assert node.namespaces[0].pinned, "the pin is the namespace's, not its blocks'"
+    assert node.namespaces[0].kept, "the pin is the namespace's, not its blocks'"
 
 
 def test_pins_take_at_most_half_under_pressure(node: QuotaNode) -> None:
@@ -195,7 +195,7 @@ def test_rules_restart_without_metadata_server_keeps_them(tmp_path: Path) -> Non
     node.close()
     again = QuotaNode(tmp_path / "slab")
     again.retainer.recall()
-    assert again.namespaces[0].pinned, "before anybody is served"
+    assert again.namespaces[0].kept, "before anybody is served"
     press(again, 100)
     assert again.held(0, Tier.NVME) == 10
     assert again.table.are_durable(kept) == [True] * 10
@@ -205,7 +205,7 @@ def test_rules_restart_without_metadata_server_keeps_them(tmp_path: Path) -> Non
     again.close()
     third = QuotaNode(tmp_path / "slab")
     third.retainer.recall()
-    assert not third.namespaces[0].pinned, "lifted"
+    assert not third.namespaces[0].kept, "lifted"
     third.close()
 
 
@@ -234,7 +234,7 @@ def test_rules_file_damaged_is_ignored(tmp_path: Path) -> None:
         write()
         again = QuotaNode(tmp_path / "slab")
         again.retainer.recall()
-        assert not again.namespaces[0].pinned
+        assert not again.namespaces[0].kept
         assert again.counters.get("retention_rules_unreadable_total") == 1
         again.close()
         if file.is_dir() and not file.is_symlink():
@@ -249,7 +249,7 @@ def test_rules_file_write_fails_is_retried(tmp_path: Path) -> None:
     file.mkdir()
     node.set_rules((0, 0, True))
     node.retainer.round()
-    assert node.namespaces[0].pinned
+    assert node.namespaces[0].kept
     assert node.counters.get("retention_rules_unwritten_total") == 1, "not at every round"
     file.rmdir()
     node.clock.advance(60)
@@ -311,7 +311,7 @@ class RuleMachine(RuleBasedStateMachine):
             held_keys = {block.key for block in self.node.table.snapshot() if block.namespace is namespace}
             if namespace.uses is not None:
                 assert namespace.uses.keys == held_keys == namespace.uses.used_s.keys()
-            for tier, order in namespace.pin_orders.items() if namespace.pinned else ():
+            for tier, order in namespace.kept_orders.items() if namespace.kept else ():
                 place = {
                     block.key
                     for block in self.node.table.snapshot()

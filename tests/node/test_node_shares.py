@@ -14,7 +14,7 @@ from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.pull import Puller
 from kvstore.node.eviction import quotas as tenants
 from kvstore.node.eviction.execution import evict_from_volume
-from kvstore.node.eviction.quotas import beyond_pins, claim_durable, durable_victims, over_share, unclaim_durable
+from kvstore.node.eviction.quotas import beyond_kept, claim_durable, mark_coldest_evicting, over_share, unclaim_durable
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.state.block_states import VolumeReplica
 from support.quota_node import BLOCK, HALF_NVME, SKIPPED, STORED, QuotaNode
@@ -93,9 +93,9 @@ def test_drain_blocks_evicted_for_quota_need_no_durability(node: QuotaNode) -> N
 def test_drain_pinned_blocks_beyond_part_need_durability(node: QuotaNode) -> None:
     node.set_rules((0, 0, True))
     node.store_durably(1, 10)
-    order = node.namespaces[0].pin_orders[Tier.NVME]
+    order = node.namespaces[0].kept_orders[Tier.NVME]
     with node.table.residency.lock:
-        victims = durable_victims(node.table.residency, order, 3 * BLOCK)
+        victims = mark_coldest_evicting(node.table.residency, order, 3 * BLOCK)
     assert [block.volume_replica for block in victims] == [VolumeReplica.EVICTING] * 3
     evict_from_volume(node.table, node.table.node_volumes[0], victims)
     assert node.table.not_durable() == 3
@@ -141,7 +141,7 @@ def test_excess_does_not_count_evictions_in_progress(node: QuotaNode) -> None:
     table = node.table
     with table.residency.lock:
         ((order, excess),) = over_share(table.residency, Tier.NVME)
-        victims = durable_victims(table.residency, order, excess)
+        victims = mark_coldest_evicting(table.residency, order, excess)
         assert len(victims) == 8
         assert list(over_share(table.residency, Tier.NVME)) == [], "another thread looks before they have left"
     evict_from_volume(table, table.node_volumes[0], victims)
@@ -162,7 +162,7 @@ def test_excess_counts_blocks_that_could_not_leave(node: QuotaNode) -> None:
     table = node.table
     with table.residency.lock:
         ((order, excess),) = over_share(table.residency, Tier.NVME)
-        victims = durable_victims(table.residency, order, excess)
+        victims = mark_coldest_evicting(table.residency, order, excess)
     table.cancel_nvme_eviction(victims)
     with table.residency.lock:
         assert [size for _, size in over_share(table.residency, Tier.NVME)] == [8 * BLOCK]
@@ -174,10 +174,10 @@ def test_pins_beyond_their_part_are_searched_once(node: QuotaNode) -> None:
         node.store_durably(chain, (HALF_NVME + 8) // 8 + 1)
     table = node.table
     with table.residency.lock:
-        ((order, excess),) = beyond_pins(table.residency, Tier.NVME)
-        victims = durable_victims(table.residency, order, excess)
+        ((order, excess),) = beyond_kept(table.residency, Tier.NVME)
+        victims = mark_coldest_evicting(table.residency, order, excess)
         assert victims
-        assert list(beyond_pins(table.residency, Tier.NVME)) == []
+        assert list(beyond_kept(table.residency, Tier.NVME)) == []
     table.cancel_nvme_eviction(victims)
 
 

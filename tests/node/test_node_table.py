@@ -110,7 +110,7 @@ def test_grants_are_prefix_first(node: Node) -> None:
 def test_evict_dram_keeps_durable_blocks_readable(node: Node) -> None:
     node.store(1, 0, 8)
     node.write_back()
-    assert node.table.evict_dram() == 8
+    assert node.table.evict_all_clean_from_dram() == 8
     claim = node.table.claim(node.namespaces[0], [key_of(2, depth) for depth in range(8)])
     assert sorted(claim.durable) == list(range(8))
     node.table.unclaim((block.key for block in claim.durable.values()), claim.durable.values())
@@ -123,7 +123,7 @@ def test_events_are_logged_in_order_and_joined_to_runs(node: Node) -> None:
     assert [len(run.keys) for run in taken.stored] == [5]
     assert (taken.removed, taken.events) == ([], 5)
     node.write_back()
-    node.table.evict_dram()
+    node.table.evict_all_clean_from_dram()
     written, taken = node.log.take(1000)
     assert (written.volume, taken.volume) == (NVME, DRAM), "shown in the one volume before it is gone from the other"
     assert taken.stored == []
@@ -137,10 +137,10 @@ def test_block_without_nvme_replica_is_rewritten_before_eviction(tmp_path: Path)
     node.store(1, 0, 8)
     node.write_back()
     node_volume = node.table.node_volumes[0]
-    victims = node.table.nvme_victims(node_volume)
+    victims = node.table.mark_all_evicting(node_volume)
     node_volume.volume.commit([], [block.key for block in victims])
-    node.table.evicted_nvme(node_volume, victims)
-    assert node.table.evict_dram() == 0, "nowhere else: must not be dropped"
+    node.table.note_evicted_from_volume(node_volume, victims)
+    assert node.table.evict_all_clean_from_dram() == 0, "nowhere else: must not be dropped"
     for chain in range(2, 40):
         node.store(chain, 0, 8)
         node.write_back()
@@ -206,7 +206,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule()
     def evict_dram(self) -> None:
-        self.node.table.evict_dram()
+        self.node.table.evict_all_clean_from_dram()
 
     @rule(chain=st.integers(0, 5), count=st.integers(1, 20), namespace=st.integers(0, 1))
     def pin(self, chain: int, count: int, namespace: int) -> None:

@@ -53,10 +53,38 @@ def share(part: str, whole: str, bad: float, good: float, labels: str = "", whol
     )
 
 
+def disk(name: str, labels: str = ON) -> list[Case]:
+    """A rule about a file system of 100 GB that is almost full, or fills up within four hours."""
+    free, size = f"{name}_free_bytes{{{labels}}}", f"{name}_bytes{{{labels}}}"
+    total = level(100e9)
+    return [
+        Case({free: level(0.5e9), size: total}, {free: level(3e9), size: total}),
+        Case({free: "40e9-0.2e9x31", size: total}, {free: "40e9-0.05e9x31", size: total}),
+        Case({free: "40e9-0.2e9x31", size: total}, {free: "95e9-0.5e9x31", size: total}),
+        Case({free: level(0.5e9), size: total}, {free: level(0.5e9), size: level(2e9)}),
+    ]
+
+
+def churn(blocks: int, used: int) -> dict[str, str]:
+    """A node that evicts 6,000 blocks per hour from volumes of 100 GB."""
+    on = f'{{{ON},volume="nvme0",tier="nvme"}}'
+    return {
+        f"kvstore_evicted_nvme_blocks_total{{{ON}}}": "0+100x121",
+        f"kvstore_volume_blocks{on}": f"{blocks}x121",
+        f"kvstore_volume_used_bytes{on}": f"{used}e9x121",
+        f"kvstore_volume_capacity_bytes{on}": "100e9x121",
+    }
+
+
 MISSED = "kvstore_node_load_missed_blocks_total"
 HITS, KEYS = "kvstore_metadata_lookup_hit_blocks_total", "kvstore_metadata_lookup_keys_total"
 CASES: dict[str, list[Case]] = {
     "KVStoreVolumeFull": [gauge("kvstore_volume_read_only", 1, 0, f'{ON},volume="nvme0",tier="nvme"')],
+    "KVStoreVolumeDiskFilling": disk("kvstore_volume_disk", f'{ON},volume="nvme0",tier="nvme"'),
+    "KVStoreCacheChurn": [
+        Case(churn(2_000, 98), churn(10_000, 98), minutes=120),
+        Case(churn(2_000, 98), churn(2_000, 60), minutes=120),
+    ],
     "KVStoreVolumeStalled": [gauge("kvstore_node_volume_stalled", 1, 0, f'{ON},volume="nvme0"')],
     "KVStoreWriteBackFailing": [counter("kvstore_write_back_errors_total", 6)],
     "KVStoreWriteBackBacklog": [
@@ -105,6 +133,7 @@ CASES: dict[str, list[Case]] = {
             {f"kvstore_index_read_only_total{{{ON}}}": grows(1), f"kvstore_index_writable_again_total{{{ON}}}": grows(1)},
         ),
     ],
+    "KVStoreIndexDiskFilling": disk("kvstore_index_disk"),
     "KVStorePublishFailing": [gauge("kvstore_node_publish_failing_seconds", 60, 10)],
     "KVStoreOrdersUnreadable": [counter("kvstore_metadata_orders_unreadable_total", 1)],
     "KVStoreHitRatioCollapse": [

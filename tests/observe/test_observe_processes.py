@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import urllib.request
 from collections.abc import Callable
@@ -13,7 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvclient import CacheSpec, ClientOptions, KVClient
+from kvstore.config.node import NodeConfig
+from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.node.daemon import NodeDaemon
 from kvstore.observe import tracing
 from support.wait import wait_until
 
@@ -70,8 +74,27 @@ def test_every_process_exposes_metrics(tmp_path: Path) -> None:
         assert value(metadata, "kvstore_metadata_nodes", state="alive") == 1
         assert value(metadata, "kvstore_metadata_lookups_total") >= 1
         wait_until(lambda: value(metadata, "kvstore_index_blocks") == BLOCKS, "the index has the blocks")
+        size = shutil.disk_usage(tmp_path).total
+        wait_until(lambda: "\nkvstore_index_disk_bytes " in page(metadata, "/metrics"), "the index disk is measured")
+        assert value(metadata, "kvstore_index_disk_bytes") == size
+        assert 0 < value(metadata, "kvstore_index_disk_free_bytes") < size
+        wait_until(lambda: "kvstore_volume_disk_bytes{" in page(node, "/metrics"), "the volume's disk is measured")
+        assert value(node, "kvstore_volume_disk_bytes", tier="nvme") == size
+        assert 0 < value(node, "kvstore_volume_disk_free_bytes", tier="nvme") < size
         cluster.kill("metadata")
         wait_until(lambda: value(node, "kvstore_node_registered") == 0, "the node is not registered")
+
+
+def test_node_remote_metrics_require_permission(tmp_path: Path) -> None:
+    node = NodeConfig(node_id="a", run_dir=tmp_path, dram_bytes=1 << 20, listen="127.0.0.1:0", data_listen="127.0.0.1:0")
+    with pytest.raises(InvalidArgument, match="set allow_insecure_metrics"):
+        NodeDaemon(node.model_copy(update={"metrics_listen": "0.0.0.0:0"}))
+    with pytest.raises(InvalidArgument, match="without TLS"):
+        NodeDaemon(node.model_copy(update={"listen": "0.0.0.0:0", "allow_insecure_metrics": True}))
+    settings = (("metrics_listen", "0.0.0.0:0"), ("allow_insecure_metrics", "true"))
+    with LocalCluster([NodeSpec("a", settings=settings)], tmp_path / "store") as cluster:
+        port = cluster.node("a").metrics_address.rpartition(":")[2]
+        assert value(f"127.0.0.1:{port}", "kvstore_node_registered") == 1
 
 
 def test_metadata_workers_have_a_label(tmp_path: Path) -> None:

@@ -157,3 +157,11 @@ def test_progress_on_terminal_and_file(terminal: bool) -> None:
     assert "50.0% hits" in shown
     if not terminal:
         assert shown == "work: 3 of 3 requests, 50.0% hits\n"
+
+
+def test_progress_last_line_is_printed_once() -> None:
+    out = io.StringIO()
+    with progress("demo", 4, Console(file=out)) as report:
+        report(4, "all hits")
+        report(4, "all hits")
+    assert out.getvalue() == "demo: 4 of 4 requests, all hits\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from grpc_health.v1 import health_pb2
@@ -15,7 +16,15 @@ from kvclient.engines.options import HookOptions
 from kvproto.v1 import admin_pb2, metadata_pb2, node_pb2
 from kvstore.core.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth.interceptor import GRANTED, READABLE_DATA_METHODS, REQUIRED, AuthInterceptor, Permission
+from kvstore.rpc.auth.interceptor import (
+    GRANTED,
+    ON_BEHALF,
+    READABLE_DATA_METHODS,
+    REQUIRED,
+    AuthInterceptor,
+    Permission,
+    caller_name,
+)
 from kvstore.rpc.auth.tokens import CHECK_INTERVAL_S, AccessRole, TokenSource, TokenTable, WatchedFile, tokens_file
 
 SERVED = (
@@ -105,6 +114,32 @@ def test_admit_unmapped_method_is_denied(known: WatchedFile[TokenTable]) -> None
     for token in TOKENS.values():
         with pytest.raises(PermissionDenied):
             keeper.admit("/kvstore.v1.Metadata/New", shown(token))
+
+
+@pytest.mark.parametrize(
+    ("role", "person", "recorded"),
+    [
+        (AccessRole.OPERATOR, "alice", "alice (via some-operator)"),
+        (AccessRole.OPERATOR, "", "some-operator"),
+        (AccessRole.OPERATOR, "root (via x)", "some-operator"),
+        (AccessRole.OPERATOR, "a" * 65, "some-operator"),
+        (AccessRole.NODE, "alice", "some-node"),
+        (AccessRole.ENGINE, "alice", "some-engine"),
+    ],
+)
+async def test_person_is_recorded_for_operators_only(
+    known: WatchedFile[TokenTable], role: AccessRole, person: str, recorded: str
+) -> None:
+    names = []
+
+    async def handle(_: object) -> None:
+        names.append(caller_name())
+
+    for metadata in ([*shown(TOKENS[role]), (ON_BEHALF, person)], shown(TOKENS[role])):
+        call = SimpleNamespace(method="/kvstore.v1.Metadata/RegisterNamespace", invocation_metadata=metadata)
+        await AuthInterceptor(known, Counters().add).intercept_service(handle, call)  # type: ignore[arg-type]
+    assert names[0] == recorded
+    assert names[1] == f"some-{role.value}", "a later call in the same context has no person"
 
 
 def test_token_file_changed_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

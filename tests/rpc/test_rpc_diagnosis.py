@@ -116,6 +116,7 @@ def test_diagnose_missing_unix_socket_names_it(tmp_path: Path) -> None:
 
 def test_diagnose_unknown_host_names_it() -> None:
     assert why("no-such-host.invalid:1", None) == "the host name no-such-host.invalid is not known"
+    assert why("a..b:1", None) == "the host name a..b is not known"
 
 
 @pytest.mark.parametrize("stays", [False, True])

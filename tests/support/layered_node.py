@@ -136,7 +136,7 @@ class LayeredNode(NodeHarness):
         """Check that nothing is pinned, admitted or claimed."""
         self.table.validate()
         assert self.budget.used_bytes == 0
-        self.table.evict_dram()
+        self.table.evict_all_clean_from_dram()
         assert self.arena.usage().blocks == 0, "a slot leaked"
         claim = self.table.claim(self.namespace, keys(64))
         assert claim.busy == []

@@ -200,6 +200,14 @@ def test_full_disk_at_creation_leaves_no_files(folder: Path) -> None:
     open_slab(folder).close()  # and it can be made once there is room
 
 
+def test_volume_beyond_address_space_names_size(folder: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"a volume of 900\.0 TiB is too large: .* 450\.0 TiB .* in node\.nvme"):
+        NvmeSlab.open(folder, volume_id=VolumeId("v"), capacity_bytes=900 << 40)
+    NvmeSlab.open(folder, volume_id=VolumeId("v"), capacity_bytes=1 << 20).close()
+    with pytest.raises(InvalidArgument, match=r"a volume of 900\.0 TiB"):
+        NvmeSlab.open(folder, volume_id=VolumeId("v"), capacity_bytes=900 << 40)
+
+
 def test_refused_o_direct_is_counted(folder: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 

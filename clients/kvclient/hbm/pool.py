@@ -208,7 +208,7 @@ class HbmPool:
             self._table.wait_written(self._clock.now_s() + timeout_s)
         self._demoter.skip_batch()
         self._table.mark_clean(self._table.snapshot())
-        return self._table.evict_dram()
+        return self._table.evict_all_clean_from_dram()
 
     def resize(self, capacity_bytes: int, *, demote: bool = True, timeout_s: float = _STOP_S) -> bool:
         """Release memory to the device, or take more.

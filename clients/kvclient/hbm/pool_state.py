@@ -99,7 +99,7 @@ class PoolState:
             _log.error("disabled pool: %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error)
         self.table.give_up_pending()
         self.table.discard_after_use(self.table.snapshot())
-        self.table.evict_dram()
+        self.table.evict_all_clean_from_dram()
 
     def drop_corrupt(self, block: Block) -> None:
         """Drop a pinned block whose bytes no longer match its checksums; it is evicted with its last unpin, without demotion."""

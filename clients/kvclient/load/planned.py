@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,14 +36,6 @@ _RETRIED = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM)
 host's node and this one is reported as UNAVAILABLE."""
 
 
-@dataclass(slots=True)
-class PlanTrace:
-    """Counts and decisions about the plans of a load, for people and benchmarks."""
-
-    plans: list[Plan] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-
 class PlannedSource:
     """Storage links by plan, beside the usual sources for near blocks.
 
@@ -59,7 +51,6 @@ class PlannedSource:
         self._local = local
         self._metadata = metadata
         self._paths = paths
-        self.trace = PlanTrace()
 
     def fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
         """See ``LoadSource``."""
@@ -74,7 +65,7 @@ class PlannedSource:
             threads = request.context.part_threads
             near_done = threads.submit(copy_context().run, self._fetch_near, request, near, sink)
         try:
-            load = _PlannedLoad(request, sink, self._local, session, self._metadata, self._paths, planned, self.trace)
+            load = _PlannedLoad(request, sink, self._local, session, self._metadata, self._paths, planned)
             load.run()
         finally:
             if near_done is not None:
@@ -113,7 +104,6 @@ class _PlannedLoad:
         metadata: MetadataClient,
         paths: Paths,
         blocks: Positions,
-        trace: PlanTrace,
     ) -> None:
         self._request = replace(request, runs=_storage_runs(request.runs, session))
         self._context = request.context
@@ -125,7 +115,7 @@ class _PlannedLoad:
         self._paths = paths
         self._blocks = blocks
         """Positions of the planned blocks in the load; plans number them from 0."""
-        self._trace = trace
+        self._plan_ids: list[int] = []
         self._parts: list[_RunningPart] = []
         self._replans = 0
 
@@ -158,7 +148,7 @@ class _PlannedLoad:
             self._context.incidents.report(client_metrics.PLANS_FAILED, "load not planned: this host reads all blocks", error)
             self._start_here(self._blocks)
             return
-        self._trace.plans.append(plan)
+        self._plan_ids.append(plan.plan_id)
         if not plan.parts:  # the oracle policy reads nothing
             self._context.incidents.counters.add(client_metrics.ORACLE_LOADS)
             return
@@ -246,7 +236,6 @@ class _PlannedLoad:
 
     def _replan(self, planned: PlannedPart, plan: Plan, why: str, *, stalled: bool) -> None:
         """Plan a failed part again. Without a plan this host reads it, unless it has just failed to; a stall is not a failure."""
-        self._trace.failures.append(why)
         positions = self._positions(planned)
         left = self._missing(positions)
         self._replans += 1
@@ -259,7 +248,7 @@ class _PlannedLoad:
                 message = "part of a load not planned again: this host reads it"
                 self._context.incidents.report(client_metrics.PLANS_FAILED, message, error)
             else:
-                self._trace.plans.append(again)
+                self._plan_ids.append(again.plan_id)
                 self._start_parts(again)
                 return
         session = self._session
@@ -277,7 +266,7 @@ class _PlannedLoad:
     # ---- the planner's queues ----
     def _report(self, *, finished: bool) -> None:
         """Report progress of the parts under way."""
-        moved: dict[int, list[tuple[int, int]]] = {plan.plan_id: [] for plan in self._trace.plans} if finished else {}
+        moved: dict[int, list[tuple[int, int]]] = {plan_id: [] for plan_id in self._plan_ids} if finished else {}
         for part in self._parts:
             if part.planned is None or part.plan is None:
                 continue

@@ -12,9 +12,14 @@ import hashlib
 from importlib.resources import files
 from typing import Final
 
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from kvstore.health.codes import CODES
 
 PATH: Final = "/"
+HEALTH_PAGES: Final = {f"/{code.docs}": code.page for code in CODES.values()}
+"""Path -> text of the documentation of each health code, to which findings link: the documentation has no public address."""
 _SCRIPTS: Final = (
     "base/dom.js", "base/figures.js", "base/charts.js", "base/server.js", "base/history.js", "actions/dialogs.js",
     "views/namespaces.js", "views/nodes.js", "views/health.js", "views/node.js", "views/history.js", "views/loads.js",
@@ -57,6 +62,11 @@ class WebPage:
     async def show(self) -> Response:
         """Respond with the document."""
         return Response(self._document, headers=self._headers, media_type="text/html")
+
+
+async def show_health_page(request: Request) -> Response:
+    """Respond with the documentation of a health code, as Markdown."""
+    return PlainTextResponse(HEALTH_PAGES[request.url.path], headers={"cache-control": "private, max-age=3600"})
 
 
 def _digest(text: str) -> str:

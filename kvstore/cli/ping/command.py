@@ -59,10 +59,10 @@ def ping(config: Config, *, addresses: tuple[str, ...], count: int, timeout: flo
     own = token(config.client)
     reading = TokenSource.of(file=config.client.read_token_file) or own
     if addresses:
-        results = _ping_all(list(_named(config, addresses, own)), count, timeout)
+        results = ping_all(list(_named(config, addresses, own)), count, timeout)
     else:
-        results = _ping_all(list(_usual(config, provenance, own)), count, timeout)
-        results[1:1] = _ping_all(list(_nodes(config, results[0], own, reading, timeout)), count, timeout)
+        results = ping_all(list(_usual(config, provenance, own)), count, timeout)
+        results[1:1] = ping_all(list(_nodes(config, results[0], own, reading, timeout)), count, timeout)
         results = [one for one in results if one.detail != _LEFT_OUT]
     outcomes = {result.outcome for result in results}
     exit_code = 1 if PingOutcome.FAILED in outcomes else EXIT_REFUSED if PingOutcome.REFUSED in outcomes else 0
@@ -119,7 +119,15 @@ def _nodes(
         yield PingTarget(address=address, kind=ServerKind.NODE, name=status.node.node_id, tls=tls, token=reading)
 
 
-def _ping_all(targets: list[PingTarget], count: int, timeout_s: float) -> list[PingResult]:
+def ping_all(targets: list[PingTarget], count: int, timeout_s: float) -> list[PingResult]:
+    """Ping servers at the same time.
+
+    Args:
+        targets: the servers.
+        count: repeated calls of each.
+        timeout_s: limit of each call.
+    """
+
     def ping_one(target: PingTarget) -> PingResult:
         return _ping(target, count, timeout_s)
 
@@ -134,7 +142,8 @@ def _ping(target: PingTarget, count: int, timeout_s: float) -> PingResult:
     from kvstore.cli.ping.round_trips import PingOutcome, ServerKind, ping_grpc
 
     how: Callable[[PingTarget, int, float], PingResult] = ping_grpc
-    if "://" in target.address or target.kind in (ServerKind.ADMIN, ServerKind.ROUTER):
+    given = target.kind is not ServerKind.NODE  # a node could register a URL, and the command would send its certificate there
+    if (given and "://" in target.address) or target.kind in (ServerKind.ADMIN, ServerKind.ROUTER):
         how = ping_http
     result = how(target, count, timeout_s)
     if target.optional and result.detail == "connection refused":
@@ -152,7 +161,7 @@ def _may_be_http(target: PingTarget, result: PingResult) -> bool:
 
 
 def _show(results: list[PingResult]) -> None:
-    from kvstore.cli.ping.round_trips import PingOutcome
+    from kvstore.cli.ping.round_trips import PingOutcome, ServerKind
 
     answers = [result.to_json() for result in results]
     rows = [[one["server"], one["name"], one["address"], *map(str, _times(one)), one["outcome"]] for one in answers]
@@ -161,6 +170,8 @@ def _show(results: list[PingResult]) -> None:
         if result.outcome is not PingOutcome.ANSWERED:
             called = f"{result.kind} {result.name}".rstrip()
             output.note(f"{called} at {result.address}: {result.detail}")
+    if any(result.kind is ServerKind.NODE and result.outcome is PingOutcome.FAILED for result in results):
+        output.note("kvstore status --detail says since when a node is silent, and what to do")
 
 
 def _times(answer: dict[str, Any]) -> list[str]:

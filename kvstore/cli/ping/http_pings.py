@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import ssl
 import time
-from typing import Any, Final, Self
+from contextlib import closing
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvstore.cli.ping.round_trips import CLIENT_TLS, PingResult, PingTarget, ServerKind, measure
@@ -29,7 +29,7 @@ def ping_http(target: PingTarget, count: int, timeout_s: float) -> PingResult:
     secure = target.address.startswith("https:") or (target.tls is not None and not target.address.startswith("http:"))
     try:
         started_s = time.perf_counter()
-        with _Requests(target, timeout_s, secure=secure) as requests:
+        with closing(_Connection(target, timeout_s, secure=secure)) as requests:
             kind, path = _kind(requests)
             result.connect_s = time.perf_counter() - started_s
             if kind is ServerKind.UNKNOWN:
@@ -49,42 +49,41 @@ def ping_http(target: PingTarget, count: int, timeout_s: float) -> PingResult:
         return result.failed(_of_tls(error))
     except (http.client.HTTPException, OSError) as error:
         return result.failed(_without_tls(error, secure=secure))
+    except ValueError as error:  # a port above 65535, or a host name that cannot be encoded
+        return result.failed(f"it is not an address: {error}")
     return result
 
 
-class _Requests:
-    """Requests over one connection."""
+class _Connection(http.client.HTTPConnection):
+    """Connection to a server, with TLS if the target requires it. A server may close it after each response."""
 
     def __init__(self, target: PingTarget, timeout_s: float, *, secure: bool) -> None:
         parts = urlsplit(target.address if "://" in target.address else f"//{target.address}")
-        port = parts.port or (443 if secure else 80)
-        self._connection = http.client.HTTPConnection(parts.hostname or "", port, timeout=timeout_s)
-        self._sock = socket.create_connection((parts.hostname or "", port), timeout_s)
-        if secure:
-            try:
-                name = (target.tls and target.tls.server_name) or parts.hostname
-                self._sock = _context(target.tls).wrap_socket(self._sock, server_hostname=name)
-            except BaseException:
-                self._sock.close()
-                raise
-        self._connection.sock = self._sock
+        super().__init__(parts.hostname or "", parts.port or (443 if secure else 80), timeout=timeout_s)
+        self._target = target
+        self._secure = secure
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-        self._sock.close()
+    def connect(self) -> None:
+        """Connect. ``http.client`` calls this again if the server has closed the connection."""
+        super().connect()
+        if not self._secure:
+            return
+        tls = self._target.tls
+        try:
+            self.sock = _context(tls).wrap_socket(self.sock, server_hostname=(tls and tls.server_name) or self.host)
+        except BaseException:
+            self.close()
+            raise
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Return the status and the body."""
-        self._connection.request("GET", path)
-        response = self._connection.getresponse()
+        self.request("GET", path)
+        response = self.getresponse()
         body = response.read(_MOST_BYTES)
         return response.status, body
 
 
-def _kind(requests: _Requests) -> tuple[ServerKind, str]:
+def _kind(requests: _Connection) -> tuple[ServerKind, str]:
     """Kind of a server and the path of its readiness."""
     status, body = requests.get("/healthz")
     if status == _OK and _document(body).get("status") == "ok":

@@ -49,4 +49,7 @@ class ClusterEventEntry(ResponseModel):
     )
     text: str = Field(description="one sentence", examples=["Node host-2 reports again."])
     code: str | None = Field(description="health code of a finding; null: another kind of event", examples=["NODE_DOWN"])
-    who: str | None = Field(description="token of the operator who gave an order; null: none", examples=["alice"])
+    who: str | None = Field(
+        description="who gave an order: name of the token, and through which admin server; null: none or no tokens",
+        examples=["alice (via admin-1)"],
+    )

@@ -2,21 +2,23 @@
 
 The file has a line of JSON per event, after a line with its version. Events are only appended. A line that is torn by a crash or
 cannot be read is skipped. A file of another version is neither read nor changed: events then stay in memory. A file that is too
-large is replaced by one with the events that are kept. With several workers, each appends its own events, and worker 0 replaces
-the file; events that another worker appends during the replacement are lost.
+large is replaced by one with the newest events. If that fails, nothing is appended and events stay in memory. Several workers
+share the file: a lock is held during each write.
 
 ``record`` only queues an event; ``flush`` and ``read`` do the I/O, so call them from another thread than the event loop's.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -34,6 +36,8 @@ VERSION: Final = 1
 KEEP_S: Final = 86_400.0
 MAX_EVENTS: Final = 4_000
 MAX_FILE_BYTES: Final = 4 << 20
+"""Limit of a read. The file is replaced at half of it, by events of at most a quarter of it."""
+_MAX_ID: Final = (1 << 63) - 1
 _MAX_QUEUED: Final = 1_000
 _HEADER: Final = json.dumps({"kvstore_cluster_events": VERSION}).encode() + b"\n"
 
@@ -70,14 +74,12 @@ class EventJournal:
     Args:
         path: the file; created with the first event.
         counters: counts events that were dropped and failed accesses to the file.
-        replaces: whether this process replaces a file that is too large; one of several workers does.
         wall_s: Unix time.
     """
 
-    def __init__(self, path: Path, counters: Counters, *, replaces: bool = True, wall_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, counters: Counters, *, wall_s: Callable[[], float] = time.time) -> None:
         self._path = path
         self._log = LimitedLog(logger, counters=counters)
-        self._replaces = replaces
         self._wall_s = wall_s
         self._queue = threading.Lock()
         self._queued: deque[ClusterEvent] = deque()
@@ -98,13 +100,13 @@ class EventJournal:
             self._log.report(metadata_metrics.CLUSTER_EVENTS_DROPPED, f"cluster event dropped, unwritten: {self._path}")
 
     def flush(self) -> None:
-        """Append queued events to the file. Events stay queued if it cannot be written."""
+        """Write queued events to the file. Events stay queued if it cannot be written."""
         with self._io:
             taken = self._waiting()
             if not taken:
                 return
             try:
-                self._append(taken)
+                self._write(taken)
             except (OSError, Unsupported) as error:
                 self._log.report(metadata_metrics.CLUSTER_EVENT_FILE_FAILURES, "cannot write cluster events", error)
                 return
@@ -120,7 +122,7 @@ class EventJournal:
                 found = self._path.stat()
                 seen = (found.st_ino, found.st_size, found.st_mtime_ns)
                 if seen != self._seen:
-                    self._events = self._decode(self._path.read_bytes())
+                    self._events = self._load()
                     self._seen = seen
             except FileNotFoundError:
                 self._events, self._seen = [], None
@@ -137,23 +139,45 @@ class EventJournal:
         oldest_s = self._wall_s() - KEEP_S
         return sorted((one for one in dict.fromkeys(events) if one.at_s >= oldest_s), key=lambda one: one.id)[-MAX_EVENTS:]
 
-    def _append(self, events: list[ClusterEvent]) -> None:
-        with open(self._path, "a+b", opener=_open_private) as file:
+    def _write(self, events: list[ClusterEvent]) -> None:
+        """Append events, or replace a file that is too large by its newest events and these.
+
+        Raises:
+            OSError: the file cannot be written. It may contain some of the events.
+            Unsupported: the file has another version.
+        """
+        with self._locked(), open(self._path, "a+b", opener=_open_private) as file:
             file.seek(0)
             self._check_version(head := file.read(len(_HEADER)))
             if head != _HEADER:
                 file.truncate(0)  # empty, or torn in the first line
             size = file.seek(0, os.SEEK_END)
+            if size > MAX_FILE_BYTES // 2:
+                kept = self._kept([*self._load(), *events])[-MAX_EVENTS // 2 :]
+                write_atomically(self._path, _HEADER + _newest_lines(kept, MAX_FILE_BYTES // 4))
+                return
             file.seek(max(size - 1, 0))
             start = b"" if file.read(1) == b"\n" else b"\n"
             file.write((start if size else _HEADER) + encode_lines(events))
-        if self._replaces and size > MAX_FILE_BYTES // 2:
-            kept = self._kept(self._decode(self._path.read_bytes()))[-MAX_EVENTS // 2 :]
-            write_atomically(self._path, _HEADER + encode_lines(kept))
 
-    def _decode(self, raw: bytes) -> list[ClusterEvent]:
-        self._check_version(raw[: len(_HEADER)])
-        return _decode(raw[-MAX_FILE_BYTES:])
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes from writing the file. The lock has a file of its own, because the journal is replaced."""
+        path = self._path.with_name(self._path.name + ".lock")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # held for one small write at a time
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _load(self) -> list[ClusterEvent]:
+        """Read the events of the last ``MAX_FILE_BYTES`` of the file."""
+        with self._path.open("rb") as file:
+            self._check_version(file.read(len(_HEADER)))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MAX_FILE_BYTES))
+            return _decode(file.read(MAX_FILE_BYTES))
 
     def _check_version(self, head: bytes) -> None:
         if not _HEADER.startswith(head):
@@ -169,6 +193,18 @@ def encode_lines(events: list[ClusterEvent]) -> bytes:
     return b"".join(json.dumps(asdict(one)).encode() + b"\n" for one in events)
 
 
+def _newest_lines(events: list[ClusterEvent], limit_bytes: int) -> bytes:
+    """Encode the newest events that fit."""
+    lines: list[bytes] = []
+    for event in reversed(events):
+        line = encode_lines([event])
+        limit_bytes -= len(line)
+        if limit_bytes < 0:
+            break
+        lines.append(line)
+    return b"".join(reversed(lines))
+
+
 def _decode(raw: bytes) -> list[ClusterEvent]:
     """Decode the lines that are events; any other line is skipped."""
     found = []
@@ -179,6 +215,6 @@ def _decode(raw: bytes) -> list[ClusterEvent]:
         except (ValueError, TypeError, RecursionError):
             continue
         texts = (event.kind, event.subject, event.text, event.code, event.who)
-        if isinstance(event.id, int) and event.id > 0 and all(isinstance(text, str) for text in texts):
+        if isinstance(event.id, int) and 0 < event.id <= _MAX_ID and all(isinstance(text, str) for text in texts):
             found.append(event)
     return found

@@ -83,6 +83,11 @@ class HealthMonitor:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
+    @property
+    def index_disk(self) -> FileSystem | None:
+        """Space on the file system of the index when it was last measured; None: unknown."""
+        return self._disk
+
     def findings(self) -> list[HealthFinding]:
         """Return the present findings. Space on disk and probes are at most some seconds old."""
         return find(ClusterReport(self._server(), [self._node(status) for status in self._nodes.statuses()]))

@@ -1,48 +1,109 @@
-"""Compare a node's range digests with the index, to find the ranges of key space that must be repaired.
+"""Compare nodes' range digests with the index, to find the ranges of key space that must be repaired.
 
-Reading the ranges of a large index is slow. It runs on a separate thread, in slices, so that neither lookups nor writes
-wait for it, and a cancelled caller stops it.
+One pass over the index digests the keys of all volume epochs, and serves the comparisons of all volumes for as long as their
+nodes allow. So a round costs about the same for one volume as for a hundred. A range that differs from digests of an earlier
+pass may have changed since then, so it is read again before it is reported.
+
+Reading a large index is slow. It runs on a separate thread, in slices, so that neither lookups nor writes wait for it, and a
+cancelled caller stops it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
+from kvstore.core.clock import Clock
+from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.range_digests import digest_keys
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
+from kvstore.index.replica_digests import ReplicaDigests, digest_replicas
 from kvstore.metadata.indexing.index_thread import IndexThread
 
+Digests = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
+"""Digests of each range, then the numbers of keys; 64 KiB per volume epoch."""
 _SLICE: Final = 64
 """Ranges per job of the thread."""
+_MAX_REREAD: Final = 4
+"""Ranges per slice that one comparison reads again without finding drift. Stores change ranges all the time."""
 
 
-async def differing_ranges(
-    index: PrefixIndex, thread: IndexThread, volume_epoch: VolumeEpoch, first: int, digests: Sequence[int], counts: Sequence[int]
-) -> list[int]:
-    """Find the ranges in which the index and a node disagree about the keys of a volume epoch.
+class IndexDigests:
+    """Digests of the index, per volume epoch and range. Use on one event loop.
 
     Args:
         index: the index.
         thread: thread that reads the index.
-        volume_epoch: volume epoch of the node's volume.
-        first: number of the first range.
-        digests: the node's digest of each range.
-        counts: the node's number of keys in each range.
+        clock: time.
     """
-    differing: list[int] = []
-    for at in range(0, len(digests), _SLICE):
-        part = slice(at, at + _SLICE)
-        differing += await thread.run(_compare, index, volume_epoch, first + at, digests[part], counts[part])
-    return differing
+
+    def __init__(self, index: PrefixIndex, thread: IndexThread, clock: Clock) -> None:
+        self._index = index
+        self._thread = thread
+        self._clock = clock
+        self._read_s = [float("-inf")] * (DIGEST_RANGES // _SLICE)
+        self._digests: dict[VolumeEpoch, Digests] = {}
+        self._reading = asyncio.Lock()
+
+    async def differing(
+        self, volume_epoch: VolumeEpoch, first: int, digests: Sequence[int], counts: Sequence[int], max_age_s: float
+    ) -> list[int]:
+        """Find the ranges in which the index and a node disagree about the keys of a volume epoch.
+
+        Args:
+            volume_epoch: volume epoch of the node's volume.
+            first: number of the first range.
+            digests: the node's digest of each range.
+            counts: the node's number of keys in each range.
+            max_age_s: age up to which digests of an earlier pass are compared; 0: the index is read.
+        """
+        found: list[int] = []
+        wanted = np.array([digests, counts], np.uint64)
+        began_s = self._clock.now_s()
+        for number in range(first // _SLICE, -(-(first + len(digests)) // _SLICE)):
+            fresh = await self._refresh(number, began_s - max_age_s)
+            start, end = max(first, number * _SLICE), min(first + len(digests), (number + 1) * _SLICE)
+            here = self._of(volume_epoch)[:, start:end]
+            suspects = start + np.flatnonzero((here != wanted[:, start - first : end - first]).any(axis=0))
+            if fresh:
+                found += suspects.tolist()
+                continue
+            unfounded = 0
+            for suspect in suspects.tolist():
+                keys = await self._thread.run(self._index.keys_in_range, volume_epoch, suspect)
+                if [digest_keys(keys), len(keys)] != wanted[:, suspect - first].tolist():
+                    found.append(suspect)
+                elif (unfounded := unfounded + 1) == _MAX_REREAD:
+                    break
+        return found
+
+    def _of(self, volume_epoch: VolumeEpoch) -> Digests:
+        return self._digests.get(volume_epoch, _NOTHING)
+
+    async def _refresh(self, number: int, oldest_s: float) -> bool:
+        """Read a slice of the index unless that was done since ``oldest_s``. Returns whether it was read now."""
+        async with self._reading:
+            if self._read_s[number] > oldest_s:
+                return False
+            now_s = self._clock.now_s()
+            found = await self._thread.run(_digest, self._index, number * _SLICE)
+            part = slice(number * _SLICE, (number + 1) * _SLICE)
+            for known in self._digests.values():
+                known[:, part] = 0
+            for one in found:
+                known = self._digests.setdefault(one.volume_epoch, np.zeros_like(_NOTHING))
+                known[0, one.ranges], known[1, one.ranges] = one.digests, one.counts
+            self._read_s[number] = now_s
+            if part.stop == DIGEST_RANGES:
+                self._digests = {epoch: known for epoch, known in self._digests.items() if known[1].any()}
+            return True
 
 
-def _compare(
-    index: PrefixIndex, volume_epoch: VolumeEpoch, first: int, digests: Sequence[int], counts: Sequence[int]
-) -> list[int]:
-    differing = []
-    for number, (digest, count) in enumerate(zip(digests, counts, strict=True), start=first):
-        keys = index.keys_in_range(volume_epoch, number)
-        if len(keys) != count or digest_keys(keys) != digest:
-            differing.append(number)
-    return differing
+_NOTHING: Final[Digests] = np.zeros((2, DIGEST_RANGES), np.uint64)
+
+
+def _digest(index: PrefixIndex, first: int) -> list[ReplicaDigests]:
+    return list(digest_replicas(index.records_in_ranges(first, _SLICE)))

@@ -1,4 +1,7 @@
-"""The one thread of a server process that changes the index, so that lookups on the event loop never wait for a write."""
+"""A thread that runs jobs on the index in order. A server process has two: one makes all changes, one does long reads.
+
+Lookups run on the event loop and use neither, so they never wait for a write.
+"""
 
 from __future__ import annotations
 

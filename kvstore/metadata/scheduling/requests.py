@@ -82,7 +82,7 @@ class RouterRequest:
 
     def work(self, engine: Engine) -> PendingWork:
         """The work that the request is for an engine."""
-        return PendingWork(1, self.ask.cost(engine), self.ask.hbm_bytes)
+        return PendingWork(1, self.ask.cost(engine), self.ask.hbm_units)
 
 
 class RequestTable:

@@ -145,8 +145,8 @@ class SchedulerService:
         """Add new engines, and remove those that moved or are no longer reported. A change of KV memory is a resize only."""
         for name, engine in engines.items():
             before = group.engines.get(name)
-            if before is not None and before.hbm_bytes != engine.hbm_bytes and before.node == engine.node:
-                self._scheduler.resize(name, engine.hbm_bytes)
+            if before is not None and before.hbm_units != engine.hbm_units and before.node == engine.node:
+                self._scheduler.resize(name, engine.hbm_units)
                 group.engines[name] = engine
                 self._counters.add(metadata_metrics.ENGINES_RESIZED)
         removed = [name for name, engine in group.engines.items() if engines.get(name) != engine]

@@ -27,7 +27,8 @@ class StagingBudget:
         name: for counters, e.g. ``"prefill_buffer"``.
         capacity_bytes: maximum admitted at once.
         clock: time.
-        counters: ``<name>_refused_total``: larger than the caller's limit; ``<name>_timeouts_total``: not admitted in time.
+        counters: ``node_staging_refused_total``: larger than the caller's limit; ``node_staging_timeouts_total``: not admitted
+            in time.
     """
 
     def __init__(self, name: str, capacity_bytes: int, clock: Clock, counters: Counters) -> None:

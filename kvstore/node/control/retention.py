@@ -33,8 +33,8 @@ from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import NamespaceId, Tier
 from kvstore.node.control.rules_file import read_rules, write_rules
 from kvstore.node.eviction.execution import evict_from_volume
-from kvstore.node.eviction.quotas import MOST_GIVEN, durable_victims, enter, evict_tenant_dram, held_bytes, join, over_share
-from kvstore.node.eviction.ttl import MOST_EXPIRED, expired
+from kvstore.node.eviction.quotas import MOST_GIVEN, enter, evict_tenant_dram, held_bytes, join, mark_coldest_evicting, over_share
+from kvstore.node.eviction.ttl import MOST_EXPIRED, mark_expired
 from kvstore.node.state.eviction_orders import EvictionOrder, TtlOrder
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import TIERS, NamespaceRegistry, NodeNamespace, QuotaShare
@@ -81,7 +81,7 @@ class Retainer:
         self._specs = specs
         self._counters = counters
         self._rules_file = rules_file
-        self._kept: dict[NamespaceId, tuple[float, bool]] = {}
+        self._saved: dict[NamespaceId, tuple[float, bool]] = {}
         self._keep_at_s = 0.0
         self._specs_asked_s = -ASK_S
         self._stopping = threading.Event()
@@ -109,12 +109,12 @@ class Retainer:
         if self._rules_file is None:
             return
         try:
-            kept = read_rules(self._rules_file)
+            saved = read_rules(self._rules_file)
         except (OSError, ValueError) as error:
             self._counters.add(node_metrics.RETENTION_RULES_UNREADABLE)
             log.warning("rules not restored: %s (error=%s); the metadata server sends them again", self._rules_file, error)
             return
-        self._rules = self._kept = _rules_of(kept)
+        self._rules = self._saved = _rules_of(saved)
         if self._rules:
             log.info("rules restored: %s (rules=%d)", self._rules_file, len(self._rules))
             self._apply_rules()
@@ -122,7 +122,7 @@ class Retainer:
     def _keep_rules(self) -> None:
         now_s = self._table.clock.now_s()
         rules = self._rules
-        if self._rules_file is None or rules == self._kept or now_s < self._keep_at_s:
+        if self._rules_file is None or rules == self._saved or now_s < self._keep_at_s:
             return
         told = (
             NamespaceRule(namespace_id=one, ttl_ms=round(ttl_s * 1000), pinned=pinned) for one, (ttl_s, pinned) in rules.items()
@@ -134,7 +134,7 @@ class Retainer:
             self._counters.add(node_metrics.RETENTION_RULES_UNWRITTEN)
             _limited.warning("rules not saved, trying again: %s (error=%s)", self._rules_file, error)
         else:
-            self._kept = rules
+            self._saved = rules
 
     def apply(self, settings: Retention) -> None:
         """Apply the response of the metadata server. The same response again changes nothing."""
@@ -249,7 +249,7 @@ class Retainer:
         unpinned = []
         for namespace in self._namespaces.all():
             ttl_s, pinned = self._rules.get(namespace.namespace_id, (0.0, False))
-            if (ttl_s, pinned) == (namespace.uses.ttl_s if namespace.uses is not None else 0.0, namespace.pinned):
+            if (ttl_s, pinned) == (namespace.uses.ttl_s if namespace.uses is not None else 0.0, namespace.kept):
                 continue
             with table.residency.lock:
                 if namespace.uses is not None and ttl_s:
@@ -261,15 +261,15 @@ class Retainer:
                 elif ttl_s:
                     namespace.uses = TtlOrder(table.clock, ttl_s)
                     begun.append((namespace, dict.fromkeys(TIERS, namespace.uses)))
-                if pinned and not namespace.pinned:
-                    namespace.pin_orders = {tier: EvictionOrder(LruPolicy(), of_pins=True) for tier in TIERS}
-                    begun.append((namespace, namespace.pin_orders))
-                elif namespace.pinned and not pinned:
-                    for tier, order in namespace.pin_orders.items():
+                if pinned and not namespace.kept:
+                    namespace.kept_orders = {tier: EvictionOrder(LruPolicy(), of_kept=True) for tier in TIERS}
+                    begun.append((namespace, namespace.kept_orders))
+                elif namespace.kept and not pinned:
+                    for tier, order in namespace.kept_orders.items():
                         namespace.drop_order(tier, order)
                     unpinned.append(namespace)
-                namespace.pinned = pinned
-                table.accounts.pinned = tuple(one for one in {*table.accounts.pinned, namespace} if one.pinned)
+                namespace.kept = pinned
+                table.accounts.kept = tuple(one for one in {*table.accounts.kept, namespace} if one.kept)
         for namespace, orders in begun:
             with table.residency.lock:
                 for tier, order in orders.items():
@@ -284,7 +284,7 @@ class Retainer:
                 with table.residency.lock:
                     table.residency.arena_evictor.restore(namespace, keys[first : first + MOST_GIVEN])
                     table.residency.volume_evictor.restore(namespace, keys[first : first + MOST_GIVEN])
-        self._with_rules = {namespace for namespace in self._namespaces.all() if namespace.pinned or namespace.uses is not None}
+        self._with_rules = {namespace for namespace in self._namespaces.all() if namespace.kept or namespace.uses is not None}
 
     def _bring_down(self) -> None:
         table = self._table
@@ -299,11 +299,11 @@ class Retainer:
                 victims = [
                     block
                     for order, excess in over_share(table.residency, Tier.NVME)
-                    for block in durable_victims(table.residency, order, excess)
+                    for block in mark_coldest_evicting(table.residency, order, excess)
                 ]
                 if given:
                     table.residency.changed.notify_all()
-            self._leave(victims)
+            self._evict_marked(victims)
             if self._stopping.is_set() or not (given or victims):
                 return
 
@@ -313,10 +313,10 @@ class Retainer:
             for _ in range(BATCHES):
                 with table.residency.lock:
                     victims = (
-                        expired(table.residency, namespace.uses) if namespace.uses is not None and not namespace.pinned else []
+                        mark_expired(table.residency, namespace.uses) if namespace.uses is not None and not namespace.kept else []
                     )
                 try:
-                    self._leave([block for block in victims if block.nvme is not None])
+                    self._evict_marked([block for block in victims if block.nvme is not None])
                 finally:
                     with table.residency.lock:
                         idle = [block for block in victims if block.nvme is None and block.dram is not None]
@@ -326,7 +326,7 @@ class Retainer:
                 if self._stopping.is_set() or len(victims) < MOST_EXPIRED:
                     break
 
-    def _leave(self, victims: Sequence[Block]) -> None:
+    def _evict_marked(self, victims: Sequence[Block]) -> None:
         """Evict marked blocks from their volumes. A volume whose catalog cannot be changed does not delay the others."""
         failed: OSError | KVStoreError | None = None
         for node_volume in self._table.node_volumes:

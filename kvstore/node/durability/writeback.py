@@ -184,7 +184,7 @@ class LocalTarget:
         """Allocate slots for as many leading blocks as possible, evicting others."""
         shape, count = blocks[0].namespace.shape, len(blocks)
         while count:
-            slots, victims = self._table.allocate_nvme(node_volume, shape, count, ahead=EVICT_AHEAD)
+            slots, victims = self._table.allocate_or_mark_victims(node_volume, shape, count, ahead=EVICT_AHEAD)
             if slots is not None:
                 return slots
             if not victims:

@@ -6,7 +6,7 @@ from typing import Final
 
 from kvstore.core.types import BlockShape
 from kvstore.node.eviction.chain_cascade import with_parents
-from kvstore.node.eviction.quotas import count_pinned, evict_over_quota
+from kvstore.node.eviction.quotas import count_kept, evict_over_quota
 from kvstore.node.state.residency import Residency
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import Slot
@@ -32,5 +32,5 @@ def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascad
         if not victims:
             return None
         residency.evict_from_dram(victims)
-        count_pinned(residency, victims)
+        count_kept(residency, victims)
     return slots

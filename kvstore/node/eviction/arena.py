@@ -90,7 +90,7 @@ class ArenaEvictor:
 
         def may_leave(key: BlockKey) -> bool | None:
             block = blocks[key]
-            return None if block.namespace.pinned else not block.pins and block.bits & _LEAVING_MASK == _CLEAN
+            return None if block.namespace.kept else not block.pins and block.bits & _LEAVING_MASK == _CLEAN
 
         for key in self._policy.coldest(may_leave):
             slot = blocks[key].dram
@@ -108,7 +108,7 @@ class ArenaEvictor:
 
         def may_leave(key: BlockKey) -> bool | None:
             block = blocks[key]
-            if block.namespace.pinned:
+            if block.namespace.kept:
                 return None
             if not idle(block):
                 return False
@@ -119,7 +119,7 @@ class ArenaEvictor:
         order = (blocks[key] for key in self._policy.coldest(may_leave))
         leaving = self.reclaimer.victims(shape, (count,), order, lambda block: block.dram, (may_leave,))
         if not leaving:
-            leaving = self.reclaimer.among_pins(
+            leaving = self.reclaimer.among_kept(
                 shape, lambda block: block.dram, lambda key: idle(blocks[key]) and blocks[key].clean
             )
         return leaving, list(passed.values())

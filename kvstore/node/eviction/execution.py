@@ -64,7 +64,7 @@ def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_byt
                     break
                 victims.append(table.residency.blocks[key])
                 excess -= slot.size
-            _leave_dram(table, victims) if node_volume is None else table.residency.mark_evicting(victims)
+            _evict_and_notify(table, victims) if node_volume is None else table.residency.mark_evicting(victims)
         if not victims:
             return EvictionResult(evicted, volume.usage().blocks)
         if node_volume is not None:
@@ -122,7 +122,7 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
                 for block in idle:
                     if block.durable_remotely:  # the storage node drops its own blocks
                         table.residency.set_replica(block, VolumeReplica.ABSENT)
-                _leave_dram(table, idle)
+                _evict_and_notify(table, idle)
         with table.residency.lock:
             left = [block for block in doomed if table.residency.blocks.get(block.key) is block]
             dropped += len(doomed) - len(left)
@@ -145,7 +145,7 @@ def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Seque
 
     def settle(error: BaseException | None) -> None:
         if error is None:
-            table.evicted_nvme(node_volume, victims)
+            table.note_evicted_from_volume(node_volume, victims)
         else:
             table.cancel_nvme_eviction(victims)
 
@@ -192,7 +192,7 @@ def evict_all_nvme(table: BlockTable) -> int:
     """
     evicted = 0
     for node_volume in table.node_volumes:
-        victims = table.nvme_victims(node_volume)
+        victims = table.mark_all_evicting(node_volume)
         evict_from_volume(table, node_volume, victims)
         evicted += len(victims)
     return evicted
@@ -213,13 +213,13 @@ def _evict_each(table: BlockTable, held: Sequence[Block], node_volume: NodeVolum
             for block in held[first : first + BATCH]:
                 if not _lies_in(block, node_volume):  # evicted by another thread
                     continue
-                stays = block.key in staying or block.namespace.pinned
+                stays = block.key in staying or block.namespace.kept
                 if stays or not table.residency.is_idle(block) or (node_volume is None and not block.clean):
                     staying.add(block.parent)
                     kept += 1
                 else:
                     victims.append(block)
-            _leave_dram(table, victims) if node_volume is None else table.residency.mark_evicting(victims)
+            _evict_and_notify(table, victims) if node_volume is None else table.residency.mark_evicting(victims)
         if node_volume is not None:
             evict_from_volume(table, node_volume, victims)
         evicted += len(victims)
@@ -231,7 +231,7 @@ def _lies_in(block: Block, node_volume: NodeVolume | None) -> bool:
     return block.dram is not None if node_volume is None else block.nvme_volume is node_volume
 
 
-def _leave_dram(table: BlockTable, victims: Sequence[Block]) -> None:
+def _evict_and_notify(table: BlockTable, victims: Sequence[Block]) -> None:
     """Evict blocks from DRAM. Called under the table's lock."""
     table.residency.evict_from_dram(victims)
     table.residency.changed.notify_all()

@@ -31,17 +31,17 @@ from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metrics import Event
 
 _limited: Final = LimitedLog(logging.getLogger(__name__))
-PIN_PART: Final = 2
-"""Pinned namespaces may hold this fraction (1/n) of a tier; their coldest blocks beyond it are evicted first."""
+KEPT_PART: Final = 2
+"""Kept namespaces may hold this fraction (1/n) of a tier; their coldest blocks beyond it are evicted first."""
 MOST_GIVEN: Final = 1_024
 """Blocks evicted for a quota under one hold of the table's lock."""
 
 
-def count_pinned(residency: Residency, victims: Sequence[Block]) -> None:
-    """Count blocks of pinned namespaces among victims (``SpaceReclaimer.among_pins``)."""
-    if residency.accounts.pinned and (pinned := sum(block.namespace.pinned for block in victims)):
-        residency.counters.add(node_metrics.EVICTED_PINNED_BLOCKS, pinned)
-        _limited.warning("blocks of pinned namespaces evicted: their size had no slot at all (blocks=%d)", pinned)
+def count_kept(residency: Residency, victims: Sequence[Block]) -> None:
+    """Count blocks of kept namespaces among victims (``SpaceReclaimer.among_kept``)."""
+    if residency.accounts.kept and (kept := sum(block.namespace.kept for block in victims)):
+        residency.counters.add(node_metrics.EVICTED_PINNED_BLOCKS, kept)
+        _limited.warning("blocks of pinned namespaces evicted: their size had no slot at all (blocks=%d)", kept)
 
 
 def held_bytes(residency: Residency, namespaces: Iterable[NodeNamespace], tier: Tier) -> int:
@@ -126,10 +126,8 @@ def space_may_free_up(residency: Residency, waiting: SlotGrant, *, own: bool) ->
     if own and account is not None:
         order = account.orders.get(Tier.DRAM)
         held = (residency.blocks[key] for key in order.keys) if order is not None else ()
-        blocks: Iterable[Block] = (block for block in held if not block.namespace.pinned)
-        stores = [
-            each for each in residency.preparing.values() if each.namespace.account is account and not each.namespace.pinned
-        ]
+        blocks: Iterable[Block] = (block for block in held if not block.namespace.kept)
+        stores = [each for each in residency.preparing.values() if each.namespace.account is account and not each.namespace.kept]
     else:
         if len(residency.writes) or residency.loading:
             return True
@@ -155,8 +153,8 @@ def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: 
 
 
 def _may_leave_dram(residency: Residency, order: EvictionOrder, block: Block, passed: dict[BlockKey, Block]) -> bool | None:
-    if block.namespace.pinned and not order.of_pins:
-        return None  # skipped until the namespace is unpinned
+    if block.namespace.kept and not order.of_kept:
+        return None  # skipped until the namespace is no longer kept
     if not residency.is_idle(block):
         return False
     if not block.clean and len(passed) < MOST_GIVEN:
@@ -165,25 +163,25 @@ def _may_leave_dram(residency: Residency, order: EvictionOrder, block: Block, pa
 
 
 def _evicted_event(order: EvictionOrder) -> Event:
-    return node_metrics.EVICTED_PINNED_BLOCKS if order.of_pins else node_metrics.EVICTED_QUOTA_BLOCKS
+    return node_metrics.EVICTED_PINNED_BLOCKS if order.of_kept else node_metrics.EVICTED_QUOTA_BLOCKS
 
 
-def durable_victims(residency: Residency, order: EvictionOrder, wanted_bytes: int) -> list[Block]:
-    """The coldest blocks of an order that may leave durable volumes, marked as evicting: for ``evict_from_volume``."""
+def mark_coldest_evicting(residency: Residency, order: EvictionOrder, wanted_bytes: int) -> list[Block]:
+    """Mark the coldest blocks of an order that may leave durable volumes, and return them for ``evict_from_volume``."""
     if not residency.evicts_nvme:
         return []
     now_s = residency.clock.now_s()
 
     def to_leave(rule: Callable[[Block], bool]) -> list[Block]:
         def may_leave(block: Block) -> bool | None:
-            if block.namespace.pinned and not order.of_pins:
+            if block.namespace.kept and not order.of_kept:
                 return None
             return block.nvme_volume is not None and block.nvme_volume.takes_changes(now_s) and rule(block)
 
         return list(_coldest(residency, order, wanted_bytes, may_leave))
 
     found = to_leave(residency.leaves_no_orphans) or to_leave(residency.is_idle)
-    residency.mark_evicting(found, VolumeReplica.EVICTING if order.of_pins else VolumeReplica.EVICTING_FOR_QUOTA)
+    residency.mark_evicting(found, VolumeReplica.EVICTING if order.of_kept else VolumeReplica.EVICTING_FOR_QUOTA)
     residency.counters.add(_evicted_event(order), len(found))
     return found
 
@@ -211,18 +209,18 @@ def over_share(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrder
             yield account.orders[tier], excess
 
 
-def beyond_pins(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrder, int]]:
-    """If pinned namespaces exceed their part of a tier: the orders of the largest, and the excess in bytes."""
-    pinned = residency.accounts.pinned
-    if not pinned:
+def beyond_kept(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrder, int]]:
+    """If kept namespaces exceed their part of a tier: the orders of the largest, and the excess in bytes."""
+    kept = residency.accounts.kept
+    if not kept:
         return
     volumes = [residency.dram] if tier is Tier.DRAM else [node_volume.volume for node_volume in residency.node_volumes]
-    taken = {namespace: _slot_bytes(residency, namespace, tier) for namespace in pinned}
-    excess = sum(taken.values()) - sum(volume.usage().capacity_bytes for volume in volumes) // PIN_PART
-    for namespace in sorted(pinned, key=lambda one: -taken[one]):
+    taken = {namespace: _slot_bytes(residency, namespace, tier) for namespace in kept}
+    excess = sum(taken.values()) - sum(volume.usage().capacity_bytes for volume in volumes) // KEPT_PART
+    for namespace in sorted(kept, key=lambda one: -taken[one]):
         if excess <= 0:
             return
-        yield namespace.pin_orders[tier], excess
+        yield namespace.kept_orders[tier], excess
         excess -= taken[namespace]
 
 
@@ -234,21 +232,21 @@ def _slot_bytes(residency: Residency, namespace: NodeNamespace, tier: Tier) -> i
 
 
 def evict_over_quota(residency: Residency) -> bool:
-    """Evict blocks of tenants over their share, and of pins beyond their part, from DRAM. Whether there were any."""
+    """Evict blocks of tenants over their share, and of kept namespaces beyond their part, from DRAM. Whether there were any."""
     given = [
         evict_tenant_dram(residency, order, excess)
-        for find in (over_share, beyond_pins)
+        for find in (over_share, beyond_kept)
         for order, excess in find(residency, Tier.DRAM)
     ]
     return sum(given) > 0
 
 
-def over_quota_victims(residency: Residency) -> list[Block]:
-    """As ``evict_over_quota``, from durable volumes: returns blocks marked as evicting."""
+def mark_over_quota_evicting(residency: Residency) -> list[Block]:
+    """As ``evict_over_quota``, on durable volumes: mark the blocks and return them for ``evict_from_volume``."""
     found: list[Block] = []
-    for find in (over_share, beyond_pins):
+    for find in (over_share, beyond_kept):
         for order, excess in find(residency, Tier.NVME):
-            found += durable_victims(residency, order, excess)
+            found += mark_coldest_evicting(residency, order, excess)
     return found
 
 
@@ -285,7 +283,7 @@ def claim_durable(residency: Residency, namespace: NodeNamespace, count: int) ->
         count = min(count, allowed // size)
         free = allowed - _taken_bytes(residency, account, Tier.NVME) - account.claimed_bytes
         if count and free < count * size:
-            victims = durable_victims(residency, account.orders[Tier.NVME], count * size - free)
+            victims = mark_coldest_evicting(residency, account.orders[Tier.NVME], count * size - free)
             if victims:
                 return WriteAllowance(0, victims)
         count = min(count, max(0, free // size))

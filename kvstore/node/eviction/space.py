@@ -108,30 +108,30 @@ class SpaceReclaimer:
                 return vacated
         return prefix
 
-    def among_pins(
+    def among_kept(
         self, shape: BlockShape, slot_of: Callable[[Block], Slot | None], may_leave: Callable[[BlockKey], bool | None]
     ) -> list[Block]:
-        """Return blocks to evict, pinned namespaces included, for a block size without any slot on this volume.
+        """Return blocks to evict, kept namespaces included, for a block size without any slot on this volume.
 
-        A few pinned blocks, one in each span, would keep every other size out for as long as they are pinned. Once the size has a
+        A few kept blocks, one in each span, would keep every other size out for as long as they are kept. Once the size has a
         span, it makes room among its own blocks.
 
         Args:
             shape: of the new blocks.
             slot_of: as in ``victims``.
-            may_leave: whether a block may be evicted, pinned namespace or not.
+            may_leave: whether a block may be evicted, kept or not.
         """
-        pinned = False
+        kept = False
         for namespace, blocks in self.held.items():
             if blocks and namespace.shape.block_bytes == shape.block_bytes:
                 return []
-            pinned |= bool(blocks and namespace.pinned)
+            kept |= bool(blocks and namespace.kept)
 
         def size_of(block: Block) -> int:
             slot = slot_of(block)
             return block.nbytes if slot is None else slot.size
 
-        return self._vacated(self._volume.reclaimable_spans(shape, []), set(), may_leave, size_of)[1] if pinned else []
+        return self._vacated(self._volume.reclaimable_spans(shape, []), set(), may_leave, size_of)[1] if kept else []
 
     def _vacated(
         self,

@@ -19,10 +19,10 @@ MOST_EXPIRED: Final = 1_024
 """Blocks expired under one hold of the table's lock."""
 
 
-def expired(residency: Residency, order: TtlOrder) -> list[Block]:
-    """Expired idle blocks, children first, at most ``MOST_EXPIRED``. Called under the table's lock.
+def mark_expired(residency: Residency, order: TtlOrder) -> list[Block]:
+    """Return expired idle blocks, children first, at most ``MOST_EXPIRED``. Those on volumes are marked as evicting.
 
-    Blocks on volumes are marked as evicting.
+    Called under the table's lock.
     """
     if order.entering:
         return []

@@ -102,7 +102,7 @@ class VolumeEvictor:
 
         def leaves(key: BlockKey) -> bool | None:
             block = blocks[key]
-            return None if block.namespace.pinned else block.nvme_volume is not node_volume or may_leave(block)
+            return None if block.namespace.kept else block.nvme_volume is not node_volume or may_leave(block)
 
         for key in self._policy.coldest(leaves):
             block = blocks[key]
@@ -129,7 +129,7 @@ class VolumeEvictor:
         def passing(rule: Callable[[Block], bool]) -> Callable[[BlockKey], bool | None]:
             def leaves(key: BlockKey) -> bool | None:
                 block = self._blocks[key]
-                return None if block.namespace.pinned else id(block.nvme_volume) not in fit or rule(block)
+                return None if block.namespace.kept else id(block.nvme_volume) not in fit or rule(block)
 
             return leaves
 
@@ -147,7 +147,7 @@ class VolumeEvictor:
             victims = [block for block in found if id(block.nvme_volume) in fit]
             if victims:
                 return victims
-        return self._reclaimers[id(node_volume)].among_pins(
+        return self._reclaimers[id(node_volume)].among_kept(
             shape, slot_of, lambda key: id(self._blocks[key].nvme_volume) in fit and may_leave[-1](self._blocks[key])
         )
 

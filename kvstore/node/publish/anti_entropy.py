@@ -58,8 +58,12 @@ class AntiEntropy:
         self._counters = counters
         self._volumes = [table.dram.volume_id, *(node_volume.volume_id for node_volume in table.node_volumes)]
 
-    def compare(self, boot_id: BootId) -> int:
+    def compare(self, boot_id: BootId, max_age_s: float = 0.0) -> int:
         """Compare all volumes with the index. Returns the number of repaired ranges.
+
+        Args:
+            boot_id: this boot.
+            max_age_s: age up to which the server may compare digests of an earlier pass; 0: it reads the index.
 
         Raises:
             KVStoreError: the server does not answer, or does not know this boot.
@@ -68,7 +72,7 @@ class AntiEntropy:
         for volume in self._volumes:
             drifted: list[int] = []
             for first in range(0, DIGEST_RANGES, RANGES_PER_CALL):
-                drifted += self._drifted(boot_id, volume, first)
+                drifted += self._drifted(boot_id, volume, first, max_age_s)
             self._repair(boot_id, volume, drifted[:REPAIRS_PER_ROUND])
             repaired += len(drifted[:REPAIRS_PER_ROUND])
             if drifted:
@@ -76,7 +80,7 @@ class AntiEntropy:
                 log.warning("index drift found: %s (drifted=%d, ranges=%d)", volume, len(drifted), DIGEST_RANGES)
         return repaired
 
-    def _drifted(self, boot_id: BootId, volume: VolumeId, first: int) -> list[int]:
+    def _drifted(self, boot_id: BootId, volume: VolumeId, first: int, max_age_s: float) -> list[int]:
         changes = self._log.changes(volume)
         before = self._log.settled_digests(volume)
         if before is None:
@@ -90,6 +94,7 @@ class AntiEntropy:
             first_range=first,
             digests=digests[first : first + RANGES_PER_CALL],
             counts=counts[first : first + RANGES_PER_CALL],
+            max_age_ms=int(max_age_s * 1000),
         )
         differing = call(self._stub.CompareDigests, request, RPC_TIMEOUT_S).differing_ranges
         if not differing:

@@ -151,11 +151,11 @@ class IndexPublisher:
         """
         if not self._registered.is_set() or not self.connected:
             raise Unavailable("this node is not connected to the metadata server; try again later", node_id=self._node.node_id)
-        return self._compare()
+        return self._compare(0.0)
 
-    def _compare(self) -> int:
+    def _compare(self, max_age_s: float) -> int:
         with self._comparing:
-            return self._anti_entropy.compare(self._boot_id)
+            return self._anti_entropy.compare(self._boot_id, max_age_s)
 
     def leave(self, timeout_s: float) -> bool:
         """Unregister the node, so that lookups stop naming it. Changes are published until ``stop``.
@@ -331,7 +331,9 @@ class IndexPublisher:
         """Return the messages to send, with their number of events: inventories, then the log. (None, 0): no changes now."""
         self._inventories_due.update(dict.fromkeys(inventories))
         while True:
-            self._inventories_due.update(dict.fromkeys(volume for volume in self._volumes if self._log.needs_inventory(volume)))
+            self._inventories_due.update(
+                dict.fromkeys(volume for volume in self._volumes if self._log.take_inventory_request(volume))
+            )
             for volume in list(self._inventories_due):
                 yield from self._inventory(volume)
                 del self._inventories_due[volume]
@@ -398,7 +400,7 @@ class IndexPublisher:
             if not self._registered.is_set():
                 continue
             try:
-                self._compare()
+                self._compare(self._anti_entropy_interval_s)
             except KVStoreError as error:
                 self._counters.add(node_metrics.ANTI_ENTROPY_FAILED)
                 log.warning("anti-entropy failed: %s", error)

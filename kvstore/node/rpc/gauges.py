@@ -100,6 +100,7 @@ class NodeGauges:
             yield Sample(node_metrics.VOLUME_BLOCKS, usage.blocks, labels)
             yield Sample(node_metrics.VOLUME_READ_ONLY, int(volume.volume_id in read_only), labels)
             yield Sample(node_metrics.VOLUME_STALLED, int(volume.volume_id in stalled), labels)
+        yield from self._disks()
         blocks, waiting = self._table.counts()
         yield Sample(node_metrics.SESSIONS, self._sessions.count())
         yield Sample(node_metrics.BLOCKS, blocks)
@@ -117,6 +118,14 @@ class NodeGauges:
             yield Sample(node_metrics.STAGING_USED_BYTES, buffer.used_bytes, {"buffer": name})
             yield Sample(node_metrics.STAGING_WAITING_LOADS, buffer.waiting, {"buffer": name})
         yield from self._networks()
+
+    def _disks(self) -> Iterator[Sample]:
+        """Yield the space on the file systems of volumes, as the volume watch measured it last."""
+        for node_volume in self._table.node_volumes:
+            if (disk := node_volume.disk) is not None:
+                labels = {"volume": str(node_volume.volume_id), "tier": node_volume.volume.tier.name.lower()}
+                yield Sample(node_metrics.VOLUME_DISK_BYTES, disk.total_bytes, labels)
+                yield Sample(node_metrics.VOLUME_DISK_FREE_BYTES, disk.free_bytes, labels)
 
     def _networks(self) -> Iterator[Sample]:
         for network, (received, sent) in self._links.traffic().items():

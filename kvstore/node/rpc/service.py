@@ -363,7 +363,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictResponse:  # noqa: N802, ARG002
         check_id(request.operation_id, "operation_id")  # a retry evicts again, which does no harm
         if request.tier == common_pb2.TIER_DRAM:
-            return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(self._table.evict_dram))
+            return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(self._table.evict_all_clean_from_dram))
         if request.tier == common_pb2.TIER_NVME:
             return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(lambda: evict_all_nvme(self._table)))
         raise Unsupported("only DRAM and NVMe can be evicted", tier=request.tier)

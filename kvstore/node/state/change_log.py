@@ -263,8 +263,8 @@ class ReplicaChangeLog:
         with self._lock:
             return sum(log.appended - log.acknowledged for log in self._volumes.values()) if self._keep else 0
 
-    def needs_inventory(self, volume: VolumeId) -> bool:
-        """Return whether the volume's log overflowed, and reset the mark."""
+    def take_inventory_request(self, volume: VolumeId) -> bool:
+        """Return whether the volume's log overflowed since the last call."""
         with self._lock:
             log = self._volumes[volume]
             needed, log.inventory_needed = log.inventory_needed, False

@@ -26,11 +26,11 @@ class Evictable(Protocol):
 class EvictionOrder:
     """Some namespaces' blocks in one tier, coldest first."""
 
-    __slots__ = ("entering", "keys", "of_pins", "policy")
+    __slots__ = ("entering", "keys", "of_kept", "policy")
 
-    def __init__(self, policy: EvictionPolicy, *, of_pins: bool = False) -> None:
+    def __init__(self, policy: EvictionPolicy, *, of_kept: bool = False) -> None:
         self.policy = policy
-        self.of_pins = of_pins
+        self.of_kept = of_kept
         """Whether it is the order of a pinned namespace, which ignores that namespace's pin."""
         self.keys: set[BlockKey] = set()
         self.entering = 0

@@ -23,18 +23,20 @@ class NodeNamespace:
     """One namespace. A node has one object per namespace, so ``is`` compares them."""
 
     __slots__ = (
-        *(
-            "account",
-            "counted",
-            "dram_orders",
-            "granted",
-            "in_account",
-            "namespace_id",
-            "nvme_orders",
-            "evicting_blocks",
-            "pin_orders",
-        ),
-        *("pinned", "shape", "slot_bytes", "spec", "uses"),
+        "account",
+        "counted",
+        "dram_orders",
+        "evicting_blocks",
+        "granted",
+        "in_account",
+        "kept",
+        "kept_orders",
+        "namespace_id",
+        "nvme_orders",
+        "shape",
+        "slot_bytes",
+        "spec",
+        "uses",
     )
 
     def __init__(self, namespace_id: NamespaceId, shape: BlockShape, spec: CacheSpec | None) -> None:
@@ -58,10 +60,10 @@ class NodeNamespace:
         """Orders in addition to the common one that its blocks in DRAM are in; usually empty. Guarded by the table's lock, as all
         fields except the id, shape, spec and account are."""
         self.nvme_orders: tuple[EvictionOrder, ...] = ()
-        self.pinned = False
-        """Whether its blocks are kept, up to a bound (``kvstore.node.eviction.quotas``)."""
-        self.pin_orders: dict[Tier, EvictionOrder] = {}
-        """Its own orders while it is pinned."""
+        self.kept = False
+        """Whether an operator pinned it: its blocks are evicted last, up to a bound (``kvstore.node.eviction.quotas``)."""
+        self.kept_orders: dict[Tier, EvictionOrder] = {}
+        """Its own orders while it is kept."""
         self.uses: TtlOrder | None = None
         """When its blocks were used last, if it has a time to live."""
 
@@ -129,7 +131,7 @@ class TenantLedger:
         self._make_order = make_order
         self._lock = threading.Lock()
         self._accounts: dict[str, TenantAccount] = {}
-        self.pinned: tuple[NodeNamespace, ...] = ()
+        self.kept: tuple[NodeNamespace, ...] = ()
         """Pinned namespaces."""
         self.limited: dict[Tier, tuple[TenantAccount, ...]] = dict.fromkeys(TIERS, ())
         """Tenants with a quota in a tier."""
@@ -137,7 +139,7 @@ class TenantLedger:
     @property
     def in_force(self) -> bool:
         """Whether there are quotas or pins."""
-        return bool(self.pinned or any(self.limited.values()))
+        return bool(self.kept or any(self.limited.values()))
 
     def of(self, namespace: NodeNamespace, tenant: str) -> TenantAccount:
         """Add a namespace to the account of its tenant, once per namespace. Thread-safe."""

@@ -134,8 +134,8 @@ class Residency:
         if others:
             self.waiters[block.key] = others
 
-    def evict_dram(self, block: Block) -> None:
-        """Evict a block from DRAM, and from the table if it is nowhere else."""
+    def remove_from_dram(self, block: Block) -> None:
+        """Take a block out of DRAM, and out of the table if it is nowhere else. Counts no eviction: ``evict_from_dram`` does."""
         slot = block.dram
         assert slot is not None
         self._log.removed(self.dram.volume_id, block.key)
@@ -151,7 +151,7 @@ class Residency:
     def evict_from_dram(self, blocks: Sequence[Block]) -> None:
         """Evict blocks from DRAM, and count them."""
         for block in blocks:
-            self.evict_dram(block)
+            self.remove_from_dram(block)
         self.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(blocks))
 
     def release(self, block: Block) -> None:
@@ -163,7 +163,7 @@ class Residency:
             self.set_dram_state(block, DramState.ABSENT)
             block.dram = None
         elif block.clean and self.is_idle(block) and (block.durable or not block.produced_here):
-            self.evict_dram(block)
+            self.remove_from_dram(block)
 
     def drop_if_nowhere(self, block: Block) -> None:
         """Remove a block from the table if it has no replica here."""

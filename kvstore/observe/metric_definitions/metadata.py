@@ -10,6 +10,10 @@ from kvstore.observe.metrics import Limit, MetricGroup
 group = MetricGroup("Metadata server")
 INDEX_BLOCKS: Final = group.gauge("index_blocks", "blocks in the index")
 INDEX_SIZE_BYTES: Final = group.gauge("index_size_bytes", "size of the index in use")
+INDEX_DISK_BYTES: Final = group.gauge("index_disk_bytes", "size of the file system of metadata.index_path")
+INDEX_DISK_FREE_BYTES: Final = group.gauge(
+    "index_disk_free_bytes", "free bytes of that file system, which also holds settings and cluster events"
+)
 INDEX_CHANGES_FAILING_SECONDS: Final = group.gauge(
     "index_changes_failing_seconds", "time since changes of the index began to fail; 0 while they succeed"
 )

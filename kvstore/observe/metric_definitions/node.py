@@ -11,6 +11,10 @@ group = MetricGroup("Node: state")
 VOLUME_CAPACITY_BYTES: Final = group.gauge("volume_capacity_bytes", "capacity of a volume", VOLUME)
 VOLUME_USED_BYTES: Final = group.gauge("volume_used_bytes", "bytes of a volume in use by blocks", VOLUME)
 VOLUME_BLOCKS: Final = group.gauge("volume_blocks", "blocks on a volume", VOLUME)
+VOLUME_DISK_BYTES: Final = group.gauge("volume_disk_bytes", "size of the file system of a volume's folder", VOLUME)
+VOLUME_DISK_FREE_BYTES: Final = group.gauge(
+    "volume_disk_free_bytes", "free bytes of that file system; slots are reserved, but the catalog grows", VOLUME
+)
 VOLUME_READ_ONLY: Final = group.gauge(
     "volume_read_only", "1 while a volume rejects blocks or its last writes failed, else 0", VOLUME
 )

@@ -26,7 +26,7 @@ from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.observe.metrics import Event
-from kvstore.rpc.auth.tokens import AccessRole, Principal, TokenTable, WatchedFile
+from kvstore.rpc.auth.tokens import AccessRole, Principal, TokenTable, WatchedFile, is_caller_name
 from kvstore.rpc.errors import abort_arguments
 from kvstore.rpc.tls_connections import TlsConnections
 
@@ -36,6 +36,9 @@ _limited = LimitedLog(logger)
 AUTHORIZATION: Final = "authorization"
 NODE_ID: Final = "kv-node-id"
 """Metadata key with the id of the calling node. It is not authenticated and only explains refused calls."""
+ON_BEHALF: Final = "kv-on-behalf-of"
+"""Metadata key with the name of the person for whom an admin server calls. It is recorded beside the name of the call's token, if
+that token has the role operator. It grants nothing."""
 _SCHEME: Final = "bearer "
 
 
@@ -150,6 +153,9 @@ READABLE_DATA_METHODS: Final = frozenset({"ListNamespaces", "ListNodes", "GetNod
 _caller: ContextVar[Principal | None] = ContextVar("kvstore_caller", default=None)
 """Caller of the call that this task handles; None: the server does not use tokens."""
 
+_on_behalf: ContextVar[str] = ContextVar("kvstore_on_behalf", default="")
+"""Name of the person for whom the caller acts; empty: for none."""
+
 
 def tenant() -> str | None:
     """Tenant that the current call is confined to; None: it is not confined."""
@@ -158,9 +164,16 @@ def tenant() -> str | None:
 
 
 def caller_name() -> str:
-    """Name of the token of the current call; empty: the server does not use tokens."""
+    """Who made the current call, for records; empty: the server does not use tokens.
+
+    It is the name of the call's token, as ``"alice"``. If an admin server calls for a person, that person comes first, as
+    ``"alice (via admin-1)"``: the server authenticated its token, and the admin server authenticated the person.
+    """
     caller = _caller.get()
-    return "" if caller is None else caller.name
+    if caller is None:
+        return ""
+    person = _on_behalf.get()
+    return f"{person} (via {caller.name})" if person else caller.name
 
 
 def require_tenant(owner: str) -> None:
@@ -221,7 +234,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     ) -> Any:  # noqa: ANN401  # grpc's handler tuple is untyped
         try:
             # gRPC runs each call, its handler included, in one task with its own context
-            _caller.set(self.admit(handler_call_details.method, handler_call_details.invocation_metadata))
+            caller = self.admit(handler_call_details.method, handler_call_details.invocation_metadata)
+            _caller.set(caller)
+            _on_behalf.set(_person(caller, handler_call_details.invocation_metadata))
         except KVStoreError as refused:
             handler = await continuation(handler_call_details)
             return handler if handler is None else self._refusing(handler, refused, handler_call_details)
@@ -313,6 +328,14 @@ def _in_words(method: str) -> str:
 def _first(metadata: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> str:
     """Value of a metadata key; empty: the call does not have it."""
     return next((value for key, value in metadata or () if key == wanted and isinstance(value, str)), "")
+
+
+def _person(caller: Principal | None, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The person for whom an operator's token calls; empty: none, or the caller may not name one."""
+    if caller is None or caller.role is not AccessRole.OPERATOR:
+        return ""
+    named = _first(metadata, ON_BEHALF)
+    return named if is_caller_name(named) else ""
 
 
 def _token(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

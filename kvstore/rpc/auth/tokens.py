@@ -143,6 +143,11 @@ class WatchedFile(Generic[T]):
         return _stamp(status), self._parse(content, self.path)
 
 
+def is_caller_name(text: str) -> bool:
+    """Whether a text can be the name of a token."""
+    return _NAME.fullmatch(text) is not None
+
+
 def tokens_file(path: Path) -> WatchedFile[TokenTable]:
     """A server's token file.
 

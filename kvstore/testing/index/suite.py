@@ -303,6 +303,9 @@ class IndexSuite:
         for key_range in (-1, limits.DIGEST_RANGES):
             with pytest.raises(InvalidArgument):
                 index.keys_in_range(volume_epoch, key_range)
+        for first, count in ((-1, 1), (0, 0), (limits.DIGEST_RANGES, 1), (limits.DIGEST_RANGES - 1, 2)):
+            with pytest.raises(InvalidArgument):
+                index.records_in_ranges(first, count)
         with pytest.raises(InvalidArgument):
             index.sweep(0)
         with pytest.raises(InvalidArgument):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import lmdb
 
-from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, KVStoreError, Unavailable
+from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey
 from kvstore.process import lmdb_meta
 from kvstore.tiers.nvme.superblock import Superblock, pack_superblock, parse_superblock
@@ -68,6 +68,7 @@ class Catalog:
 
     Raises:
         CorruptBlock: the catalog is damaged.
+        InvalidArgument: the process does not get that much address space.
         Unavailable: the file system does not accept writes now.
     """
 
@@ -87,6 +88,8 @@ class Catalog:
                 readahead=False,
             )
         except (lmdb.Error, OSError) as error:
+            if os.strerror(errno.ENOMEM) in str(error):
+                raise InvalidArgument("not enough address space for the catalog", map_bytes=map_bytes) from error
             raise self._not_opened(error) from error
         try:
             self._blocks = self._env.open_db(_BLOCKS, create=not readonly)

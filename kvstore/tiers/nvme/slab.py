@@ -124,7 +124,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
 
         Raises:
             Conflict: another process has the volume open, or the folder has another volume.
-            InvalidArgument: the capacity is less than before, or an argument is invalid.
+            InvalidArgument: the capacity is less than before or too large for the address space, or an argument is invalid.
             CorruptBlock: superblock, slab or catalog is damaged or lost; the message has the command that repairs it.
             CapacityExceeded: not enough space to create or enlarge the volume.
             Unavailable: the catalog cannot be opened.

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 SLAB_FILE = "slab.kv"
 CATALOG_FOLDER = "catalog"
 LOCK_FILE = "lock"
+_TIB = 1 << 40
 
 
 class CannotWriteError(Exception):
@@ -133,13 +134,27 @@ def open_catalog(path: Path, capacity_bytes: int, *, readonly: bool = False) -> 
     Raises:
         CorruptBlock: the catalog is lost or damaged; the message has the command that repairs it.
         CapacityExceeded, Unavailable: the catalog cannot be opened for writing now.
+        InvalidArgument: the volume is too large for the address space of the process.
     """
     if not (path / CATALOG_FOLDER / CATALOG_FILE).exists():
         raise CorruptBlock(f"the catalog of this volume is lost; {mend_hint(path)}")
     try:
-        return Catalog(path / CATALOG_FOLDER, map_bytes=map_bytes_for(capacity_bytes), readonly=readonly)
+        return _map_catalog(path / CATALOG_FOLDER, capacity_bytes, readonly=readonly)
     except CorruptBlock as error:
         raise CorruptBlock(f"{error}; {mend_hint(path)}") from error
+
+
+def _map_catalog(path: Path, capacity_bytes: int, *, readonly: bool = False) -> Catalog:
+    try:
+        return Catalog(path, map_bytes=map_bytes_for(capacity_bytes), readonly=readonly)
+    except InvalidArgument as error:
+        needed = int(error.fields["map_bytes"])
+        raise InvalidArgument(
+            f"a volume of {capacity_bytes / _TIB:,.1f} TiB is too large: its catalog requires {needed / _TIB:,.1f} TiB of address"
+            " space, and the process does not get that much; configure a smaller size in node.nvme, or several volumes, or raise"
+            " the limit of address space (ulimit -v)",
+            path=path.parent,
+        ) from error
 
 
 def _checked(path: Path, file: SlabFile, catalog: Catalog, volume_id: VolumeId, capacity_bytes: int) -> Superblock:
@@ -197,11 +212,12 @@ def make_volume(path: Path, volume_id: VolumeId, capacity_bytes: int) -> None:
     Raises:
         CorruptBlock: a catalog with blocks exists without its slab.
         CapacityExceeded: the file system has not enough space.
+        InvalidArgument: the volume is too large for the address space of the process.
     """
     superblock = Superblock(secrets.token_bytes(16), volume_id, capacity_bytes, chunk_bytes_for(capacity_bytes), 0)
     catalog_path = path / CATALOG_FOLDER
     catalog_path.mkdir(exist_ok=True, mode=0o700)
-    catalog = Catalog(catalog_path, map_bytes=map_bytes_for(capacity_bytes))
+    catalog = _map_catalog(catalog_path, capacity_bytes)
     try:
         if len(catalog):
             raise CorruptBlock(

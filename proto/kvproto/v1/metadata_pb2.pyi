@@ -282,20 +282,22 @@ class PublishResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
 class CompareDigestsRequest(_message.Message):
-    __slots__ = ("node_id", "boot_id", "volume_id", "first_range", "digests", "counts")
+    __slots__ = ("node_id", "boot_id", "volume_id", "first_range", "digests", "counts", "max_age_ms")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_RANGE_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     volume_id: str
     first_range: int
     digests: _containers.RepeatedScalarFieldContainer[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., volume_id: _Optional[str] = ..., first_range: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    max_age_ms: int
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., volume_id: _Optional[str] = ..., first_range: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., max_age_ms: _Optional[int] = ...) -> None: ...
 
 class CompareDigestsResponse(_message.Message):
     __slots__ = ("differing_ranges",)

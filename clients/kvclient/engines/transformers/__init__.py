@@ -29,5 +29,5 @@ def __getattr__(name: str) -> object:
     """Import the module of a public name on first use."""
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} lacks the attribute {name!r}")
     return getattr(import_module(home), name)

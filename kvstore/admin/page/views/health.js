@@ -18,11 +18,17 @@ function findings() {
   return found;
 }
 
+/** The code of a finding, as a link to its documentation, which this server has. */
+function findingCode(one) {
+  if (!one.docs) return h("code", { class: "code" }, one.code);
+  return h("a", { class: "code mono", href: one.docs, target: "_blank", title: `what ${one.code} means, and what to do` }, one.code);
+}
+
 function findingItem(one) {
   return h(
     "li",
     { class: one.severity, "data-key": `${one.code} ${one.subject}` },
-    h("p", {}, h("code", { class: "code" }, one.code), " ", one.facts),
+    h("p", {}, findingCode(one), " ", one.facts),
     one.action ? h("p", { class: "small" }, h("b", {}, "Do: "), one.action) : null,
   );
 }

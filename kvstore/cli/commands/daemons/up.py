@@ -46,6 +46,7 @@ From Python:
 
 Look at it:  {page}
              kvstore status --metadata {metadata}
+             kvstore stress --metadata {metadata}   loads and stores for some seconds
              curl {metadata_metrics}/metrics    curl {node_metrics}/metrics
              curl {node_metrics}/loads          the slowest loads of the last minute, and why
 REST:        {admin}   (changes are logged in {data}/admin.log)

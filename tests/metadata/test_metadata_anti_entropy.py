@@ -1,0 +1,151 @@
+"""Range digests of the index: equal to a simple computation, read once for all volumes, confirmed before drift is reported."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.clock import ManualClock
+from kvstore.core.limits import DIGEST_RANGES
+from kvstore.core.range_digests import digest_keys, key_range
+from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.index.contract import VolumeEpoch
+from kvstore.index.lmdb import LmdbIndex
+from kvstore.index.record import encode
+from kvstore.index.replica_digests import digest_replicas
+from kvstore.metadata.indexing.anti_entropy import IndexDigests
+from kvstore.metadata.indexing.index_thread import IndexThread
+
+NAMESPACE = NamespaceId(b"n" * 16)
+ROUND_S = 30.0
+keys = st.tuples(st.binary(min_size=2, max_size=2), st.binary(min_size=14, max_size=14)).map(b"".join)
+epochs = st.sets(st.integers(1, 2**32 - 1), max_size=9)
+
+
+@given(st.dictionaries(keys, epochs, max_size=60))
+def test_range_digests_equal_a_simple_computation(held: dict[bytes, set[int]]) -> None:
+    records = [(key, encode(1, 7, {VolumeEpoch(one): 3 for one in sorted(held[key])})) for key in sorted(held)]
+    expected: dict[tuple[int, int], list[BlockKey]] = defaultdict(list)
+    for key, owners in held.items():
+        for owner in owners:
+            expected[owner, key_range(BlockKey(key))].append(BlockKey(key))
+    found = {
+        (one.volume_epoch, where): (digest, count)
+        for one in digest_replicas(records)
+        for where, digest, count in zip(one.ranges.tolist(), one.digests.tolist(), one.counts.tolist(), strict=True)
+    }
+    assert found == {place: (digest_keys(of), len(of)) for place, of in expected.items()}
+
+
+class CountingIndex(LmdbIndex):
+    """Counts passes over the index, in ranges, and ranges that are read again."""
+
+    passes = 0
+    again = 0
+
+    def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
+        self.passes += count
+        return super().records_in_ranges(first, count)
+
+    def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
+        self.again += 1
+        self.passes -= 1
+        return super().keys_in_range(volume_epoch, key_range)
+
+
+@dataclass
+class Bed:
+    index: CountingIndex
+    clock: ManualClock
+    digests: IndexDigests
+    held: dict[VolumeEpoch, set[BlockKey]] = field(default_factory=dict)
+    """What the nodes hold."""
+
+    def volume(self, name: str, blocks: int) -> VolumeEpoch:
+        volume_epoch = self.index.open_volume_epoch(VolumeId(name), NodeId(name), Tier.DRAM, BootId(b"b" * 16))
+        self.held[volume_epoch] = set()
+        self.store(volume_epoch, np.random.default_rng(len(self.held)).bytes(16 * blocks))
+        return volume_epoch
+
+    def store(self, volume_epoch: VolumeEpoch, packed: bytes) -> None:
+        mine = [BlockKey(packed[at : at + 16]) for at in range(0, len(packed), 16)]
+        self.held[volume_epoch].update(mine)
+        self.index.publish(volume_epoch, [BlockRun(NAMESPACE, None, 0, tuple(mine))], [])
+
+    async def compare(self, volume_epoch: VolumeEpoch, max_age_s: float = ROUND_S) -> list[int]:
+        digests, counts = [0] * DIGEST_RANGES, [0] * DIGEST_RANGES
+        for key in self.held[volume_epoch]:
+            digests[key_range(key)] ^= digest_keys([key])
+            counts[key_range(key)] += 1
+        found = []
+        for first in range(0, DIGEST_RANGES, 512):
+            part = slice(first, first + 512)
+            found += await self.digests.differing(volume_epoch, first, digests[part], counts[part], max_age_s)
+        return found
+
+
+@pytest.fixture
+async def bed(tmp_path: Path) -> AsyncIterator[Bed]:
+    index, thread, clock = CountingIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test"), ManualClock()
+    yield Bed(index, clock, IndexDigests(index, thread, clock))
+    await thread.close()
+    index.close()
+
+
+async def test_one_pass_serves_all_volumes_of_a_round(bed: Bed) -> None:
+    volumes = [bed.volume(f"v{number}", 300) for number in range(5)]
+    for _ in range(3):
+        bed.index.passes = 0
+        for volume in volumes:
+            bed.clock.advance(1.0)
+            assert await bed.compare(volume) == []
+        assert (bed.index.passes, bed.index.again) == (DIGEST_RANGES, 0)
+        bed.clock.advance(ROUND_S)
+
+
+async def test_stores_after_the_pass_are_no_drift(bed: Bed) -> None:
+    volume, other = bed.volume("v", 300), bed.volume("w", 300)
+    assert await bed.compare(volume) == []
+    bed.store(volume, np.random.default_rng(9).bytes(16 * 200))
+    bed.store(other, np.random.default_rng(10).bytes(16 * 2_000))
+    assert await bed.compare(volume) == []
+    assert 0 < bed.index.again <= 200
+    bed.index.again = 0
+    assert await bed.compare(other) == []
+    assert bed.index.again <= DIGEST_RANGES // 64 * 4, "a comparison reads few ranges again"
+
+
+async def test_drift_is_found_within_a_round(bed: Bed) -> None:
+    volume = bed.volume("v", 300)
+    assert await bed.compare(volume) == []
+    lost = sorted(bed.held[volume])[:40]
+    bed.index.publish(volume, [], lost)
+    stray = BlockKey(b"s" * 16)
+    bed.index.publish(volume, [BlockRun(NAMESPACE, None, 0, (stray,))], [])
+    drifted = sorted({key_range(key) for key in [*lost, stray]})
+    assert await bed.compare(volume) == [], "the digests of the last pass"
+    assert await bed.compare(volume, 0.0) == drifted
+    bed.clock.advance(ROUND_S)
+    assert await bed.compare(volume) == drifted
+    bed.clock.advance(1.0)
+    assert await bed.compare(volume) == drifted, "read again, and confirmed"
+
+
+async def test_unknown_and_closed_volumes_hold_nothing(bed: Bed) -> None:
+    volume = bed.volume("v", 50)
+    assert await bed.compare(volume) == []
+    bed.index.close_volume_epoch(volume)
+    while not bed.index.sweep(100):
+        pass
+    bed.held[volume] = set()
+    bed.clock.advance(ROUND_S)
+    assert await bed.compare(volume) == []
+    bed.held[VolumeEpoch(4_000_000)] = set()
+    assert await bed.compare(VolumeEpoch(4_000_000)) == []
