@@ -156,6 +156,25 @@ def test_server_invalid_head_answers_error_and_closes(server: TcpServer, head: b
     assert serves(server)
 
 
+def test_server_without_thread_refuses_one_connection(
+    server: TcpServer, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    failures = [RuntimeError("can't start new thread")]
+
+    def limited_start(thread: threading.Thread) -> None:
+        if thread.name.startswith("data-127.") and failures:
+            raise failures.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited_start)
+    with raw(server, greet=False) as sock:
+        assert isinstance(refusal(sock), CapacityExceeded)
+        assert ended(sock)
+    assert serves(server)
+    assert counters.snapshot()["transport_accept_errors_total"] == 1
+
+
 def test_server_request_before_hello_is_refused(server: TcpServer, provider: MemoryProvider) -> None:
     with raw(server, greet=False) as sock:
         sock.sendall(frames.encode_read(1, ReadFrame(NAMESPACE, [block_key(1)], SHAPE, 0, 2, 0, 1000)))
