@@ -11,10 +11,12 @@ from typing import Final
 
 from kvproto.v1 import admin_pb2 as pb
 from kvstore.control_api import serializers
+from kvstore.control_api.history_check import check_figures
 from kvstore.control_api.schemas import history as models
 from kvstore.control_api.store_rpc import NodeRpc, StoreRpc
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.fault_counters import FAULT
+from kvstore.observe.history import INTERVAL_S, POINTS
 from kvstore.observe.metric_definitions import METRICS
 
 MOST_FAULTS: Final = 500
@@ -39,22 +41,23 @@ class HistoryQueries:
         request = pb.DescribeHistoryRequest(since_seconds=since_s, step_seconds=step_s)
 
         async def ask(node: NodeRpc) -> pb.DescribeHistoryResponse:
-            return await node(node.stub.DescribeHistory, request)
+            return check_figures(await node(node.stub.DescribeHistory, request), step_s)
 
         if node_id is not None:
             server, asked = None, await self._rpc.ask_nodes([await self._rpc.node(node_id)], ask)
         else:
             statuses = (await self._rpc.nodes()).values()
             server, asked = await asyncio.gather(self._server(request), self._rpc.ask_nodes(statuses, ask))
-        points, faults = merge(server, asked.answers, step_s)
+        now_s = time.time()
+        points, faults = merge(server, asked.answers, step_s, now_s)
         return models.FiguresOfLastHour(
-            step_s=step_s, now_s=time.time(), points=points, faults=faults, unreached=serializers.unreached(asked.failed)
+            step_s=step_s, now_s=now_s, points=points, faults=faults, unreached=serializers.unreached(asked.failed)
         )
 
     async def _server(self, request: pb.DescribeHistoryRequest) -> pb.DescribeHistoryResponse | None:
         """Figures of the metadata server; None if it does not answer, because those of the nodes are useful alone."""
         try:
-            return await self._rpc.history(request)
+            return check_figures(await self._rpc.history(request), request.step_seconds)
         except KVStoreError:
             return None
 
@@ -71,58 +74,92 @@ class _Sums:
 
 
 def merge(
-    server: pb.DescribeHistoryResponse | None, nodes: Mapping[str, pb.DescribeHistoryResponse], step_s: int
+    server: pb.DescribeHistoryResponse | None, nodes: Mapping[str, pb.DescribeHistoryResponse], step_s: int, now_s: float
 ) -> tuple[list[models.HistoryEntry], list[models.FaultEntry]]:
     """Add up the intervals of several processes.
 
     The newest interval is left out until all processes have recorded it; otherwise sums would fall at the end of each chart. A
-    process that is more than one interval behind does not delay the others.
+    process that is more than one interval behind does not delay the others. Intervals in the future, which a process with a wrong
+    clock reports, and intervals older than an hour are left out.
+
+    Args:
+        server: checked figures of the metadata server.
+        nodes: checked figures of nodes, by id.
+        step_s: length of an interval.
+        now_s: present Unix time.
 
     Returns:
         The intervals in order of time, and faults with the newest first.
     """
     sums: defaultdict[int, _Sums] = defaultdict(_Sums)
-    faults: list[models.FaultEntry] = []
+    faults: list[tuple[int, str, str, int]] = []
+    newest: list[int] = []
     for node_id, found in [(None, server), *sorted(nodes.items())]:
         if found is None:
             continue
-        for position, at_s in enumerate(found.at_seconds):
+        shown = {
+            position: at_s
+            for position, at_s in enumerate(found.at_seconds)
+            if now_s - INTERVAL_S * POINTS - step_s < at_s <= now_s + step_s
+        }
+        if not shown:
+            continue
+        newest.append(max(shown.values()))
+        for position, at_s in shown.items():
             into = sums[at_s]
             into.seconds = max(into.seconds, found.lengths_seconds[position])
             into.nodes += node_id is not None
-        _add(sums, faults, node_id, found)
-    faults.sort(key=lambda fault: (-fault.at_s, fault.node_id or "", fault.metric))
-    newest = [found.at_seconds[-1] for found in (server, *nodes.values()) if found is not None and found.at_seconds]
+        _add(sums, faults, node_id or "", found, shown)
+    faults.sort(key=lambda fault: (-fault[0], fault[1], fault[2]))
     complete_s = min((at_s for at_s in newest if at_s >= max(newest) - step_s), default=0)
-    return [_entry(at_s, sums[at_s]) for at_s in sorted(sums) if at_s <= complete_s], faults[:MOST_FAULTS]
+    return [_entry(at_s, sums[at_s]) for at_s in sorted(sums) if at_s <= complete_s], [
+        _fault(*one) for one in faults[:MOST_FAULTS]
+    ]
 
 
 def _add(
-    sums: Mapping[int, _Sums], faults: list[models.FaultEntry], node_id: str | None, found: pb.DescribeHistoryResponse
+    sums: Mapping[int, _Sums],
+    faults: list[tuple[int, str, str, int]],
+    node_id: str,
+    found: pb.DescribeHistoryResponse,
+    shown: Mapping[int, int],
 ) -> None:
-    """Add the figures of one process."""
-    ends = found.at_seconds
+    """Add the figures of one process.
+
+    Args:
+        sums: receives them, by end of the interval.
+        faults: receives end, node, metric and count of each fault.
+        node_id: the node; empty: the metadata server.
+        found: its figures.
+        shown: ends of the intervals to add, by position.
+    """
     for series in found.counts:
-        for at_s, value in zip(ends, series.values, strict=False):
+        for position, at_s in shown.items():
+            value = series.values[position]
             if value and series.name.startswith(FAULT):
-                name = series.name.removeprefix(FAULT)
-                known = METRICS.get(name)
-                what = known.help if known is not None else name
-                faults.append(models.FaultEntry(at_s=at_s, node_id=node_id, metric=name, what=what, count=value))
+                faults.append((at_s, node_id, series.name.removeprefix(FAULT), value))
                 sums[at_s].counts["faults"] += value
             else:
                 sums[at_s].counts[series.name] += value
     for level in found.levels:
-        for at_s, amount in zip(ends, level.values, strict=False):
+        for position, at_s in shown.items():
+            amount = level.values[position]
             if not math.isnan(amount):
                 sums[at_s].levels[level.name] += amount
     for timed in found.durations:
-        width = len(timed.bounds_seconds) + 1
-        for position, at_s in enumerate(ends):
-            counts = timed.counts[position * width : (position + 1) * width]
-            into = sums[at_s].durations.setdefault(timed.name, (list(timed.bounds_seconds), [0] * width))[1]
-            if len(into) == len(counts):
+        bounds = list(timed.bounds_seconds)
+        width = len(bounds) + 1
+        for position, at_s in shown.items():
+            known, into = sums[at_s].durations.setdefault(timed.name, (bounds, [0] * width))
+            if known == bounds:
+                counts = timed.counts[position * width : (position + 1) * width]
                 into[:] = [a + b for a, b in zip(into, counts, strict=True)]
+
+
+def _fault(at_s: int, node_id: str, name: str, count: int) -> models.FaultEntry:
+    known = METRICS.get(name)
+    what = known.help if known is not None else name
+    return models.FaultEntry(at_s=at_s, node_id=node_id or None, metric=name, what=what, count=count)
 
 
 def _entry(at_s: int, found: _Sums) -> models.HistoryEntry:

@@ -37,6 +37,7 @@ from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, Schedule
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process.node_id import check_node_id
+from kvstore.rpc.address import host_and_port
 from kvstore.rpc.auth.interceptor import caller_name, host_of_peer, require_tenant, tenant
 from kvstore.rpc.auth.tenant_limits import TenantLimit
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
@@ -344,7 +345,9 @@ def _check_node(info: NodeInfo) -> None:
     if len(info.roles) > len(_ROLES) or not _ROLES.issuperset(info.roles):
         raise InvalidArgument("unknown role", known=", ".join(sorted(_ROLES)))
     for name in ("control_address", "data_address"):
-        check_name(getattr(info, name), name)
+        host_and_port(check_name(getattr(info, name), name))
+    if info.storage_address:
+        host_and_port(info.storage_address)
     if info.local_socket:
         check_name(info.local_socket, "local_socket")
     if len(info.volumes) > limits.MAX_VOLUMES_PER_NODE:

@@ -28,6 +28,18 @@ def check_address(address: str) -> str:
     return address
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return host and port of a TCP address; the host of ``"[ipv6]:port"`` without its brackets.
+
+    Raises:
+        InvalidArgument: the address is not ``"host:port"``.
+    """
+    if is_unix(check_address(address)):
+        raise InvalidArgument('the address must be "host:port", not a unix socket', address=address)
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def check_metrics_address(address: str | None, *, allow_remote: bool) -> None:
     """Check the address of ``/metrics``. It is plain HTTP, so a non-loopback address must be allowed explicitly.
 

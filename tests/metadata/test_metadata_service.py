@@ -346,6 +346,10 @@ HOSTILE = {
     "node id of the metadata server": ("RegisterNode", node_request(node_id="metadata")),
     "unknown role": ("RegisterNode", node_request(roles=["root"])),
     "no address": ("RegisterNode", node_request(data_address="")),
+    "address with an impossible port": ("RegisterNode", node_request(control_address="127.0.0.1:99999")),
+    "address that is a URL": ("RegisterNode", node_request(control_address="https://elsewhere")),
+    "address with another digit": ("RegisterNode", node_request(data_address="h:\N{SUPERSCRIPT TWO}")),
+    "storage address that is a socket": ("RegisterNode", node_request(storage_address="unix:/run/kvstore.sock")),
     "no tier": ("RegisterNode", node_request(volumes=[VolumeInfo(volume_id="v")])),
     "a volume twice": ("RegisterNode", node_request(volumes=[VolumeInfo(volume_id="v", tier=Tier.TIER_DRAM)] * 2)),
     "many volumes": (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import ssl
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Final
 
 from kvstore.core.clock import Clock
 from kvstore.health.node_reachability import Reachability
+from kvstore.rpc.address import host_and_port
 
 TIMEOUT_S: Final = 1.0
 """For the connection, and again for the answer."""
@@ -27,25 +29,25 @@ _NO_ROUTE: Final = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errn
 
 
 async def probe(address: str, *, tls: bool, timeout_s: float = TIMEOUT_S) -> Reachability:
-    """Connect to a node and wait for an answer.
+    """Connect to a node and wait for an answer. Raises nothing that an address or a server causes.
 
     Args:
-        address: ``"host:port"``.
+        address: ``"host:port"``; any other text is not probed.
         tls: whether the node serves TLS.
         timeout_s: for the connection, and again for the answer.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return Reachability.NOT_PROBED
     try:
+        host, port = host_and_port(address)
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return Reachability.REFUSED
     except TimeoutError:
         return Reachability.UNREACHABLE
     except OSError as error:
         return Reachability.UNREACHABLE if error.errno in _NO_ROUTE else Reachability.NOT_PROBED
+    except ValueError:  # no address, or no name of a host, such as "a..b"
+        return Reachability.NOT_PROBED
     try:
         writer.write(_tls_hello() if tls else _PREFACE)
         async with asyncio.timeout(timeout_s):
@@ -90,7 +92,7 @@ class NodeProbes:
         return Reachability.NOT_PROBED if known is None else known[2]
 
     async def refresh(self, silent: Mapping[str, str]) -> None:
-        """Probe silent nodes whose last probe is old, and forget all other nodes.
+        """Probe silent nodes whose last probe is old, the oldest first, and forget all other nodes.
 
         Args:
             silent: addresses of the silent nodes by id.
@@ -103,4 +105,5 @@ class NodeProbes:
             result = await probe(silent[node_id], tls=self._tls)
             self._found[node_id] = now_s, silent[node_id], result
 
+        due.sort(key=lambda node_id: self._found[node_id][0] if node_id in self._found else -math.inf)
         await asyncio.gather(*(one(node_id) for node_id in due[:_AT_ONCE]))
