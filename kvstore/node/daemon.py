@@ -24,8 +24,8 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
 from kvstore.health.host_reports import CertificateWatch
+from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.base.process_stall import ProcessStallDetector
-from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.migrator import BlockMigrator
@@ -197,8 +197,8 @@ class NodeDaemon:
             threads=config.load_threads,
         )
         share = config.dram_bytes // BUFFER_SHARE
-        prefill_buffer = StagingBudget("prefill_buffer", config.prefill_buffer_bytes or share, clock, counters)
-        decode_buffer = StagingBudget("decode_buffer", config.decode_buffer_bytes or share, clock, counters)
+        prefill_buffer = BufferBudget("prefill_buffer", config.prefill_buffer_bytes or share, clock, counters)
+        decode_buffer = BufferBudget("decode_buffer", config.decode_buffer_bytes or share, clock, counters)
         self._buffers = {"prefill_buffer": prefill_buffer, "decode_buffer": decode_buffer}
         self._layered = LayeredLoader(
             NodeId(config.node_id),

@@ -135,39 +135,36 @@ class BlockTable:
         Raises:
             Conflict: the first key is held or being written with another namespace, parent or depth.
         """
-        prepared = SlotGrant(namespace, run, [])
+        grant = SlotGrant(namespace, run, [])
         with self._lock:
-            wanted, known = admit(self.residency, prepared, heads=heads)
+            wanted, known = admit(self.residency, grant, heads=heads)
             self.residency.arena_evictor.touch(namespace, known)
             if not wanted:
-                return prepared
-            guarded = self._blocks.get(prepared.parents[run.keys[wanted[0]]] or BlockKey(b""))
+                return grant
+            guarded = self._blocks.get(grant.parents[run.keys[wanted[0]]] or BlockKey(b""))
+            # a parent that one eviction would remove: its children must not push it out
             if guarded is not None and (guarded.dram is None or (guarded.clean and not guarded.durable)):
                 guarded.pins += 1
-                prepared.guarded = guarded
-            self._grant(prepared, wanted, deadline_s)
-            self._settle(prepared)  # no slot was granted, so neither complete nor abandon will be called
-        return prepared
+                grant.guarded = guarded
+            self._grant_slots(grant, wanted, deadline_s)
+            self._settle(grant)  # no slot was granted, so neither complete nor abandon will be called
+        return grant
 
-    def _grant(self, prepared: SlotGrant, wanted: list[int], deadline_s: float) -> None:
-        shape, run = prepared.namespace.shape, prepared.run
+    def _grant_slots(self, grant: SlotGrant, wanted: list[int], deadline_s: float) -> None:
+        shape, run = grant.namespace.shape, grant.run
         granted = 0
         piece = PIECE_BLOCKS
         while granted < len(wanted):
             count = min(piece, len(wanted) - granted)
             over = self._writes.nbytes > self._pending_limit
-            own = over or reserve_in_quota(self.residency, prepared.namespace, count)
+            own = over or reserve_in_quota(self.residency, grant.namespace, count)
             slots = self._allocate(shape, count) if own and not over else None
             if slots is None and piece > 1 and not over:
                 piece = max(1, count // 2)
                 continue
             if slots is None:
                 # never wait for more slots while holding some (two large stores would deadlock), nor if none is needed
-                if (
-                    granted
-                    or share_below_one_block(prepared.namespace)
-                    or not space_may_free_up(self.residency, prepared, own=not own)
-                ):
+                if granted or share_below_one_block(grant.namespace) or not space_may_free_up(self.residency, grant, own=not own):
                     break
                 if not self._wait(self._changed, deadline_s):
                     break
@@ -176,33 +173,33 @@ class BlockTable:
             for slot in slots:
                 position = wanted[granted]
                 key = run.keys[position]
-                prepared.slots[key] = slot
+                grant.slots[key] = slot
                 granted += 1
-            prepared.namespace.granted += len(slots)
+            grant.namespace.granted += len(slots)
         for position in wanted[granted:]:
             del self._preparing[run.keys[position]]
-            prepared.outcomes[position] = StoreOutcome.SKIPPED
+            grant.outcomes[position] = StoreOutcome.SKIPPED
         if granted < len(wanted):
-            full = not over and is_full(self.residency, prepared.namespace)
+            full = not over and is_full(self.residency, grant.namespace)
             skipped = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_ROOM_BLOCKS
             self._counters.add(skipped, len(wanted) - granted)
 
-    def complete(self, prepared: SlotGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
+    def complete(self, grant: SlotGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
         """Make written blocks visible, in the order given."""
         outcomes: list[StoreOutcome] = []
         residency = self.residency
         with self._lock:
             for key, checksum in zip(keys, checksums, strict=True):
-                slot = prepared.slots.pop(key, None)
+                slot = grant.slots.pop(key, None)
                 if slot is None:
-                    held = key in self._blocks and self._blocks[key].namespace is prepared.namespace
+                    held = key in self._blocks and self._blocks[key].namespace is grant.namespace
                     outcomes.append(StoreOutcome.EXISTS if held else StoreOutcome.LOST)
                     continue
                 del self._preparing[key]
-                prepared.namespace.granted -= 1
-                block = Block(prepared.namespace, key, prepared.parents[key], prepared.depths[key], checksum)
+                grant.namespace.granted -= 1
+                block = Block(grant.namespace, key, grant.parents[key], grant.depths[key], checksum)
                 self._blocks[key] = block
-                if key == prepared.tail:
+                if key == grant.tail:
                     block.transient, block.produced_here = True, False
                     residency.put_in_dram(block, slot, DramState.CLEAN)
                 elif self._writes_back:
@@ -215,27 +212,27 @@ class BlockTable:
                 outcomes.append(StoreOutcome.STORED)
             if not self._writes.empty:
                 residency.has_writes.notify()
-            self._settle(prepared)
+            self._settle(grant)
             self._changed.notify_all()
         return outcomes
 
-    def abandon(self, prepared: SlotGrant) -> None:
+    def abandon(self, grant: SlotGrant) -> None:
         """Give back the slots of a store that were not completed. Call only when its writer can no longer access them."""
         with self._lock:
-            for key, slot in prepared.slots.items():
+            for key, slot in grant.slots.items():
                 del self._preparing[key]
                 self.dram.free((slot,))
-            prepared.namespace.granted -= len(prepared.slots)
-            if prepared.slots:
-                self._counters.add(node_metrics.STORE_ABANDONED_BLOCKS, len(prepared.slots))
-            prepared.slots.clear()
-            self._settle(prepared)
+            grant.namespace.granted -= len(grant.slots)
+            if grant.slots:
+                self._counters.add(node_metrics.STORE_ABANDONED_BLOCKS, len(grant.slots))
+            grant.slots.clear()
+            self._settle(grant)
             self._changed.notify_all()
 
-    def _settle(self, prepared: SlotGrant) -> None:
-        if not prepared.slots and prepared.guarded is not None:
-            prepared.guarded.pins -= 1
-            prepared.guarded = None
+    def _settle(self, grant: SlotGrant) -> None:
+        if not grant.slots and grant.guarded is not None:
+            grant.guarded.pins -= 1
+            grant.guarded = None
 
     # ---------------------------------------------------------------- reading
     def pin_resident(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Block | None]:

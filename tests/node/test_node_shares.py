@@ -14,7 +14,7 @@ from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.pull import Puller
 from kvstore.node.eviction import quotas as tenants
 from kvstore.node.eviction.execution import evict_from_volume
-from kvstore.node.eviction.quotas import beyond_kept, claim_durable, mark_coldest_evicting, over_share, unclaim_durable
+from kvstore.node.eviction.quotas import beyond_kept, mark_coldest_evicting, over_share, release_durable, reserve_durable
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.state.block_states import VolumeReplica
 from support.quota_node import BLOCK, HALF_NVME, SKIPPED, STORED, QuotaNode
@@ -146,12 +146,12 @@ def test_excess_does_not_count_evictions_in_progress(node: QuotaNode) -> None:
         assert list(over_share(table.residency, Tier.NVME)) == [], "another thread looks before they have left"
     evict_from_volume(table, table.node_volumes[0], victims)
     assert held(node)[1] == 12
-    first = claim_durable(table.residency, node.namespaces[0], 4)
-    second = claim_durable(table.residency, node.namespaces[0], 4)
+    first = reserve_durable(table.residency, node.namespaces[0], 4)
+    second = reserve_durable(table.residency, node.namespaces[0], 4)
     assert (first.blocks, len(first.victims)) == (0, 4)
     assert (second.blocks, len(second.victims)) == (4, 0), "what leaves for one is not asked for twice"
     evict_from_volume(table, table.node_volumes[0], first.victims)
-    unclaim_durable(table.residency, second)
+    release_durable(table.residency, second)
     assert held(node)[1] == 8
 
 

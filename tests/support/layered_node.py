@@ -8,7 +8,7 @@ from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockRun, NodeId, Outcome, StoreOutcome
-from kvstore.node.base.staging_budget import StagingBudget
+from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.loads.prompt_wait import PromptWaits
@@ -52,7 +52,7 @@ class LayeredNode(NodeHarness):
 
     def __init__(self, *, arena_bytes: int = 4 * MIB, buffer_bytes: int = 2 * MIB, cache_loads: bool = True) -> None:
         super().__init__(specs=[SPEC], arena_bytes=arena_bytes, clock=MonotonicClock(), cache_loads=cache_loads)
-        self.budget = StagingBudget("prefill_buffer", buffer_bytes, self.clock, self.counters)
+        self.budget = BufferBudget("prefill_buffer", buffer_bytes, self.clock, self.counters)
         self.layered = LayeredLoader(
             NODE_ID, self.table, self.peers, self.loader, self.budget, self.counters, self.clock,
             window_bytes=8 * SHAPE.layer_block_bytes, threads=4,

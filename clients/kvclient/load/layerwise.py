@@ -62,20 +62,20 @@ class LoadHandle(CallHandle[LoadResult]):
     def __init__(
         self,
         scope: CallScope,
-        gate: LayerBarrier,
+        barrier: LayerBarrier,
         future: Future[LoadResult],
         layers: int,
         follow: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(scope, future)
         self._follow = follow
-        self._gate = gate
+        self._barrier = barrier
         self._layers = layers
 
     @property
     def promised_blocks(self) -> int:
         """Number of leading blocks that may still become hits. Only shrinks, and ends as the result's ``hit_blocks``."""
-        return self._gate.promised_blocks
+        return self._barrier.promised_blocks
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
         """Wait until one layer of every block that will be a hit is in the buffer.
@@ -97,7 +97,7 @@ class LoadHandle(CallHandle[LoadResult]):
         if not isinstance(layer, int) or not 0 <= layer < self._layers:
             raise InvalidArgument("no such layer", layer=layer, layers=self._layers)
         left_s = self._scope.left_s() + _GRACE_S
-        arrived = self._gate.wait(
+        arrived = self._barrier.wait(
             layer, left_s if timeout_s is None else min(check_seconds("timeout_s", timeout_s, zero=True), left_s)
         )
         if arrived and self._follow is not None:

@@ -65,8 +65,8 @@ class PlannedSource:
             threads = request.context.part_threads
             near_done = threads.submit(copy_context().run, self._fetch_near, request, near, sink)
         try:
-            load = _PlannedLoad(request, sink, self._local, session, self._metadata, self._paths, planned)
-            load.run()
+            planned_load = _PlannedLoad(request, sink, self._local, session, self._metadata, self._paths, planned)
+            planned_load.run()
         finally:
             if near_done is not None:
                 near_done.result()

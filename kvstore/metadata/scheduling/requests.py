@@ -93,6 +93,7 @@ class RequestTable:
         self._requests: dict[str, RouterRequest] = {}
         self._attempts: dict[int, RouterRequest] = {}  # by generation
         self._generations = itertools.count(secrets.randbits(62) + 1)
+        self._deadline_numbers = itertools.count()  # decide between equal deadlines
         self._ended: OrderedDict[bytes, tuple[ErrorKind, str]] = OrderedDict()
         self._deadlines: list[tuple[float, int, RouterRequest]] = []
         self.bytes = 0
@@ -170,9 +171,9 @@ class RequestTable:
     def set_deadline(self, request: RouterRequest, deadline_s: float) -> None:
         """Set the time at which the request is dropped if it still lacks an engine."""
         request.deadline_s = deadline_s
-        heapq.heappush(self._deadlines, (deadline_s, next(self._generations), request))
+        heapq.heappush(self._deadlines, (deadline_s, next(self._deadline_numbers), request))
         if len(self._deadlines) > 2 * len(self._requests) + _SPARE_DEADLINES:  # most belong to paired or ended requests
-            live = {id(one): (one.deadline_s, one.generation, one) for _, _, one in self._deadlines if not one.ended}
+            live = {id(one): (one.deadline_s, number, one) for _, number, one in self._deadlines if not one.ended}
             self._deadlines = [entry for entry in live.values() if not entry[2].paired]
             heapq.heapify(self._deadlines)
 

@@ -30,7 +30,7 @@ from kvstore.core.errors import Conflict, KVStoreError
 from kvstore.core.types import StoreOutcome
 from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.eviction.execution import evict_from_volume
-from kvstore.node.eviction.quotas import WriteAllowance, claim_durable, unclaim_durable
+from kvstore.node.eviction.quotas import WriteAllowance, release_durable, reserve_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.state.change_log import runs_of
 from kvstore.node.state.model import Block, NodeVolume
@@ -56,7 +56,7 @@ BACKOFF_S = 2.0
 _STALL_LOG_S = 10.0
 IDLE_WAIT_S = 0.5
 REMOTE_DEADLINE_S = 30.0
-CLAIM_TRIES = 8
+RESERVE_TRIES = 8
 """Attempts to evict a tenant's coldest blocks for a batch, while its other batches use the freed share."""
 EVICT_AHEAD = 4
 """An eviction frees space for this many batches, so that few commits only remove."""
@@ -83,24 +83,24 @@ class LocalTarget:
 
     def persist(self, blocks: Sequence[Block], wait_turn: Callable[[], None]) -> None:
         namespace = blocks[0].namespace
-        claim = self._claim(namespace, len(blocks))
+        allowance = self._reserve(namespace, len(blocks))
         try:
-            self._persist(blocks[: claim.blocks], wait_turn)
+            self._persist(blocks[: allowance.blocks], wait_turn)
         finally:
-            unclaim_durable(self._table.residency, claim)
-        if denied := blocks[claim.blocks :]:
+            release_durable(self._table.residency, allowance)
+        if denied := blocks[allowance.blocks :]:
             wait_turn()
             self._counters.add(node_metrics.WRITE_BACK_BEYOND_QUOTA_BLOCKS, len(denied))
             for block in denied:
                 self._table.writeback_failed(block, denied=True)
 
-    def _claim(self, namespace: NodeNamespace, wanted: int) -> WriteAllowance:
-        """Claim space in the tenant's share for as many leading blocks as possible, evicting its coldest blocks."""
-        for _ in range(CLAIM_TRIES):
-            claim = claim_durable(self._table.residency, namespace, wanted)
-            if not claim.victims:
-                return claim
-            self._evict(None, claim.victims)
+    def _reserve(self, namespace: NodeNamespace, wanted: int) -> WriteAllowance:
+        """Reserve space in the tenant's share for as many leading blocks as possible, evicting its coldest blocks."""
+        for _ in range(RESERVE_TRIES):
+            allowance = reserve_durable(self._table.residency, namespace, wanted)
+            if not allowance.victims:
+                return allowance
+            self._evict(None, allowance.victims)
         return WriteAllowance(0)
 
     def _persist(self, blocks: Sequence[Block], wait_turn: Callable[[], None]) -> None:

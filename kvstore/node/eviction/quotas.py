@@ -256,7 +256,7 @@ def free_durable(residency: Residency, namespace: NodeNamespace) -> int | None:
         account, share = namespace.account, _limit(namespace, Tier.NVME)
         if account is None or share is None:
             return None
-        return share - _taken_bytes(residency, account, Tier.NVME) - account.claimed_bytes
+        return share - _taken_bytes(residency, account, Tier.NVME) - account.reserved_bytes
 
 
 class WriteAllowance(NamedTuple):
@@ -266,11 +266,11 @@ class WriteAllowance(NamedTuple):
     victims: Sequence[Block] = ()
     """If ``blocks`` is 0: blocks of the tenant, marked as evicting, to evict before the caller asks again."""
     account: TenantAccount | None = None
-    """The tenant of ``claimed_bytes``; give them back with ``unclaim_durable``."""
-    claimed_bytes: int = 0
+    """The tenant of ``reserved_bytes``; give them back with ``release_durable``."""
+    reserved_bytes: int = 0
 
 
-def claim_durable(residency: Residency, namespace: NodeNamespace, count: int) -> WriteAllowance:
+def reserve_durable(residency: Residency, namespace: NodeNamespace, count: int) -> WriteAllowance:
     """Reserve room for ``count`` blocks of a namespace on durable volumes, or some, within its tenant's share; takes the lock."""
     if _limit(namespace, Tier.NVME) is None:
         return WriteAllowance(count)
@@ -281,21 +281,21 @@ def claim_durable(residency: Residency, namespace: NodeNamespace, count: int) ->
             return WriteAllowance(count)
         join(residency, namespace, empty=True)
         count = min(count, allowed // size)
-        free = allowed - _taken_bytes(residency, account, Tier.NVME) - account.claimed_bytes
+        free = allowed - _taken_bytes(residency, account, Tier.NVME) - account.reserved_bytes
         if count and free < count * size:
             victims = mark_coldest_evicting(residency, account.orders[Tier.NVME], count * size - free)
             if victims:
                 return WriteAllowance(0, victims)
         count = min(count, max(0, free // size))
-        account.claimed_bytes += count * size
+        account.reserved_bytes += count * size
         return WriteAllowance(count, (), account, count * size)
 
 
-def unclaim_durable(residency: Residency, leave: WriteAllowance) -> None:
-    """Return the bytes of ``claim_durable``, after the write or instead of it; takes the lock."""
-    if leave.account is not None:
+def release_durable(residency: Residency, allowance: WriteAllowance) -> None:
+    """Return the bytes of ``reserve_durable``, after the write or instead of it; takes the lock."""
+    if allowance.account is not None:
         with residency.lock:
-            leave.account.claimed_bytes -= leave.claimed_bytes
+            allowance.account.reserved_bytes -= allowance.reserved_bytes
 
 
 def enter(residency: Residency, orders: Mapping[Tier, EvictionOrder], held: Sequence[Block]) -> None:

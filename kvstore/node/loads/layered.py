@@ -32,7 +32,7 @@ from kvstore.core.cancel_scope import current
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
-from kvstore.node.base.staging_budget import StagingBudget
+from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.peers import Peers
@@ -146,7 +146,7 @@ class LayeredLoader:
         table: BlockTable,
         peers: Peers,
         loader: Loader,
-        budget: StagingBudget,
+        budget: BufferBudget,
         counters: Counters,
         clock: Clock,
         *,

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 
 from kvstore.core.cancel_scope import CancelScope, current
 from kvstore.core.types import NodeId, Outcome, Tier
-from kvstore.node.base.staging_budget import StagingBudget
+from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs, equal_stretches
 from kvstore.node.state.model import Block, Recent
@@ -29,7 +29,7 @@ from kvstore.rpc.auth.interceptor import tenant
 class PromptWaits:
     """Waits of decode engines on this host for their prompts. Thread-safe; any thread may iterate a wait."""
 
-    def __init__(self, node_id: NodeId, table: BlockTable, loader: Loader, budget: StagingBudget, counters: Counters) -> None:
+    def __init__(self, node_id: NodeId, table: BlockTable, loader: Loader, budget: BufferBudget, counters: Counters) -> None:
         self._node_id = node_id
         self._table = table
         self._loader = loader

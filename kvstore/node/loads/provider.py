@@ -80,19 +80,19 @@ class NodeProvider(BlockProvider):
     def write(self, request: WriteRequest) -> WriteGrant:
         namespace = self._namespaces.of_shape(request.run.namespace, request.shape)
         if self._gate.closed and not self._gate.awaits(request.run.keys):
-            prepared = self._gate.reject(namespace, request.run)
+            grant = self._gate.reject(namespace, request.run)
         else:
             until_s = min(request.deadline_s, self._clock.now_s() + MAX_WRITE_WAIT_S)
-            prepared = self._table.prepare(namespace, request.run, until_s)
+            grant = self._table.prepare(namespace, request.run, until_s)
         if request.tail:
-            prepared.tail = request.run.keys[-1]
+            grant.tail = request.run.keys[-1]
         if request.durable:
-            self._await_durability(namespace, prepared, request)
-        return _Grant(self._table, prepared, request)
+            self._await_durability(namespace, grant, request)
+        return _Grant(self._table, grant, request)
 
-    def _await_durability(self, namespace: NodeNamespace, prepared: SlotGrant, request: WriteRequest) -> None:
+    def _await_durability(self, namespace: NodeNamespace, grant: SlotGrant, request: WriteRequest) -> None:
         """Wait until blocks that the node holds are durable. Those that are not in time are SKIPPED, not EXISTS."""
-        held = [at for at, outcome in enumerate(prepared.outcomes) if outcome is StoreOutcome.EXISTS]
+        held = [at for at, outcome in enumerate(grant.outcomes) if outcome is StoreOutcome.EXISTS]
         keys = [request.run.keys[at] for at in held]
         if all(self._table.are_durable(keys)):
             return
@@ -100,24 +100,24 @@ class NodeProvider(BlockProvider):
         self._table.wait_written(request.deadline_s)
         for at, durable in zip(held, self._table.are_durable(keys), strict=True):
             if not durable:
-                prepared.outcomes[at] = StoreOutcome.SKIPPED
+                grant.outcomes[at] = StoreOutcome.SKIPPED
 
 
 class _Grant(WriteGrant):
-    def __init__(self, table: BlockTable, prepared: SlotGrant, request: WriteRequest) -> None:
+    def __init__(self, table: BlockTable, grant: SlotGrant, request: WriteRequest) -> None:
         self._table = table
-        self._prepared = prepared
+        self._grant = grant
         self._request = request
-        self._keys = list(prepared.slots)
-        self.outcomes = prepared.outcomes
-        self.views = [table.dram.view(slot, request.shape.block_bytes) for slot in prepared.slots.values()]
+        self._keys = list(grant.slots)
+        self.outcomes = grant.outcomes
+        self.views = [table.dram.view(slot, request.shape.block_bytes) for slot in grant.slots.values()]
 
     def commit(self, checksums: Checksums, good: Sequence[bool]) -> Sequence[StoreOutcome]:
         leading = next((position for position, is_good in enumerate(good) if not is_good), len(good))
         keys = self._keys[:leading]
         rows = [checksums[position].astype("<u8", copy=False).tobytes() for position in range(leading)]
-        outcomes = self._table.complete(self._prepared, keys, rows)
-        self._table.abandon(self._prepared)
+        outcomes = self._table.complete(self._grant, keys, rows)
+        self._table.abandon(self._grant)
         if self._request.durable and keys:
             self._table.wait_written(self._request.deadline_s)
             durable = self._table.are_durable(keys)
@@ -127,7 +127,7 @@ class _Grant(WriteGrant):
         return [*outcomes, *rest]
 
     def abort(self) -> None:
-        self._table.abandon(self._prepared)
+        self._table.abandon(self._grant)
 
 
 def checksums_of(blocks: Sequence[Block], shape: BlockShape) -> Checksums:

@@ -15,7 +15,7 @@ from kvstore.core.cancel_scope import run_in_pool
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
-from kvstore.node.base.staging_budget import StagingBudget
+from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.control.retention import Retainer
 from kvstore.node.durability.volume_checks import Check, CheckState, VolumeChecks
 from kvstore.node.eviction.execution import EvictionResult, evict_down_to, evict_namespace, invalidate
@@ -62,7 +62,7 @@ class AdminParts:
     namespaces: NamespaceRegistry
     sessions: Sessions
     replica_log: ReplicaChangeLog
-    buffers: Mapping[str, StagingBudget]
+    buffers: Mapping[str, BufferBudget]
     recent: RecentLoads
     traffic: KvTraffic
     publisher: Callable[[], IndexPublisher | None]

@@ -11,8 +11,8 @@ import kvstore
 from kvproto.v1.common_pb2 import NODE_STATE_DRAIN_BLOCKED
 from kvstore import native
 from kvstore.core.errors import Unsupported
+from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.base.process_stall import ProcessStallDetector
-from kvstore.node.base.staging_budget import StagingBudget
 from kvstore.node.control.drain import Drainer
 from kvstore.node.publish.health import HealthReporter
 from kvstore.node.rpc.sessions import Sessions
@@ -67,7 +67,7 @@ class NodeGauges:
         table: BlockTable,
         sessions: Sessions,
         replica_log: ReplicaChangeLog,
-        buffers: Mapping[str, StagingBudget],
+        buffers: Mapping[str, BufferBudget],
         registered: Callable[[], bool],
         links: Links,
         drainer: Drainer,

@@ -116,7 +116,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._timings = timings
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
         self._load_threads = WaitThreads(MAX_LOADS, "loads", counters)
-        self._layered_threads = WaitThreads(MAX_LAYERED_LOADS, "staged-loads", counters)
+        self._layered_threads = WaitThreads(MAX_LAYERED_LOADS, "layered-loads", counters)
         self._prompt_threads = WaitThreads(MAX_PROMPTS, "prompts", counters)
         self._wait_threads = WaitThreads(MAX_WAITS, "waits", counters)
         self._streams = LoadStreams(table, sessions, counters, clock)

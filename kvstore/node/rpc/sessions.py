@@ -38,7 +38,7 @@ REMOTE_IDLE_TTL_S = 60.0
 
 @dataclass(slots=True)
 class _Store:
-    prepared: SlotGrant
+    grant: SlotGrant
     expires_s: float
     answer: tuple[bytes, bytes] | None = None
     """Outcomes and offsets as first answered, for a retry."""
@@ -137,7 +137,7 @@ class Sessions:
         if session.leave_tenant is not None:
             session.leave_tenant()
         for store in stores:
-            self._table.abandon(store.prepared)
+            self._table.abandon(store.grant)
         for lease in leases:
             self._table.unpin(lease.blocks)
         self._counters.add(node_metrics.SESSIONS_ENDED)
@@ -181,19 +181,19 @@ class Sessions:
             if len(session.stores) >= MAX_STORES_PER_SESSION:
                 raise CapacityExceeded("too many stores under way in this session", limit=MAX_STORES_PER_SESSION)
         if self._gate.closed:
-            prepared = self._gate.reject(session.namespace, run)
+            grant = self._gate.reject(session.namespace, run)
         else:
-            prepared = self._table.prepare(session.namespace, run, deadline_s, heads=heads)
-        offsets = b"".join(slot.offset.to_bytes(8, "little") for slot in prepared.slots.values())
-        answer = (bytes(prepared.outcomes), offsets)
-        store = _Store(prepared, self._clock.now_s() + self._prepare_ttl_s, answer)
+            grant = self._table.prepare(session.namespace, run, deadline_s, heads=heads)
+        offsets = b"".join(slot.offset.to_bytes(8, "little") for slot in grant.slots.values())
+        answer = (bytes(grant.outcomes), offsets)
+        store = _Store(grant, self._clock.now_s() + self._prepare_ttl_s, answer)
         with self._lock:
             ended = self._sessions.get(session.session_id) is not session or operation in session.aborted
             raced = None if ended else session.stores.get(operation)
             if not ended and raced is None:
                 session.stores[operation] = store
                 return answer
-        self._table.abandon(prepared)
+        self._table.abandon(grant)
         if raced is not None and raced.answer is not None:
             return raced.answer
         raise LeaseLost("the session has ended, or the store was aborted")
@@ -209,7 +209,7 @@ class Sessions:
                 return [StoreOutcome.LOST] * len(keys)
             if not all(key in store.completed for key in keys):
                 fresh = [index for index, key in enumerate(keys) if key not in store.completed]
-                outcomes = self._table.complete(store.prepared, [keys[i] for i in fresh], [checksums[i] for i in fresh])
+                outcomes = self._table.complete(store.grant, [keys[i] for i in fresh], [checksums[i] for i in fresh])
                 store.completed.update((keys[i], outcome) for i, outcome in zip(fresh, outcomes, strict=True))
             return [store.completed[key] for key in keys]
 
@@ -218,7 +218,7 @@ class Sessions:
         with self._lock:
             store = session.stores.pop(operation, None)
             if store is not None:
-                self._table.abandon(store.prepared)
+                self._table.abandon(store.grant)
                 return
             session.aborted[operation] = None
             if len(session.aborted) > MAX_STORES_PER_SESSION:
@@ -227,7 +227,7 @@ class Sessions:
     @staticmethod
     def _forget_finished(session: Session) -> None:
         for operation in [
-            operation for operation, store in session.stores.items() if not store.prepared.slots and not store.expired
+            operation for operation, store in session.stores.items() if not store.grant.slots and not store.expired
         ]:
             del session.stores[operation]
 
@@ -271,7 +271,7 @@ class Sessions:
                 for operation, store in list(session.stores.items()):
                     if store.expires_s >= now_s:
                         continue
-                    if not store.prepared.slots:
+                    if not store.grant.slots:
                         del session.stores[operation]  # completed long ago: no retry will follow
                     elif not store.expired:
                         store.expired = True  # its slots stay reserved until the session ends

@@ -29,9 +29,8 @@ def validate(residency: Residency) -> None:
         if block.dram is not None:
             assert block.dram.offset not in slots, "one slot, two blocks"
             slots.add(block.dram.offset)
-    for prepared in set(map(id, residency.preparing.values())):
-        store = next(one for one in residency.preparing.values() if id(one) == prepared)
-        for slot in store.slots.values():
+    for grant in {id(one): one for one in residency.preparing.values()}.values():
+        for slot in grant.slots.values():
             assert slot.offset not in slots, "a slot both held and being written"
             slots.add(slot.offset)
     assert len(residency.dram_policy) == sum(block.dram is not None for block in residency.blocks.values())

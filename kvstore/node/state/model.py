@@ -83,7 +83,7 @@ class Block:
     produced_here = _SettableFlag(_PRODUCED)
     """Stored here by an engine or a peer, so this node must make it durable. False: a copy of another node's block."""
     transient = _SettableFlag(_TRANSIENT)
-    """Only staged here: leaves DRAM when it is no longer pinned."""
+    """Kept in DRAM only while it is pinned."""
 
     def __init__(self, namespace: NodeNamespace, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.namespace = namespace

@@ -108,7 +108,7 @@ class QuotaShare(NamedTuple):
 class TenantAccount:
     """One tenant's namespaces here, and its share."""
 
-    __slots__ = ("claimed_bytes", "namespaces", "orders", "share", "tenant")
+    __slots__ = ("namespaces", "orders", "reserved_bytes", "share", "tenant")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -116,8 +116,8 @@ class TenantAccount:
         self.share = QuotaShare()
         self.orders: dict[Tier, EvictionOrder] = {}
         """Orders of the tiers in which it has a quota."""
-        self.claimed_bytes = 0
-        """Bytes being written to durable volumes, reserved by ``claim_durable``."""
+        self.reserved_bytes = 0
+        """Bytes being written to durable volumes, reserved by ``reserve_durable``."""
 
 
 class TenantLedger:

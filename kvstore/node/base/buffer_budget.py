@@ -20,7 +20,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 
 
-class StagingBudget:
+class BufferBudget:
     """A budget of bytes with admission in order of arrival. Thread-safe.
 
     Args:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.clock import MonotonicClock
-from kvstore.node.base.staging_budget import StagingBudget
+from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.observe.counters import Counters
 from support.wait import wait_until
 
@@ -17,9 +17,9 @@ SHORT_S = 0.02
 LONG_S = 20.0
 
 
-def make(capacity: int) -> tuple[StagingBudget, Counters, MonotonicClock]:
+def make(capacity: int) -> tuple[BufferBudget, Counters, MonotonicClock]:
     counters, clock = Counters(), MonotonicClock()
-    return StagingBudget("prefill_buffer", capacity, clock, counters), counters, clock
+    return BufferBudget("prefill_buffer", capacity, clock, counters), counters, clock
 
 
 def test_admit_larger_than_capacity_is_refused_at_once() -> None:
