@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -333,3 +334,22 @@ def test_slab_without_io_threads_is_rejected(folder: Path) -> None:
     open_slab(folder).close()
     with pytest.raises(InvalidArgument):
         SlabFile(folder / "slab.kv", io_threads=0, direct=False, writable=False, counters=Counters())
+
+
+@pytest.mark.parametrize("refused", ["slab-io_0", "slab-io_1"])
+def test_slab_without_io_thread_reads_all(
+    slab: NvmeSlab, counters: Counters, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """The process may start no thread, or only one."""
+    start = threading.Thread.start
+    shape = BlockShape(2, 3 << 20)  # not merged: a request for each block
+
+    def limited_start(thread: threading.Thread) -> None:
+        if thread.name == refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited_start)
+    items = stored(slab, 2, shape)
+    assert_reads_back(slab, items)
+    assert counters.snapshot()["nvme_threads_refused_total"] >= 1

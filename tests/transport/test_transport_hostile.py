@@ -13,25 +13,29 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from kvstore.core.errors import CapacityExceeded, ErrorKind, InvalidArgument, KVStoreError, Unauthenticated, Unavailable
-from kvstore.core.types import BlockRun, BlockShape, Outcome, StoreOutcome
+from kvstore.core.types import BlockRun, BlockShape, NamespaceId, Outcome, StoreOutcome
 from kvstore.observe.counters import Counters
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload, checksums_of
 from kvstore.testing.transport_suite import NAMESPACE, PATIENCE_S, ask, content, dense, filled, store
 from kvstore.transport.addresses import parse_address
+from kvstore.transport.contract import ReadRequest
 from kvstore.transport.tcp import frames
 from kvstore.transport.tcp.frames import FrameKind, ReadFrame, WriteFrame
 from kvstore.transport.tcp.peer import TcpPeer
 from kvstore.transport.tcp.server import TcpServer
+from support.wait import wait_until
 
 SHAPE = BlockShape(2, 30_000)
 COUNT = 24
+BIG = NamespaceId(b"big" + b"n" * 13)
 
 
 @pytest.fixture
@@ -150,6 +154,25 @@ def test_server_invalid_head_answers_error_and_closes(server: TcpServer, head: b
         assert refusal(sock).kind is ErrorKind.INVALID_ARGUMENT
         assert ended(sock)
     assert serves(server)
+
+
+def test_server_without_thread_refuses_one_connection(
+    server: TcpServer, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    failures = [RuntimeError("can't start new thread")]
+
+    def limited_start(thread: threading.Thread) -> None:
+        if thread.name.startswith("data-127.") and failures:
+            raise failures.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited_start)
+    with raw(server, greet=False) as sock:
+        assert isinstance(refusal(sock), CapacityExceeded)
+        assert ended(sock)
+    assert serves(server)
+    assert counters.snapshot()["transport_accept_errors_total"] == 1
 
 
 def test_server_request_before_hello_is_refused(server: TcpServer, provider: MemoryProvider) -> None:
@@ -474,6 +497,36 @@ def test_read_connection_cut_next_read_succeeds(provider: MemoryProvider, proxy:
     proxy.to_client.cut_after = None
     assert peer.read(ask(range(COUNT), 2), buffer).outcomes == [Outcome.HIT] * COUNT
     peer.close()
+
+
+def test_read_without_helper_thread_succeeds(
+    provider: MemoryProvider, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may start one of two helper threads. The first has begun to receive when the second is refused."""
+    counters = Counters()
+    peer = TcpPeer(proxy.address, streams=3, cores=6, counters=counters)
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def limited_start(thread: threading.Thread) -> None:
+        if thread.name == f"data-{proxy.address}_1":
+            refused.append(thread.name)
+            wait_until(lambda: counters.snapshot().get("transport_peer_bytes_received_total", 0) > 0)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited_start)
+    shape = BlockShape(2, 1 << 20)
+    provider.declare(BIG, shape)
+    provider.put(BIG, range(12))
+    buffer = dense(12, shape)
+    request = ReadRequest(BIG, [block_key(number) for number in range(12)], 0, 2, 0, time.monotonic() + 20.0)
+    result = peer.read(request, buffer)
+    peer.close()
+    assert refused
+    assert result.outcomes == [Outcome.HIT] * 12
+    assert [content(buffer, number) for number in range(12)] == [block_payload(number, shape) for number in range(12)]
+    assert counters.snapshot()["transport_peer_helpers_refused_total"] == 1
 
 
 def test_peer_idle_connections_cut_are_replaced(provider: MemoryProvider, proxy: FaultProxy) -> None:

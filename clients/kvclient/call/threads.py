@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from kvstore.core.errors import Unavailable
+from kvstore.process.threads.submission import submit
 
 Result = TypeVar("Result")
 
@@ -31,14 +32,14 @@ class LazyThreadPool:
         """Run ``work`` in a thread.
 
         Raises:
-            Unavailable: the client is closed.
+            Unavailable: the client is closed, or the process may start no further thread. The work never runs.
         """
         with self._lock:
             if self._closed:
                 raise Unavailable("the client is closed")
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix=self._name)
-            return self._pool.submit(work, *arguments)
+            return submit(self._pool, work, *arguments)
 
     def close(self) -> None:
         """Refuse new work and wait until the work under way has ended."""

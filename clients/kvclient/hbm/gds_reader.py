@@ -25,11 +25,12 @@ from kvclient.hbm.pool_state import PoolState
 from kvclient.memory.device_buffer import DeviceHung
 from kvclient.memory.engine_pool import StoredVolume
 from kvstore.config.node import MountSection
-from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.core.errors import InvalidArgument, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.node.loads.mounts import Answers, Mount
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.metric_definitions import device as device_metrics
+from kvstore.process.threads.submission import submit
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe import choose_gds, glance_at_gds
@@ -287,8 +288,8 @@ class GdsReader:
         try:
             for group in groups:
                 try:
-                    futures.append(self._threads().submit(read_one, *group))
-                except RuntimeError:  # the pool is being closed
+                    futures.append(submit(self._threads(), read_one, *group))
+                except Unavailable:  # the pool is being closed, or no thread can be started
                     pending.ended()
             for future in futures:
                 future.result()

@@ -72,6 +72,9 @@ PEER_CORRUPT_BLOCKS: Final = group.counter(
     "transport_peer_corrupt_blocks_total", "blocks received from peers with a wrong checksum"
 )
 PEER_FAST_FAILURES: Final = group.counter("transport_peer_fast_failures_total", "requests refused by an open circuit breaker")
+PEER_HELPERS_REFUSED: Final = group.counter(
+    "transport_peer_helpers_refused_total", "reads with fewer streams because a thread could not be started"
+)
 PEER_HUNG: Final = group.counter("transport_peer_hung_total", "times that a server stopped answering while calls waited for it")
 PEER_IDLE_BROKEN: Final = group.counter("transport_peer_idle_broken_total", "idle connections to peers that were found broken")
 PEER_POOL_TIMEOUTS: Final = group.counter(

@@ -34,6 +34,9 @@ NVME_OPENED_READ_ONLY: Final = group.counter("nvme_opened_read_only_total", "vol
 NVME_READ_ERRORS: Final = group.counter("nvme_read_errors_total", "reads that failed with an I/O error")
 NVME_RECOVERY_DROPPED: Final = group.counter("nvme_recovery_dropped_total", "invalid catalog entries dropped at start")
 NVME_RESUMED: Final = group.counter("nvme_resumed_total", "read-only volumes that accept blocks again")
+NVME_THREADS_REFUSED: Final = group.counter(
+    "nvme_threads_refused_total", "batches of I/O with fewer threads because one could not be started"
+)
 NVME_SYNC_ERRORS: Final = group.counter("nvme_sync_errors_total", "syncs that failed with an I/O error")
 NVME_WRITE_ERRORS: Final = group.counter("nvme_write_errors_total", "writes that failed with an I/O error")
 VOLUME_STALLS: Final = group.counter("volume_stalls_total", "stalls of a volume, own or mounted")

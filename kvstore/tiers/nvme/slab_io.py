@@ -26,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,9 @@ from kvstore.core import checksum
 from kvstore.core.errors import InvalidArgument, Unavailable, Unsupported
 from kvstore.core.types import Outcome
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
+from kvstore.process.threads.submission import submit
 from kvstore.tiers.allocator import ALIGNMENT, round_up
 from kvstore.tiers.contract import BlockRecord
 from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
@@ -48,6 +50,7 @@ from kvstore.tiers.io_engines.posix import PosixFile
 from kvstore.tiers.nvme.superblock import DATA_START
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 
 MERGE_BYTES = 4 << 20
 """Adjacent slots are merged up to this size; a device gains nothing from larger requests, and threads share the work better."""
@@ -282,8 +285,16 @@ class SlabFile:
                     return
                 work(piece)
 
-        pending = {self._executor.submit(lane) for _ in range(min(self._threads, len(todo)))}
-        futures = set(pending)
+        futures: set[Future[None]] = set()
+        try:
+            for _ in range(min(self._threads, len(todo))):
+                futures.add(submit(self._executor, lane))
+        except Unavailable as error:
+            self._counters.add(volumes_metrics.NVME_THREADS_REFUSED)
+            _limited.warning("slab %s: I/O thread not started: %s", self.path, error)
+            if not futures:
+                lane()
+        pending = futures
         while pending:
             _, pending = wait(pending, timeout=_STALL_LOG_S)
             if pending:

@@ -33,6 +33,7 @@ from kvstore.core.types import KEY_BYTES, BlockRun, BlockShape, StoreOutcome
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import transport as transport_metrics
+from kvstore.process.threads.submission import submit
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.contract import (
     BlockPeer,
@@ -250,7 +251,7 @@ class TcpPeer(BlockPeer):
                     if self._helpers is None and not self._closed:
                         self._helpers = ThreadPoolExecutor(self._max_helpers, f"data-{self.address}")
                     if self._helpers is not None and not self._closed:
-                        helpers = [self._helpers.submit(self._run_stream, state, helper=True) for _ in range(state.streams - 1)]
+                        self._start_helpers(self._helpers, state, helpers)
             ended = [self._run_stream(state, helper=False)]
         except BaseException:
             state.cancel()
@@ -261,6 +262,18 @@ class TcpPeer(BlockPeer):
             wait(started)  # bounded, because every wait of a stream has the request's deadline
         ended += [helper.result() for helper in started]
         return next((found for found in ended if found is not None), None)
+
+    def _start_helpers(self, pool: ThreadPoolExecutor, state: StripedRead, helpers: list[Future[KVStoreError | None]]) -> None:
+        """Start helper threads and add each to ``helpers`` at once. Without a thread, the streams that run read everything."""
+        try:
+            for _ in range(state.streams - 1):
+                helpers.append(submit(pool, self._run_helper, state))  # noqa: PERF401  # kept if a later one is refused
+        except Unavailable as error:
+            self._counters.add(transport_metrics.PEER_HELPERS_REFUSED)
+            limited.warning("helper thread of a read not started: %s (peer=%s)", error, self.address)
+
+    def _run_helper(self, state: StripedRead) -> KVStoreError | None:
+        return self._run_stream(state, helper=True)
 
     def _run_stream(self, state: StripedRead, *, helper: bool) -> KVStoreError | None:
         """Run units on connections until none is left. Return the error that ended the stream early, if any."""

@@ -163,18 +163,37 @@ class TcpServer:
                 limited.warning("data connection not accepted: %s", error)
                 time.sleep(0.05)
                 continue
-            self._evict_connection()
-            peer = format_address(*remote[:2])
-            with self._lock:
-                refused = self._stopping or len(self._sockets) >= self._max_connections
-                if not refused:
-                    thread = threading.Thread(target=self._serve, args=(sock, peer), name=f"data-{peer}", daemon=True)
-                    self._sockets[thread] = sock
+            try:
+                self._begin_serving(sock, format_address(*remote[:2]))
+            except Exception:  # the acceptor must survive a bug
+                self._counters.add(transport_metrics.INTERNAL_ERRORS)
+                log.exception("data connection not accepted: internal error")
+                sock.close()
+
+    def _begin_serving(self, sock: socket.socket, peer: str) -> None:
+        """Serve an accepted connection in a thread of its own, or refuse it."""
+        self._evict_connection()
+        with self._lock:
+            no_thread: RuntimeError | None = None
+            full = self._stopping or len(self._sockets) >= self._max_connections
+            if not full:
+                thread = threading.Thread(target=self._serve, args=(sock, peer), name=f"data-{peer}", daemon=True)
+                self._sockets[thread] = sock
+                try:
                     thread.start()  # under the lock, so that ``stop`` sees only started threads
-            if refused:
-                self._refuse(sock)
-            else:
-                self._counters.add(transport_metrics.CONNECTIONS)
+                except RuntimeError as error:  # the process may start no further thread
+                    del self._sockets[thread]
+                    no_thread = error
+        if full:
+            self._counters.add(transport_metrics.CONNECTIONS_REFUSED)
+            limited.warning("data connection refused: too many (open=%d)", self._max_connections)
+            self._refuse(sock, CapacityExceeded("too many data connections", limit=self._max_connections))
+        elif no_thread is not None:
+            self._counters.add(transport_metrics.ACCEPT_ERRORS)
+            limited.warning("data connection not accepted: %s", no_thread)
+            self._refuse(sock, CapacityExceeded("no thread for a further data connection"))
+        else:
+            self._counters.add(transport_metrics.CONNECTIONS)
 
     def _evict_connection(self) -> None:
         """Close one connection if ``max_connections`` are open.
@@ -205,13 +224,11 @@ class TcpServer:
         limited.warning("data connection evicted: %s (state=%s, open=%d)", thread.name, state, self._max_connections)
         thread.join(_EVICTION_S)
 
-    def _refuse(self, sock: socket.socket) -> None:
-        self._counters.add(transport_metrics.CONNECTIONS_REFUSED)
-        limited.warning("data connection refused: too many (open=%d)", self._max_connections)
+    def _refuse(self, sock: socket.socket, reason: CapacityExceeded) -> None:
         with contextlib.suppress(OSError):
             if self._tls is None:  # a TLS client could not read it
                 sock.setblocking(False)
-                sock.send(frames.encode_error(0, CapacityExceeded("too many data connections", limit=self._max_connections)))
+                sock.send(frames.encode_error(0, reason))
         sock.close()
 
     def _serve(self, sock: socket.socket, peer: str) -> None:

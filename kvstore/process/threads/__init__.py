@@ -1,0 +1,1 @@
+"""Work for threads that may not start."""
