@@ -1,5 +1,5 @@
 # ruff: noqa: N802, ARG002  # names and signatures of the handlers are gRPC's
-"""Handlers of the Metadata service: check the request, call one component, answer. An interceptor maps errors to status codes."""
+"""Handlers of the Metadata service: check the request, call components, answer. An interceptor maps errors to status codes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._parts = parts
         self._lookups = parts.lookups
         self._namespace_owners = NamespaceOwners(parts.index)
-        subscribers = 0 if parts.event_log is None else parts.event_log.most
+        subscribers = 0 if parts.event_log is None else parts.event_log.max_subscribers
         self._subscriptions = TenantLimit("block events", subscribers, parts.counters.add)
         self._streams: set[PublishStream] = set()
 

@@ -234,7 +234,7 @@ class BlockTable:
             grant.guarded.pins -= 1
             grant.guarded = None
 
-    # ---------------------------------------------------------------- reading
+    # ---- reading
     def pin_resident(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Block | None]:
         """Pin the keys that are in DRAM, and mark them used. Returns one entry per key."""
         get = self._blocks.get
@@ -445,7 +445,7 @@ class BlockTable:
                 block.pins -= 1
             self._changed.notify_all()
 
-    # ---------------------------------------------------------------- write-back
+    # ---- write-back
     def take_pending(self, max_blocks: int, max_bytes: int, wait_s: float) -> list[Block]:
         """Return the next blocks to write back, oldest first, all of one namespace. Waits up to ``wait_s`` for the first.
 

@@ -195,7 +195,7 @@ class _PlannedLoad:
             for part in self._parts:
                 source = part.source
                 replaceable = part.planned is not None
-                if replaceable and source.still_for(clock.now_s()) > stall_s and not source.scope.ended:
+                if replaceable and source.seconds_without_progress(clock.now_s()) > stall_s and not source.scope.ended:
                     message = f"part of a load stalled: node {source.node_id}"
                     self._context.incidents.report(client_metrics.PARTS_STALLED, message)
                     part.stalled = True

@@ -49,16 +49,16 @@ class BlockEventLog:
     Args:
         loop: event loop of the subscribers.
         ring_bytes: maximum memory of past changes.
-        most: maximum number of subscribers.
+        max_subscribers: maximum number of subscribers.
         clock: clock.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, ring_bytes: int, most: int, clock: Clock) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, ring_bytes: int, max_subscribers: int, clock: Clock) -> None:
         self.feed_id: Final = secrets.token_bytes(KEY_BYTES)
         """Identifies this numbering: another process, or a restarted one, numbers its changes from the beginning."""
         self.ring_bytes = ring_bytes
         """Maximum memory of past changes."""
-        self.most: Final = most
+        self.max_subscribers: Final = max_subscribers
         """Maximum number of subscribers."""
         self._loop = loop
         self._clock = clock
@@ -156,8 +156,8 @@ class BlockEventLog:
         """
         if self._closed:
             raise Unavailable(_STOPPING)
-        if self._subscribers >= self.most:
-            raise CapacityExceeded("too many subscribers to block events", limit=self.most)
+        if self._subscribers >= self.max_subscribers:
+            raise CapacityExceeded("too many subscribers to block events", limit=self.max_subscribers)
         with self._lock:
             if not self._recording:
                 # the lock holds changes back; one that is committed and not reported yet is seen here and comes as an event, too

@@ -74,7 +74,7 @@ class Lookups:
         count = count_keys(keys)
         nodes = self._nodes
         hit = self._index.lookup(namespace, keys, nodes.visible)
-        if hit.revision != nodes.revision:  # registrations have changed since the view was read
+        if hit.revision != nodes.revision:  # a registration since the view was read; a later one may wait for the next lookup
             nodes.view()
             hit = self._index.lookup(namespace, keys, nodes.visible)
         self._count(namespace, count, hit.blocks)

@@ -54,9 +54,9 @@ class ReadRate:
 
     Args:
         table: the blocks of the node.
-        direct: all volumes use O_DIRECT.
         counters: count failed measurements.
         clock: time.
+        direct: all volumes use O_DIRECT.
     """
 
     def __init__(self, table: BlockTable, counters: Counters, clock: Clock, *, direct: bool) -> None:

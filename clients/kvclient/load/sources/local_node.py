@@ -13,7 +13,7 @@ import numpy as np
 
 from kvclient.load.request import LoadRequest
 from kvclient.load.sink import BlockSink, Mask, Positions, spans
-from kvclient.load.sources.node_stream import NodeLoadStream, NodeMessage, NodeRun, copy_from_arena
+from kvclient.load.sources.node_stream import NodeLoadStream, NodeMessage, NodeRun, copy_leased_blocks
 from kvclient.memory.device_buffer import DeviceBuffer
 from kvclient.nodes.local_session import LocalNode, Session, means_lost
 from kvclient.results import PATH_LOCAL, PATH_PREFILL, Outcomes, outcome_table
@@ -199,7 +199,7 @@ class _SessionLoad:
         # blocks from a disk or a peer arrive more slowly than one thread copies: a second thread would not help
         from_dram = run.tier == Tier.DRAM and run.node_id == self._session.node_id
         threads = COPY_THREADS if from_dram else 1
-        return copy_from_arena(self._request, self._session, run, slice(at, upto), first_layer, layer_count, threads)
+        return copy_leased_blocks(self._request, self._session, run, slice(at, upto), first_layer, layer_count, threads)
 
     def _copy_blocks(self, run: NodeRun) -> None:
         """Copy whole blocks in pieces, and check the scope in between."""

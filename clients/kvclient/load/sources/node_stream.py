@@ -190,7 +190,7 @@ class NodeLoadStream:
         return NodeRun(start, stop, Outcome.HIT, tier, run.source_node, first_layer, layer_count, offsets, checksums, lease_end_s)
 
 
-def copy_from_arena(
+def copy_leased_blocks(
     request: LoadRequest, session: Session, run: NodeRun, part: slice, first_layer: int, layer_count: int, threads: int
 ) -> Mask:
     """Copy layers of some blocks of a run out of the arena, and compare their checksums if the run has them.

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvclient.load.request import LoadRequest
 from kvclient.load.sink import BlockSink, Mask, Positions, spans
-from kvclient.load.sources.node_stream import NodeLoadStream, NodeRun, NodeSession, copy_from_arena
+from kvclient.load.sources.node_stream import NodeLoadStream, NodeRun, NodeSession, copy_leased_blocks
 from kvclient.memory.buffers import pick_blocks
 from kvclient.memory.device_buffer import DeviceBuffer
 from kvclient.nodes.local_session import Session, means_lost
@@ -35,7 +35,7 @@ OPEN_SESSION_S = 2.0
 _MIN_TIMEOUT_S = 0.001
 _COPY_THREADS = 1
 """One thread per part is enough, because the network is the bottleneck."""
-_BY_THIS_HOP = outcome_table(Outcome.TIMEOUT, Outcome.CORRUPT)
+_OF_THE_WIRE = outcome_table(Outcome.TIMEOUT, Outcome.CORRUPT)
 """Outcomes of the hop from another host's node that say nothing about the bytes in storage."""
 
 
@@ -55,7 +55,7 @@ class StoragePathSource(ABC):
         """Deadline and cancellation of this part."""
         self.path = path
         self.node_id = node_id
-        self.moved_s = math.inf
+        self.progress_s = math.inf
         """Time of the last progress; infinite until the part begins."""
         self.error: KVStoreError | None = None
         self._layer_group = layer_group
@@ -63,9 +63,9 @@ class StoragePathSource(ABC):
         self._received = -1
         self._failure = ""
 
-    def still_for(self, now_s: float) -> float:
+    def seconds_without_progress(self, now_s: float) -> float:
         """Return the seconds since the last progress; negative before the part begins."""
-        return now_s - self.moved_s
+        return now_s - self.progress_s
 
     @property
     def failure(self) -> str:
@@ -79,7 +79,7 @@ class StoragePathSource(ABC):
 
     def fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
         """Bring the blocks; see ``LoadSource``. Failures of the store are left in ``error`` and in outcomes."""
-        self.moved_s = request.context.clock.now_s()
+        self.progress_s = request.context.clock.now_s()
         try:
             self._fetch(request, missing, sink)
         except KVStoreError as error:
@@ -118,7 +118,7 @@ class StoragePathSource(ABC):
         with closing(iter(stream)) as messages:
             for message in messages:
                 if message.runs or message.bytes_received != self._received:
-                    self.moved_s, self._received = request.context.clock.now_s(), message.bytes_received
+                    self.progress_s, self._received = request.context.clock.now_s(), message.bytes_received
                 try:
                     for run in message.runs:
                         self._take(request, sink, session, run)
@@ -152,7 +152,7 @@ class StoragePathSource(ABC):
                 done = done[sink.ready_layers(done) == layers]
                 if len(done):
                     sink.record(done, Outcome.HIT, run.tier, run.node_id or self.node_id, self.path)
-                self.moved_s = request.context.clock.now_s()
+                self.progress_s = request.context.clock.now_s()
 
     @abstractmethod
     def _bring(
@@ -201,7 +201,7 @@ class PrefillPath(StoragePathSource):
         layer_count: int,
     ) -> Mask:
         positions = np.arange(run.start, run.stop)[part]
-        good = copy_from_arena(request, self._session, run, part, first_layer, layer_count, _COPY_THREADS)
+        good = copy_leased_blocks(request, self._session, run, part, first_layer, layer_count, _COPY_THREADS)
         if isinstance(request.buffer, DeviceBuffer):
             request.buffer.drain()
         sink.outcomes[positions[~good]] = Outcome.CORRUPT
@@ -234,7 +234,7 @@ class RemotePath(StoragePathSource):
     def _fetch_in_session(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> bool:
         """Bring the blocks in one session. False: it had ended before it answered, as idle sessions do; try another."""
         sessions = request.context.remote_sessions
-        self.moved_s = request.context.clock.now_s()
+        self.progress_s = request.context.clock.now_s()
         timeout_s = min(OPEN_SESSION_S, self._stall_s, self.scope.left_s())
         try:
             session = sessions.session(self._node, max(_MIN_TIMEOUT_S, timeout_s))
@@ -252,12 +252,12 @@ class RemotePath(StoragePathSource):
             sessions.lost(session)
         return not ended or self._received >= 0
 
-    def still_for(self, now_s: float) -> float:
+    def seconds_without_progress(self, now_s: float) -> float:
         """Return the seconds since the last progress. A large read makes progress long before it ends."""
         control = self._control
         if control is not None and control.bytes_received != self._counted:
-            self._counted, self.moved_s = control.bytes_received, now_s
-        return super().still_for(now_s)
+            self._counted, self.progress_s = control.bytes_received, now_s
+        return super().seconds_without_progress(now_s)
 
     def _bring(
         self,
@@ -287,7 +287,7 @@ class RemotePath(StoragePathSource):
         if not good.all():
             self._note_failed(outcomes[~good], "on the way from it")
         # The node had read and verified these blocks: bytes that differ were damaged on this hop, and another path may succeed.
-        outcomes[_BY_THIS_HOP[outcomes]] = Outcome.UNAVAILABLE
+        outcomes[_OF_THE_WIRE[outcomes]] = Outcome.UNAVAILABLE
         sink.outcomes[positions[~good]] = outcomes[~good]
         if not good.all():
             self.scope.cancel()  # the rest is planned over another node
