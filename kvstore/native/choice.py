@@ -1,7 +1,8 @@
 """The kernel of this process: chosen once, at import.
 
-``KVSTORE_NATIVE`` names a kernel (``python``, ``portable``, ``avx2``, ``neon``), to compare them or to exclude one. A library that cannot be
-loaded, is of another version or fails the self-check is not used: the kernel in Python replaces it, with a line in the log.
+``KVSTORE_NATIVE`` names a kernel (``python``, ``portable``, ``avx2``, ``neon``), to compare them or to exclude one. A library
+that cannot be loaded, is of another version or fails the self-check is not used. The kernel in Python replaces it, and a
+warning names the cause.
 """
 
 from __future__ import annotations
