@@ -104,6 +104,16 @@ def test_units_show_daemons_their_files_in_proc(name: str, tmp_path: Path) -> No
     assert ready.exists(), said
 
 
+@pytest.mark.parametrize(("name", "extra"), [("admin", set()), ("router", {"-/etc/kvstore/tokens"})])
+def test_units_of_http_servers_hide_the_node(name: str, extra: set[str]) -> None:
+    """All daemons have one user, so permissions of files do not keep an HTTP server from the node's memory and blocks."""
+    node, settings = systemd_daemon("node").config, unit(SYSTEMD / f"kvstore-{name}.service")
+    (hidden,) = settings["Service.InaccessiblePaths"]
+    assert set(hidden.split()) == {f"-{node.node.run_dir}", f"-{node.data_dir}"} | extra
+    named = systemd_daemon(name).environment.values()
+    assert not any(value.startswith(path.removeprefix("-")) for value in named for path in hidden.split())
+
+
 def test_host_commands_use_daemon_configuration() -> None:
     config, _ = load_config(SYSTEMD / "kvstore.toml")
     admin, node = systemd_daemon("admin").config, systemd_daemon("node").config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -66,6 +67,38 @@ def test_wheel_without_compiler_is_for_any_machine(tmp_path: Path, monkeypatch: 
     with zipfile.ZipFile(wheel) as files:
         assert "kvstore/native/kernel.c" in files.namelist()
         assert "kvstore/native/_kernel.so" not in files.namelist()
+
+
+def cross_tree(folder: Path) -> tuple[Path, Path]:
+    """A copy of the tree with a kernel, as in a checkout. Returns the tree and the kernel."""
+    tree = copied_tree(folder)
+    shutil.copy(REPOSITORY / ".gitignore", tree)
+    library = tree / "kvstore" / "native" / "_kernel.so"
+    library.write_bytes(b"of this machine")
+    return tree, library
+
+
+def test_wheel_cross_compiler_fails_build_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, library = cross_tree(tmp_path / "tree")
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.setenv("KVSTORE_WHEEL_PLATFORM", "manylinux_2_17_aarch64")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        build_packages(tmp_path, out_of=tree)
+    assert b"no kernel for manylinux_2_17_aarch64" in caught.value.stderr
+    assert not list(tmp_path.glob("*.whl"))
+    assert library.read_bytes() == b"of this machine"
+
+
+@pytest.mark.skipif(build_kernel.compiler() is None, reason="no C compiler here")
+def test_wheel_of_another_platform_leaves_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, library = cross_tree(tmp_path / "tree")
+    monkeypatch.setenv("KVSTORE_WHEEL_PLATFORM", "manylinux_2_17_x86_64")
+    wheel, _ = build_packages(tmp_path, out_of=tree)
+    assert wheel.name.endswith("-py3-none-manylinux_2_17_x86_64.whl")
+    with zipfile.ZipFile(wheel) as files:
+        assert files.namelist().count("kvstore/native/_kernel.so") == 1
+        assert files.read("kvstore/native/_kernel.so")[:4] == b"\x7fELF"
+    assert library.read_bytes() == b"of this machine"
 
 
 def test_sdist_contains_tests_and_pins(packages: tuple[Path, Path]) -> None:
