@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvstore.native.batch import STREAM_FROM_BYTES, CopyBatch, Kernel, Rejected, Sums, bounds_of
@@ -28,7 +29,7 @@ def failed_check(kernel: Kernel) -> str:
     for size, parts in CASES:
         total = size * parts
         source = sample[:total]
-        expected = [xxhash.xxh3_64_intdigest(source[at : at + size]) for at in range(0, total, size)]
+        expected = [xxhash.xxh3_64_intdigest(source[at : at + size].data) for at in range(0, total, size)]
         for shift in SHIFTS:
             around = space[first + shift - MARGIN : first + shift + total + MARGIN]
             for sums in (None, np.zeros(parts, np.uint64)):
@@ -51,6 +52,6 @@ def failed_check(kernel: Kernel) -> str:
     return ""
 
 
-def _copy(source: np.ndarray, target: np.ndarray, size: int, parts: int) -> CopyBatch:  # type: ignore[type-arg]
+def _copy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], size: int, parts: int) -> CopyBatch:
     (low, high), (to, end) = bounds_of(source.data), bounds_of(target.data)
     return CopyBatch(np.array([low], np.uint64), np.array([to], np.uint64), (low, high), (to, end), size=size, parts=parts)
