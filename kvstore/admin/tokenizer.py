@@ -8,7 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.control_api.schemas.store import MAX_TOKENS
+from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -19,13 +20,15 @@ FILE: Final = "tokenizer.json"
 class PromptTokenizer:
     """A tokenizer from a local file, loaded when it is first used. Bound to one event loop.
 
+    It encodes one text at a time, because a long text keeps the processor busy for seconds and cannot be cancelled.
+
     Args:
         path: a ``tokenizer.json``, or the folder of a model that contains one; None: not configured.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._lock = asyncio.Lock()
+        self._running: asyncio.Future[list[int]] | None = None
         self._loaded: Any = None
 
     @property
@@ -38,14 +41,22 @@ class PromptTokenizer:
 
         Raises:
             Unsupported: no tokenizer is configured, or the library ``tokenizers`` is not installed.
-            InvalidArgument: the file does not exist or is not a tokenizer.
+            InvalidArgument: the file does not exist or is not a tokenizer, or the prompt has more than ``MAX_TOKENS`` tokens.
+            CapacityExceeded: another text is being encoded.
         """
         if self._path is None:
             raise Unsupported("no tokenizer is configured: set admin.tokenizer, or give token ids")
-        async with self._lock:
-            if self._loaded is None:
-                self._loaded = await asyncio.to_thread(_load, self._path)
-        encoding = await asyncio.to_thread(self._loaded.encode, text)
+        if self._running is not None and not self._running.done():
+            raise CapacityExceeded("the tokenizer is busy with another text; retry later")
+        self._running = asyncio.ensure_future(asyncio.to_thread(self._encode, self._path, text))
+        return await asyncio.shield(self._running)  # the thread continues if the request is cancelled
+
+    def _encode(self, path: Path, text: str) -> list[int]:
+        if self._loaded is None:
+            self._loaded = _load(path)
+        (encoding,) = self._loaded.encode_batch([text])  # unlike `encode`, it releases the interpreter lock
+        if len(encoding) > MAX_TOKENS:
+            raise InvalidArgument("the prompt has too many tokens", got=len(encoding), limit=MAX_TOKENS)
         return [int(token) for token in encoding.ids]
 
 

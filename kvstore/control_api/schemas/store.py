@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,8 @@ _KEY = "03b1f2c4d5968778695a4b3c2d1e0f10"
 HexId = Annotated[str, Field(pattern=HEX_ID, examples=[_ID])]
 HexKey = Annotated[str, Field(pattern=HEX_ID, examples=[_KEY])]
 NodeName = Annotated[str, Field(description="the node", examples=["host-1"])]
+MAX_TOKENS: Final = 4_194_304
+"""Tokens of one looked up chain."""
 Bytes = Annotated[int, Field(ge=0, examples=[68719476736])]
 Count = Annotated[int, Field(ge=0, examples=[1600])]
 Rate = Annotated[float, Field(ge=0, examples=[3125000000.0])]
@@ -484,7 +486,7 @@ class LookUp(RequestModel):
         examples=[[_KEY]],
     )
     tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]] | None = Field(
-        default=None, fail_fast=True, max_length=4_194_304, description="token ids, instead of keys", examples=[[1, 2, 3, 4]]
+        default=None, fail_fast=True, max_length=MAX_TOKENS, description="token ids, instead of keys", examples=[[1, 2, 3, 4]]
     )
     text: str | None = Field(
         default=None,
