@@ -1,4 +1,4 @@
-"""A compiled kernel is used only if it is of this version and its copies and checksums are right; a warning names the cause."""
+"""A compiled kernel is used only if it is of this version and its copies and checksums are right. A warning names the cause."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def library_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[st
 
 
 def chosen_with(library: Path | None, folder: Path, named: str = "") -> tuple[str, str]:
-    """Return the name of the kernel that a new process chooses with a library in its package, and what it logs."""
+    """Return the name of the kernel that a new process chooses with a library in its package, and the log lines."""
     package = folder / "installed" / "kvstore"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(Path(kvstore.native.__file__).parent, package / "native", ignore=ignored)
