@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
 from kvproto.v1.admin_pb2_grpc import add_MetadataAdminServicer_to_server
 from kvstore.config.metadata import MetadataConfig
@@ -43,6 +44,10 @@ from kvstore.rpc.auth.tokens import tokens_file
 from kvstore.rpc.server import BoundServer, build_aio_server
 
 logger = logging.getLogger(__name__)
+
+
+_STOP_S: Final = 5.0
+"""Limit for the end of each part of a server, beyond the grace period."""
 
 
 class MetadataServer:
@@ -254,22 +259,22 @@ class MetadataServer:
     async def stop(self, grace_s: float) -> None:
         """Reject new calls, wait up to ``grace_s`` for the calls in progress, and close everything."""
         if self._metrics is not None:
-            await asyncio.to_thread(self._metrics.stop)  # this loop answers a scrape in progress
+            await _bounded("the metrics server", asyncio.to_thread(self._metrics.stop))  # this loop answers a scrape in progress
             self._metrics = None
         if self._service is not None:
             self._service.end_streams()
         if self._event_log is not None:
             self._event_log.close()  # endless streams would otherwise last until the end of the grace period
         if self._bound is not None:
-            await self._bound.stop(grace_s)
+            await _bounded("gRPC", self._bound.stop(grace_s), grace_s)
         if self._health is not None:
-            await self._health.stop()
+            await _bounded("the health task", self._health.stop())
         if self._journal is not None:
             if self._bound is not None:
                 self._journal.record("metadata_stopped", "", "The metadata server stopped.")
-            await asyncio.to_thread(self._journal.flush)
+            await _bounded("the file of cluster events", asyncio.to_thread(self._journal.flush))
         if self._maintenance is not None:
-            await self._maintenance.stop()
+            await _bounded("maintenance", self._maintenance.stop())
         for thread in (self._writes, self._reads):
             if thread is not None:
                 await thread.close()
@@ -278,6 +283,15 @@ class MetadataServer:
         self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._index = (
             self._event_log
         ) = None
+
+
+async def _bounded(what: str, ending: Awaitable[None], grace_s: float = 0.0) -> None:
+    """Wait for the end of a part, but not for ever: a server that hangs at its stop would answer no lookup until it is killed."""
+    try:
+        async with asyncio.timeout(grace_s + _STOP_S):
+            await ending
+    except TimeoutError:
+        logger.exception("stop: %s has not ended after %.0f s, continuing without it", what, grace_s + _STOP_S)
 
 
 def _moved(address: str, worker: int) -> str:
