@@ -11,6 +11,8 @@ from typing import Final
 from kvstore.native.batch import STREAM_FROM_BYTES, THREAD_BYTES, CopyBatch, Rejected, Sums, check_sums
 
 LIBRARY: Final = Path(__file__).with_name("_kernel.so")
+VERSION: Final = 1
+"""Of the library's functions and their arguments: ``VERSION`` in ``kernel.c``. Both change together."""
 
 _BOUNDS: Final = struct.Struct("=4Q")
 _REASONS: Final = {
@@ -28,12 +30,15 @@ class CKernel:
         variant: an entry of ``variants``; None: the fastest one.
 
     Raises:
-        OSError: the library cannot be loaded: it is missing, or was built for another machine.
+        OSError: the library cannot be loaded: it is missing, or was built for another machine or from another version.
         ValueError: this processor does not support the variant.
     """
 
     def __init__(self, library: Path = LIBRARY, variant: str | None = None) -> None:
         loaded = ctypes.CDLL(str(library))  # releases the interpreter lock during calls
+        version = getattr(loaded, "kvn_version", None)
+        if version is None or version() != VERSION:
+            raise OSError(f"{library} was built from another version; run scripts/build_kernel.py")
         loaded.kvn_kernel.restype = ctypes.c_char_p
         self._library = loaded
         self.variants: Sequence[str] = tuple(self._variants())

@@ -1,20 +1,23 @@
 """The kernel of this process: chosen once, at import.
 
-``KVSTORE_NATIVE`` names a kernel (``python``, ``portable``, ``avx2``, ``neon``), to compare them or to exclude one.
+``KVSTORE_NATIVE`` names a kernel (``python``, ``portable``, ``avx2``, ``neon``), to compare them or to exclude one. A library
+that cannot be loaded, is of another version or fails the self-check is not used. The kernel in Python replaces it, and a
+warning names the cause.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 
 import numpy as np
-import xxhash
 
 from kvstore.native.batch import CopyBatch, Kernel, Sums, address_of
 from kvstore.native.c_kernel import CKernel
 from kvstore.native.python_kernel import PythonKernel
+from kvstore.native.self_check import failed_check
 
-_SAMPLE = bytes(range(256)) * 17
+_log = logging.getLogger(__name__)
 _fallback = PythonKernel()
 
 
@@ -24,12 +27,13 @@ def _choose() -> Kernel:
         return _fallback
     try:
         kernel = CKernel(variant=wanted)
-    except OSError:
-        return _fallback
-    view = memoryview(_SAMPLE)
-    # a library that was built wrongly must not decide which bytes are right
-    good = (_hashed(kernel, view, len(view)) == xxhash.xxh3_64_intdigest(view)).all()
-    return kernel if good else _fallback
+        failure = failed_check(kernel)
+    except (OSError, ValueError) as error:
+        failure = str(error)
+    if not failure:
+        return kernel
+    _log.warning("native kernel not used: %s (kernel=%s)", failure, _fallback.name)
+    return _fallback
 
 
 def _hashed(kernel: Kernel, view: memoryview, size: int) -> Sums:

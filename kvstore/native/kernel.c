@@ -10,6 +10,7 @@
 #include <string.h>
 
 enum { STRIPE = 64, SECRET_BYTES = 192, BLOCK_STRIPES = (SECRET_BYTES - STRIPE) / 8, AHEAD = 1024, SHORT = 240, MOST_THREADS = 64, SHARES = 8 };
+enum { VERSION = 1 }; /* of the exported functions and their arguments; changes together with VERSION in c_kernel.py */
 enum { CACHED, STREAMED, STREAMED_QUARTERS };
 enum { DONE = 0, OUT_OF_RANGE = 1, OVERLAP = 2, BAD_SHAPE = 3 };
 
@@ -247,6 +248,8 @@ static int supported(const Kernel *candidate)
 #endif
     return candidate->name != NULL;
 }
+
+int kvn_version(void) { return VERSION; }
 
 /* Name of a supported kernel, the fastest first; NULL past the last one. */
 const char *kvn_kernel(unsigned position)

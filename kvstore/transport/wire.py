@@ -111,7 +111,10 @@ class PlainWire(Wire):
     def __init__(self, sock: socket.socket, stall_s: float | None = None) -> None:
         super().__init__(sock, stall_s)
         sock.settimeout(None)
-        self._armed: dict[int, tuple[float, float]] = {socket.SO_RCVTIMEO: (0.0, 0.0), socket.SO_SNDTIMEO: (0.0, 0.0)}
+        self._armed: dict[int, tuple[tuple[float, float | None], float]] = {
+            socket.SO_RCVTIMEO: ((0.0, None), 0.0),
+            socket.SO_SNDTIMEO: ((0.0, None), 0.0),
+        }
 
     def send(self, pieces: Sequence[Piece], deadline_s: float) -> None:
         for start in range(0, len(pieces), IOV_MAX):
@@ -179,9 +182,10 @@ class PlainWire(Wire):
             return True
 
     def _arm(self, option: int, deadline_s: float) -> None:
-        armed_for_s, armed_at_s = self._armed[option]
+        armed_for, armed_at_s = self._armed[option]
+        limits_s = (deadline_s, self.stall_s)
         now_s = time.monotonic()
-        if armed_for_s == deadline_s and now_s - armed_at_s < REARM_S and now_s < deadline_s:
+        if armed_for == limits_s and now_s - armed_at_s < REARM_S and now_s < deadline_s:
             return
         wait_s = max(self._wait_s(deadline_s), _MIN_TIMEOUT_S)
         seconds = int(wait_s)
@@ -189,7 +193,7 @@ class PlainWire(Wire):
             self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, int((wait_s - seconds) * 1e6)))
         except OSError as error:
             raise _gone(error) from error
-        self._armed[option] = (deadline_s, now_s)
+        self._armed[option] = (limits_s, now_s)
 
 
 class TlsWire(Wire):

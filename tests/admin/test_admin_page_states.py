@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,6 +77,18 @@ def test_page_draws_history_from_before_it_was_opened(browser: Any, store: Worki
         said(page, "#timeline tbody tr", "failed fetches")
         said(page, "#timeline tbody tr", "30 min ago")
         assert page.locator("#timeline .fill-full").count() == 1
+
+
+def test_page_recovers_from_an_unknown_response(browser: Any, store: Working) -> None:
+    answers = itertools.count()
+
+    def unknown_once(found: Any) -> Any:
+        return found if next(answers) else {}
+
+    with opened(browser, store.http.address, script={"/v1/overview": unknown_once}) as page:
+        said(page, "#away", "cannot show the response of the server")
+        page.locator("#nodes tbody a").first.wait_for()
+        page.locator("#away").wait_for(state="hidden")
 
 
 def test_page_of_thirty_nodes_is_filtered_and_sorted(browser: Any, store: Working) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +20,7 @@ from kvstore.transport.addresses import format_address, parse_address
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.layout import Layout, positions
 from kvstore.transport.tcp.striped_read import MAX_UNIT_BYTES, UNIT_KEYS, budget_ms, split_read
+from kvstore.transport.wire import PlainWire
 
 
 @pytest.mark.parametrize(
@@ -115,3 +120,21 @@ def test_positions_outside_buffer_are_refused() -> None:
     for wrong in ([3], [-1]):
         with pytest.raises(InvalidArgument):
             positions(wrong, 3)
+
+
+def test_wire_without_stall_timeout_waits_for_deadline() -> None:
+    """The peer of a layer-wise write computes between two layers for longer than the stall timeout."""
+    ours, theirs = socket.socketpair()
+    wire = PlainWire(ours, 0.2)
+    deadline_s = time.monotonic() + 20.0
+    theirs.sendall(bytes(10))
+    wire.receive(10, deadline_s)
+    wire.stall_s = None
+    later = threading.Timer(0.6, theirs.sendall, [b"y" * 10])
+    later.start()
+    try:
+        assert bytes(wire.receive(10, deadline_s)) == b"y" * 10
+    finally:
+        later.join()
+        ours.close()
+        theirs.close()

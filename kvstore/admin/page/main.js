@@ -26,6 +26,26 @@ async function round() {
   busy = true;
   wanted = false;
   clearTimeout(timer);
+  let unknown;
+  try {
+    unknown = await lookAndDraw();
+  } catch (error) {
+    // such as a response of another version, after an upgrade: the next round may succeed
+    turn = 0;
+    $("away").hidden = false;
+    show($("away"), `This page cannot show the response of the server: ${error.message}. Reload the page if this stays.`);
+  } finally {
+    busy = false;
+  }
+  if (unknown) {
+    meet(unknown);
+    return;
+  }
+  plan(wanted ? 100 : wait);
+}
+
+/** Send the requests of one round and draw the responses. Returns the error if a token is required. */
+async function lookAndDraw() {
   const all = turn === 0;
   turn = (turn + 1) % SELDOM_ROUNDS;
   const { refused, away } = await look(all);
@@ -43,12 +63,7 @@ async function round() {
   draw();
   wait = away ? Math.min(MOST_MS, wait * 2) : EVERY_MS;
   showAway(away && !unknown ? refused[0] : null, unknown);
-  busy = false;
-  if (unknown) {
-    meet(unknown);
-    return;
-  }
-  plan(wanted ? 100 : wait);
+  return unknown;
 }
 
 function draw() {
