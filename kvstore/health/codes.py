@@ -109,14 +109,16 @@ NODE_DOWN: Final = _error(
     "A node's process has ended",
     "Its host answers, but nothing listens on the node's port. Its blocks are misses. Blocks on NVMe return when the node starts"
     " again; blocks in DRAM alone are lost.",
-    "Start the node again on its host (systemctl start kvstore-node), and read its log: journalctl -u kvstore-node.",
+    "Start the node again on its host (systemctl start kvstore-node), and read its log: journalctl -u kvstore-node."
+    " If the log ends without an error, the kernel may have killed it for memory: journalctl -k | grep -i oom.",
 )
 NODE_HUNG: Final = _error(
     "NODE_HUNG",
     "A node's process runs but does not respond",
     "The node's port accepts connections, but the process does not answer: it is suspended, blocked by a disk, or starved of"
     " CPU. Its blocks are misses, and engines on its host compute.",
-    "Look at the process on its host: `ps -o stat,wchan -p PID` (T: suspended, D: waits for a disk), and `dmesg` for disk errors."
+    "Look at the process on its host: `ps -o pid,stat,wchan,args -C kvstore` (T: suspended, D: waits for a disk), and `dmesg`"
+    " for disk errors."
     " Restart the node if it does not recover.",
 )
 NODE_UNREACHABLE: Final = _error(
@@ -200,7 +202,7 @@ VOLUME_DISK_NEARLY_FULL: Final = _warning(
     "VOLUME_DISK_NEARLY_FULL",
     "The file system of a volume is almost full",
     "The slots of the volume are reserved, but its catalog still grows. Without free space the volume accepts no blocks.",
-    "Free space on that file system, or make the volume smaller in node.nvme.",
+    "Free space on that file system: a volume cannot be made smaller.",
 )
 
 # ---- any process ----

@@ -272,6 +272,7 @@ def test_findings_raised_and_cleared_become_events(tmp_path: Path, wall: Wall) -
         ("finding_raised", "NODE_DOWN", "n"),
         ("finding_cleared", "NODE_DOWN", "n"),
     ]
+    assert one.read()[-1].text.startswith("n: no longer: ")
 
 
 def test_nodes_that_change_become_events(tmp_path: Path, wall: Wall) -> None:

@@ -37,7 +37,8 @@ class FindingEvents:
             self._journal.record("finding_raised", one.subject, one.facts, code=one.code.name)
         for identity in self._known.keys() - present.keys():
             one = self._known[identity]
-            self._journal.record("finding_cleared", one.subject, f"No longer: {one.code.title}.", code=one.code.name)
+            whose = f"{one.subject}: " if one.subject else ""
+            self._journal.record("finding_cleared", one.subject, f"{whose}no longer: {one.code.title}.", code=one.code.name)
         self._known = present
 
 

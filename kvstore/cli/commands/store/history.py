@@ -74,5 +74,5 @@ def history(config: Config, *, since: str, follow: bool) -> CommandOutput:
 def _text(one: ClusterEventEntry) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at_s))
     words = [one.code or one.kind, one.text, f"(by {one.who})" if one.who else ""]
-    prefix = "cleared " if one.kind == "finding_cleared" else ""
+    prefix = {"finding_raised": "raised  ", "finding_cleared": "cleared "}.get(one.kind, "")
     return f"{at}  {prefix}{' '.join(filter(None, words))}"

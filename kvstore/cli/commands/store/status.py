@@ -10,7 +10,7 @@ import click
 from kvstore.cli.support import output
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.result import CommandOutput
-from kvstore.cli.support.store_client import StoreConnection, ask, store_query
+from kvstore.cli.support.store_client import EXIT_REFUSED, StoreConnection, ask, store_query
 from kvstore.config.model import Config
 
 EXIT_DEGRADED: Final = 5
@@ -42,8 +42,8 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
     """
     try:
         found = ask(config, lambda store: fetch_status(config, store))
-    except click.ClickException:
-        if click.get_current_context().params["output_format"] == "table":
+    except click.ClickException as error:
+        if error.exit_code != EXIT_REFUSED and click.get_current_context().params["output_format"] == "table":
             output.line("HEALTH_ERR  METADATA_UNREACHABLE")
         raise
 
