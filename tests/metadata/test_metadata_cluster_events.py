@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -290,3 +291,16 @@ def test_nodes_that_change_become_events(tmp_path: Path, wall: Wall) -> None:
         events.observe([status])
     events.observe([])
     assert kinds(one) == ["node_registered", "node_back", "node_drain", "node_restarted", "node_removed"]
+
+
+def test_events_wait_in_memory_for_a_lock(tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_journal, "_LOCK_S", 0.05)
+    counters = Counters()
+    one = journal(tmp_path, wall, counters)
+    with (tmp_path / "index.events.jsonl.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        one.record("a", "", "A.")
+        assert kinds(one) == ["a"], "from memory"
+    assert counters.snapshot()["metadata_cluster_event_file_failures_total"] == 1
+    one.flush()
+    assert kinds(journal(tmp_path, wall)) == ["a"]

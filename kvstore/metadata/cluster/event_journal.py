@@ -39,6 +39,8 @@ MAX_FILE_BYTES: Final = 4 << 20
 """Limit of a read. The file is replaced at half of it, by events of at most a quarter of it."""
 _MAX_ID: Final = (1 << 63) - 1
 _MAX_QUEUED: Final = 1_000
+_LOCK_S: Final = 1.0
+_LOCK_POLL_S: Final = 0.01
 _HEADER: Final = json.dumps({"kvstore_cluster_events": VERSION}).encode() + b"\n"
 
 
@@ -166,7 +168,15 @@ class EventJournal:
         path = self._path.with_name(self._path.name + ".lock")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # held for one small write at a time
+            end_s = time.monotonic() + _LOCK_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for one small write at a time
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end_s:
+                        raise  # a suspended process holds it
+                    time.sleep(_LOCK_POLL_S)
             yield
         finally:
             os.close(descriptor)
