@@ -119,15 +119,19 @@ def test_shipped_scrapes_ask_metadata_server_and_nodes_alone(bed: Bed) -> None:
 
 
 def test_every_panel_and_rule_has_series_in_a_scrape(bed: Bed) -> None:
-    servers = [series for addresses in bed.servers.values() for address in addresses for series in scraped(address)]
-    engine = scraped(bed.engine.address)
-    missing = {
-        (name, selector)
-        for name, asked in asked_by_all().items()
-        for selector in asked
-        if not any(selector.takes(one.name, one.labels) for one in (engine if selector.name.startswith(VLLM_PREFIX) else servers))
-    }
-    assert missing == set()
+    def missing() -> set[tuple[str, Selector]]:
+        servers = [series for addresses in bed.servers.values() for address in addresses for series in scraped(address)]
+        engine = scraped(bed.engine.address)
+        return {
+            (name, selector)
+            for name, asked in asked_by_all().items()
+            for selector in asked
+            if not any(
+                selector.takes(one.name, one.labels) for one in (engine if selector.name.startswith(VLLM_PREFIX) else servers)
+            )
+        }
+
+    wait_until(lambda: not missing(), lambda: f"every panel and rule has series; missing: {missing()}", timeout_s=WAIT_S)
 
 
 def test_vllm_shows_every_counter_of_the_connector(bed: Bed) -> None:

@@ -46,7 +46,9 @@ class VolumeWatch:
         self._thread = threading.Thread(target=self._run, name="kvstore-volumes", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Measure the space of each volume once, so that metrics show it from the beginning, and start the thread."""
+        for node_volume in self._table.node_volumes:
+            node_volume.measure_space()
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
