@@ -48,7 +48,7 @@ def ping(config: Config, *, addresses: tuple[str, ...], count: int, timeout: flo
 
     Examples:
       kvstore ping
-      kvstore ping 10.0.0.2:7401 --count 100
+      kvstore ping 10.0.0.2:7410 --count 100
       kvstore ping https://admin.example:7470 -o json
 
     Exits with 0 if every server answered, 1 if one did not, 3 if one refused the token or the role.

@@ -19,7 +19,7 @@ class FindingDetail(ResponseModel):
     )
     facts: str = Field(
         description="one sentence with names and figures",
-        examples=["Node host-2 has not reported for 22 s: nothing listens on 10.0.0.2:7401."],
+        examples=["Node host-2 has not reported for 22 s: nothing listens on 10.0.0.2:7410."],
     )
     title: str = Field(description="the code in a few words", examples=["A node's process has ended"])
     meaning: str = Field(description="consequence for engines and data", examples=["Its blocks are misses."])
