@@ -38,22 +38,23 @@ No parameter of the model was fitted to any row: GPUs by data sheet, efficiencie
 kernel figures (`kvstore/roofline/hardware.py`), workload from the paper's Table 2, links as the paper states them (one
 400 Gb/s storage link a node, one compute link a GPU).
 
-What was chosen with the published figures in view, for all rows alike, and so is no evidence of agreement by itself:
+These choices were made with knowledge of the published figures, for all rows alike. They are therefore not evidence of agreement:
 
-* The storage format of KV, which the paper does not tell. With one byte an element (its Table 1) the published 660B baseline
+* The storage format of KV, which the paper does not state. With one byte per element (its Table 1) the published 660B baseline
   would read at half the rate of its two storage links, though it is called storage-bound; with two bytes at three quarters.
-  The 660B rows use two bytes, and one row shows what one byte gives. The 27B rows use one.
+  The 660B rows use two bytes, and one row shows the result with one byte. The 27B rows use one.
 * Gains compare the times until 95 % of the requests are done. By JCT an earlier run gave 1.13x for 1,024 agents on 660B, since
   one very long trajectory ended last; it thinned sessions with a bias to late turns (since mended), which made that worse. Gains
   by JCT stand beside the others.
-* How sessions are thinned where appends are longer, and how long an online run lasts, were set between runs, because
-  few turns were left of a session or queues had no time to grow.
+* How sessions are thinned if appends are longer, and how long an online run lasts, were set between runs, because
+  few turns were left of a session or queues had too little time to grow.
 """
 
 WHY = """
 ## Where it differs, and why
 
-What is said of causes follows from how the model differs from a real cluster; only where a measurement is named was it isolated.
+The causes named here follow from the differences between the model and a real cluster. Only those with a measurement were
+isolated.
 
 * **The ceiling is the model of computing.** Prefill at 15 % of the FP8 peak (a production average) sets what the oracle
   reaches, and so the gain on 660B, which is Oracle/Basic and no matter of links. GPUs that compute faster make the
@@ -63,8 +64,8 @@ What is said of causes follows from how the model differs from a real cluster; o
   jitter, no slow disk, exact rooflines), so that turns are less unfair than in a real cluster.
 * **27B with three nodes gains more than published**: simulated storage links carry their full rate whatever runs beside.
 * **The storage format** is the largest unknown: see the row with one byte an element.
-* **Appends** three times as long disagree most. It lies in the baseline: layer-wise prefill alone made it 2.6 times
-  as fast in a coarser run (1.3 times with plain appends), so that what hurts is HBM, in which whole prompts lie while they
+* **Appends** three times as long disagree most. The cause is the baseline: layer-wise prefill alone made it 2.6 times
+  as fast in a coarser run (1.3 times with plain appends), so the limit is HBM, which holds whole prompts while they
   load. The memory of the published baseline is not described.
 * **Balance** is over windows of the whole run; the paper's over an unspecified short window of three machines.
 * **Online capacity** uses mean TTFT and TPOT over the requests after the first session time; the paper ends a run when

@@ -19,7 +19,7 @@ from docs_site.diagrams import FOLDER, image_name, sources
 from docs_site.included import REPOSITORY
 
 _FONT: Final = "'DejaVu Sans', Verdana, sans-serif"
-"""Wide fonts, so that a label fits its box in whatever font a reader has."""
+"""Wide fonts, so that a label fits its box in any font."""
 
 
 def draw(source: str, image: Path, mmdc: str, chromium: str) -> None:

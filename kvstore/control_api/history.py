@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import defaultdict
@@ -17,7 +18,11 @@ from kvstore.control_api.store_rpc import NodeRpc, StoreRpc
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.fault_counters import FAULT
 from kvstore.observe.history import INTERVAL_S, POINTS
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import METRICS
+
+logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
 
 MOST_FAULTS: Final = 500
 
@@ -58,7 +63,8 @@ class HistoryQueries:
         """Figures of the metadata server; None if it does not answer, because those of the nodes are useful alone."""
         try:
             return check_figures(await self._rpc.history(request), request.step_seconds)
-        except KVStoreError:
+        except KVStoreError as error:
+            limited.warning("figures of the last hour without the metadata server: %s", error)
             return None
 
 

@@ -19,7 +19,7 @@ _MAX_LEVEL: Final = float(1 << 63)
 
 
 def check_figures(found: pb.DescribeHistoryResponse, step_s: int) -> pb.DescribeHistoryResponse:
-    """Return valid figures unchanged. Memory and time are bounded, whatever the process reports.
+    """Return valid figures unchanged. The checks bound the memory and time that a report can cost.
 
     Args:
         found: figures of one process.
@@ -35,7 +35,7 @@ def check_figures(found: pb.DescribeHistoryResponse, step_s: int) -> pb.Describe
 
 
 def _reason(found: pb.DescribeHistoryResponse, step_s: int) -> str:
-    """What is wrong with the figures; empty: nothing."""
+    """Return the first error in the figures; empty: they are valid."""
     points = len(found.at_seconds)
     if points > POINTS + 1 or len(found.lengths_seconds) != points:
         return "wrong number of points"

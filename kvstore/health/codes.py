@@ -88,7 +88,7 @@ SETTINGS_FILE_UNREADABLE: Final = _error(
     "SETTINGS_FILE_UNREADABLE",
     "The file of quotas and retention rules cannot be read",
     "Nodes keep their last quotas, times to live and pins. Changes are rejected.",
-    "Repair the file or restore it from a backup. If you remove it, all quotas and rules are gone.",
+    "Repair the file or restore it from a backup. If you remove it, all quotas and rules are lost.",
 )
 NO_NODES: Final = _warning(
     "NO_NODES",

@@ -72,7 +72,7 @@ def from_rpc_error(failed: FailedCall) -> KVStoreError:
 
 
 def _detail(failed: FailedCall) -> ErrorDetail | None:
-    """ErrorDetail of a failed call; None: it has none."""
+    """Return the details of a failed call; None: the server sent none."""
     metadata = failed.trailing_metadata()
     for key, value in metadata or ():  # type: ignore[attr-defined]  # pairs, in both flavours
         if key != DETAILS_KEY:

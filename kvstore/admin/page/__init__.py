@@ -1,6 +1,6 @@
 """Web page of the admin server: one document that contains its styles and scripts, assembled when the server starts.
 
-The page sends requests to the REST API of its own server only. Its Content-Security-Policy enforces this: browsers run only the
+The page sends requests to the REST API of this server only. Its Content-Security-Policy enforces this: browsers run only the
 scripts and apply only the styles whose digests it names, and never parse strings as markup (Trusted Types). Names in the store
 therefore cannot inject markup.
 """
@@ -19,7 +19,7 @@ from kvstore.health.codes import CODES
 
 PATH: Final = "/"
 HEALTH_PAGES: Final = {f"/{code.docs}": code.page for code in CODES.values()}
-"""Path -> text of the documentation of each health code, to which findings link: the documentation has no public address."""
+"""Path -> text of the documentation of each health code, to which findings link. Published documentation does not exist yet."""
 _SCRIPTS: Final = (
     "base/dom.js", "base/figures.js", "base/charts.js", "base/server.js", "base/history.js", "actions/dialogs.js",
     "views/namespaces.js", "views/nodes.js", "views/health.js", "views/node.js", "views/history.js", "views/loads.js",

@@ -59,17 +59,17 @@ class CommandOutput:
 def table(
     data: BaseModel | Mapping[str, Any] | Sequence[BaseModel], columns: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> CommandOutput:
-    """CommandOutput that is shown as a table."""
+    """Return a result that is shown as a table."""
     return CommandOutput(data, lambda: output.table(columns, rows))
 
 
 def facts(data: BaseModel | Mapping[str, Any], pairs: Iterable[tuple[str, str]]) -> CommandOutput:
-    """CommandOutput that is shown as properties, one per line."""
+    """Return a result that is shown as properties, one per line."""
     return CommandOutput(data, lambda: output.facts(pairs))
 
 
 def line(data: BaseModel | Mapping[str, Any], text: str) -> CommandOutput:
-    """CommandOutput that is shown as one line."""
+    """Return a result that is shown as one line."""
     return CommandOutput(data, lambda: output.line(text))
 
 

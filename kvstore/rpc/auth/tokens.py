@@ -10,7 +10,7 @@ One token per line::
     tenant     acme    9a44…
 
 ``read`` and ``operator`` are for people, the other roles for machines; ``kvstore.rpc.auth.interceptor`` has their permissions.
-Logs show the name. A tenant's name is the ``tenant`` of its namespaces' specs. TokenTable are kept as digests, compared in
+Logs show the name. A tenant's name is the ``tenant`` of its namespaces' specs. Tokens are kept as digests, compared in
 constant time and never logged. A changed file is read again within a second; if that fails, the previous content stays valid.
 """
 
@@ -49,7 +49,7 @@ _Stamp = tuple[int, int, int, int]
 
 
 class AccessRole(StrEnum):
-    """AccessRole of a caller; ``interceptor.GRANTED`` has its permissions."""
+    """Role of a caller; ``interceptor.GRANTED`` has its permissions."""
 
     READ = "read"
     OPERATOR = "operator"
@@ -71,7 +71,7 @@ LOCAL: Final = Principal("local", AccessRole.OPERATOR)
 
 
 class TokenTable:
-    """TokenTable of one version of a file."""
+    """The tokens of one version of a file."""
 
     def __init__(self, known: Sequence[tuple[bytes, Principal]]) -> None:
         self._known = tuple(known)

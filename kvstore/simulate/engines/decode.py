@@ -14,7 +14,7 @@ from kvstore.simulate.engines.job import Job
 from kvstore.simulate.network.event_loop import EventLoop
 
 _TOO_FAST = 1e-9
-"""Seconds per step if computing takes no time."""
+"""Seconds per step without the time for computing."""
 
 
 class DecodeUnit:
