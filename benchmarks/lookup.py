@@ -31,16 +31,15 @@ from harness import Figure, Reference, Target, interleave, options
 from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
 from kvproto.v1.metadata_pb2 import GetStatsRequest, LookupRequest, LookupResponse
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
-from kvstore.config.metadata import MetadataConfig
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.indexing.index_mutations import register_node
-from kvstore.metadata.main import run
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import tier_to_proto
 from peers import PeerMissingError
 from peers.bare_grpc import BareGrpc
 from peers.mooncake import Mooncake
+from rig import start_metadata_server
 
 if TYPE_CHECKING:
     import grpc
@@ -52,7 +51,7 @@ SAMPLE_CHAINS = 64
 """Number of chains to look up, drawn from the whole index."""
 IN_FLIGHT = 4
 TIMEOUT_S = 10.0
-TTL_MS = 3_600_000
+TTL_S = 3_600
 """Grace period after a start. It must cover the whole run, because no node sends heartbeats."""
 
 
@@ -100,13 +99,7 @@ class Served:
     def start(self) -> None:
         """Start the server and wait until it is ready."""
         ready = self.path.with_suffix(".ready")
-        ready.unlink(missing_ok=True)
-        self._process = subprocess.Popen([sys.executable, __file__, "--serve", str(self.path), str(ready)])
-        deadline_s = time.monotonic() + 60
-        while not ready.exists():
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                sys.exit("the metadata server did not start")
-            time.sleep(0.001)
+        self._process = start_metadata_server(ready, index_path=self.path, node_ttl=f"{TTL_S}s")
         self.address = json.loads(ready.read_text(encoding="utf-8"))["address"]
 
     def stop(self) -> None:
@@ -317,7 +310,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        run(MetadataConfig(index_path=Path(sys.argv[2]), listen="127.0.0.1:0", ready_file=Path(sys.argv[3]), node_ttl_ms=TTL_MS))
-    else:
-        main()
+    main()
