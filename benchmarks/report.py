@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from harness import MIN_REPORTED_STEAL, REPOSITORY, RESULTS, Parameter, Record
+from harness import MIN_REPORTED_STEAL, REPOSITORY, RESULTS, Parameter, Record, cpu_text
 
 LABELS = {"what": "operation"}
 """Displayed names of parameters."""
@@ -115,7 +115,7 @@ def _target(record: Record) -> str:
 
 
 def _verdict(record: Record) -> str:
-    return {True: "yes", False: "**no**", None: "" if record.target is None else "peer not installed"}[record.passed]
+    return {True: "yes", False: "**no**", None: ""}[record.passed]
 
 
 def table(records: list[Record]) -> str:
@@ -130,6 +130,8 @@ def table(records: list[Record]) -> str:
         value = f"{_number(record.median)} {record.unit} ({_number(record.min)} … {_number(record.max)})"
         if record.stolen is not None and record.stolen >= MIN_REPORTED_STEAL:
             value += f", {record.stolen:.0%} stolen"
+        if record.cpu is not None:
+            value += f"; {cpu_text(record)}"
         row = (
             record.title,
             parameters + checked,
@@ -164,6 +166,11 @@ def circumstances(records: list[Record]) -> str:
     return "\n".join(dict.fromkeys(lines)) + "\n"
 
 
+def _is_compared(record: Record) -> bool:
+    """Whether the peer that the target names was measured in that run."""
+    return record.target is None or record.target["of"] != "peer" or record.peer is not None
+
+
 def summary(records: Iterable[Record]) -> str:
     """Say how many targets are missed, with the figures that miss them."""
     judged = [record for record in records if record.passed is not None]
@@ -177,7 +184,9 @@ def summary(records: Iterable[Record]) -> str:
 def page() -> tuple[str, list[Record]]:
     """Format all tables. Returns the page and the records shown."""
     records = [
-        record for record in newest(read_records(RESULTS)) if record.mode != "smoke" and not record.figure.startswith(EXCLUDED)
+        record
+        for record in newest(read_records(RESULTS))
+        if record.mode != "smoke" and not record.figure.startswith(EXCLUDED) and _is_compared(record)
     ]
     lab = [record for record in records if record.figure.startswith(LAB)]
     engines = [record for record in records if record.figure.startswith(ENGINES)]
@@ -187,11 +196,16 @@ def page() -> tuple[str, list[Record]]:
     return HEAD + summary(records) + LEGEND + text, records
 
 
-def main() -> None:
-    """Write the tables. With ``--strict``, exit 1 if a shown figure misses its target."""
+def write() -> list[Record]:
+    """Write the page. Returns the records shown."""
     text, records = page()
     (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(text, encoding="utf-8")
-    missed = [record for record in records if record.passed is False]
+    return records
+
+
+def main() -> None:
+    """Write the tables. With ``--strict``, exit 1 if a shown figure misses its target."""
+    missed = [record for record in write() if record.passed is False]
     for record in missed:
         print(f"not met: {record.title} {dict(record.parameters)}")
     if missed and "--strict" in sys.argv[1:]:
