@@ -215,7 +215,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     def IssueTicket(self, request: Any, context: grpc.ServicerContext) -> node_pb2.IssueTicketResponse:  # noqa: N802
         self._enter("IssueTicket", request, context)
         ticket = self._authority.issue(self.spec.namespace, 60.0)
-        return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=60_000, boot_id=self.boot_id)
+        return node_pb2.IssueTicketResponse(ticket=ticket, boot_id=self.boot_id)
 
     def OpenSession(self, request: Any, context: grpc.ServicerContext) -> node_pb2.OpenSessionResponse:  # noqa: N802
         self._enter("OpenSession", request, context)

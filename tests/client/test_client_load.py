@@ -17,6 +17,7 @@ from kvstore.core.checksum import layer_checksums
 from kvstore.core.errors import InvalidArgument, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.types import BlockKey, unpack_keys
 from kvstore.transport.contract import ReadRequest
+from support.wait import wait_until
 
 MakeClient = Callable[..., KVClient]
 MakeNode = Callable[..., FakeNode]
@@ -501,13 +502,8 @@ def test_lost_session_is_opened_again(spec: CacheSpec, near: FakeNode, make_clie
     assert isinstance(result.error, LeaseLost)
     del near.fail["Load"]
     near.wait_called("OpenSession", 1)
-    for _ in range(200):
-        client._context.local.wait_reopened(5)  # type: ignore[union-attr]
-        result = client.load(keys, out := fresh(spec, 3))
-        if result.hit_blocks:
-            break
-        threading.Event().wait(0.01)
-    assert result.hit_blocks == 3
+    out = fresh(spec, 3)
+    wait_until(lambda: client.load(keys, out).hit_blocks == 3)
     assert np.array_equal(out, payloads(keys, spec.shape))
     assert near.names().count("OpenSession") == 2
     assert len(near.left) == 1  # the lost session's connection was let go

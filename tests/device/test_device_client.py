@@ -11,10 +11,10 @@ import pytest
 import torch
 from caches import block_bytes, make_cache
 from deferred import DeferredDevice, FakePinning
+from fp8_error import error_bound
 
 from kvclient import BlockKey, ClientOptions, InvalidArgument, KVClient, Outcome
 from kvclient.device import DeviceCopier
-from kvclient.device.fp8 import error_bound
 from kvclient.hbm import HbmPool
 from kvclient.results import PATH_HBM, PATH_LOCAL, PATH_PREFILL
 from kvstore.core.clock import MonotonicClock
