@@ -16,6 +16,7 @@ from kvproto.v1 import node_pb2
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.keys import KeyChain
 from kvstore.core.types import BlockKey
+from support.client_parts import session_of
 
 MakeClient = Callable[..., KVClient]
 
@@ -50,7 +51,7 @@ async def test_load_cancelled_leaves_buffer_alone(
     keys = chain(spec, 6)
     near.blocks.hold(keys)
     blocking = make_client(near, copy_chunk_bytes=2 * spec.block_bytes)
-    session = blocking._context.local.session()  # type: ignore[union-attr]
+    session = session_of(blocking)
     copying, go_on, copied = threading.Event(), threading.Event(), []
     copy_out = session.arena.begin_copy_out  # type: ignore[union-attr]
 

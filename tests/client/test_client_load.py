@@ -17,6 +17,7 @@ from kvstore.core.checksum import layer_checksums
 from kvstore.core.errors import InvalidArgument, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.types import BlockKey, unpack_keys
 from kvstore.transport.contract import ReadRequest
+from support.client_parts import session_of
 from support.wait import wait_until
 
 MakeClient = Callable[..., KVClient]
@@ -119,7 +120,7 @@ def test_load_copied_after_lease_is_requested_again(
     keys = chain(spec, 8)
     node.blocks.hold(keys)
     client = make_client(node)
-    session = client._context.local.session()  # type: ignore[union-attr]
+    session = session_of(client)
     copy_out, slow = session.arena.begin_copy_out, [5]  # type: ignore[union-attr]
 
     def copying(offsets: object, buffer: object, first: int, *layers: int) -> None:
@@ -279,7 +280,7 @@ def test_layerwise_load_announces_first_layer_early(
     keys = chain(spec, 8)
     near.blocks.hold(keys)
     client = make_client(near)
-    session = client._context.local.session()  # type: ignore[union-attr]
+    session = session_of(client)
     copy_out, may_go_on = session.arena.begin_copy_out, threading.Event()  # type: ignore[union-attr]
 
     def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: int) -> None:

@@ -20,6 +20,7 @@ from kvclient.results import PATH_HBM, PATH_LOCAL, PATH_PREFILL
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Internal
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from support.client_parts import session_of
 
 PAGES = 24
 BLOCKS = 8
@@ -153,9 +154,7 @@ def test_lease_is_held_until_device_copies_end(connect: Connect, layerwise: bool
     keys, _ = fill(connect, seed)
     engine = Engine(seed + 100)
     client = connect(engine)
-    local = client._context.local
-    session = local.session() if local is not None else None
-    assert session is not None
+    session = session_of(client)
     given_back: list[int] = []
     release = session.releaser.release
 
@@ -227,9 +226,7 @@ def test_flipped_bit_in_arena_is_found_if_verified(connect: Connect) -> None:
     keys, _ = fill(connect, 80)
     engine = Engine(180)
     client = connect(engine)
-    local = client._context.local
-    session = local.session() if local is not None else None
-    assert session is not None
+    session = session_of(client)
     copied = session.arena.begin_copy_out
 
     def flip(offsets: np.ndarray, *place: object) -> None:
@@ -246,9 +243,7 @@ def test_slots_of_hung_copies_are_not_released(cluster: LocalCluster, connect: C
     monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
     engine = Engine(90)
     client = connect(engine)
-    local = client._context.local
-    session = local.session() if local is not None else None
-    assert session is not None
+    session = session_of(client)
     aborted: list[bytes] = []
     session.releaser.abort = aborted.append  # type: ignore[method-assign]
     engine.device.paused = True

@@ -30,6 +30,7 @@ from kvstore.core.types import Outcome, Tier
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.transport.contract import BlockPeer
+from support.client_parts import context_of, session_of
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -326,10 +327,7 @@ def test_paths_storage_link_of_others_fails(
         bad.to_client.cut_after = 700_000
     else:
         bad.to_client.stall_after = 700_000
-    local = engine.client._context.local
-    assert local is not None
-    session = local.session()
-    assert session is not None
+    session = session_of(engine.client)
     build = NodeLoadStream.__init__
 
     def build_with_bad_address(self: NodeLoadStream, *arguments: Any, **options: Any) -> None:
@@ -424,7 +422,7 @@ def test_paths_corruption_in_transit_uses_other_path(
     store, engine, found = ready
     bad = proxies(store.cluster.node("d").ready["data_address"])
     bad.to_client.flips = frozenset(range(100_000, 1 << 24, 100_000))
-    peers = engine.client._context.peers
+    peers = context_of(engine.client).peers
     straight = peers.peer
 
     def bent(node: NodeRef) -> BlockPeer:
@@ -467,7 +465,7 @@ def test_paths_expired_remote_session_costs_no_path(ready: Ready) -> None:
     how = paths("split", 2, relays=False)
     assert load(engine, found, how).bytes_by_path["decode"] > 0
     found = only_stored(store, engine, "c", BLOCKS)
-    open_sessions = engine.client._context.remote_sessions._open
+    open_sessions = context_of(engine.client).remote_sessions._open
     for node, session in open_sessions.items():  # the node forgot the session, as after a minute without use
         open_sessions[node] = replace(session, session_id=os.urandom(16))
     results: list[LoadResult] = []
