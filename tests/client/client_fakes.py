@@ -139,7 +139,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.arena = mmap.mmap(self._fd, self._arena_bytes)
         self._next_offset = 0
         self._leases = itertools.count(1)
-        self._prepared: dict[bytes, dict[BlockKey, int]] = {}
+        self.prepared: dict[bytes, dict[BlockKey, int]] = {}
         self.sessions: set[bytes] = set()
         self.left: list[bytes] = []
         self.door = ArenaServer(self._arena_path, self._hand_out, self._leave)
@@ -293,7 +293,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             for key, outcome in zip(keys, outcomes, strict=True)
             if outcome is StoreOutcome.STORED
         }
-        self._prepared[request.operation_id] = slots
+        self.prepared[request.operation_id] = slots
         return node_pb2.PrepareResponse(
             outcomes=bytes(outcomes), offsets=b"".join(offset.to_bytes(8, "little") for offset in slots.values())
         )
@@ -305,7 +305,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         outcomes = []
         size = self.spec.block_bytes
         for number, key in enumerate(unpack_keys(request.keys)):
-            offset = self._prepared[request.operation_id].pop(key)
+            offset = self.prepared[request.operation_id].pop(key)
             data = self.arena[offset : offset + size]
             row = self.spec.layers * 8
             good = layer_checksums(memoryview(data), self.spec.shape) == request.checksums[number * row : (number + 1) * row]

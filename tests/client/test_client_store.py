@@ -93,10 +93,10 @@ def test_store_skips_blocks_after_a_gap(
     keys = chain(spec, 8)
 
     def script(request: node_pb2.PrepareRequest) -> node_pb2.PrepareResponse:
-        if near._prepared:  # asked for the rest: there is no more room
+        if near.prepared:  # asked for the rest: there is no more room
             return node_pb2.PrepareResponse(outcomes=bytes([SKIPPED] * (len(request.blocks.keys) // 16)))
         slots = {keys[at]: near.place(bytes(spec.block_bytes)) for at, one in enumerate(answer) if one is STORED}
-        near._prepared[request.operation_id] = slots
+        near.prepared[request.operation_id] = slots
         return node_pb2.PrepareResponse(
             outcomes=bytes(answer), offsets=b"".join(at.to_bytes(8, "little") for at in slots.values())
         )
@@ -123,7 +123,7 @@ def test_store_asks_again_for_the_rest_of_a_chunk(spec: CacheSpec, near: FakeNod
     def script(request: node_pb2.PrepareRequest) -> node_pb2.PrepareResponse:
         asked = [request.blocks.keys[at : at + 16] for at in range(0, len(request.blocks.keys), 16)]
         slots = {key: near.place(bytes(spec.block_bytes)) for key in asked[:2]}
-        near._prepared[request.operation_id] = slots
+        near.prepared[request.operation_id] = slots
         outcomes = [STORED] * len(slots) + [SKIPPED] * (len(asked) - len(slots))
         return node_pb2.PrepareResponse(
             outcomes=bytes(outcomes), offsets=b"".join(at.to_bytes(8, "little") for at in slots.values())

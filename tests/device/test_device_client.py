@@ -188,7 +188,7 @@ def test_lease_expired_during_copy_is_a_miss(connect: Connect, monkeypatch: pyte
     monkeypatch.setattr("kvclient.client.MonotonicClock", LateClock)
     engine = Engine(seed + 100)
     client = connect(engine, default_deadline_s=5000.0)
-    step = engine.device._step
+    step = engine.device.run_next
 
     def slow() -> bool:
         nonlocal late_s
@@ -196,7 +196,7 @@ def test_lease_expired_during_copy_is_a_miss(connect: Connect, monkeypatch: pyte
         return step()
 
     lookup = client.lookup(keys)
-    engine.device._step = slow  # type: ignore[method-assign]
+    engine.device.run_next = slow  # type: ignore[method-assign]
     with client.start_load(lookup, engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise) as handle:
         result = handle.result()
     assert result.hit_blocks == 0

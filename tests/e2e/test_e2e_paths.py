@@ -62,9 +62,8 @@ def only_stored(store: Store, engine: Engine, chain: str, blocks: int) -> Lookup
     found: list[Lookup] = []
 
     def told() -> bool:
-        for node in ("s", "p", "d", "r"):
-            if node in store.cluster._daemons:
-                store.evict(node)
+        for node in store.cluster.running & {"s", "p", "d", "r"}:
+            store.evict(node)
         found[:] = [engine.client.lookup(engine.keys(chain, blocks))]
         return found[0].hit_blocks == blocks and {run.tier for run in found[0].runs} == {Tier.NVME}
 

@@ -10,7 +10,7 @@ import pytest
 from kvstore.core.errors import CapacityExceeded
 from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth import interceptor
+from kvstore.rpc.auth.interceptor import set_caller
 from kvstore.rpc.auth.tokens import AccessRole, Principal
 
 
@@ -35,7 +35,7 @@ def test_wait_threads_tenant_limit_is_a_quarter() -> None:
     def acquire(name: str, role: AccessRole = AccessRole.TENANT) -> Callable[[], None]:
         """Acquire as a caller with a token."""
         context = copy_context()
-        context.run(interceptor._caller.set, Principal(name, role))
+        context.run(set_caller, Principal(name, role))
         return context.run(threads.acquire)
 
     acme = [acquire("acme"), acquire("acme")]

@@ -26,9 +26,13 @@ BATCH = 8
 
 
 class FailingSlab(NvmeSlab):
-    """A volume whose commits fail while ``fails`` is set."""
+    """A volume whose commits fail while ``fails`` is set, and that becomes read-only on command."""
 
     fails = False
+
+    def make_read_only(self, reason: str | None) -> None:
+        """Accept no changes any more; None: accept them again."""
+        self._read_only = reason
 
     def commit(self, added: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
         if self.fails and (added or removed):
