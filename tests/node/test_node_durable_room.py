@@ -10,7 +10,8 @@ import pytest
 
 from kvstore.core.types import BlockShape
 from kvstore.node.eviction.execution import evict_down_to
-from support.session_harness import BATCH, SessionHarness, key_of
+from support.chains import key_of
+from support.session_harness import BATCH, SessionHarness
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -26,13 +25,10 @@ from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.eviction.policy import POLICY_NAMES, make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
+from support.chains import key_of
 
 SMALL, LARGE = BlockShape(1, 4096), BlockShape(1, 1 << 20)
 SIZES = (SMALL, BlockShape(1, 5 * 4096), BlockShape(1, 16 * 4096))
-
-
-def key_of(*what: object) -> BlockKey:
-    return BlockKey(hashlib.sha256(repr(what).encode()).digest()[:16])
 
 
 def closure(blocks: Mapping[BlockKey, Block], chosen: Iterable[BlockKey]) -> set[BlockKey]:

@@ -20,6 +20,7 @@ from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
+from support.chains import key_of
 
 SHAPE = BlockShape(2, 2048)
 BATCH = 8
@@ -116,7 +117,3 @@ class SessionHarness:
 
     def blocks_on(self) -> list[int]:
         return [slab.usage().blocks for slab in self.slabs]
-
-
-def key_of(chain: int, depth: int) -> BlockKey:
-    return BlockKey(hashlib.sha256(f"{chain}/{depth}".encode()).digest()[:16])
