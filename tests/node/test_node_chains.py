@@ -11,6 +11,7 @@ from kvstore.core.types import BlockShape, NamespaceId, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -28,7 +29,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
     counters, clock = Counters(), ManualClock()
     arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=ROOM * SHAPE.block_bytes)
     log = ReplicaChangeLog([arena.volume_id], counters, clock, keep=False)
-    table = BlockTable(arena, make_policy("lru"), [], log, counters, clock, writes_back=True, cascades_chains=request.param)
+    residency = Residency(arena, make_policy("lru"), [], log, counters, clock)
+    table = BlockTable(residency, writes_back=True, cascades_chains=request.param)
     for chain in range(ROOM // CHAIN):
         keys = [key_of(chain, depth) for depth in range(CHAIN)]
         assert len(table.claim(NAMESPACE, keys).claimed_absent) == CHAIN

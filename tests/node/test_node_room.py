@@ -19,6 +19,7 @@ from kvstore.node.eviction.space import LOOK, SpaceReclaimer
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -103,10 +104,16 @@ class Full:
             assert list(slab.recover()) == []
         log = ReplicaChangeLog([VolumeId("n/dram"), *names], self.counters, self.clock, keep=False)
         node_volumes = [NodeVolume(slab) for slab in self.slabs]
-        self.table = BlockTable(
-            *(self.arena, make_policy("reuse-distance"), node_volumes, log, self.counters, self.clock),
-            writes_back=True, make_durable_policy=partial(make_policy, "reuse-distance"),
-        )  # fmt: skip
+        residency = Residency(
+            self.arena,
+            make_policy("reuse-distance"),
+            node_volumes,
+            log,
+            self.counters,
+            self.clock,
+            make_durable_policy=partial(make_policy, "reuse-distance"),
+        )
+        self.table = BlockTable(residency, writes_back=True)
         self.target = LocalTarget(self.table, self.counters, self.clock)
         namespaces = NamespaceRegistry()
         self.small = namespaces.of_shape(NamespaceId(b"s" * 16), SMALL)

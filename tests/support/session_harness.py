@@ -14,6 +14,7 @@ from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -58,16 +59,16 @@ class SessionHarness:
         ]
         for slab in self.slabs:
             assert list(slab.recover()) == []
-        self.table = BlockTable(
+        residency = Residency(
             self.arena,
             make_policy(policy),
             [NodeVolume(slab) for slab in self.slabs],
             log,
             counters,
             self.clock,
-            writes_back=True,
             make_durable_policy=partial(make_policy, policy),
         )
+        self.table = BlockTable(residency, writes_back=True)
         self.target = LocalTarget(self.table, counters, self.clock)
         self.namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), shape)
         self.lengths: dict[int, int] = {}
