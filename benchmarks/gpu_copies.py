@@ -329,7 +329,7 @@ def first_layer(options: harness.Options) -> None:
 
                 def begin() -> None:
                     blocks.read_arena(made.view, made.offsets, 0, 0, len(made.layers))
-                    blocks.follow(0)
+                    blocks.wait_on_stream(0)
                     first.record()
                     first.synchronize()
 

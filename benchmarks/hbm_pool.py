@@ -41,7 +41,7 @@ def measure(options: Options, device: str, layer_block_bytes: int, blocks: int) 
         for first in range(0, per_chain, 4):
             for keys in chains:
                 part = keys[first : first + 4]
-                kept = near.keep(
+                kept = near.insert(
                     part, keys[first - 1] if first else None, first, DenseBlocks(rows[: len(part)]), None, checksums=False
                 )
                 assert kept == len(part)

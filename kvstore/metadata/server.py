@@ -121,7 +121,7 @@ class MetadataServer:
             event_log = self._event_log = self._make_event_log(loop, index) if config.workers == 1 else None
             lookups = Lookups(index, nodes, self.counters)
             node_admin = NodeAdmin(index, nodes, writes, reads, self.counters, self._clock)
-            settings = SettingsStore(config.orders_path)
+            settings = SettingsStore(config.settings_path)
             retention = RetentionPolicies(
                 settings,
                 index,

@@ -70,7 +70,7 @@ class BlockTable:
         counters: metrics.
         clock: time.
         writes_back: whether stored blocks are written back.
-        keep_loaded: whether DRAM is a cache. If not, it only stages: an unused durable block leaves at once.
+        cache_loads: whether DRAM is a cache. If not, it only stages: an unused durable block leaves at once.
         cascades_chains: whether dirty blocks that are to be evicted are written with their parents.
         make_durable_policy: makes the order of eviction from the volumes.
         accounts: the tenants.
@@ -86,7 +86,7 @@ class BlockTable:
         clock: Clock,
         *,
         writes_back: bool,
-        keep_loaded: bool = True,
+        cache_loads: bool = True,
         cascades_chains: bool = False,
         make_durable_policy: Callable[[Rows], EvictionPolicy] = LruPolicy,
         accounts: TenantLedger | None = None,
@@ -97,7 +97,7 @@ class BlockTable:
         self.dram = dram
         self.node_volumes = residency.node_volumes
         self.accounts = residency.accounts
-        self.keep_loaded = keep_loaded
+        self.cache_loads = cache_loads
         self.clock = clock
         self._cascades_chains = cascades_chains
         self._writes_back = writes_back
@@ -203,7 +203,7 @@ class BlockTable:
                     block.transient, block.produced_here = True, False
                     residency.put_in_dram(block, slot, DramState.CLEAN)
                 elif self._writes_back:
-                    if not self.keep_loaded:
+                    if not self.cache_loads:
                         block.transient = True
                     residency.put_in_dram(block, slot, DramState.WRITING)
                     self._writes.add(block)
@@ -390,7 +390,7 @@ class BlockTable:
             if block.nvme_volume is None:  # its replica on the volume proved corrupt, and the block left the table
                 self._blocks.setdefault(block.key, block)
             block.checksums = checksums
-            if not self.keep_loaded:
+            if not self.cache_loads:
                 block.transient = True
             self.residency.put_in_dram(block, slot, DramState.CLEAN)
             self._loading.discard(block.key)
@@ -431,7 +431,7 @@ class BlockTable:
             self._arrive(block, slot)
 
     def _arrive(self, block: Block, slot: Slot, state: DramState = DramState.CLEAN) -> None:
-        if not self.keep_loaded:
+        if not self.cache_loads:
             block.transient = True
         self.residency.put_in_dram(block, slot, state)
         self._loading.discard(block.key)
@@ -496,7 +496,7 @@ class BlockTable:
             if slots is not None or not self.residency.evicts_nvme:
                 return slots, []
             residency = self.residency
-            victims = mark_over_quota_evicting(residency) if self.accounts.in_force else []
+            victims = mark_over_quota_evicting(residency) if self.accounts.has_rules else []
             if not victims:
                 rules = (residency.leaves_no_orphans, residency.is_idle)
                 victims = residency.volume_evictor.victims(node_volume, shape, (count * ahead, count), *rules)

@@ -132,7 +132,7 @@ def test_wrong_copies_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(Internal, match="other bytes"):
             device_pages([layers], 6, device, strategy="staged", staging_bytes=64)
     with monkeypatch.context() as wrong:  # only on the path of unpinned memory
-        wrong.setattr(DeviceBlocks, "landed", lambda *_: None)
+        wrong.setattr(DeviceBlocks, "host_copy_ready", lambda *_: None)
         with pytest.raises(Internal, match="other bytes"):
             device_pages([layers], 6, device, strategy="batched", staging_bytes=64)
     with monkeypatch.context() as wrong:
@@ -220,7 +220,7 @@ def test_late_copies_are_never_visible(fenced: bool, make: Callable[..., Engine]
     monkeypatch.setattr(copier_module, "COMPUTE_S", 0.2)
     job = engine.job(PAGES, FIRST, layerwise=False)
     if not fenced:
-        monkeypatch.setattr(ComputingDevice, "follow", lambda *_: None)
+        monkeypatch.setattr(ComputingDevice, "wait_event", lambda *_: None)
     engine.device.paused = True
     assert engine.load(PAGES, FIRST, job) == set(PAGES)
     engine.step(PAGES, OTHER)

@@ -156,7 +156,7 @@ def test_gds_chain_larger_than_pool_fills_the_pool(tmp_path: Path) -> None:
 
 def test_gds_skips_blocks_already_in_pool(tmp_path: Path) -> None:
     with disk_of(tmp_path) as disk:
-        assert disk.near.keep(disk.keys[:5], None, 0, DenseBlocks(disk.data.array[:5]), None, checksums=True) == 5
+        assert disk.near.insert(disk.keys[:5], None, 0, DenseBlocks(disk.data.array[:5]), None, checksums=True) == 5
         assert disk.fetch(out := room(12)) == 12
         assert np.array_equal(out.array, disk.data.array)
         assert disk.pool.stats()["hbm_disk_blocks_total"] == 7

@@ -45,15 +45,15 @@ class PoolMachine(RuleBasedStateMachine):
         return self.near[which] or self.handles[which]
 
     @rule(place=PLACE, start=st.integers(0, LONGEST - 1), count=st.integers(1, LONGEST), sums=st.booleans(), tensor=st.booleans())
-    def keep(self, place: tuple[int, int], start: int, count: int, *, sums: bool, tensor: bool) -> None:
+    def insert(self, place: tuple[int, int], start: int, count: int, *, sums: bool, tensor: bool) -> None:
         keys, data = CHAINS[place]
         part = slice(start, start + count)
         parent = keys[start - 1] if start else None
         if tensor:
-            kept = self.blocks(place[0]).keep_tensor(keys[part], parent, start, torch.from_numpy(data.array[part].copy()))
+            kept = self.blocks(place[0]).insert_tensor(keys[part], parent, start, torch.from_numpy(data.array[part].copy()))
         else:
             piece = type(data)(data.array[part])
-            kept = self.blocks(place[0]).keep(keys[part], parent, start, piece, in_time(), checksums=sums)
+            kept = self.blocks(place[0]).insert(keys[part], parent, start, piece, in_time(), checksums=sums)
         assert kept <= len(keys[part])
         self.may.update(keys[part])
 

@@ -151,7 +151,7 @@ def test_block_without_nvme_replica_is_rewritten_before_eviction(tmp_path: Path)
 
 def test_staging_dram_durable_unused_blocks_leave(tmp_path: Path) -> None:
     node = Node(tmp_path / "slab")
-    node.table.keep_loaded = False
+    node.table.cache_loads = False
     node.store(1, 0, 3)
     used, *others = node.table.pin_resident(node.namespaces[0], [key_of(2, depth) for depth in range(3)])
     node.table.unpin(block for block in others if block is not None)
@@ -241,8 +241,8 @@ class TableMachine(RuleBasedStateMachine):
 
     # ---- blocks that arrive layer by layer ----
     @rule(keep=st.booleans())
-    def keep_loaded(self, keep: bool) -> None:
-        self.node.table.keep_loaded = keep
+    def cache_loads(self, keep: bool) -> None:
+        self.node.table.cache_loads = keep
 
     @rule(chain=st.integers(0, 5), count=st.integers(1, 12), namespace=st.integers(0, 1))
     def begin_to_arrive(self, chain: int, count: int, namespace: int) -> None:

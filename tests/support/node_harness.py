@@ -104,7 +104,7 @@ class NodeHarness:
             self.counters,
             self.clock,
             writes_back=bool(volumes),
-            keep_loaded=cache_loads,
+            cache_loads=cache_loads,
             make_durable_policy=partial(make_policy, policy),
             **({} if registry is None else {"accounts": registry.accounts}),
         )

@@ -235,7 +235,7 @@ class NamespaceView:
         return len(blocks)
 
     # ---- copies into the pool ----
-    def keep(
+    def insert(
         self,
         keys: Sequence[BlockKey],
         parent: BlockKey | None,
@@ -261,7 +261,7 @@ class NamespaceView:
 
         return self._insert(keys, parent, depth, move, scope)
 
-    def keep_tensor(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, source: torch.Tensor) -> int:
+    def insert_tensor(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, source: torch.Tensor) -> int:
         """Copy blocks from memory on the pool's device into the pool, like ``keep``, but without checksums.
 
         Args:

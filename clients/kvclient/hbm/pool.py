@@ -172,7 +172,7 @@ class HbmPool:
         return NamespaceView(self.state, self.gds_reader, namespace, detach)
 
     def blocks(self, spec: CacheSpec) -> NamespaceView:
-        """Return a namespace for an engine's own copies on its device (``copy_to_tensor``, ``keep_tensor``, ``pinned``).
+        """Return a namespace for an engine's own copies on its device (``copy_to_tensor``, ``insert_tensor``, ``pinned``).
 
         Raises:
             InvalidArgument: the pool is closed, or too small for a block of this namespace.

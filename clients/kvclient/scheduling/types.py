@@ -122,7 +122,7 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Revoked:
+class RevokedRequest:
     """Cancelled work: this generation of the request and earlier ones. A later generation, sent before or after, remains."""
 
     request_id: str
@@ -130,18 +130,17 @@ class Revoked:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupNews:
+class GroupUpdates:
     """Answer to a report.
 
     Attributes:
         events: in order.
-        anew: the server knows the group only since this report, because it is the first one, the server was restarted, or the
-            group was considered dead. Requests assigned before were assigned to other groups or are unknown; reports on them have
-            no effect.
+        first_report: this is the first report of the group that the server knows: the group is new or was considered dead, or
+            the server was restarted. Requests assigned before are now other groups' or unknown; reports on them have no effect.
     """
 
-    events: tuple[Assigned | Revoked, ...]
-    anew: bool
+    events: tuple[Assigned | RevokedRequest, ...]
+    first_report: bool
 
     @property
     def assigned(self) -> list[Assigned]:
@@ -159,12 +158,12 @@ class GroupNews:
         return list(work.values())
 
     @property
-    def revoked(self) -> list[Revoked]:
+    def revoked(self) -> list[RevokedRequest]:
         """Return the cancellations. Each is valid up to its generation; a later one of the same request may remain."""
-        return [event for event in self.events if isinstance(event, Revoked)]
+        return [event for event in self.events if isinstance(event, RevokedRequest)]
 
 
-class GroupBook:
+class EngineGroupState:
     """State of a group's leader between reports. Facts that a failed call did not report go into the next report."""
 
     def __init__(self, group: str, role: EngineRole) -> None:
@@ -202,15 +201,15 @@ class GroupBook:
             acknowledged=self._acknowledged,
         )
 
-    def take(self, request: pb.ReportEnginesRequest, answer: pb.ReportEnginesResponse) -> GroupNews:
+    def take(self, request: pb.ReportEnginesRequest, answer: pb.ReportEnginesResponse) -> GroupUpdates:
         """Take over the answer to a report."""
         for generations, unreported in ((request.prefilled, self._prefilled), (request.finished, self._finished)):
             for generation in generations:
                 unreported.pop(generation, None)
-        anew = answer.membership != self._membership
-        if anew:
+        first_report = answer.membership != self._membership
+        if first_report:
             self._membership, self._acknowledged = answer.membership, 0
-        events: list[Assigned | Revoked] = []
+        events: list[Assigned | RevokedRequest] = []
         for event in answer.events:
             if event.number <= self._acknowledged:
                 continue
@@ -218,8 +217,8 @@ class GroupBook:
             if event.HasField("assigned"):
                 events.append(_assigned(event.assigned))
             elif event.HasField("revoked"):
-                events.append(Revoked(event.revoked.request_id, event.revoked.generation))
-        return GroupNews(tuple(events), anew)
+                events.append(RevokedRequest(event.revoked.request_id, event.revoked.generation))
+        return GroupUpdates(tuple(events), first_report)
 
 
 def assign_to_proto(request: EngineRequest, budget_s: float, after_generation: int) -> pb.AssignRequestRequest:

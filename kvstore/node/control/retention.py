@@ -57,7 +57,7 @@ ASK_S: Final = 5.0
 """Interval of requests for specs that the metadata server does not know either."""
 
 
-class Retainer:
+class RetentionEnforcer:
     """Enforces quotas, times to live and pins. ``report`` and ``apply`` from one thread; ``start`` and ``stop`` once each.
 
     Args:

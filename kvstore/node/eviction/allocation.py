@@ -21,7 +21,7 @@ def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascad
     Dirty blocks that occupy the room are sent to write-back, so that they can be evicted later.
     """
     while (slots := residency.dram.allocate(shape, count)) is None:
-        if residency.accounts.in_force and evict_over_quota(residency):
+        if residency.accounts.has_rules and evict_over_quota(residency):
             continue
         victims, dirty = residency.arena_evictor.victims(shape, count)
         if cascades_chains:

@@ -137,7 +137,7 @@ class TenantLedger:
         """Tenants with a quota in a tier."""
 
     @property
-    def in_force(self) -> bool:
+    def has_rules(self) -> bool:
         """Whether there are quotas or pins."""
         return bool(self.kept or any(self.limited.values()))
 

@@ -33,8 +33,8 @@ HBM_RESIZE_REFUSED: Final = group.counter(
 HBM_CLOSED_IN_USE: Final = group.counter(
     "hbm_closed_in_use_total", "pools closed during reads; their memory was freed after the last read"
 )
-HBM_CONTROL_DOOR_FAILED: Final = group.counter(
-    "hbm_control_door_failed_total", "control servers of pools that ended unexpectedly: a bug"
+HBM_CONTROL_SERVER_FAILED: Final = group.counter(
+    "hbm_control_server_failed_total", "control servers of pools that ended unexpectedly: a bug"
 )
 HBM_FAILED_OPERATIONS: Final = group.counter(
     "hbm_failed_operations_total", "failed copies to or from the pool on a working device"

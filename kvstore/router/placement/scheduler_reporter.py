@@ -23,7 +23,7 @@ from kvclient import (
     AsyncSchedulerClient,
     EngineFigures,
     EngineRequest,
-    GroupNews,
+    GroupUpdates,
     KVStoreError,
 )
 from kvstore.core.errors import Conflict, Unavailable
@@ -254,7 +254,7 @@ class SchedulerReporter:
         )
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         for answer in answers:
-            if isinstance(answer, GroupNews):
+            if isinstance(answer, GroupUpdates):
                 self._apply(answer)
         self._context.counters.add(router_metrics.REPORTS)
         if failures:
@@ -310,7 +310,7 @@ class SchedulerReporter:
             )
 
     # ---- announced assignments
-    def _apply(self, news: GroupNews) -> None:
+    def _apply(self, news: GroupUpdates) -> None:
         for event in news.events:
             if isinstance(event, Assigned):
                 self._apply_assigned(event)
