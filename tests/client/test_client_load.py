@@ -121,11 +121,12 @@ def test_load_copied_after_lease_is_requested_again(
     session = client._context.local.session()  # type: ignore[union-attr]
     copy_out, slow = session.arena.begin_copy_out, [5]  # type: ignore[union-attr]
 
-    def copying(offsets: object, buffer: object, first: int, *layers: int) -> None:
-        copy_out(offsets, buffer, first, *layers)  # type: ignore[arg-type]
+    def copying(offsets: object, buffer: object, first: int, *further: object) -> object:
+        good = copy_out(offsets, buffer, first, *further)  # type: ignore[arg-type]
         if first in slow:
             slow.remove(first)
             clock.ahead_s += 1.0
+        return good
 
     monkeypatch.setattr(session.arena, "begin_copy_out", copying)  # type: ignore[union-attr]
     out = fresh(spec, 8)
@@ -281,9 +282,9 @@ def test_layerwise_load_announces_first_layer_early(
     session = client._context.local.session()  # type: ignore[union-attr]
     copy_out, may_go_on = session.arena.begin_copy_out, threading.Event()  # type: ignore[union-attr]
 
-    def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: int) -> None:
+    def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: object) -> object:
         assert first_layer == 0 or may_go_on.wait(10)
-        copy_out(offsets, buffer, first, first_layer, *further)  # type: ignore[arg-type]
+        return copy_out(offsets, buffer, first, first_layer, *further)  # type: ignore[arg-type]
 
     monkeypatch.setattr(session.arena, "begin_copy_out", paused)  # type: ignore[union-attr]
     out = fresh(spec, 8)

@@ -209,12 +209,9 @@ def copy_leased_blocks(
     """
     assert run.offsets is not None, "hits of the local node have offsets"
     offsets, first = run.offsets[part], run.start + part.start
-    session.arena.begin_copy_out(offsets, request.buffer, first, first_layer, layer_count, threads)
-    if run.checksums is None:
-        return np.ones(len(offsets), bool)
     at = first_layer - run.first_layer
-    expected = run.checksums[part, at : at + layer_count]
-    return ~session.arena.differing(offsets, request.buffer, first, first_layer, expected)
+    expected = None if run.checksums is None else run.checksums[part, at : at + layer_count]
+    return session.arena.begin_copy_out(offsets, request.buffer, first, first_layer, layer_count, threads, expected)
 
 
 def _sources(runs: Sequence[Run], start: int, stop: int, *, storage: bool) -> list[node_pb2.LoadSource]:
