@@ -94,8 +94,8 @@ def main() -> None:
     options = harness.options("hbm_pool", __doc__, arguments=_arguments)
     device = options.extra.device
     for layer_block_bytes in options.pick(full=(8 << 10, 64 << 10), quick=(64 << 10,), smoke=(4 << 10,)):
-        room = options.pick(full=1 << 30, quick=512 << 20, smoke=8 << 20)
-        measure(options, device, layer_block_bytes, max(CHAINS * 4, room // (LAYERS * layer_block_bytes)))
+        space = options.pick(full=1 << 30, quick=512 << 20, smoke=8 << 20)
+        measure(options, device, layer_block_bytes, max(CHAINS * 4, space // (LAYERS * layer_block_bytes)))
 
 
 if __name__ == "__main__":

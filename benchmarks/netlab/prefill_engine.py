@@ -39,7 +39,7 @@ class Job:
     """Leading blocks that should be in storage."""
     decode: str
     rows: Bytes
-    """Room for all blocks of the prompt, ``[blocks, block_bytes]``."""
+    """Space for all blocks of the prompt, ``[blocks, block_bytes]``."""
     hit: int = 0
     lost: int = 0
     """Blocks that the lookup promised and the load did not bring: computed after all."""

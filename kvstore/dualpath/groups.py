@@ -33,7 +33,7 @@ class Engine:
         role: what it does.
         group: its group; all engines of one node are in the same group.
         node: the node whose storage link it reads over.
-        hbm_units: room for KV when it is idle; only asked of decode engines. Any unit that requests share: the metadata server
+        hbm_units: capacity for KV when it is idle; decode engines only. Any unit that requests share: the metadata server
             counts tokens, the simulator bytes.
     """
 
@@ -53,7 +53,7 @@ class EngineGroup:
         free: HBM bytes free for KV.
         read: disk reading queue of the engine's node, in tokens.
         open: whether it may be given requests; those of nodes that drain may not.
-        most_hbm: room of the roomiest open engine when that is idle; -1: none is open.
+        most_hbm: largest idle capacity (``hbm_units``) of an open engine; -1: none is open.
     """
 
     __slots__ = ("_place", "engines", "free", "most_hbm", "name", "open", "read", "role", "seq", "tok")
@@ -110,8 +110,8 @@ class EngineGroup:
         return changed
 
     def _look(self) -> None:
-        rooms = (entry.hbm_units for entry, is_open in zip(self.engines, self.open.tolist(), strict=True) if is_open)
-        self.most_hbm = max(rooms, default=-1)
+        capacities = (entry.hbm_units for entry, is_open in zip(self.engines, self.open.tolist(), strict=True) if is_open)
+        self.most_hbm = max(capacities, default=-1)
 
     @property
     def tokens(self) -> int:
@@ -178,12 +178,12 @@ def decode_watermark(group: EngineGroup, waiting: Iterable[tuple[int, int]], z: 
         waiting: (tokens, HBM bytes) of the waiting requests, in order.
         z: 1.05 in the paper.
     """
-    room = int(np.maximum(group.free[group.open], 0).sum())  # an engine that shrank may have given more than it has
+    space = int(np.maximum(group.free[group.open], 0).sum())  # an engine that shrank may have given more than it has
     coming = 0
     for tokens, need in waiting:
-        if need > room:
+        if need > space:
             break
-        room -= need
+        space -= need
         coming += tokens
     return z * (coming + int(group.tok[group.open].sum())) / max(1, int(np.count_nonzero(group.open)))
 
@@ -269,7 +269,7 @@ class DecodeGroups:
         self._load[self._place[name]] += tokens
 
     def choose(self, need: int) -> str | None:
-        """The group with the fewest tokens, of those that have an open engine with room for ``need`` bytes when it is idle."""
+        """The group with the fewest tokens, of those that have an open engine with space for ``need`` bytes when it is idle."""
         if not self.groups:
             return None
         place = _least(self._load, self._most >= need)

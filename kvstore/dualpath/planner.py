@@ -194,7 +194,7 @@ class Planner:
         """
         if not life_s >= 0:
             raise InvalidArgument("a plan's life is not below 0", life_s=life_s)
-        self._check_room(1)
+        self._check_space(1)
         if self.relays and not request.relays:
             pair = {request.prefill_node, request.decode_node or request.prefill_node}
             request = request.with_relays(tuple(self.queues.idlest(self.relays, now, pair)))
@@ -287,7 +287,7 @@ class Planner:
         more = len(missing) + len(live.request.relays) + 2  # each node's share may begin within a span
         if len(live.parts) + more > limits.MAX_PLAN_PARTS:
             raise CapacityExceeded("the plan has too many parts", plan_id=plan_id, limit=limits.MAX_PLAN_PARTS)
-        self._check_room(more)
+        self._check_space(more)
         self._moved(plan_id, live, now)
         done = failed.count - sum(count for _, count in missing)
         self.queues.credit(charge, max(0, done - (failed.count - charge.blocks)), now, moved=True)
@@ -331,7 +331,7 @@ class Planner:
 
     # ---- within ----
 
-    def _check_room(self, parts: int) -> None:
+    def _check_space(self, parts: int) -> None:
         if self._parts_live + parts > limits.MAX_PARTS_UNDER_WAY:
             most = limits.MAX_PARTS_UNDER_WAY
             raise CapacityExceeded("too many parts of loads are planned", parts=self._parts_live, limit=most)

@@ -163,7 +163,7 @@ class _Desk:
     work: dict[str, _Job]
     counts: bool = True
     """Its tokens and sequences are counted here."""
-    room: bool = True
+    space: bool = True
     """Its free HBM is."""
 
     @property
@@ -263,7 +263,7 @@ class Scheduler:
         group, changed = self._groups[desk.engine.group], replace(desk.engine, hbm_units=hbm_units)
         group.resize(changed)
         desk.engine = changed
-        if desk.room:
+        if desk.space:
             group.free[group.place(engine)] = desk.left
         if group.role is EngineKind.DECODE:
             self._reroute(group)
@@ -347,10 +347,10 @@ class Scheduler:
                 desk.counts = True
             if said.hbm_free is not None:
                 group.free[place] = said.hbm_free
-                desk.room = False
-            elif not desk.room:
+                desk.space = False
+            elif not desk.space:
                 group.free[place] = desk.left
-                desk.room = True
+                desk.space = True
             group.read[place] = said.read_tokens or 0
         for group in touched.values():
             self._refresh(group)
@@ -487,7 +487,7 @@ class Scheduler:
             group.seq[place] -= 1
             if engine.role is EngineKind.DECODE:
                 self._decode_groups.add(engine.group, -job.ask.tokens)
-        if desk.room and engine.role is EngineKind.DECODE:
+        if desk.space and engine.role is EngineKind.DECODE:
             group.free[place] += job.ask.hbm_units
 
     def _drop(self, job: _Job) -> None:

@@ -207,9 +207,9 @@ def _held(lanes: list[_Lane], into: _Into, level: float) -> tuple[list[float], f
         else:
             amount = 0.0
         amounts.append(amount)
-    room = into.cnic * level - into.receiving
-    if room < forwarded:
-        forwarded, forwarded_slope = (room, into.cnic) if room > 0 else (0.0, 0.0)
+    space = into.cnic * level - into.receiving
+    if space < forwarded:
+        forwarded, forwarded_slope = (space, into.cnic) if space > 0 else (0.0, 0.0)
     return amounts, here + forwarded, here_slope + forwarded_slope
 
 

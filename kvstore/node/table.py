@@ -13,7 +13,7 @@ Theory of operation.
    (``validate`` asserts these two). A block with ``pins`` > 0 is evicted from no tier. A dirty block leaves DRAM only after it
    was written back or given up. A slot given to a writer is reused only after ``complete`` or ``abandon``, never because time
    has passed.
-4. Eviction to make room takes children before their parents. Two exceptions: an operator may evict one volume while children
+4. Eviction to free space takes children before their parents. Two exceptions: an operator may evict one volume while children
    stay on other volumes, and children on a volume that accepts no changes stay there.
 
 Threads: any. A wait ends at the caller's deadline, or when the caller disconnects (``base.cancellation``).
@@ -60,7 +60,7 @@ PENDING_SHARE = 0.75
 
 
 class BlockTable:
-    """Blocks, room and pins of one node.
+    """Blocks, space and pins of one node.
 
     Args:
         dram: the arena.
@@ -127,7 +127,7 @@ class BlockTable:
     def prepare(self, namespace: NodeNamespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> SlotGrant:
         """Grant slots for the blocks of a run that are neither held nor being written.
 
-        Grants are prefix-first: from the first block without room on, all are SKIPPED. If there is room for none, wait for some
+        Grants are prefix-first: from the first block without space on, all are SKIPPED. If there is space for none, wait for some
         until the deadline. ``heads``: each key is the head of a chain.
 
         The first writer of a key decides its namespace, parent and depth. A run ends before a key that it claims otherwise.
@@ -181,7 +181,7 @@ class BlockTable:
             grant.outcomes[position] = StoreOutcome.SKIPPED
         if granted < len(wanted):
             full = not over and is_full(self.residency, grant.namespace)
-            skipped = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_ROOM_BLOCKS
+            skipped = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_SPACE_BLOCKS
             self._counters.add(skipped, len(wanted) - granted)
 
     def complete(self, grant: SlotGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
@@ -374,7 +374,7 @@ class BlockTable:
                 self._counters.add(node_metrics.LOAD_BEYOND_QUOTA_BLOCKS, count)  # never refused: the blocks are evicted soon
             while (slots := self._allocate(shape, count)) is None:
                 if not self._wait(self._changed, deadline_s):
-                    self._counters.add(node_metrics.LOAD_NO_ROOM_BLOCKS, count)
+                    self._counters.add(node_metrics.LOAD_NO_SPACE_BLOCKS, count)
                     return None
             return slots
 
@@ -488,8 +488,8 @@ class BlockTable:
         """Return slots in a durable volume, or (None, victims): blocks that are now marked as evicting.
 
         Commit the removal of the victims, report it to ``note_evicted_from_volume``, and call again. Victims may be on any
-        durable volume. They make room for ``ahead`` times the count if enough blocks are evictable, so that few commits only
-        remove. If blocks of other sizes occupy the space, there may be room for a part of the count: then call again.
+        durable volume. They free space for ``ahead`` times the count if enough blocks are evictable, so that few commits only
+        remove. If blocks of other sizes occupy the space, there may be space for a part of the count: then call again.
         """
         with self._lock:
             slots = node_volume.volume.allocate(shape, count)
@@ -563,7 +563,7 @@ class BlockTable:
         return sent
 
     def stop_nvme_eviction(self) -> None:
-        """Stop evicting blocks from durable volumes to make room, because the node stops."""
+        """Stop evicting blocks from durable volumes to free space, because the node stops."""
         with self._lock:
             self.residency.evicts_nvme = False
 
@@ -678,7 +678,7 @@ class BlockTable:
             return any(key in self.residency.waiters for key in keys)
 
     def wait_changed(self, deadline_s: float) -> bool:
-        """Wait until room or residency may have changed. The caller holds the lock. False at the deadline."""
+        """Wait until space or residency may have changed. The caller holds the lock. False at the deadline."""
         return self._wait(self._changed, deadline_s)
 
     # ---- inside the lock

@@ -89,13 +89,13 @@ class Bed:
 
 @pytest.fixture(scope="module")
 def one_pool() -> Iterator[HbmPool]:
-    with HbmPool("cpu", capacity_bytes=8 << 20, room_wait_s=0.0, demote=False) as pool:
+    with HbmPool("cpu", capacity_bytes=8 << 20, space_wait_s=0.0, demote=False) as pool:
         yield pool
 
 
 @pytest.fixture
 def pool() -> Iterator[HbmPool]:
-    with HbmPool("cpu", capacity_bytes=8 << 20, room_wait_s=0.0, demote=False) as pool:
+    with HbmPool("cpu", capacity_bytes=8 << 20, space_wait_s=0.0, demote=False) as pool:
         yield pool
 
 
@@ -192,7 +192,7 @@ def test_pool_blocks_are_pinned_until_copies_end(
     few = 20
     keys, pages = bed.keys(few, 1), bed.pages(few)
     expected = block_bytes(bed.cache, pages)
-    assert pool.resize(few * bed.spec.block_bytes)  # room for only these
+    assert pool.resize(few * bed.spec.block_bytes)  # space for only these
     assert bed.insert(keys, pages) == few
     waits = bed.waiting(monkeypatch)
     bed.device.paused = True
@@ -361,17 +361,17 @@ def test_fp8_and_checksums_pass_through_host_and_are_counted(pool: HbmPool) -> N
 def test_unreachable_pool_memory_is_rejected(bed: Bed) -> None:
     blocks = bed.copier.blocks([0, 1])
     size = bed.spec.block_bytes
-    room = torch.zeros(2 * size, dtype=torch.uint8)
-    assert blocks.pool_gap(PoolMemory("cpu", room)) == ""
-    assert "cuda:1" in blocks.pool_gap(PoolMemory("cuda:1", room))
+    space = torch.zeros(2 * size, dtype=torch.uint8)
+    assert blocks.pool_gap(PoolMemory("cpu", space)) == ""
+    assert "cuda:1" in blocks.pool_gap(PoolMemory("cuda:1", space))
     with pytest.raises(InvalidArgument, match="cuda:1"):
-        blocks.read_pool(PoolMemory("cuda:1", room), np.array([0, size]), 0)
+        blocks.read_pool(PoolMemory("cuda:1", space), np.array([0, size]), 0)
     for wrong in ([0, size + 1], [-1, 0]):
         with pytest.raises(InvalidArgument, match="outside the pool"):
-            blocks.read_pool(PoolMemory("cpu", room), np.array(wrong), 0)
+            blocks.read_pool(PoolMemory("cpu", space), np.array(wrong), 0)
         with pytest.raises(InvalidArgument, match="outside the pool"):
-            blocks.write_pool(PoolMemory("cpu", room), np.array(wrong))
-    for torn in (room.view(torch.int16), room[1:], room[::2], room.view(2, -1), room.numpy()):
+            blocks.write_pool(PoolMemory("cpu", space), np.array(wrong))
+    for torn in (space.view(torch.int16), space[1:], space[::2], space.view(2, -1), space.numpy()):
         with pytest.raises(InvalidArgument, match="cannot copy from this pool memory"):
             blocks.read_pool(PoolMemory("cpu", torn), np.array([0]), 0)
     assert not any(stream.work for stream in bed.device.streams)
@@ -382,7 +382,7 @@ def test_concurrent_evictions_never_return_wrong_bytes(thread: Callable[..., Fut
     chains, blocks, rounds = 4, 6, 25
     cache = make_cache("block_first_nhd", layers=2, pages=2 * chains * blocks, tokens=16, dim=16, seed=9)
     size = cache.row_bytes * 2
-    with HbmPool("cpu", capacity_bytes=chains * blocks // 2 * max(size, 4096), room_wait_s=0.0, demote=False) as pool:
+    with HbmPool("cpu", capacity_bytes=chains * blocks // 2 * max(size, 4096), space_wait_s=0.0, demote=False) as pool:
         bed = Bed(pool, cache, 9)
         done = threading.Event()
 

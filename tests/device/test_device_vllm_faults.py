@@ -203,11 +203,11 @@ def test_device_rejecting_copies_is_a_miss(make: Callable[..., Engine]) -> None:
 def test_no_memory_for_staging_is_a_miss(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(ComputingDevice(1))
 
-    def no_room(_: StagedCopy) -> None:
+    def no_space(_: StagedCopy) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as full:
-        full.setattr(StagedCopy, "_slot", no_room)
+        full.setattr(StagedCopy, "_slot", no_space)
         assert engine.load(PAGES, FIRST) == set(PAGES)
     assert engine.load(PAGES, FIRST) == set()
     assert engine.settled() == []

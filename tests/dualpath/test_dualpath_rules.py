@@ -48,8 +48,8 @@ def literal_prefill(engines: list[Numbers], lengths: list[int], alpha: int, beta
 
 def literal_watermark(engines: list[Numbers], waiting: list[tuple[int, int]], z: float) -> float:
     """Z of phase 2: R is the longest prefix of the private queue that fits in F."""
-    room = sum(e.free for e in engines)
-    longest = max(n for n in range(len(waiting) + 1) if sum(need for _, need in waiting[:n]) <= room)
+    space = sum(e.free for e in engines)
+    longest = max(n for n in range(len(waiting) + 1) if sum(need for _, need in waiting[:n]) <= space)
     return z * (sum(length for length, _ in waiting[:longest]) + sum(e.tok for e in engines)) / len(engines)
 
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
-from hbm_chains import Below, Chain, chain, in_time, room
+from hbm_chains import Below, Chain, allocate, chain, in_time
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -33,7 +33,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.below = (Below(), Below())
-        self.pool = HbmPool("cpu", capacity_bytes=SIZES[-1], room_wait_s=0.05)
+        self.pool = HbmPool("cpu", capacity_bytes=SIZES[-1], space_wait_s=0.05)
         self.near: list[NamespaceView | None] = [
             self.pool.attach(spec, below) for spec, below in zip(SPECS, self.below, strict=True)
         ]
@@ -60,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(place=PLACE, count=st.integers(1, LONGEST), verify=st.booleans(), tensor=st.booleans())
     def fetch(self, place: tuple[int, int], count: int, *, verify: bool, tensor: bool) -> None:
         keys, data = CHAINS[place]
-        out = room(count, SPECS[place[0]])
+        out = allocate(count, SPECS[place[0]])
         if tensor:
             found = self.blocks(place[0]).copy_to_tensor(keys[:count], torch.from_numpy(out.array))
         else:

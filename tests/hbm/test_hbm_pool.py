@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hbm_chains import SPEC, Below, Chain, chain, in_time, room
+from hbm_chains import SPEC, Below, Chain, allocate, chain, in_time
 
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.hbm import HbmPool
@@ -24,7 +24,7 @@ def below() -> Below:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
-    with HbmPool(request.param, capacity_bytes=40 * SPEC.block_bytes, room_wait_s=5.0) as pool:
+    with HbmPool(request.param, capacity_bytes=40 * SPEC.block_bytes, space_wait_s=5.0) as pool:
         yield pool
         pool.state.table.validate()
 
@@ -39,11 +39,11 @@ def test_pool_fetch_returns_kept_blocks(near: NamespaceView) -> None:
     assert near.insert(keys, None, 0, data, None, checksums=True) == 10
     assert near.insert(keys, None, 0, data, None, checksums=True) == 0
     other, _ = chain(3, 2)
-    out = room(12)
+    out = allocate(12)
     assert near.fetch([*keys, *other[:2]], out, in_time(), verify=True) == 10
     assert np.array_equal(out.array[:10], data.array)
     assert not out.array[10:].any()
-    assert near.fetch([other[0], *keys], room(11), in_time(), verify=False) == 0
+    assert near.fetch([other[0], *keys], allocate(11), in_time(), verify=False) == 0
 
 
 def test_pool_keep_leaves_no_gaps(near: NamespaceView) -> None:
@@ -51,7 +51,7 @@ def test_pool_keep_leaves_no_gaps(near: NamespaceView) -> None:
     assert near.insert(keys[2:4], keys[1], 2, DenseBlocks(data.array[2:4]), None, checksums=True) == 2
     assert near.insert(keys, None, 0, data, None, checksums=True) == 2  # up to the pool's blocks; the rest is kept later
     assert near.insert(keys, None, 0, data, None, checksums=True) == 2
-    out = room(6)
+    out = allocate(6)
     assert near.fetch(keys, out, in_time(), verify=True) == 6
     assert np.array_equal(out.array, data.array)
 
@@ -60,7 +60,7 @@ def test_pool_smaller_than_chain_keeps_its_head(pool: HbmPool, near: NamespaceVi
     keys, data = chain(60, 1)
     kept = near.insert(keys, None, 0, data, None, checksums=False)
     assert 30 <= kept <= 40
-    out = room(60)
+    out = allocate(60)
     assert near.fetch(keys, out, in_time(), verify=False) == kept
     assert np.array_equal(out.array[:kept], data.array[:kept])
 
@@ -70,7 +70,7 @@ def test_eviction_demotes_parents_first(pool: HbmPool, near: NamespaceView, belo
     for keys, data in chains:
         assert near.insert(keys, None, 0, data, None, checksums=False) == 12
     for keys, data in chains:
-        out = room(12)
+        out = allocate(12)
         found = near.fetch(keys, out, in_time(), verify=False)
         assert np.array_equal(out.array[:found], data.array[:found])
         for at in range(found, 12):  # evicted blocks are in the tier below, byte for byte
@@ -93,7 +93,7 @@ def test_pool_without_demotion_target_keeps_working(pool: HbmPool, below: Below,
     for seed in range(8):
         keys, data = chain(12, seed)
         assert near.insert(keys, None, 0, data, None, checksums=False) == 12
-        out = room(12)
+        out = allocate(12)
         assert near.fetch(keys, out, in_time(), verify=False) == 12
         assert np.array_equal(out.array, data.array)
 
@@ -115,11 +115,11 @@ def test_namespaces_in_one_pool_are_isolated(pool: HbmPool, below: Below) -> Non
     one, two = pool.attach(SPEC, below), pool.attach(other_spec, below)
     keys, data = chain(4, 1)
     one.insert(keys, None, 0, data, None, checksums=False)
-    assert two.fetch(keys, room(4, other_spec), in_time(), verify=False) == 0
+    assert two.fetch(keys, allocate(4, other_spec), in_time(), verify=False) == 0
     for seed in range(20):
         small = chain(30, seed, other_spec)
         assert two.insert(small[0], None, 0, small[1], None, checksums=False) == 30
-        out = room(30, other_spec)
+        out = allocate(30, other_spec)
         assert two.fetch(small[0], out, in_time(), verify=False) == 30
         assert np.array_equal(out.array, small[1].array)
     assert pool.usage().blocks
@@ -133,13 +133,13 @@ def test_pool_resize_releases_and_takes_memory(pool: HbmPool, near: NamespaceVie
     assert pool.resize(4096)
     assert pool.usage().capacity_bytes == 4096
     assert set(below.held) == set(keys)  # it was offered below before
-    assert near.fetch(keys, room(20), in_time(), verify=False) == 0
+    assert near.fetch(keys, allocate(20), in_time(), verify=False) == 0
     assert near.insert(keys, None, 0, data, None, checksums=False) == 0
     assert pool.resize(40 * SPEC.block_bytes)
     assert near.insert(keys, None, 0, data, None, checksums=False) == 20
     with near.pinned(keys[:1]):
         assert not pool.resize(4096, timeout_s=0.02)
-    assert near.fetch(keys[:1], room(1), in_time(), verify=False) == 1
+    assert near.fetch(keys[:1], allocate(1), in_time(), verify=False) == 1
     for wrong in (0, 4095, True, 1.5):
         with pytest.raises(InvalidArgument):
             pool.resize(wrong)  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def test_cancelled_operation_stops_the_copy(near: NamespaceView) -> None:
     near.insert(keys, None, 0, data, None, checksums=False)
     operation = in_time()
     operation.cancel()
-    assert near.fetch(keys, room(4), operation, verify=False) == 0
+    assert near.fetch(keys, allocate(4), operation, verify=False) == 0
 
 
 def test_pool_is_thread_safe(pool: HbmPool, near: NamespaceView) -> None:
@@ -161,7 +161,7 @@ def test_pool_is_thread_safe(pool: HbmPool, near: NamespaceView) -> None:
         for turn in range(30):
             keys, data = chains[(mine + turn) % 6]
             near.insert(keys, None, 0, data, None, checksums=False)
-            out = room(12)
+            out = allocate(12)
             found = near.fetch(keys, out, in_time(), verify=False)
             if not np.array_equal(out.array[:found], data.array[:found]):
                 wrong.append(f"thread {mine}, turn {turn}")
@@ -181,7 +181,7 @@ def test_closed_pool_rejects_clients_and_misses(below: Below) -> None:
     near.insert(keys, None, 0, data, None, checksums=False)
     pool.close()
     pool.close()
-    assert near.fetch(keys, room(4), in_time(), verify=False) == 0
+    assert near.fetch(keys, allocate(4), in_time(), verify=False) == 0
     assert near.insert(keys, None, 0, data, None, checksums=False) == 0
     with pytest.raises(InvalidArgument):
         pool.attach(SPEC, below)
@@ -192,7 +192,7 @@ def test_closed_pool_rejects_clients_and_misses(below: Below) -> None:
     [
         {"capacity_bytes": 1 << 20, "policy": "best"},
         {"capacity_bytes": 1 << 20, "node_id": "../x"},
-        {"capacity_bytes": 1 << 20, "room_wait_s": -1},
+        {"capacity_bytes": 1 << 20, "space_wait_s": -1},
         {"capacity_bytes": 1 << 20, "metadata": "127.0.0.1:1", "listen": "0.0.0.0:0"},
         {"capacity_bytes": 1 << 20, "metadata": "127.0.0.1:1", "listen": "nonsense"},
         {"capacity_bytes": 1 << 20, "metadata": "nonsense"},

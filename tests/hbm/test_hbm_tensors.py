@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from hbm_chains import SPEC, Below, chain, in_time, room
+from hbm_chains import SPEC, Below, allocate, chain, in_time
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(params=DEVICES)
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
-    with HbmPool(request.param, capacity_bytes=64 * SPEC.block_bytes, room_wait_s=5.0) as pool:
+    with HbmPool(request.param, capacity_bytes=64 * SPEC.block_bytes, space_wait_s=5.0) as pool:
         yield pool
         pool.state.table.validate()
 
@@ -78,7 +78,7 @@ def test_blocks_round_trip_through_device_tensors(pool: HbmPool, make: Make, apa
         pool.state.table.unpin([block for block in pool.state.table.pin_resident(kept[0].namespace, other) if block is not None])
         assert pool.usage().blocks == len(kept)
     assert near.insert_tensor(keys, None, 0, filled) == BLOCKS
-    out = room(BLOCKS, spec)
+    out = allocate(BLOCKS, spec)
     assert near.fetch(keys, out, in_time(), verify=False) == BLOCKS
     assert np.array_equal(out.array, data.array)
     again = make(pool.state.volume.device, spec.shape)
@@ -90,7 +90,7 @@ def test_blocks_round_trip_through_device_tensors(pool: HbmPool, make: Make, apa
 def test_leading_blocks_alone_are_copied(pool: HbmPool) -> None:
     near = pool.attach(SPEC, Below())
     keys, data = chain(BLOCKS, 1)
-    near.insert(keys[:5], None, 0, room(5), None, checksums=False)
+    near.insert(keys[:5], None, 0, allocate(5), None, checksums=False)
     out = torch.full((BLOCKS, SPEC.block_bytes), 7, dtype=torch.uint8, device=pool.state.volume.device)
     assert near.copy_to_tensor(keys, out) == 5
     assert not out[:5].any()

@@ -212,7 +212,7 @@ async def test_report_resized_engine_keeps_requests() -> None:
     assert shell.counters.get("metadata_engines_lost_total") == 0
     assert shell.counters.get("metadata_engines_resized_total") == 1
     await shell.asked(shell.ask("large", 15))
-    assert decode.report() == [], "the room that it has now is what counts"
+    assert decode.report() == [], "the space that it has now is what counts"
     decode.engines = [engine("d", hbm_tokens=500)]
     assert [one.request_id for one in decode.report()] == ["large"]
     decode.report(finished=[generation])
@@ -416,7 +416,7 @@ async def test_requests_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -
     assert shell.ask("r", near=near).ByteSize() * (len(calls) - len(refused)) < held <= 4 << 20
     assert shell.counters.get("metadata_requests_refused_total") == len(refused)
     small = await shell.asked(shell.ask("small"))
-    assert not small.done(), "there is room for others"
+    assert not small.done(), "there is space for others"
     for call in (*calls, small):
         call.cancel()
     await asyncio.gather(*calls, small, return_exceptions=True)
@@ -503,7 +503,7 @@ async def test_deadlock_after_lost_engines_is_broken() -> None:
     assert [one.engine for one in prefill.report()] == ["p", "q"]
     assert [one.request_id for one in decode.report()] == ["old"]
     await calls[0]
-    prefill.engines = [engine("q")]  # old has room but no prefill engine; young has a prefill engine but no room
+    prefill.engines = [engine("q")]  # old has space but no prefill engine; young has a prefill engine but no space
     prefill.report()
     for _ in range(3):
         shell.clock.advance(TTL_S * 0.6)
@@ -545,7 +545,7 @@ async def test_draining_node_engines_keep_work_and_get_none() -> None:
     assert [one.engine for one in prefill.report()] == ["p"]
     assert [one.engine for one in old.report()] == ["d"]
     await shell.asked(shell.ask("second", 30))
-    assert old.report() == [], "it waits for room there"
+    assert old.report() == [], "it waits for space there"
     shell.drained = frozenset({"node-p", "node-d"})
     await shell.asked(shell.ask("third", 5))
     assert {one.engine for one in prefill.report() if one.request_id != "first"} == {"q"}
@@ -559,4 +559,4 @@ async def test_draining_node_engines_keep_work_and_get_none() -> None:
     shell.drained = frozenset()
     await shell.asked(shell.ask("last", 5))
     assert [one.request_id for one in prefill.report()] == ["last"]
-    assert [one.engine for one in old.report()] == ["d"], "it has room again, and least to do"
+    assert [one.engine for one in old.report()] == ["d"], "it has space again, and least to do"

@@ -73,7 +73,7 @@ class Group:
         for gone in news.revoked:
             if gone.request_id in self.work and self.work[gone.request_id][0] <= gone.generation:
                 del self.work[gone.request_id]
-        if self.decodes:  # room was granted once
+        if self.decodes:  # space was granted once
             assert all(figures.free_hbm_tokens is not None and figures.free_hbm_tokens >= 0 for figures in self.figures())
 
 

@@ -47,8 +47,8 @@ class Engines:
 
     def __init__(self, client: AsyncSchedulerClient, group: str, role: EngineRole, *, ends: bool = True) -> None:
         self.client, self.group, self.role, self.ends = client, group, role, ends
-        room = 1_000_000 if role == "decode" else 0
-        self.figures = [EngineFigures(f"{group}-{number}", f"node-{group}", hbm_tokens=room) for number in range(2)]
+        space = 1_000_000 if role == "decode" else 0
+        self.figures = [EngineFigures(f"{group}-{number}", f"node-{group}", hbm_tokens=space) for number in range(2)]
         self.served: list[str] = []
         self.news: list[GroupUpdates] = []
         self.task = asyncio.create_task(self.run())

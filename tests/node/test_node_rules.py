@@ -33,7 +33,7 @@ def held(node: QuotaNode, tenant: int = 0) -> tuple[int, int]:
 
 
 def press(node: QuotaNode, first: int) -> None:
-    """Store more blocks of other namespaces than there is room for. Blocks that find no room at once are skipped."""
+    """Store more blocks of other namespaces than there is space for. Blocks that find no space at once are skipped."""
     for chain in range(first, first + 40):
         node.store(chain, 0, 30, 1)
         node.write_back()
@@ -146,7 +146,7 @@ def test_pins_take_at_most_half_under_pressure(node: QuotaNode) -> None:
         assert node.store_durably(chain, 12)
     assert held(node)[0] > HALF_DRAM - 12, "with nobody else there they may"
     press(node, 100)
-    assert node.held(1, Tier.DRAM) >= 30, "others find room"
+    assert node.held(1, Tier.DRAM) >= 30, "others find space"
     assert node.held(1, Tier.NVME) >= 30
     dram, nvme = held(node)
     assert HALF_DRAM - 12 <= dram <= HALF_DRAM
@@ -167,7 +167,7 @@ def test_pin_protects_from_quota_and_ttl(node: QuotaNode) -> None:
     assert node.store(2, 0, 4) == [SKIPPED] * 4, "the quota is full of what cannot leave"
 
 
-def test_pinned_blocks_everywhere_leave_room_for_other_sizes(node: QuotaNode) -> None:
+def test_pinned_blocks_everywhere_leave_space_for_other_sizes(node: QuotaNode) -> None:
     large = CacheSpec(model="large", block_tokens=16, layers=1, layer_block_bytes=16 * BLOCK, tenant="acme")
     for chain in range(HALF_NVME * 2 // 8):  # in every span of both tiers, one block in eight is pinned
         node.store_durably(100 + chain, 1, 0)
@@ -183,7 +183,7 @@ def test_pinned_blocks_everywhere_leave_room_for_other_sizes(node: QuotaNode) ->
     assert node.held(len(node.namespaces) - 1, Tier.NVME) >= 1
     left = [was - now for was, now in zip(before, held(node), strict=True)]
     assert 0 < left[0] <= 16
-    assert 0 < left[1] <= 32, "one place of each tier; then the size makes room among its own"
+    assert 0 < left[1] <= 32, "one place of each tier; then the size makes space among its own"
     assert node.counters.get("evicted_pinned_blocks_total") == sum(left)
 
 

@@ -80,7 +80,7 @@ def test_drain_blocks_evicted_for_quota_need_no_durability(node: QuotaNode) -> N
     assert held(node) == (20, 5)
     assert node.table.not_durable() == 0, "a drain has nothing to wait for"
     node.store_durably(2, 5)
-    assert held(node) == (25, 5), "its own made room"
+    assert held(node) == (25, 5), "its own made space"
     assert node.table.not_durable() == 0
     node.set_shares()
     kept = node.keys(1, 20)
@@ -124,7 +124,7 @@ def test_drain_pull_stops_at_free_share(node: QuotaNode) -> None:
     with puller._within_share(namespace, run(2, 3)) as fits, puller._within_share(namespace, run(3, 2)) as more:
         assert (fits, more) == (True, False), "another run that comes meanwhile counts"
     with puller._within_share(namespace, run(1, 6 + 4)) as fits:
-        assert fits, "what is here takes no more room"
+        assert fits, "what is here takes no more space"
     with puller._within_share(namespace, run(3, 5)) as fits:
         assert not fits
     node.set_shares(("acme", None, 6))

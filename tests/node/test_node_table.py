@@ -23,7 +23,7 @@ from support.chains import key_of, payload_of
 from support.node_harness import DRAM, NodeHarness, volume_id
 
 SHAPES = (BlockShape(2, 2048), BlockShape(3, 4096))
-ARENA_BYTES = 1 << 19  # room for 128 small blocks: everything competes
+ARENA_BYTES = 1 << 19  # space for 128 small blocks: everything competes
 SLAB_BYTES = 1 << 20
 NVME = volume_id(0)
 
@@ -97,7 +97,7 @@ def test_writeback_pending_stays_and_full_queue_skips_stores(node: Node) -> None
     stored = outcomes.count(StoreOutcome.STORED)
     assert StoreOutcome.SKIPPED in outcomes
     assert node.table.counts() == (stored, stored)
-    assert node.counters.snapshot()["store_skipped_no_room_blocks_total"] == outcomes.count(StoreOutcome.SKIPPED)
+    assert node.counters.snapshot()["store_skipped_no_space_blocks_total"] == outcomes.count(StoreOutcome.SKIPPED)
 
 
 def test_grants_are_prefix_first(node: Node) -> None:

@@ -76,7 +76,7 @@ def test_share_reduced_evicts_the_coldest(node: QuotaNode) -> None:
     assert node.namespaces[0].dram_orders == node.namespaces[0].nvme_orders == ()
 
 
-def test_room_needed_evicts_tenants_over_share_first(node: QuotaNode) -> None:
+def test_space_needed_evicts_tenants_over_share_first(node: QuotaNode) -> None:
     mine, other = node.store_durably(1, 50), node.store_durably(9, 60, 1)
     node.set_shares(("acme", 40, None))
     node.enforcer._join_all()  # and not evicted yet

@@ -31,7 +31,7 @@ from kvstore.observe.metric_definitions import client as client_metrics
 
 _WATCH_S = 0.05
 """Interval of the checks for stalls, and of progress reports."""
-_RETRIED = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM)
+_RETRIED = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_SPACE)
 """Outcomes after which another path is tried. MISS and CORRUPT in storage are the same over every path; damage between another
 host's node and this one is reported as UNAVAILABLE."""
 

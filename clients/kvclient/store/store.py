@@ -80,7 +80,7 @@ class StoreGrant:
             blocks=common_pb2.BlockRun(
                 namespace_id=chain.namespace, parent=chain.parent or b"", depth=chain.depth, keys=chain.packed
             ),
-            wait_ms=int(min(context.options.room_wait_s, left_s * _WAIT_SHARE) * 1000),
+            wait_ms=int(min(context.options.space_wait_s, left_s * _WAIT_SHARE) * 1000),
             heads=heads,
         )
         try:

@@ -23,7 +23,7 @@ HBM_KEPT_BLOCKS: Final = group.counter("hbm_kept_blocks_total", "blocks inserted
 HBM_BY_HOST_BLOCKS: Final = group.counter(
     "hbm_by_host_blocks_total", "blocks copied between the pool and the engine's pages through host memory"
 )
-HBM_NO_ROOM_BLOCKS: Final = group.counter("hbm_no_room_blocks_total", "blocks not inserted because the pool was full")
+HBM_NO_SPACE_BLOCKS: Final = group.counter("hbm_no_space_blocks_total", "blocks not inserted because the pool was full")
 HBM_NOT_REGISTERED_AT_START: Final = group.counter(
     "hbm_not_registered_at_start_total", "pools that could not register with the metadata server when they started"
 )

@@ -298,7 +298,7 @@ class SchedulerReporter:
                 continue
             work, metrics = context.work(name), context.metrics.get(name)
             capacity = metrics.capacity_tokens if metrics is not None and metrics.capacity_tokens else _UNLIMITED_TOKENS
-            used = max(work.room_tokens, metrics.used_tokens if metrics is not None else 0)
+            used = max(work.kv_tokens, metrics.used_tokens if metrics is not None else 0)
             yield EngineFigures(
                 self.name_of(name),
                 engine.config.node or name,
@@ -334,8 +334,8 @@ class SchedulerReporter:
             known = self._known[event.request_id] = _KnownRequest(event.generation, self._context.now_s())
         known.engines.add(engine)
         decoding = self._context.health.engines[engine].config.role is Role.DECODE
-        room = event.prompt_tokens + event.expected_output_tokens if decoding else 0
-        entry = InflightEntry(engine, event.prompt_tokens, event.near_tokens, room, decoding)
+        space = event.prompt_tokens + event.expected_output_tokens if decoding else 0
+        entry = InflightEntry(engine, event.prompt_tokens, event.near_tokens, space, decoding)
         self._context.inflight.begin(event.request_id, entry)
 
     def _apply_reassigned(self, event: Assigned) -> None:

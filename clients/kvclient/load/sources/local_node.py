@@ -26,7 +26,7 @@ _LAYERWISE_ARENA_SHARE = 4
 is the rest of a load that has to wait: it, or another such load, may be waiting for the space that it holds."""
 COPY_THREADS = 2
 """For blocks that are in DRAM already: one thread reaches about half of the memory bandwidth."""
-RETRIED_ELSEWHERE = outcome_table(Outcome.UNAVAILABLE, Outcome.NO_ROOM)
+RETRIED_ELSEWHERE = outcome_table(Outcome.UNAVAILABLE, Outcome.NO_SPACE)
 """Outcomes of the local node after which another node is asked. It has asked the others itself before it answers MISS."""
 FINAL = outcome_table(Outcome.MISS, Outcome.CORRUPT, Outcome.TIMEOUT)
 
