@@ -89,6 +89,49 @@ def test_load_middle_of_chain(
         client.load(keys[4:7], out, depth=4)
 
 
+def test_load_of_resident_blocks_is_one_call(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    near.all_resident = True
+    keys = chain(spec, 6)
+    near.blocks.hold(keys)
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    out = fresh(spec, 6)
+    assert client.load(client.lookup(keys), out).hit_blocks == 6
+    assert np.array_equal(out, payloads(keys, spec.shape))
+    assert "Load" not in near.names()
+    near.wait_called("Release")
+
+
+def test_load_of_evicted_blocks_continues_with_stream(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    near.all_resident = True
+    keys = chain(spec, 6)
+    near.blocks.hold(keys[:5])  # the last one has left the arena since the lookup
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    out = fresh(spec, 6)
+    assert client.load(client.lookup(keys), out).hit_blocks == 5
+    assert np.array_equal(out[:5], payloads(keys[:5], spec.shape))
+    loads = [name for name in near.names() if name.startswith("Load")]
+    assert loads == ["LoadResident", "Load"]
+
+
+def test_load_resident_refused_is_a_miss(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    near.fail["LoadResident"] = Unavailable("going away")
+    keys = chain(spec, 6)
+    near.blocks.hold(keys)
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    result = client.load(client.lookup(keys), fresh(spec, 6))
+    assert result.hit_blocks == 0
+    assert isinstance(result.error, Unavailable)
+
+
 def test_load_verify_always_finds_corrupt_bytes(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 6)
     near.blocks.hold(keys)
