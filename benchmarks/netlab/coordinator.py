@@ -33,7 +33,7 @@ class Variant:
     Attributes:
         name: as shown.
         policy: name of a path policy.
-        layerwise: loads, computing and hand-over overlap layer by layer.
+        layerwise: loads, computing and handoff overlap layer by layer.
         scheduled: engines are chosen by the paper's scheduler; else in turns.
         layer_group: layers read from storage together; 0: whole blocks.
         by_server: use the metadata server's scheduler over its RPCs; else the coordinator runs a scheduler.
@@ -93,7 +93,7 @@ class Request:
 
     @property
     def ttst_s(self) -> float:
-        """From the first token to the second: the hand-over, and one step."""
+        """From the first token to the second: the handoff, and one step."""
         return float(self.ends["second_s"]) - float(self.facts["first_s"])
 
     @property

@@ -31,10 +31,10 @@ MAX_FRAME_HEADER_BYTES = 8 << 20
 MAX_AGENT_BYTES = 256 << 10
 """Metadata of a NIXL agent: addresses and keys of its registered memory."""
 MAX_TRANSFER_ID_BYTES = 64
-"""The name of one hand-over of a prompt."""
+"""The name of one handoff of a prompt."""
 MAX_DATA_CONNECTIONS = 256
 MAX_HELD_CONNECTIONS = 64
-"""Of one client to one node: hand-overs under way. Each has a connection while its prompt is computed."""
+"""Of one client to one node: handoffs under way. Each has a connection while its prompt is computed."""
 MAX_SESSIONS = 256
 TENANT_SHARE = 4
 """A tenant that is confined by its token may use at most this fraction (1/n) of each shared resource: waiting calls, sessions

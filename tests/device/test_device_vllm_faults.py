@@ -295,7 +295,7 @@ def test_handoff_with_hung_step_is_abandoned(make: Callable[..., Engine]) -> Non
     sends = Sender(engine.pages, engine.side.layer_positions, 0.2, engine.side.counters)
     sends.begin([SendJob(1, "n", 0, None, engine.keys(FIRST), False, [PAGES])], engine.chain, engine.side.clients)
     answers = WorkerOutput()
-    wait_until(lambda: bool(answers.merge(sends.take()) or answers.stores_done), "the hand-over is given up")
+    wait_until(lambda: bool(answers.merge(sends.take()) or answers.stores_done), "the handoff is given up")
     assert answers.stores_failed == {1}
     sends.layer(NAMES[0])  # like a step that ends late
     sends.end_step(good=True)

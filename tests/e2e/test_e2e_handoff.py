@@ -130,7 +130,7 @@ def test_handoff_prefill_dies_leaves_nothing(store: Store) -> None:
             again.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
         return again.commit().held_blocks == len(prompt.keys)
 
-    wait_until(handed_over, "slots of the hand-over that was given up are free again")
+    wait_until(handed_over, "slots of the handoff that was given up are free again")
     with decode.client.await_prompt(prompt.keys, deadline_s=10) as awaited:
         assert awaited.wait()
         taken = decode.allocate(len(prompt.keys))
