@@ -605,7 +605,7 @@ class BlockTable:
             return list(self._blocks.values())
 
     def coldest_in_dram(self) -> list[BlockKey]:
-        """Return keys in DRAM, coldest first; those of pinned namespaces may be left out.
+        """Return keys in DRAM, coldest first; those of kept namespaces may be left out.
 
         The lock is held for ``ORDER_SLICE`` keys at a time. If blocks are added or evicted in between, the order is read again;
         after ``ORDER_TRIES`` attempts it is returned incomplete.

@@ -70,9 +70,9 @@ def flush_on_shutdown(
 
 
 def _hottest_first(table: BlockTable) -> list[Block]:
-    """DRAM-only blocks that fit some volume, hottest first, parents before children; those of pinned namespaces first.
+    """DRAM-only blocks that fit some volume, hottest first, parents before children; those of kept namespaces first.
 
-    The policy may leave out blocks of pinned namespaces. Parents may form a ring, as clients choose the keys.
+    The policy may leave out blocks of kept namespaces. Parents may form a ring, as clients choose the keys.
     """
     volumes = table.node_volumes
     dram_only = {

@@ -79,7 +79,7 @@ class ArenaEvictor:
         return self.reclaimer.held.get(namespace, 0)
 
     def every(self) -> Iterator[BlockKey]:
-        """All keys, coldest first, children before parents; those of pinned namespaces may be left out."""
+        """All keys, coldest first, children before parents; those of kept namespaces may be left out."""
         self.version += 1
         return self._policy.coldest(lambda _key: True)
 

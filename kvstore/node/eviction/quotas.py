@@ -41,7 +41,7 @@ def count_kept(residency: Residency, victims: Sequence[Block]) -> None:
     """Count blocks of kept namespaces among victims (``SpaceReclaimer.among_kept``)."""
     if residency.accounts.kept and (kept := sum(block.namespace.kept for block in victims)):
         residency.counters.add(node_metrics.EVICTED_PINNED_BLOCKS, kept)
-        _limited.warning("blocks of pinned namespaces evicted: their size had no slot at all (blocks=%d)", kept)
+        _limited.warning("blocks of kept namespaces evicted: their size had no slot at all (blocks=%d)", kept)
 
 
 def held_bytes(residency: Residency, namespaces: Iterable[NodeNamespace], tier: Tier) -> int:
@@ -120,7 +120,7 @@ def share_below_one_block(namespace: NodeNamespace) -> bool:
 def space_may_free_up(residency: Residency, waiting: SlotGrant, *, own: bool) -> bool:
     """Whether space in DRAM may free up: blocks are being written, read, stored or pinned by others.
 
-    ``own``: the tenant's share is full, so only its own blocks of namespaces that are not pinned can free space.
+    ``own``: the tenant's share is full, so only its own blocks of namespaces that are not kept can free space.
     """
     account = waiting.namespace.account
     if own and account is not None:

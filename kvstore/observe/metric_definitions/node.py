@@ -162,7 +162,7 @@ EVICTED_UNUSED_BLOCKS: Final = group.counter(
 )
 EVICTED_PINNED_BLOCKS: Final = group.counter(
     "evicted_pinned_blocks_total",
-    "blocks of pinned namespaces evicted: pins beyond half of a tier, or no other block could be evicted; see how-to/operate",
+    "blocks of kept namespaces evicted: more than half of a tier was kept, or no other block was evictable; see how-to/operate",
 )
 EVICTED_QUOTA_BLOCKS: Final = group.counter(
     "evicted_quota_blocks_total", "blocks evicted because their tenant exceeded its quota"
