@@ -54,7 +54,7 @@ MAX_NAMESPACES_OF_TENANT = 1_024
 """Of one named tenant, in an index and at a node: a salt is enough to make another. Those of no tenant have no such bound."""
 MAX_SCHEDULED_BYTES = 512 << 20
 """Limit for the requests in a metadata server that wait for engines or have them, together with the waiting calls."""
-MAX_NEAR_NAMES = 64 << 10
+MAX_CACHED_PREFIX_NAMES = 64 << 10
 """Characters of all names of engines that one request says to have a part of its prompt at hand."""
 MAX_REPLAN_RANGES = 1_024
 """Maximum number of ranges in which a client reports the arrived bytes of a failed part. With more gaps it reports fewer bytes;

@@ -243,7 +243,7 @@ class MetadataServer:
             request_ttl_s=config.request_ttl_ms / 1000,
             counters=self.counters,
             clock=self._clock,
-            shut_nodes=lambda: frozenset(nodes.view().drain_orders),
+            draining_nodes=lambda: frozenset(nodes.view().drain_orders),
         )
 
     @property

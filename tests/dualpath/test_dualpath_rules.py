@@ -164,7 +164,7 @@ def test_engines_of_shut_nodes_get_no_request(
             group.tok[place], group.seq[place], group.free[place], group.read[place] = (
                 numbers.tok, numbers.seq, numbers.free, numbers.read,
             )  # fmt: skip
-        assert group.shut({f"n{place}" for place in shut}) == (len(stays) < len(engines))
+        assert group.exclude_nodes({f"n{place}" for place in shut}) == (len(stays) < len(engines))
         assert group.most_hbm == max((engines[place].free for place in stays), default=-1)
         left = [Numbers(engines[place].tok, engines[place].seq, engines[place].free, engines[place].read) for place in stays]
         if role is EngineKind.PREFILL:

@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     prefill.append(job)
             left = job.prefill or job.decode
             assert told.generation == job.generation
-            assert (told.left.engine if told.left else None) == left
+            assert (told.remaining.engine if told.remaining else None) == left
         self.prefill_queue = prefill + self.prefill_queue
         self.decode_queue = decode + self.decode_queue
         if model.engine.role is EngineKind.DECODE:
@@ -329,7 +329,7 @@ def test_dead_decode_engine_requeues_and_voids_reports() -> None:
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
     assert scheduler.prefill_done("r", pair.generation)
     (back,) = scheduler.remove_engine("d")
-    assert back.left is None
+    assert back.remaining is None
     assert not scheduler.finish("r", pair.generation)
     scheduler.join(Engine("d2", EngineKind.DECODE, "D", "node-d", 100))
     (again,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))

@@ -43,10 +43,10 @@ class Shell:
             request_ttl_s=1_000.0,
             counters=self.counters,
             clock=self.clock,
-            shut_nodes=lambda: self.drained,
+            draining_nodes=lambda: self.drained,
         )
 
-    def ask(self, name: str, tokens: int = 10, **more: int | bytes | list[pb.NearPrefix]) -> pb.AssignRequestRequest:
+    def ask(self, name: str, tokens: int = 10, **more: int | bytes | list[pb.CachedPrefix]) -> pb.AssignRequestRequest:
         operation = secrets.token_bytes(16)
         fields = {"operation_id": operation, "request_id": name, "prompt_tokens": tokens, "budget_ms": 60_000, **more}
         return pb.AssignRequestRequest(**fields)  # type: ignore[arg-type]
@@ -404,16 +404,16 @@ async def test_waiting_calls_and_groups_are_bounded(monkeypatch: pytest.MonkeyPa
 
 async def test_requests_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell()
-    near = [pb.NearPrefix(engine=f"{number:04}" + "x" * 60, tokens=1) for number in range(1_024)]
+    near = [pb.CachedPrefix(engine=f"{number:04}" + "x" * 60, tokens=1) for number in range(1_024)]
     monkeypatch.setattr(module.limits, "MAX_SCHEDULED_BYTES", 4 << 20)
-    calls = [await shell.asked(shell.ask(f"r{number}", near=near)) for number in range(12)]
+    calls = [await shell.asked(shell.ask(f"r{number}", cached_prefixes=near)) for number in range(12)]
     refused = [call for call in calls if call.done()]
     assert 3 < len(calls) - len(refused) < 11
     for call in refused:
         with pytest.raises(CapacityExceeded, match="memory"):
             await call
     held = shell.service.gauges()["metadata_scheduler_bytes"]
-    assert shell.ask("r", near=near).ByteSize() * (len(calls) - len(refused)) < held <= 4 << 20
+    assert shell.ask("r", cached_prefixes=near).ByteSize() * (len(calls) - len(refused)) < held <= 4 << 20
     assert shell.counters.get("metadata_requests_refused_total") == len(refused)
     small = await shell.asked(shell.ask("small"))
     assert not small.done(), "there is space for others"
@@ -427,7 +427,7 @@ async def test_requests_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -
     assert shell.service.gauges()["metadata_scheduler_bytes"] == 0
     with pytest.raises(InvalidArgument):
         await shell.service.assign(
-            shell.ask("r", near=[pb.NearPrefix(engine=f"{at}" + "x" * 200, tokens=1) for at in range(400)])
+            shell.ask("r", cached_prefixes=[pb.CachedPrefix(engine=f"{at}" + "x" * 200, tokens=1) for at in range(400)])
         )
 
 

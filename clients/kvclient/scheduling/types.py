@@ -25,7 +25,8 @@ class EngineRequest:
         prompt_tokens: length of the prompt, which is the measure of its cost.
         hit_tokens: tokens of it that are in the store according to a lookup; passed on to the engines.
         expected_output_tokens: an estimate, for space on the decode engine; 0: only the prompt must fit.
-        near: by prefill engine: tokens of the prompt that it has cached; such an engine may have a longer queue by that many.
+        cached_tokens: by prefill engine: tokens of the prompt that it has cached. The queue of such an engine may be longer by
+            that many tokens.
         operation_id: distinguishes this submission from others of the same name; keep the default.
     """
 
@@ -33,7 +34,7 @@ class EngineRequest:
     prompt_tokens: int
     hit_tokens: int = 0
     expected_output_tokens: int = 0
-    near: Mapping[str, int] = field(default_factory=dict)
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
     operation_id: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)
 
     def __post_init__(self) -> None:
@@ -41,8 +42,8 @@ class EngineRequest:
             _check_number(name, getattr(self, name), _MAX_U32)
         if not isinstance(self.request_id, str) or self.prompt_tokens < 1 or self.hit_tokens > self.prompt_tokens:
             raise InvalidArgument("a request requires a name, a prompt, and hits within the prompt", request=self.request_id)
-        for tokens in self.near.values():
-            _check_number("near", tokens, self.prompt_tokens)
+        for tokens in self.cached_tokens.values():
+            _check_number("cached_tokens", tokens, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class Assigned:
     expected_output_tokens: int
     prefill: EnginePlace | None
     decode: EnginePlace | None
-    near_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ def assign_to_proto(request: EngineRequest, budget_s: float, after_generation: i
         expected_output_tokens=request.expected_output_tokens,
         budget_ms=max(1, int(budget_s * 1000)),
         after_generation=after_generation,
-        near=[pb.NearPrefix(engine=engine, tokens=tokens) for engine, tokens in request.near.items()],
+        cached_prefixes=[pb.CachedPrefix(engine=engine, tokens=tokens) for engine, tokens in request.cached_tokens.items()],
     )
 
 
@@ -269,7 +270,7 @@ def _assigned(work: pb.ScheduledRequest) -> Assigned:
         work.expected_output_tokens,
         _place(work.prefill) if work.HasField("prefill") else None,
         _place(work.decode) if work.HasField("decode") else None,
-        work.near_tokens,
+        work.cached_tokens,
     )
 
 

@@ -335,7 +335,7 @@ class SchedulerReporter:
         known.engines.add(engine)
         decoding = self._context.health.engines[engine].config.role is Role.DECODE
         space = event.prompt_tokens + event.expected_output_tokens if decoding else 0
-        entry = InflightEntry(engine, event.prompt_tokens, event.near_tokens, space, decoding)
+        entry = InflightEntry(engine, event.prompt_tokens, event.cached_tokens, space, decoding)
         self._context.inflight.begin(event.request_id, entry)
 
     def _apply_reassigned(self, event: Assigned) -> None:
