@@ -87,7 +87,7 @@ class EngineModel:
         return (model.shared_parameters / self.tensor_parallel + routed / self.group_gpus) * model.weight_bytes
 
     @property
-    def kv_room_bytes(self) -> float:
+    def kv_space_bytes(self) -> float:
         """HBM of the engine that weights leave for KV, scaled; not positive: the model does not fit."""
         free = self.gpu.hbm_bytes * HBM_USABLE - self.weight_bytes_per_gpu
         return free * self.tensor_parallel * self.scale.bytes
@@ -122,10 +122,6 @@ class EngineModel:
         weights = self._weights_read_bytes(tokens)
         seconds = max(flops / self._prefill_flops_per_s, weights / self._memory_rate, model.layers * self._exchange_s)
         return seconds * self.scale.dilation
-
-    def prefill_layer_seconds(self, batch: Iterable[PrefillChunk]) -> float:
-        """One layer of it."""
-        return self.prefill_seconds(batch) / self.model.layers
 
     def attention_seconds(self, chunk: PrefillChunk) -> float:
         """Time of attention alone, over all layers: the unit of a batch's compute quota."""
