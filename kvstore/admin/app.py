@@ -88,8 +88,8 @@ def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable]
         app.add_api_route(path, show_health_page, methods=["GET"], include_in_schema=False)
     app.add_api_route(OPENAPI, routes.openapi, methods=["GET"], include_in_schema=False)
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], include_in_schema=False)
-    for path, door in (("/healthz", routes.healthz), ("/readyz", routes.readyz), (PAGE, page.show)):  # probes may send HEAD
-        app.add_api_route(path, door, methods=["HEAD"], include_in_schema=False)
+    for path, handler in (("/healthz", routes.healthz), ("/readyz", routes.readyz), (PAGE, page.show)):  # probes may send HEAD
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(Exception, routes.refused)  # answered here, logged by the middleware
     app.add_exception_handler(KVStoreError, routes.refused)
     app.add_exception_handler(PreconditionError, routes.refused)

@@ -240,11 +240,11 @@ async def listening(
     counters = Counters()
     rpc = StoreRpc(store_endpoint(config), counters)
     app = make_app(rpc, config, tokens, counters)
-    door = http_server.bind("127.0.0.1:0", "test")
+    listener = http_server.bind("127.0.0.1:0", "test")
     serving = asyncio.create_task(
-        http_server.serve(app, door, tls=None, stop_grace_s=1.0, ready_file=None, malformed=app.malformed)
+        http_server.serve(app, listener, tls=None, stop_grace_s=1.0, ready_file=None, malformed=app.malformed)
     )
-    host, port = door.getsockname()
+    host, port = listener.getsockname()
 
     async def ask(path: str) -> int:
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:

@@ -125,6 +125,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.calls: list[tuple[str, Any]] = []
         self.called = threading.Condition()
         self.load_script: LoadScript | None = None
+        self.all_resident = False
+        """Whether ``LoadResident`` answers for blocks that are held; otherwise none is in the arena."""
         self.prepare_script: Callable[[node_pb2.PrepareRequest], node_pb2.PrepareResponse | None] = lambda _: None
         self.complete_script: Callable[[node_pb2.CompleteRequest], node_pb2.CompleteResponse | None] = lambda _: None
         self.provider = FakeProvider(self.blocks, spec.namespace)
@@ -142,8 +144,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.prepared: dict[bytes, dict[BlockKey, int]] = {}
         self.sessions: set[bytes] = set()
         self.left: list[bytes] = []
-        self.door = ArenaServer(self._arena_path, self._hand_out, self._leave)
-        self.door.start()
+        self.arena_server = ArenaServer(self._arena_path, self._hand_out, self._leave)
+        self.arena_server.start()
         authority = TicketAuthority(secrets.token_bytes(32), self.boot_id, MonotonicClock())
         self._authority = authority
         self.data = TcpServer(self.provider, authority=authority)
@@ -162,7 +164,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             return
         self._running = False
         self._server.stop(None).wait(5)
-        self.door.stop()
+        self.arena_server.stop()
         self.data.stop()
         self.arena.close()
         os.close(self._fd)
@@ -276,6 +278,13 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             yield from self.load_script(request, context)
         else:
             yield self.progress(unpack_keys(request.keys), checksums=request.want_checksums)
+
+    def LoadResident(self, request: node_pb2.LoadRequest, context: grpc.ServicerContext) -> node_pb2.LoadProgress:  # noqa: N802
+        self._enter("LoadResident", request, context)
+        keys = unpack_keys(request.keys)
+        if not self.all_resident or not all(key in self.blocks.held for key in keys):
+            return node_pb2.LoadProgress()
+        return self.progress(keys, checksums=request.want_checksums)
 
     def Release(self, request: Any, context: grpc.ServicerContext) -> node_pb2.ReleaseResponse:  # noqa: N802
         self._enter("Release", request, context)

@@ -166,7 +166,7 @@ def test_lease_is_held_until_device_copies_end(connect: Connect, layerwise: bool
     engine.device.paused = True
     handle = client.start_load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise)
     if layerwise:  # all layers are in flight before the first arrives
-        engine.device.follow = lambda event: None  # type: ignore[method-assign]
+        engine.device.wait_event = lambda event: None  # type: ignore[method-assign]
         assert handle.wait_layer(3, 10)
     assert not handle.done
     assert given_back == []
@@ -229,9 +229,9 @@ def test_flipped_bit_in_arena_is_found_if_verified(connect: Connect) -> None:
     session = session_of(client)
     copied = session.arena.begin_copy_out
 
-    def flip(offsets: np.ndarray, *place: object) -> None:
+    def flip(offsets: np.ndarray, *place: object) -> object:
         session.arena._mapping.view[int(offsets[2]) + 5] ^= 1
-        copied(offsets, *place)  # type: ignore[arg-type]
+        return copied(offsets, *place)  # type: ignore[arg-type]
 
     session.arena.begin_copy_out = flip  # type: ignore[method-assign]
     result = client.load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), verify="always")
