@@ -205,7 +205,8 @@ def test_plans_decisions_queues_and_slow_loads_are_listed(store: Store) -> None:
     assert set(queues) == {"a", "b"}
     slow = store.http.get("/v1/loads/slow")
     assert slow["unreached"] == []
-    assert "waited" in slow["items"][0]["reason"]
+    assert slow["items"][0]["reason"]
+    assert "action" in slow["items"][0]
     assert slow["items"] == sorted(slow["items"], key=lambda one: -one["seconds"])
 
 
