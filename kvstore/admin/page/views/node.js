@@ -69,12 +69,12 @@ function nodeCard(node, activity, volumes) {
         flowHeads("KV data over the network"),
         flowRow(
           `${id} readers`,
-          ["engines and nodes", second("in: written here, out: served")],
+          ["served to engines and nodes", second("in: written by them")],
           `engines and nodes that read from node ${id} or write to it`,
         ),
         flowRow(
           `${id} peers`,
-          ["peer traffic", second("in: read from other nodes, out: written to them")],
+          ["peer traffic", second("in: read, out: written")],
           `peer traffic of node ${id}: read from and written to other nodes`,
         ),
         h("h4", {}, "loads of engines on this host, by source"),
