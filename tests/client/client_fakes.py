@@ -125,6 +125,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.calls: list[tuple[str, Any]] = []
         self.called = threading.Condition()
         self.load_script: LoadScript | None = None
+        self.all_resident = False
+        """Whether ``LoadResident`` answers for blocks that are held; otherwise none is in the arena."""
         self.prepare_script: Callable[[node_pb2.PrepareRequest], node_pb2.PrepareResponse | None] = lambda _: None
         self.complete_script: Callable[[node_pb2.CompleteRequest], node_pb2.CompleteResponse | None] = lambda _: None
         self.provider = FakeProvider(self.blocks, spec.namespace)
@@ -276,6 +278,13 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             yield from self.load_script(request, context)
         else:
             yield self.progress(unpack_keys(request.keys), checksums=request.want_checksums)
+
+    def LoadResident(self, request: node_pb2.LoadRequest, context: grpc.ServicerContext) -> node_pb2.LoadProgress:  # noqa: N802
+        self._enter("LoadResident", request, context)
+        keys = unpack_keys(request.keys)
+        if not self.all_resident or not all(key in self.blocks.held for key in keys):
+            return node_pb2.LoadProgress()
+        return self.progress(keys, checksums=request.want_checksums)
 
     def Release(self, request: Any, context: grpc.ServicerContext) -> node_pb2.ReleaseResponse:  # noqa: N802
         self._enter("Release", request, context)

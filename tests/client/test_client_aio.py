@@ -54,11 +54,12 @@ async def test_load_cancelled_leaves_buffer_alone(
     copying, go_on, copied = threading.Event(), threading.Event(), []
     copy_out = session.arena.begin_copy_out  # type: ignore[union-attr]
 
-    def slow(offsets: object, buffer: object, first: int, *layers: int) -> None:
+    def slow(offsets: object, buffer: object, first: int, *further: object) -> object:
         copying.set()
         assert go_on.wait(10)
-        copy_out(offsets, buffer, first, *layers)  # type: ignore[arg-type]
+        good = copy_out(offsets, buffer, first, *further)  # type: ignore[arg-type]
         copied.append(first)
+        return good
 
     monkeypatch.setattr(session.arena, "begin_copy_out", slow)  # type: ignore[union-attr]
     near.load_script = lambda request, _: iter([near.progress(keys)])

@@ -89,6 +89,49 @@ def test_load_middle_of_chain(
         client.load(keys[4:7], out, depth=4)
 
 
+def test_load_of_resident_blocks_is_one_call(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    near.all_resident = True
+    keys = chain(spec, 6)
+    near.blocks.hold(keys)
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    out = fresh(spec, 6)
+    assert client.load(client.lookup(keys), out).hit_blocks == 6
+    assert np.array_equal(out, payloads(keys, spec.shape))
+    assert "Load" not in near.names()
+    near.wait_called("Release")
+
+
+def test_load_of_evicted_blocks_continues_with_stream(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    near.all_resident = True
+    keys = chain(spec, 6)
+    near.blocks.hold(keys[:5])  # the last one has left the arena since the lookup
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    out = fresh(spec, 6)
+    assert client.load(client.lookup(keys), out).hit_blocks == 5
+    assert np.array_equal(out[:5], payloads(keys[:5], spec.shape))
+    loads = [name for name in near.names() if name.startswith("Load")]
+    assert loads == ["LoadResident", "Load"]
+
+
+def test_load_resident_refused_is_a_miss(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    near.fail["LoadResident"] = Unavailable("going away")
+    keys = chain(spec, 6)
+    near.blocks.hold(keys)
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    result = client.load(client.lookup(keys), fresh(spec, 6))
+    assert result.hit_blocks == 0
+    assert isinstance(result.error, Unavailable)
+
+
 def test_load_verify_always_finds_corrupt_bytes(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 6)
     near.blocks.hold(keys)
@@ -121,11 +164,12 @@ def test_load_copied_after_lease_is_requested_again(
     session = client._context.local.session()  # type: ignore[union-attr]
     copy_out, slow = session.arena.begin_copy_out, [5]  # type: ignore[union-attr]
 
-    def copying(offsets: object, buffer: object, first: int, *layers: int) -> None:
-        copy_out(offsets, buffer, first, *layers)  # type: ignore[arg-type]
+    def copying(offsets: object, buffer: object, first: int, *further: object) -> object:
+        good = copy_out(offsets, buffer, first, *further)  # type: ignore[arg-type]
         if first in slow:
             slow.remove(first)
             clock.ahead_s += 1.0
+        return good
 
     monkeypatch.setattr(session.arena, "begin_copy_out", copying)  # type: ignore[union-attr]
     out = fresh(spec, 8)
@@ -281,9 +325,9 @@ def test_layerwise_load_announces_first_layer_early(
     session = client._context.local.session()  # type: ignore[union-attr]
     copy_out, may_go_on = session.arena.begin_copy_out, threading.Event()  # type: ignore[union-attr]
 
-    def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: int) -> None:
+    def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: object) -> object:
         assert first_layer == 0 or may_go_on.wait(10)
-        copy_out(offsets, buffer, first, first_layer, *further)  # type: ignore[arg-type]
+        return copy_out(offsets, buffer, first, first_layer, *further)  # type: ignore[arg-type]
 
     monkeypatch.setattr(session.arena, "begin_copy_out", paused)  # type: ignore[union-attr]
     out = fresh(spec, 8)

@@ -232,9 +232,9 @@ def test_flipped_bit_in_arena_is_found_if_verified(connect: Connect) -> None:
     assert session is not None
     copied = session.arena.begin_copy_out
 
-    def flip(offsets: np.ndarray, *place: object) -> None:
+    def flip(offsets: np.ndarray, *place: object) -> object:
         session.arena._mapping.view[int(offsets[2]) + 5] ^= 1
-        copied(offsets, *place)  # type: ignore[arg-type]
+        return copied(offsets, *place)  # type: ignore[arg-type]
 
     session.arena.begin_copy_out = flip  # type: ignore[method-assign]
     result = client.load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), verify="always")

@@ -64,7 +64,7 @@ def test_every_process_exposes_metrics(tmp_path: Path) -> None:
             assert slowest["request_id"] == at_node["request_id"], "client and node use one request id"
             assert "waited" in at_node["reason"]
         assert value(node, "kvstore_node_load_seconds_count", reach="dram") == 1
-        assert value(node, "kvstore_rpc_seconds_count", method="Load") == 1
+        assert value(node, "kvstore_rpc_seconds_count", method="LoadResident") == 1
         assert value(node, "kvstore_node_registered") == 1
         assert value(node, "kvstore_volume_used_bytes", tier="dram") > 0
         assert value(node, "kvstore_network_bytes_total", network="compute", direction="sent") > 0

@@ -194,12 +194,12 @@ class PromptReceiver:
 
     def _copy(self, session: Session, blocks: BlockBuffer, start: int, stop: int, skip: int, *, verify: bool) -> None:
         layers = self._context.shape.layers
-        session.arena.copy_out(self._offsets[start:stop], blocks, start - skip, 0, layers, _COPY_THREADS)
+        expected = None
         if verify:
             sums = np.frombuffer(b"".join(self._checksums[at] for at in range(start, stop)), np.uint64)
-            wanted = sums.reshape(stop - start, layers)
-            bad = session.arena.differing(self._offsets[start:stop], blocks, start - skip, 0, wanted)
-            self._sink.outcomes[start + np.flatnonzero(bad)] = Outcome.CORRUPT
+            expected = sums.reshape(stop - start, layers)
+        good = session.arena.copy_out(self._offsets[start:stop], blocks, start - skip, 0, layers, _COPY_THREADS, expected)
+        self._sink.outcomes[start + np.flatnonzero(~good)] = Outcome.CORRUPT
 
     def cancel(self) -> None:
         """Cancel the wait and release the space.

@@ -98,6 +98,7 @@ _NODE: Final = {
     "Complete": Permission.DATA,
     "Abort": Permission.DATA,
     "Load": Permission.DATA,
+    "LoadResident": Permission.DATA,
     "Locate": Permission.DATA,
     "AwaitPrompt": Permission.DATA,
     "AbandonPrompt": Permission.DATA,

@@ -71,6 +71,11 @@ class _SessionLoad:
         self._session = session
         self._sink = sink
         self._runs = [run for run in request.runs if run.node_id != session.node_id]
+        self._resident = np.zeros(len(request.chain), bool)
+        """Blocks that the lookup saw in the arena of this node."""
+        for run in request.runs:
+            if run.node_id == session.node_id and run.tier is Tier.DRAM:
+                self._resident[run.start : run.end] = True
         self._device = request.buffer if isinstance(request.buffer, DeviceBuffer) else None
         self._verifies = session.verifies_copies(request.verify)
         self._step = max(1, self._context.options.copy_chunk_bytes // self._context.shape.block_bytes)
@@ -123,6 +128,7 @@ class _SessionLoad:
             self._runs,
             storage=False,
             want_checksums=self._verifies,
+            resident=None if self._scope.cancellable or not self._resident[start:stop].all() else self._scope,
         )
         try:
             with closing(iter(stream)) as messages:
