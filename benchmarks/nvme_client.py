@@ -51,6 +51,7 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
     ):
         control = NodeControl(store.node("bench").address)
         current: list[Chain] = []
+        meters = {act: harness.CpuMeter(node=store.node("bench").process.pid) for act in ("load", "store")}
 
         def store_durable() -> float:
             control.evict(
@@ -66,14 +67,14 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
                 if not result.durable:
                     raise SystemExit(f"the store did not become durable: {result.error}")
 
-            return harness.gigabytes_per_second(total, work)
+            return meters["store"].gigabytes_per_second(total, work)
 
         def load_cold() -> float:
             [chain] = current
             lookup = found(client, chain.keys)
             control.empty(Tier.DRAM, blocks)
             buffer.fill(0)
-            rate = harness.gigabytes_per_second(total, lambda: loaded(client.load(lookup, buffer), Tier.NVME))
+            rate = meters["load"].gigabytes_per_second(total, lambda: loaded(client.load(lookup, buffer), Tier.NVME))
             chains.check(chain, buffer)
             return rate
 
@@ -109,6 +110,7 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
             io_engine=engine,
             verified=True,
             notes=missing,
+            cpu=meters[ours].cost(),
         )
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from harness import MIN_REPORTED_STEAL, REPOSITORY, RESULTS, Parameter, Record
+from harness import MIN_REPORTED_STEAL, REPOSITORY, RESULTS, Parameter, Record, cpu_text
 
 LABELS = {"what": "operation"}
 """Displayed names of parameters."""
@@ -103,7 +103,7 @@ def _target(record: Record) -> str:
 
 
 def _verdict(record: Record) -> str:
-    return {True: "yes", False: "**no**", None: "" if record.target is None else "peer not installed"}[record.passed]
+    return {True: "yes", False: "**no**", None: ""}[record.passed]
 
 
 def table(records: list[Record]) -> str:
@@ -118,6 +118,8 @@ def table(records: list[Record]) -> str:
         value = f"{_number(record.median)} {record.unit} ({_number(record.min)} … {_number(record.max)})"
         if record.stolen is not None and record.stolen >= MIN_REPORTED_STEAL:
             value += f", {record.stolen:.0%} stolen"
+        if record.cpu is not None:
+            value += f"; {cpu_text(record)}"
         row = (
             record.title,
             parameters + checked,
@@ -152,10 +154,17 @@ def circumstances(records: list[Record]) -> str:
     return "\n".join(dict.fromkeys(lines)) + "\n"
 
 
+def _is_compared(record: Record) -> bool:
+    """Whether the peer that the target names was measured in that run."""
+    return record.target is None or record.target["of"] != "peer" or record.peer is not None
+
+
 def write() -> list[Record]:
     """Write all tables. Returns the records shown."""
     records = [
-        record for record in newest(read_records(RESULTS)) if record.mode != "smoke" and not record.figure.startswith(EXCLUDED)
+        record
+        for record in newest(read_records(RESULTS))
+        if record.mode != "smoke" and not record.figure.startswith(EXCLUDED) and _is_compared(record)
     ]
     lab = [record for record in records if record.figure.startswith(LAB)]
     engines = [record for record in records if record.figure.startswith(ENGINES)]

@@ -38,9 +38,13 @@ def measure(options: Options, block_bytes: int, total: int) -> None:
         stored(client.store(chain.keys, chain.payload))
         lookup = found(client, chain.keys)
 
+        meters = {verify: harness.CpuMeter(node=store.node("bench").process.pid) for verify in ("auto", "never")}
+
         def load(verify: Verify) -> float:
             buffer.fill(0)
-            rate = harness.gigabytes_per_second(total, lambda: loaded(client.load(lookup, buffer, verify=verify), Tier.DRAM))
+            rate = meters[verify].gigabytes_per_second(
+                total, lambda: loaded(client.load(lookup, buffer, verify=verify), Tier.DRAM)
+            )
             chains.check(chain, buffer)
             return rate
 
@@ -61,6 +65,7 @@ def measure(options: Options, block_bytes: int, total: int) -> None:
             target=Target("peer", bound),
             transport="tcp",
             verified=verified,
+            cpu=meters["auto" if verified else "never"].cost(),
         )
 
 

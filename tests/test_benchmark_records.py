@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import harness
 import report
+import run_all
 from harness import Figure, Options, Record, Reference, Target
 
 
@@ -99,10 +102,42 @@ def test_table_newest_full_record_is_shown(tmp_path: Path) -> None:
     assert [(record.figure, record.median) for record in shown] == [("other", 5.0), ("sample_rate", 2.0)]
 
 
+def test_figure_without_peer_of_its_target_is_not_kept(tmp_path: Path) -> None:
+    options(tmp_path).keep(FIGURE, [1.0], target=Target("peer", 0.9), notes="no fio")
+    assert report.read_records(tmp_path) == []
+
+
+def test_cpu_meter_counts_other_processes(tmp_path: Path) -> None:
+    busy = "import sys, time\nfor line in sys.stdin:\n    while time.process_time() < float(line): pass\n    print(flush=True)"
+    with subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        meter = harness.CpuMeter(server=process.pid)
+        process.stdin.write("0.5\n")
+
+        def work() -> None:
+            process.stdin.flush()  # type: ignore[union-attr]
+            process.stdout.readline()  # type: ignore[union-attr]
+
+        meter.time(2, work)
+        process.stdin.close()
+    cost = meter.cost("operation")
+    assert cost.per == "operation"
+    assert 0.05 < cost.seconds["server"] < 0.3
+    assert "server" in harness.cpu_text(options(tmp_path).keep(FIGURE, [1.0], cpu=cost))
+
+
+def test_every_benchmark_is_in_one_suite() -> None:
+    listed = [name for suite in run_all.SUITES.values() for name in suite]
+    assert len(listed) == len(set(listed))
+    assert set(run_all.SCRIPTS) <= set(listed)
+    assert all((run_all.HERE / f"{name}.py").is_file() for name in listed)
+
+
 def test_table_shows_measured_and_missed() -> None:
     kept: list[Record] = [
         options(None).keep(FIGURE, [1.0], peer=Reference("fio", [2.0]), target=Target("peer", 0.9), verified=True),
-        options(None).keep(FIGURE, [1.0], target=Target("peer", 0.9), verified=False, notes="why"),
+        options(None).keep(FIGURE, [1.0], verified=False, notes="why"),
     ]
     met, alone = report.table(kept).splitlines()[2:]
     assert "1 MiB" in met
@@ -110,5 +145,4 @@ def test_table_shows_measured_and_missed() -> None:
     assert "fio: 2 → **0.5 ×**" in met
     assert "**no**" in met
     assert "unverified" in alone
-    assert "peer not installed" in alone
     assert "Sample rate: why" in report.circumstances(kept)

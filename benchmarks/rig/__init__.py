@@ -7,6 +7,7 @@ include this work. Every loaded byte is checked.
 from __future__ import annotations
 
 import secrets
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -130,6 +131,34 @@ def found(client: kvclient.KVClient, keys: list[BlockKey]) -> kvclient.Lookup:
         if time.monotonic() > deadline_s:
             sys.exit(f"the index knows {lookup.hit_blocks} of {len(keys)} blocks: {lookup.error}")
         time.sleep(0.005)
+
+
+def start_metadata_server(ready: Path, **settings: object) -> subprocess.Popen[bytes]:
+    """Start ``kvstore metadata`` and wait until it is ready.
+
+    The command, and not a function of this process: it chooses gRPC's I/O mode before anything imports gRPC.
+
+    Args:
+        ready: file that it writes when it is ready.
+        settings: of the section ``metadata``.
+    """
+    ready.unlink(missing_ok=True)
+    given = {"listen": "127.0.0.1:0", "ready_file": ready, **settings}
+    command = [
+        sys.executable,
+        "-m",
+        "kvstore.cli",
+        "metadata",
+        *(f"--set=metadata.{name}={value}" for name, value in given.items()),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline_s = time.monotonic() + CALL_S
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            process.kill()
+            sys.exit("the metadata server did not start")
+        time.sleep(0.001)
+    return process
 
 
 OPTIONS = kvclient.ClientOptions(client_name="benchmark", default_deadline_s=CALL_S, strict=True)
