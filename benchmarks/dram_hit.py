@@ -18,7 +18,7 @@ from kvclient.options import Verify
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import NodeSpec
 from peers.memory import SharedCopy
-from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored
+from rig import OPTIONS, Chains, cluster, found, loaded, space_for, spec, stored
 
 LAYERS = 32
 
@@ -28,7 +28,7 @@ def measure(options: Options, block_bytes: int, blocks: int) -> None:
     cache = spec(block_bytes, LAYERS)
     total = blocks * block_bytes
     chains = Chains(cache, blocks, options.seed)
-    node = NodeSpec("bench", dram_bytes=room_for(blocks, block_bytes))
+    node = NodeSpec("bench", dram_bytes=space_for(blocks, block_bytes))
     buffer = np.zeros((blocks, block_bytes), np.uint8)
     with (
         cluster(node, options.scratch) as store,

@@ -24,7 +24,7 @@ from kvstore.embedded.cluster import NodeSpec
 from peers import PeerMissingError
 from peers.fio import Fio
 from peers.summed_file import SummedFile
-from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, room_for, spec, stored
+from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, space_for, spec, stored
 
 LAYERS = 32
 IO_THREADS = 8
@@ -35,8 +35,8 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
     cache = spec(block_bytes, LAYERS)
     blocks = total // block_bytes
     chains = Chains(cache, blocks, options.seed)
-    room = room_for(blocks, block_bytes)
-    node = NodeSpec("bench", dram_bytes=room, nvme_bytes=2 * room, settings=(("io_threads", str(IO_THREADS)),))
+    space = space_for(blocks, block_bytes)
+    node = NodeSpec("bench", dram_bytes=space, nvme_bytes=2 * space, settings=(("io_threads", str(IO_THREADS)),))
     buffer = np.zeros((blocks, block_bytes), np.uint8)
     fio = Fio(folder / "fio", total)
     missing = ""

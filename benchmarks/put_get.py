@@ -24,7 +24,7 @@ from kvstore.embedded.cluster import NodeSpec
 from peers import PeerMissingError
 from peers.mooncake import Mooncake
 from peers.summed_sockets import SummedSockets
-from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, room_for, spec, stored
+from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, space_for, spec, stored
 
 LAYERS = 32
 BATCH = 16
@@ -88,7 +88,7 @@ def measure(options: Options, mooncake: Mooncake | None, missing: str, block_byt
     held: list[str] = []
     cache = spec(block_bytes, LAYERS)
     blocks = total // block_bytes
-    node = NodeSpec("bench", roles=("storage",), dram_bytes=room_for(blocks, block_bytes))
+    node = NodeSpec("bench", roles=("storage",), dram_bytes=space_for(blocks, block_bytes))
     with (
         cluster(node, options.scratch) as store,
         KVClient.connect(store.metadata_address, cache, node=None, options=OPTIONS) as client,

@@ -46,9 +46,9 @@ POLL_S = 0.005
 async def lead(client: AsyncSchedulerClient, group: str, pause_s: float) -> None:
     """Run a leader whose engines finish a request as soon as they get it."""
     role, count = GROUPS[group]
-    room = ENOUGH if role == "decode" else 0
+    space = ENOUGH if role == "decode" else 0
     engines = [
-        EngineFigures(f"{group}-{number}", f"node-{number}", hbm_tokens=room, tokens=0, sequences=0) for number in range(count)
+        EngineFigures(f"{group}-{number}", f"node-{number}", hbm_tokens=space, tokens=0, sequences=0) for number in range(count)
     ]
     leader = client.leader(group, role)
     done: list[int] = []

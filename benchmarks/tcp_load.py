@@ -17,7 +17,7 @@ from kvclient.options import Verify
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import NodeSpec
 from peers.sockets import Sockets
-from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored
+from rig import OPTIONS, Chains, cluster, found, loaded, space_for, spec, stored
 
 LAYERS = 32
 
@@ -27,7 +27,7 @@ def measure(options: Options, block_bytes: int, total: int) -> None:
     cache = spec(block_bytes, LAYERS)
     blocks = total // block_bytes
     chains = Chains(cache, blocks, options.seed)
-    node = NodeSpec("bench", roles=("storage",), dram_bytes=room_for(blocks, block_bytes))
+    node = NodeSpec("bench", roles=("storage",), dram_bytes=space_for(blocks, block_bytes))
     buffer = np.zeros((blocks, block_bytes), np.uint8)
     with (
         cluster(node, options.scratch) as store,

@@ -170,6 +170,6 @@ def cluster(node: NodeSpec, scratch: Path | None) -> LocalCluster:
     return LocalCluster([node], scratch / f"store-{secrets.token_hex(4)}" if scratch else None)
 
 
-def room_for(blocks: int, block_bytes: int) -> int:
+def space_for(blocks: int, block_bytes: int) -> int:
     """Bytes of a tier for ``blocks`` blocks, with slack for headers and alignment."""
     return int(blocks * (block_bytes + (64 << 10)) * 1.2) + (64 << 20)

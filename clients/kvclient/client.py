@@ -313,8 +313,8 @@ class KVClient:
         barrier = LayerBarrier(what.hit_blocks if isinstance(what, Lookup) else 0)
         call = self.load_call(what, buffer, deadline_s, verify, parent, depth, paths, barrier=barrier, layerwise=layerwise)
         future = self._runner.start(call)
-        follow = buffer.follow if layerwise and isinstance(buffer, DeviceBuffer) else None
-        return LoadHandle(call.scope, barrier, future, self._context.shape.layers, follow)
+        wait_on_stream = buffer.wait_on_stream if layerwise and isinstance(buffer, DeviceBuffer) else None
+        return LoadHandle(call.scope, barrier, future, self._context.shape.layers, wait_on_stream)
 
     def load_call(
         self,

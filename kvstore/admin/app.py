@@ -23,6 +23,7 @@ from kvstore.admin.routes.read import Reads
 from kvstore.admin.routes.retention_rules import Rules
 from kvstore.admin.routes.tenants import Tenants
 from kvstore.admin.routes.write import Changes
+from kvstore.admin.runbook import RUNBOOK, Runbook
 from kvstore.config.admin import AdminConfig
 from kvstore.control_api.schemas import store as models
 from kvstore.control_api.store_rpc import StoreRpc
@@ -86,10 +87,11 @@ def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable]
     app.add_api_route(PAGE, page.show, methods=["GET"], include_in_schema=False)
     for path in HEALTH_PAGES:
         app.add_api_route(path, show_health_page, methods=["GET"], include_in_schema=False)
+    app.add_api_route(RUNBOOK, Runbook().show, methods=["GET"], include_in_schema=False)
     app.add_api_route(OPENAPI, routes.openapi, methods=["GET"], include_in_schema=False)
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], include_in_schema=False)
-    for path, door in (("/healthz", routes.healthz), ("/readyz", routes.readyz), (PAGE, page.show)):  # probes may send HEAD
-        app.add_api_route(path, door, methods=["HEAD"], include_in_schema=False)
+    for path, handler in (("/healthz", routes.healthz), ("/readyz", routes.readyz), (PAGE, page.show)):  # probes may send HEAD
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(Exception, routes.refused)  # answered here, logged by the middleware
     app.add_exception_handler(KVStoreError, routes.refused)
     app.add_exception_handler(PreconditionError, routes.refused)

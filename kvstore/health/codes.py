@@ -66,8 +66,8 @@ def _warning(name: str, title: str, meaning: str, action: str) -> HealthCode:
 METADATA_UNREACHABLE: Final = _error(
     "METADATA_UNREACHABLE",
     "The metadata server does not answer",
-    "Engines still use the node of their own host. Blocks on other hosts are not found, and new blocks are not published until"
-    " the server is back. The index survives a restart.",
+    "Lookups find nothing, so engines compute every prompt. Nodes on their hosts still accept stores, and publish the new blocks"
+    " when the server is back. The index survives a restart.",
     "Start the metadata server again, and read its log: journalctl -u kvstore-metadata. If it runs, compare its address, TLS"
     " files and token with those of the caller.",
 )
@@ -192,13 +192,15 @@ VOLUME_READ_ONLY: Final = _error(
     "VOLUME_READ_ONLY",
     "A volume accepts no blocks",
     "The volume serves the blocks that it holds. New blocks go to other volumes, or stay in DRAM only.",
-    "Read the reason. After the repair check the volume with `kvstore volumes check VOLUME`, then restart the node.",
+    "Read the reason, and free space or repair the disk. The node then writes to the volume again without a restart. After a"
+    " repair, compare its blocks with their checksums: `kvstore volumes check VOLUME`.",
 )
 VOLUME_HUNG: Final = _error(
     "VOLUME_HUNG",
     "A volume does not answer reads or writes",
     "The disk or its file system hangs. Blocks of this volume are misses, or are read from other nodes.",
-    "Look for disk errors with `dmesg` and for a lost mount (NFS, network block device). Restart the node after the repair.",
+    "Look for disk errors with `dmesg` and for a lost mount (NFS, network block device). The volume is used again after the first"
+    " answered I/O. Restart the node only if the volume stays hung after the repair.",
 )
 VOLUME_SLOW: Final = _warning(
     "VOLUME_SLOW",

@@ -74,7 +74,7 @@ class FilledTable:
     Args:
         layers: of each block, a few bytes each.
         chain_blocks: blocks of a chain.
-        capacity_blocks: that the volume has room for.
+        capacity_blocks: that the volume has space for.
         policy: name of the eviction policy of both tiers.
     """
 
@@ -124,7 +124,7 @@ class FilledTable:
             if slots is not None:
                 return slots
             if not victims:
-                raise RuntimeError("no room can be made on the volume")
+                raise RuntimeError("no space can be freed on the volume")
             self.table.note_evicted_from_volume(self.node_volume, victims)
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class MetadataServer:
             event_log = self._event_log = self._make_event_log(loop, index) if config.workers == 1 else None
             lookups = Lookups(index, nodes, self.counters)
             node_admin = NodeAdmin(index, nodes, writes, reads, self.counters, self._clock)
-            settings = SettingsStore(config.orders_path)
+            settings = SettingsStore(config.settings_path)
             retention = RetentionPolicies(
                 settings,
                 index,
@@ -243,7 +243,7 @@ class MetadataServer:
             request_ttl_s=config.request_ttl_ms / 1000,
             counters=self.counters,
             clock=self._clock,
-            shut_nodes=lambda: frozenset(nodes.view().drain_orders),
+            draining_nodes=lambda: frozenset(nodes.view().drain_orders),
         )
 
     @property

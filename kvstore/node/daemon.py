@@ -31,7 +31,7 @@ from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.control.pull import Puller
-from kvstore.node.control.retention import Retainer
+from kvstore.node.control.retention import RetentionEnforcer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
 from kvstore.node.durability.read_rate import ReadRate
 from kvstore.node.durability.recovery import open_volumes, recover
@@ -172,11 +172,11 @@ class NodeDaemon:
             make_durable_policy=partial(make_policy, config.policy),
             accounts=self._accounts,
         )
-        self.table = BlockTable(residency, writes_back=self._writes_back, keep_loaded=config.cache_loads)
+        self.table = BlockTable(residency, writes_back=self._writes_back, cache_loads=config.cache_loads)
         rules_file = config.nvme[0].path / RULES_FILE if config.nvme and config.metadata is not None else None
-        self._retainer = Retainer(self.table, self._namespaces, self._list_specs, counters, rules_file)
+        self._enforcer = RetentionEnforcer(self.table, self._namespaces, self._list_specs, counters, rules_file)
         recover(self.table, self._namespaces, counters)
-        self._retainer.recall()
+        self._enforcer.recall()
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlAgents(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
         self._nixl.open()
@@ -427,13 +427,13 @@ class NodeDaemon:
                 token=self._token,
                 anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
                 health=self._health,
-                listeners=[self._retainer, self._drainer],
+                listeners=[self._enforcer, self._drainer],
                 read_rate=lambda: self._read_rate.bytes_per_s,
                 on_connected=partial(self._show_connected, asyncio.get_running_loop(), self._server),
             )
             await self._server.show_serving(METADATA_SERVICE, serving=False)  # until the node has registered
             self._publisher.start()
-            self._retainer.start()
+            self._enforcer.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
                 log.warning("metadata server not reached: %s; serving without it", config.metadata)
         if config.metrics_listen is not None:
@@ -462,11 +462,11 @@ class NodeDaemon:
             publisher=lambda: self._publisher,
             io_engines=self._io_engines,
             clock=self._clock,
-            in_force=self.config.settings,
+            settings=self.config.settings,
             counters=self.counters,
             links=self._links,
             checks=VolumeChecks(self.table, self.counters, self._clock, self._read_rate.of),
-            retainer=self._retainer,
+            enforcer=self._enforcer,
             health=self._health,
             history=self._history,
         )
@@ -564,7 +564,7 @@ class NodeDaemon:
             self._metrics.stop()
         if self._publisher is not None:
             self._publisher.stop(2.0)
-        self._retainer.stop(STOP_CALLS_S)
+        self._enforcer.stop(STOP_CALLS_S)
         self._stall_detector.stop(STOP_CALLS_S)
         self._write_back.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
         self.table.close()

@@ -87,7 +87,7 @@ class EngineModel:
         return (model.shared_parameters / self.tensor_parallel + routed / self.group_gpus) * model.weight_bytes
 
     @property
-    def kv_room_bytes(self) -> float:
+    def kv_space_bytes(self) -> float:
         """HBM of the engine that weights leave for KV, scaled; not positive: the model does not fit."""
         free = self.gpu.hbm_bytes * HBM_USABLE - self.weight_bytes_per_gpu
         return free * self.tensor_parallel * self.scale.bytes

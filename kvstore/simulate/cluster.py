@@ -35,7 +35,7 @@ class SimHost:
         cnic: each compute link in each direction, bytes/s.
         cnics: compute links; engine i uses link i modulo this. One: the node's links as one of their sum.
         dram: memory bandwidth, reads and writes together, bytes/s.
-        stage_bytes: room of its prefill or decode buffer.
+        stage_bytes: space of its prefill or decode buffer.
     """
 
     name: str
@@ -207,7 +207,7 @@ def uniform(
         together = min(nodes, usual) if model.expert_parallel else 1
         group_gpus = together * gpus_per_node if model.expert_parallel else model.tensor_parallel
         models[role] = EngineModel(model, gpu, model.tensor_parallel, group_gpus)
-        if models[role].kv_room_bytes <= 0:
+        if models[role].kv_space_bytes <= 0:
             raise InvalidArgument(f"{model.name} does not fit {group_gpus} GPUs of type {gpu.name}", role=role.value)
         hosts += [
             SimHost(

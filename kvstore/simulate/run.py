@@ -22,7 +22,7 @@ from kvstore.roofline.engine_model import PrefillChunk
 from kvstore.simulate.cluster import DispatchPolicy, SimConfig
 from kvstore.simulate.engines.decode import DecodeUnit
 from kvstore.simulate.engines.dispatch import ByScheduler, Dispatch, TakeTurns, check_fits
-from kvstore.simulate.engines.job import Job, Room
+from kvstore.simulate.engines.job import Job, SpaceQueue
 from kvstore.simulate.engines.prefill import PrefillEngine, PrefillUnit
 from kvstore.simulate.network.event_loop import EventLoop
 from kvstore.simulate.network.fluid import FluidNetwork
@@ -85,9 +85,9 @@ class _Run:
         self.host_of = {host.name: index for index, host in enumerate(config.hosts)}
         for host in config.hosts:
             self.planner.add_node(host.name, host.snic, host.cnic * host.cnics)
-        self.stage = [Room(host.stage_bytes) for host in config.hosts]
+        self.stage = [SpaceQueue(host.stage_bytes) for host in config.hosts]
         slots = math.inf if config.reads_in_flight is None else config.reads_in_flight
-        self.slots = [Room(slots) for _ in config.hosts]
+        self.slots = [SpaceQueue(slots) for _ in config.hosts]
         self.places = {role: self._places_of(role) for role in EngineKind}
         self.prefill = self._prefill()
         self.decode_units, self.decode_of = self._decode()
@@ -105,9 +105,9 @@ class _Run:
         return policy_named(self.config.variant.path)
 
     def _places_of(self, role: EngineKind) -> list[_Place]:
-        room = self.config.decode.kv_room_bytes if role is EngineKind.DECODE else 0
+        space = self.config.decode.kv_space_bytes if role is EngineKind.DECODE else 0
         return [
-            _Place(index, local, Engine(f"{host.name}/{local}", role, host.group, host.name, max(0, round(room))))
+            _Place(index, local, Engine(f"{host.name}/{local}", role, host.group, host.name, max(0, round(space))))
             for index, host in enumerate(self.hosts)
             if host.role is role
             for local in range(host.engines)
@@ -125,10 +125,10 @@ class _Run:
         """Unit and queue of each prefill engine."""
         config = self.config
         model = config.prefill
-        room = max(model.kv_room_bytes, 1.0)
+        space = max(model.kv_space_bytes, 1.0)
         found: list[tuple[PrefillUnit, PrefillEngine]] = []
         for unit in self._units(EngineKind.PREFILL):
-            engines = [PrefillEngine(index, Room(room)) for index in unit]
+            engines = [PrefillEngine(index, SpaceQueue(space)) for index in unit]
             host = self.hosts[self.places[EngineKind.PREFILL][unit[0]].host]
             stream = host.cnic * host.cnics / host.engines
             made = PrefillUnit(
@@ -157,8 +157,8 @@ class _Run:
     def _dispatch(self) -> Dispatch:
         decode = self.places[EngineKind.DECODE]
         if self.config.variant.scheduling is DispatchPolicy.ROUND_ROBIN:
-            room = [place.engine.hbm_units for place in decode]
-            return TakeTurns(len(self.places[EngineKind.PREFILL]), room, self._paired)
+            space = [place.engine.hbm_units for place in decode]
+            return TakeTurns(len(self.places[EngineKind.PREFILL]), space, self._paired)
         engines = [place.engine for role in EngineKind for place in self.places[role]]
         return ByScheduler(self.loop, engines, self._limits(), self.config.fetch_s, self._read_tokens, self._paired)
 
@@ -201,9 +201,9 @@ class _Run:
     def _check(self) -> None:
         turns = [turn for session in self.config.sessions for turn in session.turns]
         longest = max((turn.hit + turn.new + turn.out for turn in turns), default=0) * self.token_bytes
-        check_fits(longest, self.config.decode.kv_room_bytes, "HBM of a decode engine")
+        check_fits(longest, self.config.decode.kv_space_bytes, "HBM of a decode engine")
         if not self.layerwise:
-            check_fits(longest, self.config.prefill.kv_room_bytes, "HBM of a prefill engine")
+            check_fits(longest, self.config.prefill.kv_space_bytes, "HBM of a prefill engine")
         if not self.oracle:
             check_fits(longest, min(host.stage_bytes for host in self.hosts), "host memory for staging")
 
@@ -215,7 +215,7 @@ class _Run:
         self.dispatch.submit(job, job.tokens * self.token_bytes)
 
     def _paired(self, job: Job, prefill: int, decode: int) -> None:
-        """Both engines are known: the read is planned, then waits for room."""
+        """Both engines are known: the read is planned, then waits for space."""
         job.prefill, job.decode = prefill, decode
         job.paired = self.loop.now
         if self.oracle:
@@ -242,8 +242,8 @@ class _Run:
             elif part.side is ReadSide.DECODE:
                 job.decode_bytes += nbytes
         prompt = job.prompt_tokens * self.token_bytes
-        room, need = (self.stage[p], job.prefill_bytes) if self.layerwise else (self.prefill[prefill][1].hbm, prompt)
-        self.stage[d].take(prompt, lambda: room.take(need, lambda: self._read(job, plan.plan_id, plan.parts)))
+        space, need = (self.stage[p], job.prefill_bytes) if self.layerwise else (self.prefill[prefill][1].hbm, prompt)
+        self.stage[d].take(prompt, lambda: space.take(need, lambda: self._read(job, plan.plan_id, plan.parts)))
 
     def _relays(self, prefill: int, decode: int) -> tuple[str, ...]:
         """Third nodes with the least to read; only ``split`` makes use of them."""
@@ -257,7 +257,7 @@ class _Run:
     # ---- loading ----
 
     def _read(self, job: Job, plan_id: int, parts: Sequence[PlanPart]) -> None:
-        """All room is there: the parts queue at their storage links."""
+        """All space is there: the parts queue at their storage links."""
         if not parts:
             self._all_read(job, plan_id)
             self._ready(job)

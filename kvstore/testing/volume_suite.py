@@ -211,7 +211,7 @@ class VolumeSuite(ABC):
         with pytest.raises(InvalidArgument):
             volume.plan_eviction(shape, 1, iter(()), 1)
 
-    def test_plan_eviction_makes_room(self, volume: Volume) -> None:
+    def test_plan_eviction_makes_space(self, volume: Volume) -> None:
         """The plan is sufficient and necessary, and planning changes nothing."""
         small, large = SHAPES[0], SHAPES[2]
         held: dict[BlockKey, Slot] = {}

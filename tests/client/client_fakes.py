@@ -144,8 +144,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.prepared: dict[bytes, dict[BlockKey, int]] = {}
         self.sessions: set[bytes] = set()
         self.left: list[bytes] = []
-        self.door = ArenaServer(self._arena_path, self._hand_out, self._leave)
-        self.door.start()
+        self.arena_server = ArenaServer(self._arena_path, self._hand_out, self._leave)
+        self.arena_server.start()
         authority = TicketAuthority(secrets.token_bytes(32), self.boot_id, MonotonicClock())
         self._authority = authority
         self.data = TcpServer(self.provider, authority=authority)
@@ -164,7 +164,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             return
         self._running = False
         self._server.stop(None).wait(5)
-        self.door.stop()
+        self.arena_server.stop()
         self.data.stop()
         self.arena.close()
         os.close(self._fd)

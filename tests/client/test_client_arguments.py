@@ -32,7 +32,7 @@ def test_seconds_are_cut_to_a_day() -> None:
 
 def test_options_with_bad_numbers_raise() -> None:
     spans = ("default_deadline_s", "lookup_deadline_s", "connect_deadline_s", "breaker_pause_s", "reopen_pause_s")
-    for name in (*spans, "room_wait_s", "lease_margin_s", "log_interval_s"):
+    for name in (*spans, "space_wait_s", "lease_margin_s", "log_interval_s"):
         assert getattr(ClientOptions(**{name: float("inf")}), name) == MAX_SECONDS
         for seconds in NO_SECONDS:
             with pytest.raises(InvalidArgument):
@@ -40,7 +40,7 @@ def test_options_with_bad_numbers_raise() -> None:
     for number in (0, -1, "x", 1.5, float("inf"), None):
         with pytest.raises(InvalidArgument):
             ClientOptions(workers=number)  # type: ignore[arg-type]
-    assert ClientOptions(room_wait_s=0).room_wait_s == 0
+    assert ClientOptions(space_wait_s=0).space_wait_s == 0
 
 
 async def test_bad_deadlines_raise_and_keep_breaker_closed(
@@ -82,7 +82,7 @@ async def test_long_deadlines_are_cut_to_a_day(
     keys = token_chain(spec, 2)
     data = payloads(keys, spec.shape)
     metadata.runs = [(0, 2, near)]
-    for client in (make_client(near, connect_deadline_s=float("inf"), room_wait_s=1e300), make_client(None)):
+    for client in (make_client(near, connect_deadline_s=float("inf"), space_wait_s=1e300), make_client(None)):
         twin = AsyncKVClient(client)
         for long in LONG:
             assert client.store(keys, data, deadline_s=long, wait_visible=True).held_blocks == 2

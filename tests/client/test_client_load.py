@@ -90,7 +90,7 @@ def test_load_of_resident_blocks_is_one_call(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
 ) -> None:
     near.all_resident = True
-    keys = chain(spec, 6)
+    keys = token_chain(spec, 6)
     near.blocks.hold(keys)
     metadata.runs = [(0, 6, near)]
     client = make_client(near)
@@ -105,7 +105,7 @@ def test_load_of_evicted_blocks_continues_with_stream(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
 ) -> None:
     near.all_resident = True
-    keys = chain(spec, 6)
+    keys = token_chain(spec, 6)
     near.blocks.hold(keys[:5])  # the last one has left the arena since the lookup
     metadata.runs = [(0, 6, near)]
     client = make_client(near)
@@ -120,7 +120,7 @@ def test_load_resident_refused_is_a_miss(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
 ) -> None:
     near.fail["LoadResident"] = Unavailable("going away")
-    keys = chain(spec, 6)
+    keys = token_chain(spec, 6)
     near.blocks.hold(keys)
     metadata.runs = [(0, 6, near)]
     client = make_client(near)
@@ -359,7 +359,7 @@ def test_layerwise_load_larger_than_arena_completes(spec: CacheSpec, make_node: 
         for at in range(0, 60, 10):
             yield node.progress(keys[at : at + 10], at)
             released += 1
-            node.wait_called("Release", released)  # no room for more before it
+            node.wait_called("Release", released)  # no space for more before it
 
     node.load_script = script
     client = make_client(node)
@@ -375,7 +375,7 @@ def test_load_releases_leases_while_it_waits(spec: CacheSpec, near: FakeNode, ma
     near.blocks.hold(keys)
 
     def script(request: node_pb2.LoadRequest, _: grpc.ServicerContext) -> Progress:
-        for at in range(12):  # far less than a sixteenth of the arena, and yet what comes needs its room
+        for at in range(12):  # far less than a sixteenth of the arena, and yet what comes needs its space
             yield near.progress(keys[at : at + 1], at)
             near.wait_called("Release", at + 1)
 
@@ -494,7 +494,7 @@ def test_load_falls_back_from_local_node_to_holder(
 
     def script(request: node_pb2.LoadRequest, _: grpc.ServicerContext) -> Progress:
         yield near.progress(keys[:3])
-        yield node_pb2.LoadProgress(runs=[node_pb2.LoadedRun(start=3, count=6, outcome=common_pb2.OUTCOME_NO_ROOM)])
+        yield node_pb2.LoadProgress(runs=[node_pb2.LoadedRun(start=3, count=6, outcome=common_pb2.OUTCOME_NO_SPACE)])
 
     near.load_script = script
     client = make_client(near)

@@ -89,7 +89,7 @@ def test_store_skips_blocks_after_a_gap(
     keys = token_chain(spec, 8)
 
     def script(request: node_pb2.PrepareRequest) -> node_pb2.PrepareResponse:
-        if near.prepared:  # asked for the rest: there is no more room
+        if near.prepared:  # asked for the rest: there is no more space
             return node_pb2.PrepareResponse(outcomes=bytes([SKIPPED] * (len(request.blocks.keys) // 16)))
         slots = {keys[at]: near.place(bytes(spec.block_bytes)) for at, one in enumerate(answer) if one is STORED}
         near.prepared[request.operation_id] = slots

@@ -141,7 +141,7 @@ class DeferredDevice:
         event.reached = True
         return event
 
-    def follow(self, event: DeferredEvent) -> None:
+    def wait_event(self, event: DeferredEvent) -> None:
         until_s = time.monotonic() + 30
         while not event.done():
             assert time.monotonic() < until_s
@@ -210,7 +210,7 @@ class ComputingDevice(DeferredDevice):
     def mark(self) -> DeferredEvent:
         return self.compute.record()
 
-    def follow(self, event: DeferredEvent) -> None:
+    def wait_event(self, event: DeferredEvent) -> None:
         self.compute.wait(event)
 
     def run(self, work: Callable[[], None]) -> None:

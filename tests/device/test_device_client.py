@@ -166,7 +166,7 @@ def test_lease_is_held_until_device_copies_end(connect: Connect, layerwise: bool
     engine.device.paused = True
     handle = client.start_load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise)
     if layerwise:  # all layers are in flight before the first arrives
-        engine.device.follow = lambda event: None  # type: ignore[method-assign]
+        engine.device.wait_event = lambda event: None  # type: ignore[method-assign]
         assert handle.wait_layer(3, 10)
     assert not handle.done
     assert given_back == []

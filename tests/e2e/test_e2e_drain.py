@@ -198,7 +198,7 @@ def test_drain_client_reads_from_other_nodes(make_store: MakeStore) -> None:
     assert loaded.hit_blocks == len(keys)
     assert set(loaded.bytes_by_path) == {"prefill"}
     assert loaded.error is None
-    layerwise = here.room(len(keys))
+    layerwise = here.allocate(len(keys))
     started = here.client.start_load(here.client.lookup(keys), layerwise)
     assert started.result().hit_blocks == len(keys)
     assert list(here.payloads.wrong_blocks(keys, layerwise)) == []

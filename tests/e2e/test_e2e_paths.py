@@ -77,7 +77,7 @@ def paths(policy: str | None = "split", layer_group: int = 0, **more: object) ->
 
 def load(engine: Engine, found: Lookup, how: Paths, *, deadline_s: float = 8.0, verify: str = "auto") -> LoadResult:
     """Load, check the bytes of all hits, and check that the buffer does not change after the load returned."""
-    data = engine.room(len(found.keys))
+    data = engine.allocate(len(found.keys))
     result = engine.client.load(found, data, paths=how, deadline_s=deadline_s, verify=verify)  # type: ignore[arg-type]
     check(engine, found, result, data)
     return result
@@ -93,9 +93,9 @@ def load_by_layers(engine: Engine, found: Lookup, how: Paths, *, deadline_s: flo
     """Load layer by layer, and check the bytes of each layer when it is announced."""
     count, layers = len(found.keys), engine.spec.layers
     size = engine.spec.layer_block_bytes
-    expected = engine.room(count)
+    expected = engine.allocate(count)
     engine.payloads.fill(list(found.keys), expected)
-    data = engine.room(count)
+    data = engine.allocate(count)
     handle = engine.client.start_load(found, data, paths=how, deadline_s=deadline_s)
     for layer in range(layers):
         if not handle.wait_layer(layer):
@@ -301,7 +301,7 @@ def only_stored_at(store: Store, engine: Engine, nodes: tuple[str, ...]) -> Look
 @pytest.mark.parametrize("layer_group", [0, 2])
 def test_paths_stopped_decode_node_writes_nothing_late(ready: Ready, proxies: Proxies, layer_group: int) -> None:
     store, engine, found = ready
-    data = engine.room(BLOCKS)
+    data = engine.allocate(BLOCKS)
     slow = slowly(store, found, proxies)
     process = store.cluster.node("d").process
     with after(0.15, lambda: process.send_signal(signal.SIGSTOP)):
@@ -381,7 +381,7 @@ def test_paths_storage_node_dead_misses_in_time(ready: Ready) -> None:
 
 def test_paths_corrupt_block_shortens_the_hit(ready: Ready) -> None:
     store, engine, found = ready
-    pattern = engine.room(BLOCKS)
+    pattern = engine.allocate(BLOCKS)
     engine.payloads.fill(list(found.keys), pattern)
     slab = max(store.cluster.volume_path("s").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     content = slab.read_bytes()
@@ -516,7 +516,7 @@ def test_paths_cancelled_load_stops_writing(ready: Ready, proxies: Proxies, laye
     slow = slowly(store, found, proxies)
     dice = random.Random(5)
     for _ in range(4):
-        data = engine.room(BLOCKS)
+        data = engine.allocate(BLOCKS)
         handle = engine.client.start_load(slow, data, paths=paths("split", layer_group), deadline_s=2 * HANG_S)
         time.sleep(dice.random() * 0.3)  # in the middle
         begun_s = time.monotonic()

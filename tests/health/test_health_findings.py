@@ -65,10 +65,10 @@ CASES = [
         "n",
         told(
             NodeStatus(
-                node=INFO, alive=True, state=NODE_STATE_DRAIN_BLOCKED, drain=DrainProgress(why="no room", not_durable_blocks=7)
+                node=INFO, alive=True, state=NODE_STATE_DRAIN_BLOCKED, drain=DrainProgress(why="no space", not_durable_blocks=7)
             )
         ),
-        "(no room): 7 blocks would be lost",
+        "(no space): 7 blocks would be lost",
     ),
     ("CLOCK_DIFFERS", "n", told(NodeStatus(node=INFO, alive=True, clock_offset_ms=-60_000)), "60 s behind"),
     (

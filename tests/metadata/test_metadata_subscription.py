@@ -315,10 +315,10 @@ async def test_watch_subscribers_are_bounded(tmp_path: Path) -> None:
                 await Watch(channel).read()
             watches[0].call.cancel()
 
-            async def room() -> bool:
+            async def space() -> bool:
                 return server.event_log is not None and server.event_log.subscribers == 1
 
-            await wait_until_async(room)
+            await wait_until_async(space)
             await Watch(channel).complete()
             await server.stop(30.0)  # a graceful end does not wait for streams that have none
             with pytest.raises(Unavailable):

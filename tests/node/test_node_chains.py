@@ -1,4 +1,4 @@
-"""A table that writes blocks back only when they are evicted: whole chains at a time, and given up if room is needed."""
+"""A table that writes blocks back only when they are evicted: whole chains at a time, and given up if space is needed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_dirty_victims_are_written_by_chain_or_by_leaf(table: BlockTable, reques
     assert table.reserve(SHAPE, 4, 0.0) is None
     pending = table.take_pending(ROOM, ROOM << 20, 0.0)
     keys = {block.key for block in pending}
-    # the coldest chains in full, up to the limit of one search for room; or the leaf of each
+    # the coldest chains in full, up to the limit of one search for space; or the leaf of each
     wanted = {key_of(chain, depth) for chain in range(4) for depth in range(CHAIN)}
     leaves = {key_of(chain, CHAIN - 1) for chain in range(ROOM // CHAIN)}
     assert keys == (wanted if whole else leaves)

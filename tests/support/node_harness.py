@@ -107,7 +107,7 @@ class NodeHarness:
             make_durable_policy=partial(make_policy, policy),
             accounts=None if registry is None else registry.accounts,
         )
-        self.table = BlockTable(residency, writes_back=bool(volumes), keep_loaded=cache_loads)
+        self.table = BlockTable(residency, writes_back=bool(volumes), cache_loads=cache_loads)
         self.recovered = 0
         for volume in self.volumes:
             for slot, record in volume.volume.recover():

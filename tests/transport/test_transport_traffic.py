@@ -112,8 +112,8 @@ def connected(serves: KvTraffic, reads: KvTraffic, blocks: int = 16) -> Iterator
 
 
 def read(peer: TcpPeer, keys: list[BlockKey], deadline_s: float = 30.0) -> list[Outcome]:
-    room = DenseBlocks(np.zeros((len(keys), SHAPE.layers, SHAPE.layer_block_bytes), np.uint8))
-    return peer.read(ReadRequest(NAMESPACE, keys, 0, SHAPE.layers, 0, time.monotonic() + deadline_s), room).outcomes
+    space = DenseBlocks(np.zeros((len(keys), SHAPE.layers, SHAPE.layer_block_bytes), np.uint8))
+    return peer.read(ReadRequest(NAMESPACE, keys, 0, SHAPE.layers, 0, time.monotonic() + deadline_s), space).outcomes
 
 
 def test_cap_of_sender_limits_read_and_marks_sockets() -> None:

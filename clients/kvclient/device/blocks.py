@@ -134,7 +134,7 @@ class DeviceBlocks(DeviceBuffer):
             self._host = np.empty((self.count, self._shape.block_bytes), np.uint8)
         return self._host
 
-    def landed(self, positions: Positions, first_layer: int, layer_count: int) -> None:
+    def host_copy_ready(self, positions: Positions, first_layer: int, layer_count: int) -> None:
         with self._lock:
             by_host = positions[self._by_host[positions]]
             begin = np.clip(self._sent[by_host], first_layer, first_layer + layer_count)
@@ -285,7 +285,7 @@ class DeviceBlocks(DeviceBuffer):
             self._copier.keep(host)  # copies that did not end may still access it
             raise
 
-    def follow(self, layer: int) -> None:
+    def wait_on_stream(self, layer: int) -> None:
         with self._lock:
             events = list(self._arrival.get(layer, ()))
         for event in events:
@@ -357,14 +357,14 @@ class BlockSource(DeviceBuffer):
     def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
         self._blocks.write_pool(memory, offsets)
 
-    def landed(self, *_: object) -> None:
+    def host_copy_ready(self, *_: object) -> None:
         raise InvalidArgument("a source is read-only")
 
     def drain(self) -> None:
         self._blocks.drain()
 
-    def follow(self, layer: int) -> None:
-        self._blocks.follow(layer)
+    def wait_on_stream(self, layer: int) -> None:
+        self._blocks.wait_on_stream(layer)
 
     def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _PickedSource(self, self._blocks, np.asarray(blocks, np.intp))
@@ -409,14 +409,14 @@ class _Picked(DeviceBuffer):
     def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
         self._blocks.write_pool_at(memory, offsets, self._which)
 
-    def landed(self, positions: Positions, first_layer: int, layer_count: int) -> None:
-        self._blocks.landed(self._which[positions], first_layer, layer_count)
+    def host_copy_ready(self, positions: Positions, first_layer: int, layer_count: int) -> None:
+        self._blocks.host_copy_ready(self._which[positions], first_layer, layer_count)
 
     def drain(self) -> None:
         self._blocks.drain()
 
-    def follow(self, layer: int) -> None:
-        self._blocks.follow(layer)
+    def wait_on_stream(self, layer: int) -> None:
+        self._blocks.wait_on_stream(layer)
 
     def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _Picked(self._blocks, self._which[np.asarray(blocks, np.intp)])

@@ -14,7 +14,7 @@ from kvclient.call.context import ClientContext
 from kvclient.call.scope import CallScope
 from kvclient.load.sink import BlockSink, spans
 from kvclient.memory.buffers import as_block_buffer
-from kvclient.nodes.local_session import Session, means_lost, new_operation_id
+from kvclient.nodes.local_session import Session, is_session_lost, new_operation_id
 from kvclient.options import VERIFY_CHOICES, Verify
 from kvclient.results import PATH_LOCAL, LoadResult
 from kvproto.v1 import node_pb2
@@ -94,7 +94,7 @@ class PromptReceiver:
                 self._sink.record_error(self._scope.error())
             else:
                 self._sink.record_error(why)
-                if means_lost(why):
+                if is_session_lost(why):
                     local.lost(session, why)
         except KVStoreError as error:
             self._sink.record_error(error)

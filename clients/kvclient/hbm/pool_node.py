@@ -267,7 +267,7 @@ class _ControlServer:
         except KVStoreError as error:
             self._failed = error
         except Exception as error:  # noqa: BLE001  # edge of this thread: start() raises it, or it is logged
-            self._counters.add(device_metrics.HBM_CONTROL_DOOR_FAILED)
+            self._counters.add(device_metrics.HBM_CONTROL_SERVER_FAILED)
             _log.exception("failed control server of the pool")
             self._failed = Unavailable("the control server of the pool did not start", listen=self._listen, error=error)
         finally:

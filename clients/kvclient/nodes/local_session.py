@@ -311,7 +311,7 @@ def _stored_volumes(answered: Sequence[node_pb2.StoredVolume]) -> tuple[StoredVo
     return volumes
 
 
-def means_lost(error: KVStoreError) -> bool:
+def is_session_lost(error: KVStoreError) -> bool:
     """Whether to drop the session after an error of one of its calls: it has ended, or its node is unreachable."""
     return isinstance(error, LeaseLost | Unavailable | NotFound)
 

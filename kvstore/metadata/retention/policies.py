@@ -173,7 +173,7 @@ class RetentionPolicies:
         settings, changed = await self._writes.run(self._store.change, edit)
         before = settings.quotas.get(tenant, QuotaSetting())
         if settings != changed:
-            self._counters.add(metadata_metrics.ORDERS_CHANGED)
+            self._counters.add(metadata_metrics.SETTINGS_CHANGED)
             logger.warning("quota changed: tenant %r (%s; before: %s)", tenant, format_quota(quota), format_quota(before))
         return pb.SetTenantQuotaResponse(quota=quota_to_proto(quota), before=quota_to_proto(before))
 
@@ -221,7 +221,7 @@ class RetentionPolicies:
         settings, changed = await self._writes.run(self._store.change, edit)
         before = settings.rules.get(namespace, RuleSetting())
         if settings != changed:
-            self._counters.add(metadata_metrics.ORDERS_CHANGED)
+            self._counters.add(metadata_metrics.SETTINGS_CHANGED)
             logger.warning("rule changed: namespace %s (%s; before: %s)", namespace.hex(), format_rule(rule), format_rule(before))
         return pb.SetNamespaceRuleResponse(rule=rule_to_proto(namespace, rule), before=rule_to_proto(namespace, before))
 

@@ -1,4 +1,4 @@
-"""Enforces tenants' quotas, and namespaces' times to live and pins.
+"""Enforces tenants' quotas, and namespaces' times to live and whether they are kept.
 
 The settings arrive with responses of the metadata server (``apply``). Heartbeats report what tenants hold (``report``). A thread
 runs a round every ``TICK_S``: it adds namespaces to their tenants' orders of eviction, applies and saves the rules, evicts blocks
@@ -57,8 +57,8 @@ ASK_S: Final = 5.0
 """Interval of requests for specs that the metadata server does not know either."""
 
 
-class Retainer:
-    """Enforces quotas, times to live and pins. ``report`` and ``apply`` from one thread; ``start`` and ``stop`` once each.
+class RetentionEnforcer:
+    """Enforces quotas and rules of namespaces. ``report`` and ``apply`` from one thread; ``start`` and ``stop`` once each.
 
     Args:
         table: the blocks of this node.
@@ -243,7 +243,7 @@ class Retainer:
         return held
 
     def _apply_rules(self) -> None:
-        """Apply new and ended times to live and pins, also to namespaces opened since the last round."""
+        """Apply new and ended rules (time to live, kept), also to namespaces opened since the last round."""
         table = self._table
         begun: list[tuple[NodeNamespace, dict[Tier, EvictionOrder]]] = []
         unpinned = []
@@ -369,5 +369,5 @@ class Retainer:
 
 
 def _rules_of(told: Iterable[NamespaceRule]) -> dict[NamespaceId, tuple[float, bool]]:
-    """Per namespace: time to live in seconds (0: none), and whether it is pinned."""
+    """Per namespace: time to live in seconds (0: none), and whether it is kept."""
     return {NamespaceId(one.namespace_id): (one.ttl_ms / 1000, one.pinned) for one in told}

@@ -1,10 +1,10 @@
-"""Room on one volume for slots of one size. Called under the table's lock.
+"""Space on one volume for slots of one size. Called under the table's lock.
 
 Among blocks of one size, the coldest are evicted in the order of the policy until slots are free. If blocks of other sizes are
 colder, their slots help only once a whole span is empty, which can take nearly all blocks if chains are mixed. So the search
-looks at no more than ``LOOK`` of those. If that gives no room, or costs more, one span (or as many adjacent slots as one new
+looks at no more than ``LOOK`` of those. If that gives no space, or costs more, one span (or as many adjacent slots as one new
 slot needs) is emptied: its blocks are evicted with their descendants on any volume, and nothing else. It is the span for which
-the least is evicted; blocks that are not among the coldest count twice. A caller that needs more room asks again.
+the least is evicted; blocks that are not among the coldest count twice. A caller that needs more space asks again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.node.state.slot_map import SlotMap
 from kvstore.tiers.contract import EvictionPolicy, ReclaimableSpan, Slot, Volume
 
 PLAN_LIMIT = 65_536
-"""Maximum number of blocks that one search for room visits, on the volume and on the others."""
+"""Maximum number of blocks that one search for space visits, on the volume and on the others."""
 LOOK = 2_048
 """Maximum number of blocks of other sizes among those."""
 VISITS = 4_096
@@ -67,7 +67,7 @@ class SpaceReclaimer:
         slot_of: Callable[[Block], Slot | None],
         may_leave: Sequence[Callable[[BlockKey], bool | None]],
     ) -> list[Block]:
-        """Return blocks to evict for a number of slots, or for some of them; children before parents. Empty: no room can be made.
+        """Return blocks to evict for a number of slots, or for some; children before parents. Empty: no space can be freed.
 
         Args:
             shape: of the new blocks.
@@ -114,7 +114,7 @@ class SpaceReclaimer:
         """Return blocks to evict, kept namespaces included, for a block size without any slot on this volume.
 
         A few kept blocks, one in each span, would keep every other size out for as long as they are kept. Once the size has a
-        span, it makes room among its own blocks.
+        span, it frees space among its own blocks.
 
         Args:
             shape: of the new blocks.

@@ -58,7 +58,7 @@ class Residency:
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        """Room or residency may have changed."""
+        """Space or residency may have changed."""
         self.has_writes = threading.Condition(self.lock)
         """Blocks wait for write-back."""
         self.dram = dram
@@ -79,7 +79,7 @@ class Residency:
         self.waiters: dict[BlockKey, list[KeyWaiter]] = {}
         self.writes = WritebackQueue()
         self.evicts_nvme = True
-        """Whether blocks may leave a volume to make room for others."""
+        """Whether blocks may leave a volume to free space for others."""
         self.story = Story()
         self._record = self.story.entries.append
         self._log = log

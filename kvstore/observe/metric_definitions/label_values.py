@@ -24,7 +24,7 @@ MISS_REASONS: Final = ("unknown", "evicted", "index_down", "node_lost", "corrupt
 * ``other``: the client was closed, or a bug.
 """
 BUFFERS: Final = ("prefill_buffer", "decode_buffer")
-OUTCOMES: Final = ("miss", "corrupt", "unavailable", "timeout", "no_room")
+OUTCOMES: Final = ("miss", "corrupt", "unavailable", "timeout", "no_space")
 STORE_OUTCOMES: Final = ("stored", "exists", "in_progress", "skipped", "corrupt", "lost")
 KERNELS: Final = ("avx2", "neon", "portable", "python")
 ERRORS: Final = (

@@ -62,7 +62,7 @@ class Job:
         return self.prompt_tokens + self.turn.out
 
 
-class Room:
+class SpaceQueue:
     """Bounded space, granted in order and as a whole, so that no request holds a part while it waits for the rest."""
 
     def __init__(self, size: float) -> None:
@@ -72,7 +72,7 @@ class Room:
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
 
     def take(self, amount: float, granted: Callable[[], None]) -> None:
-        """Calls ``granted`` when ``amount`` is there; more than the whole room counts as the whole room."""
+        """Calls ``granted`` when ``amount`` is there; more than the whole space counts as the whole space."""
         self._waiting.append((min(amount, self.size), granted))
         self._serve()
         self.most_waiting = max(self.most_waiting, len(self._waiting))

@@ -185,7 +185,7 @@ class ConnectorSuite(ABC):
                 kit.talk.ask(engine, kit.talk.prompts)
                 engine.forget()
 
-    def test_a_store_with_hardly_any_room(self, kit: Kit, tmp_path: Path) -> None:
+    def test_a_store_with_hardly_any_space(self, kit: Kit, tmp_path: Path) -> None:
         """Blocks are evicted while they are wanted, and the disk is full."""
         with (
             FaultyStore(tmp_path / "small", dram_bytes=4 * MIB, nvme_bytes=4 * MIB) as store,

@@ -120,7 +120,7 @@ class Pools:
             self._activity.incidents.counters.add(hooks_metrics.SGLANG_COPIED_POOLS)
             _log.info("pages copied: host pool %s does not report their addresses in this layout", name)
         sample = not hook.weights_epoch
-        model = model_text(server_arguments(), draft=name != KV, sample=sample, nobody_elses=self._generation)
+        model = model_text(server_arguments(), draft=name != KV, sample=sample, make_unique=self._generation)
         if sample and not model:
             self._activity.incidents.report(
                 hooks_metrics.SGLANG_WEIGHTS_UNKNOWN,

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class PdStepMetadata(StepMetadata):
-    """A step's plan, with its hand-overs."""
+    """A step's plan, with its handoffs."""
 
     pd: PdPlan = field(default_factory=PdPlan)
 
@@ -205,7 +205,7 @@ class KVStorePDConnector(KVStoreConnector):
 
     # ---- worker ----
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin the hand-overs of a step, and wait for the prompts that it awaits."""
+        """Begin the handoffs of a step, and wait for the prompts that it awaits."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PdStepMetadata)
         plan, pd, moves = connector_metadata.plan, connector_metadata.pd, self._worker_side

@@ -236,9 +236,9 @@ class PageReader:
         most = len(tokens) if most is None else min(most, len(tokens))
         keys = self._client.keys(tokens[: max(0, most) // self.layout.block_tokens * self.layout.block_tokens])
         found = self._client.lookup(keys, deadline_s=self._options.lookup_deadline_s)
-        room = torch.empty((found.hit_blocks, self.layout.block_bytes), dtype=torch.uint8)
-        hit = self._client.load(found, room, deadline_s=self._options.load_deadline_s).hit_blocks
-        return (self.layout.unpack(room[:hit]), hit * self.layout.block_tokens) if hit else ([], 0)
+        memory = torch.empty((found.hit_blocks, self.layout.block_bytes), dtype=torch.uint8)
+        hit = self._client.load(found, memory, deadline_s=self._options.load_deadline_s).hit_blocks
+        return (self.layout.unpack(memory[:hit]), hit * self.layout.block_tokens) if hit else ([], 0)
 
     def close(self) -> None:
         """Disconnect from the store."""

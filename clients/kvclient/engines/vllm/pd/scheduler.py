@@ -34,7 +34,7 @@ from kvclient.engines.vllm.scheduler.scheduler_connector import BlockPool
 
 _log = logging.getLogger(__name__)
 _SEND_FAILURES = 2
-"""Hand-overs of a request that may fail before no more of it is handed over."""
+"""Handoffs of a request that may fail before no more of it is handed over."""
 
 
 class TransferState(Enum):
@@ -78,7 +78,7 @@ class Receiving:
 
 @dataclass(slots=True)
 class PromptPins:
-    """Pages that a hand-over reads, and how many workers have not answered yet."""
+    """Pages that a handoff reads, and how many workers have not answered yet."""
 
     request_id: str
     transfer: Transfer
@@ -94,7 +94,7 @@ class PdScheduler:
     Args:
         block_tokens: tokens of a page.
         windows: by group: tokens that it looks back; 0: all.
-        pinned_share: the part of the engine's pages that may wait to be handed over; one hand-over may be larger.
+        pinned_share: the part of the engine's pages that may wait to be handed over; one handoff may be larger.
         workers: how many workers answer each job.
         counters: the connector's counters.
         null_block: id of the null page.
@@ -216,7 +216,7 @@ class PdScheduler:
     ) -> PdPlan:
         """Plan the transfers of a step; arguments as for ``SchedulerConnector.build_step_plan``.
 
-        With ``hold`` the hand-overs of this step go with the next one, unless ``drop_deferred`` is called before.
+        With ``hold`` the handoffs of this step go with the next one, unless ``drop_deferred`` is called before.
         """
         sends = list(self._completed(scheduled, drafts, resolve)) if self._pool is not None else []
         held, self._deferred = self._deferred, sends if hold else []
@@ -237,7 +237,7 @@ class PdScheduler:
                 yield job
 
     def _plan_send(self, sending: Sending, computed: int, resolve: Callable[[str], Any]) -> SendJob | None:
-        """Pins what a step completes of a prompt, and plans its hand-over."""
+        """Pins what a step completes of a prompt, and plans its handoff."""
         request, first = sending.request, sending.sent_blocks
         full = computed // self._block_tokens
         last = computed == request.num_prompt_tokens
@@ -275,13 +275,13 @@ class PdScheduler:
 
     # ---- answers ----
     def drop_deferred(self) -> None:
-        """Drop the deferred hand-overs: their blocks may be wrong, since a load of their step failed."""
+        """Drop the deferred handoffs: their blocks may be wrong, since a load of their step failed."""
         held, self._deferred = self._deferred, []
         jobs = [job.job_id for job in held]
         self.on_worker_output(PdWorkerOutput(WorkerOutput(dict.fromkeys(jobs, self._workers), set(jobs))))
 
     def on_worker_output(self, answer: PdWorkerOutput) -> None:
-        """Handle the workers' output about hand-overs and prompts."""
+        """Handle the workers' output about handoffs and prompts."""
         for job_id in answer.sent.stores_failed:
             pins = self._pins[job_id]
             if not pins.failed:

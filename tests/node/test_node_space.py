@@ -50,7 +50,7 @@ def test_victims_are_one_span_with_descendants_or_the_coldest(
     namespaces = [NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), each) for each in SIZES]
     blocks: dict[BlockKey, Block] = {}
     with closing(DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)) as arena:
-        room = SpaceReclaimer(arena, blocks, policy)
+        space = SpaceReclaimer(arena, blocks, policy)
         chains: list[Block | None] = [None] * 12
         odds = [draw.random() ** 3 for _ in SIZES]
         while True:
@@ -62,7 +62,7 @@ def test_victims_are_one_span_with_descendants_or_the_coldest(
             block = Block(namespace, key_of(len(blocks)), above.key if above else None, 0, b"")
             block.dram, block.pins = slots[0], int(draw.random() < pinned)
             blocks[block.key] = block
-            room.insert(block, slots[0])
+            space.insert(block, slots[0])
             policy.insert(block.key, block.parent)
             chains[chain] = block if draw.random() < 0.9 else None
 
@@ -73,10 +73,10 @@ def test_victims_are_one_span_with_descendants_or_the_coldest(
             return  # the volume was full for another size only
         order = [blocks[key] for key in policy.coldest(may_leave)]
         by_slot = {
-            frozenset(closure(blocks, (held.key for slot in arena.slots_in(place) if (held := room.by_slot.get(slot)))))
+            frozenset(closure(blocks, (held.key for slot in arena.slots_in(place) if (held := space.by_slot.get(slot)))))
             for place in arena.reclaimable_spans(shape, [])
         }
-        leaving = room.victims(shape, (4, 1), iter(order), lambda block: block.dram, (may_leave,))
+        leaving = space.victims(shape, (4, 1), iter(order), lambda block: block.dram, (may_leave,))
         keys = [block.key for block in leaving]
         assert not any(block.pins for block in leaving)
         if not leaving:
@@ -159,7 +159,7 @@ class Full:
         return {block.key: (block, block.nvme_volume) for block in found if block.nvme_volume is not None}
 
     def members(self) -> int:
-        """Return the maximum number of small blocks that occupy the room of one large block, approximately."""
+        """Return the maximum number of small blocks that occupy the space of one large block, approximately."""
         chunk = self.slabs[0].slot_pool.chunk_bytes
         chunks = -(-(LARGE.block_bytes + 4096) // chunk)
         return chunks * chunk // 8192
@@ -230,7 +230,7 @@ def test_span_with_block_in_use_is_skipped(full: Full) -> None:
         block.pins = 0
 
 
-def test_arena_full_of_small_blocks_makes_room_for_larger(tmp_path: Path) -> None:
+def test_arena_full_of_small_blocks_makes_space_for_larger(tmp_path: Path) -> None:
     blocks = 3 * LOOK
     full = Full(tmp_path, 1, 64, dram=blocks * 4096)
     draw = random.Random(5)

@@ -74,7 +74,7 @@ def test_evict_one_volume_keeps_blocks_of_others(node: SessionHarness) -> None:
 
 def test_blocks_are_written_to_volumes_that_can_hold_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     node = SessionHarness(tmp_path, sizes=(64 << 10, 1 << 20), shape=BlockShape(2, 64 << 10))
-    for chain in range(20):  # more than the large volume holds: when it has less room than the small one, it makes room
+    for chain in range(20):  # more than the large volume holds: when it has less space than the small one, it makes space
         node.turn(chain, 1)
         node.clock.advance(1.0)
         assert key_of(chain, 0) in node.durable()
