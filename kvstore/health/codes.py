@@ -159,6 +159,15 @@ DRAIN_BLOCKED: Final = _warning(
 )
 
 # ---- nodes that report ----
+NODE_SLOW: Final = _warning(
+    "NODE_SLOW",
+    "A node is slow",
+    "Loads of blocks that this node holds take long. Either its process was stopped or starved of CPU, or other nodes wait for"
+    " it: within a minute, three or more loads at one of them took longer than observe.slow_load, mostly to read from this node,"
+    " at less than 100 MB/s.",
+    "Check the CPU, memory and disks of its host (top, vmstat 1, iostat -x 1) and its links (`kvstore top`, ethtool -S). `kvstore"
+    " loads` shows the loads that wait for it. If it stays slow, drain it: `kvstore nodes drain NODE`.",
+)
 PUBLISH_FAILS: Final = _error(
     "PUBLISH_FAILS",
     "A node cannot publish its blocks",
@@ -192,6 +201,14 @@ VOLUME_HUNG: Final = _error(
     "The disk or its file system hangs. Blocks of this volume are misses, or are read from other nodes.",
     "Look for disk errors with `dmesg` and for a lost mount (NFS, network block device). The volume is used again after the first"
     " answered I/O. Restart the node only if the volume stays hung after the repair.",
+)
+VOLUME_SLOW: Final = _warning(
+    "VOLUME_SLOW",
+    "A node's volumes are slow",
+    "Within a minute, three or more loads took longer than observe.slow_load, mostly to read from this node's volumes, at less"
+    " than 100 MB/s. All blocks are still served.",
+    "Look at the disks of the host with iostat -x 1, and for errors with `dmesg` and `smartctl -a`. If the disks are only busy,"
+    " add DRAM (node.dram) or a volume.",
 )
 BLOCKS_CORRUPT: Final = _error(
     "BLOCKS_CORRUPT",
