@@ -308,7 +308,7 @@ class WorkerConnector:
                 self.counters.add("loads_aborted")
                 flight.cancel_soon()
         if not plan.has_tokens:
-            self._rest()
+            self._wait_idle()
         for flight in [flight for flight in self._loads_in_flight if flight.done]:
             self._loads_in_flight.remove(flight)
             missing = [page for part in flight.parts for page in part.end(self.counters)]
@@ -319,8 +319,8 @@ class WorkerConnector:
         found, self._completions = self._completions, LoadCompletions()
         return found
 
-    def _rest(self) -> None:
-        """An engine without tokens to compute steps again and again until loads and stores are over: not too fast."""
+    def _wait_idle(self) -> None:
+        """Wait briefly in a step without tokens, so that an engine that waits for loads and stores does not spin."""
         unfinished = next((part for flight in self._loads_in_flight for part in flight.parts if not part.done), None)
         if unfinished is not None:
             unfinished.wait(self._options.idle_wait_s)
