@@ -58,6 +58,7 @@ from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace, TenantLedger
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -160,18 +161,17 @@ class NodeDaemon:
         for node_volume in node_volumes:
             node_volume.set_guard(counters, stall_s=config.volume_stall_ms / 1000, readers=config.load_threads)
         self._writes_back = bool(node_volumes) or config.write_back_to is not None
-        self.table = BlockTable(
+        residency = Residency(
             self._arena,
             make_policy(config.policy),
             node_volumes,
             self._log,
             counters,
             clock,
-            writes_back=self._writes_back,
-            cache_loads=config.cache_loads,
             make_durable_policy=partial(make_policy, config.policy),
             accounts=self._accounts,
         )
+        self.table = BlockTable(residency, writes_back=self._writes_back, cache_loads=config.cache_loads)
         rules_file = config.nvme[0].path / RULES_FILE if config.nvme and config.metadata is not None else None
         self._enforcer = RetentionEnforcer(self.table, self._namespaces, self._list_specs, counters, rules_file)
         recover(self.table, self._namespaces, counters)

@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
 from kvstore.node.base.cancellation import wait
 from kvstore.node.eviction.allocation import PIECE_BLOCKS, allocate_dram
@@ -39,17 +38,14 @@ from kvstore.node.eviction.quotas import (
     space_may_free_up,
 )
 from kvstore.node.state.block_states import DramState, VolumeReplica
-from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import KeyWaiter, LoadClaim, SlotGrant
 from kvstore.node.state.invariants import validate
 from kvstore.node.state.model import EVICTING, Block, NodeVolume
-from kvstore.node.state.namespaces import NodeNamespace, TenantLedger
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.residency import Residency
 from kvstore.node.state.store_admission import admit
-from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
-from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
-from kvstore.tiers.eviction.policy import LruPolicy
+from kvstore.tiers.contract import BlockRecord, Slot
 
 ORDER_SLICE = 256
 ORDER_TRIES = 4
@@ -63,52 +59,31 @@ class BlockTable:
     """Blocks, space and pins of one node.
 
     Args:
-        dram: the arena.
-        dram_policy: the order of eviction from the arena.
-        node_volumes: the durable volumes.
-        log: records every change of a replica.
-        counters: metrics.
-        clock: time.
+        residency: arena, volumes and their orders of eviction; of this table only.
         writes_back: whether stored blocks are written back.
         cache_loads: whether DRAM is a cache. If not, it only stages: an unused durable block leaves at once.
         cascades_chains: whether dirty blocks that are to be evicted are written with their parents.
-        make_durable_policy: makes the order of eviction from the volumes.
-        accounts: the tenants.
     """
 
     def __init__(
-        self,
-        dram: MappedVolume,
-        dram_policy: EvictionPolicy,
-        node_volumes: Sequence[NodeVolume],
-        log: ReplicaChangeLog,
-        counters: Counters,
-        clock: Clock,
-        *,
-        writes_back: bool,
-        cache_loads: bool = True,
-        cascades_chains: bool = False,
-        make_durable_policy: Callable[[Rows], EvictionPolicy] = LruPolicy,
-        accounts: TenantLedger | None = None,
+        self, residency: Residency, *, writes_back: bool, cache_loads: bool = True, cascades_chains: bool = False
     ) -> None:
-        self.residency = residency = Residency(
-            dram, dram_policy, node_volumes, log, counters, clock, make_durable_policy, accounts or TenantLedger()
-        )
-        self.dram = dram
+        self.residency = residency
+        self.dram = residency.dram
         self.node_volumes = residency.node_volumes
         self.accounts = residency.accounts
         self.cache_loads = cache_loads
-        self.clock = clock
+        self.clock = residency.clock
         self._cascades_chains = cascades_chains
         self._writes_back = writes_back
-        self._counters = counters
+        self._counters = residency.counters
         self._lock = residency.lock
         self._changed = residency.changed
         self._blocks = residency.blocks
         self._preparing = residency.preparing
         self._loading = residency.loading
         self._writes = residency.writes
-        self._pending_limit = int(dram.usage().capacity_bytes * PENDING_SHARE)
+        self._pending_limit = int(self.dram.usage().capacity_bytes * PENDING_SHARE)
         self._closed = False
 
     # ---- recovery

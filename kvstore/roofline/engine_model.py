@@ -123,10 +123,6 @@ class EngineModel:
         seconds = max(flops / self._prefill_flops_per_s, weights / self._memory_rate, model.layers * self._exchange_s)
         return seconds * self.scale.dilation
 
-    def prefill_layer_seconds(self, batch: Iterable[PrefillChunk]) -> float:
-        """One layer of it."""
-        return self.prefill_seconds(batch) / self.model.layers
-
     def attention_seconds(self, chunk: PrefillChunk) -> float:
         """Time of attention alone, over all layers: the unit of a batch's compute quota."""
         return self.model.attention_flops(chunk.cached, chunk.new) / self._prefill_flops_per_s * self.scale.dilation

@@ -72,7 +72,6 @@ class DramArena(PooledVolume, MappedVolume):
         self._fd, self._map, self._backing = self._make_memory(capacity_bytes, huge_pages)
         self._memory = memoryview(self._map)
         self._array = np.frombuffer(self._map, np.uint8)
-        self._prefault_left = threading.Semaphore(0)
         self._prefaulters = [
             threading.Thread(
                 target=self._prefault, args=(first, prefault_threads), name=f"prefault-{volume_id}-{first}", daemon=True
@@ -140,30 +139,17 @@ class DramArena(PooledVolume, MappedVolume):
         """Touch every ``threads``-th piece. The kernel adds missing pages; the content does not change."""
         libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the GIL, mmap.madvise does not
         base = self._array.ctypes.data
-        try:
-            for start in range(first * _PREFAULT_BYTES, len(self._array), threads * _PREFAULT_BYTES):
-                if self._closing.is_set():
-                    return
-                length = min(_PREFAULT_BYTES, len(self._array) - start)
-                if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
-                    # an older kernel (EINVAL), or not enough memory: pages are added at their first use
-                    self._counters.add(volumes_metrics.ARENA_PREFAULT_STOPPED)
-                    _log.warning(
-                        "arena prefault stopped: %s (error=%s)", self.volume_id, errno.errorcode.get(ctypes.get_errno(), "?")
-                    )
-                    return
-        finally:
-            self._prefault_left.release()
-
-    def wait_prefault(self, timeout_s: float) -> bool:
-        """Wait until the background threads have finished or failed; for tests. False: timeout."""
-        done = 0
-        for _ in self._prefaulters:
-            if not self._prefault_left.acquire(timeout=timeout_s):
-                break
-            done += 1
-        self._prefault_left.release(done)
-        return done == len(self._prefaulters)
+        for start in range(first * _PREFAULT_BYTES, len(self._array), threads * _PREFAULT_BYTES):
+            if self._closing.is_set():
+                return
+            length = min(_PREFAULT_BYTES, len(self._array) - start)
+            if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+                # an older kernel (EINVAL), or not enough memory: pages are added at their first use
+                self._counters.add(volumes_metrics.ARENA_PREFAULT_STOPPED)
+                _log.warning(
+                    "arena prefault stopped: %s (error=%s)", self.volume_id, errno.errorcode.get(ctypes.get_errno(), "?")
+                )
+                return
 
     @property
     def backing(self) -> str:

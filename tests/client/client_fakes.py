@@ -141,7 +141,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.arena = mmap.mmap(self._fd, self._arena_bytes)
         self._next_offset = 0
         self._leases = itertools.count(1)
-        self._prepared: dict[bytes, dict[BlockKey, int]] = {}
+        self.prepared: dict[bytes, dict[BlockKey, int]] = {}
         self.sessions: set[bytes] = set()
         self.left: list[bytes] = []
         self.arena_server = ArenaServer(self._arena_path, self._hand_out, self._leave)
@@ -217,7 +217,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     def IssueTicket(self, request: Any, context: grpc.ServicerContext) -> node_pb2.IssueTicketResponse:  # noqa: N802
         self._enter("IssueTicket", request, context)
         ticket = self._authority.issue(self.spec.namespace, 60.0)
-        return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=60_000, boot_id=self.boot_id)
+        return node_pb2.IssueTicketResponse(ticket=ticket, boot_id=self.boot_id)
 
     def OpenSession(self, request: Any, context: grpc.ServicerContext) -> node_pb2.OpenSessionResponse:  # noqa: N802
         self._enter("OpenSession", request, context)
@@ -302,7 +302,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             for key, outcome in zip(keys, outcomes, strict=True)
             if outcome is StoreOutcome.STORED
         }
-        self._prepared[request.operation_id] = slots
+        self.prepared[request.operation_id] = slots
         return node_pb2.PrepareResponse(
             outcomes=bytes(outcomes), offsets=b"".join(offset.to_bytes(8, "little") for offset in slots.values())
         )
@@ -314,7 +314,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         outcomes = []
         size = self.spec.block_bytes
         for number, key in enumerate(unpack_keys(request.keys)):
-            offset = self._prepared[request.operation_id].pop(key)
+            offset = self.prepared[request.operation_id].pop(key)
             data = self.arena[offset : offset + size]
             row = self.spec.layers * 8
             good = layer_checksums(memoryview(data), self.spec.shape) == request.checksums[number * row : (number + 1) * row]

@@ -170,9 +170,10 @@ class DeferredDevice:
     def step(self) -> bool:
         """Run one piece of work. Returns False if none may run."""
         with self._lock:
-            return not self.paused and self._step()
+            return not self.paused and self.run_next()
 
-    def _step(self) -> bool:
+    def run_next(self) -> bool:
+        """Run one piece of work, for ``step``, which holds the lock."""
         ready = []
         for stream in self.streams:
             while stream.work and isinstance(stream.work[0], DeferredEvent) and stream.work[0].reached:

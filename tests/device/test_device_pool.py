@@ -31,6 +31,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KeyChain
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call
+from support.client_parts import context_of, session_of
 
 WAIT_S = 20.0
 BLOCKS = 8
@@ -479,9 +480,8 @@ def test_disk_blocks_reach_pages_through_the_pool() -> None:
         pages = rng.sample(range(40), BLOCKS)
         expected = block_bytes(cache, pages)
         assert client.store(keys, copier.blocks(pages), durable=True).durable
-        near, session = client._context.pool, client._context.local.session()  # type: ignore[union-attr]
+        near, session = context_of(client).pool, session_of(client)
         assert near is not None
-        assert session is not None
         end = time.monotonic() + WAIT_S
         while not near.reads_disks(session.volumes) or {run.tier for run in client.lookup(keys).runs} != {Tier.NVME}:
             assert time.monotonic() < end

@@ -81,8 +81,12 @@ class Load:
         wanted = self.turns + turns
         wait_until(lambda: self.turns >= wanted or bool(self._failed), "requests are served")
 
-    def end(self) -> ReplayTotals:
+    def stop(self) -> None:
+        """Begin no further request."""
         self._stop.set()
+
+    def end(self) -> ReplayTotals:
+        self.stop()
         self._thread.join(60)
         assert self._failed == []
         assert not self._thread.is_alive()
@@ -99,7 +103,7 @@ def load(engines: Sequence[Engine]) -> Iterator[list[Load]]:
         yield running
     finally:
         for one in running:
-            one._stop.set()
+            one.stop()
 
 
 def store_durably(engine: Engine, name: str, blocks: int = 40) -> list[BlockKey]:

@@ -20,6 +20,7 @@ from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.transport.contract import LayerWrite, WriteRequest
 from kvstore.transport.tcp.peer import TcpPeer
+from support.client_parts import context_of
 from support.wait import wait_until
 
 LAYERS, LAYER_BYTES = 6, 8192
@@ -381,7 +382,8 @@ def test_abandon_reaches_restarted_decode_node(store: Store) -> None:
     process.send_signal(signal.SIGSTOP)
     try:
         wait_until(
-            lambda: "decode-0" not in {one.node_id for one in prefill.client._context.metadata.nodes(5.0)}, "the node is missed"
+            lambda: "decode-0" not in {one.node_id for one in context_of(prefill.client).metadata.nodes(5.0)},
+            "the node is missed",
         )
         with ThreadPoolExecutor(1) as pool:
             telling = pool.submit(prefill.client.abandon_prompt, "stopped", "decode-0", deadline_s=30.0)

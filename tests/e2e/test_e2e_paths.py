@@ -30,6 +30,7 @@ from kvstore.core.types import Outcome, Tier
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.transport.contract import BlockPeer
+from support.client_parts import context_of, session_of
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -61,9 +62,8 @@ def only_stored(store: Store, engine: Engine, chain: str, blocks: int) -> Lookup
     found: list[Lookup] = []
 
     def told() -> bool:
-        for node in ("s", "p", "d", "r"):
-            if node in store.cluster._daemons:
-                store.evict(node)
+        for node in store.cluster.running & {"s", "p", "d", "r"}:
+            store.evict(node)
         found[:] = [engine.client.lookup(engine.keys(chain, blocks))]
         return found[0].hit_blocks == blocks and {run.tier for run in found[0].runs} == {Tier.NVME}
 
@@ -326,10 +326,7 @@ def test_paths_storage_link_of_others_fails(
         bad.to_client.cut_after = 700_000
     else:
         bad.to_client.stall_after = 700_000
-    local = engine.client._context.local
-    assert local is not None
-    session = local.session()
-    assert session is not None
+    session = session_of(engine.client)
     build = NodeLoadStream.__init__
 
     def build_with_bad_address(self: NodeLoadStream, *arguments: Any, **options: Any) -> None:
@@ -424,7 +421,7 @@ def test_paths_corruption_in_transit_uses_other_path(
     store, engine, found = ready
     bad = proxies(store.cluster.node("d").ready["data_address"])
     bad.to_client.flips = frozenset(range(100_000, 1 << 24, 100_000))
-    peers = engine.client._context.peers
+    peers = context_of(engine.client).peers
     straight = peers.peer
 
     def bent(node: NodeRef) -> BlockPeer:
@@ -467,7 +464,7 @@ def test_paths_expired_remote_session_costs_no_path(ready: Ready) -> None:
     how = paths("split", 2, relays=False)
     assert load(engine, found, how).bytes_by_path["decode"] > 0
     found = only_stored(store, engine, "c", BLOCKS)
-    open_sessions = engine.client._context.remote_sessions._open
+    open_sessions = context_of(engine.client).remote_sessions._open
     for node, session in open_sessions.items():  # the node forgot the session, as after a minute without use
         open_sessions[node] = replace(session, session_id=os.urandom(16))
     results: list[LoadResult] = []

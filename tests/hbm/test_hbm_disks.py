@@ -42,6 +42,7 @@ from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 from kvstore.tiers.nvme.mounted import MountedSlab
 from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.superblock import DATA_START
+from support.client_parts import context_of, session_of
 from support.wait import wait_until
 
 HERE = Path(__file__).parent
@@ -398,11 +399,9 @@ class Bed:
         )
         self.engine = stack.enter_context(self.connect(self.pool))
         self.writer = stack.enter_context(self.connect(None))
-        assert self.engine._context.local is not None
-        session = self.engine._context.local.session()
-        assert session is not None
+        session = session_of(self.engine)
         self.volumes = session.volumes
-        near = self.engine._context.pool
+        near = context_of(self.engine).pool
         assert near is not None
         wait_until(lambda: near.reads_disks(self.volumes))
 
@@ -497,8 +496,7 @@ def test_load_without_index_locates_blocks_at_node(bed: Bed) -> None:
 
 def test_damaged_block_is_a_miss_and_others_hit(bed: Bed) -> None:
     keys, data = bed.on_disk(5)
-    session = bed.engine._context.local.session()  # type: ignore[union-attr]
-    assert session is not None
+    session = session_of(bed.engine)
     answer = call(session.stub.Locate, node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys)), 10.0)
     offset = int(np.frombuffer(answer.runs[0].offsets, "<u8")[17])
     fd = os.open(bed.volumes[0].path / "slab.kv", os.O_RDWR)
@@ -542,8 +540,7 @@ def test_gds_hung_read_falls_back_to_node(bed: Bed, monkeypatch: pytest.MonkeyPa
 
 def test_located_blocks_are_kept_until_lease_ends(bed: Bed) -> None:
     keys, _ = bed.on_disk(8)
-    session = bed.engine._context.local.session()  # type: ignore[union-attr]
-    assert session is not None
+    session = session_of(bed.engine)
     request = node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys[10:20]))
     leases = []
     for _ in range(2):
@@ -560,9 +557,7 @@ def test_locate_over_network_is_rejected(bed: Bed) -> None:
     keys, data = bed.on_disk(9)
     options = ClientOptions(default_deadline_s=20.0)
     with KVClient.connect(None, SPEC, node=bed.cluster.node("n").address, options=options, hbm=bed.pool) as client:
-        assert client._context.local is not None
-        session = client._context.local.session()
-        assert session is not None
+        session = session_of(client)
         assert session.volumes == ()
         with pytest.raises(InvalidArgument, match="unix socket"):
             call(session.stub.Locate, node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys)), 10.0)

@@ -15,7 +15,7 @@ from kvclient.hbm import HbmPool, memory
 from kvclient.hbm.namespace_view import NamespaceView
 from kvclient.hbm.provider import PoolProvider
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.errors import CapacityExceeded
+from kvstore.core.errors import CapacityExceeded, Internal
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.transport.contract import ReadRequest
 from kvstore.transport.tcp.peer import TcpPeer
@@ -240,7 +240,8 @@ def test_close_waits_for_readers_for_a_bounded_time(below: Below) -> None:
             assert pool.state.volume.memory[offset : offset + size].numpy().tobytes() == data.array[at].tobytes()
     closing.join(WAIT_S)
     assert not closing.is_alive()
-    assert pool.state.volume._memory is None
+    with pytest.raises(Internal, match="closed"):
+        pool.state.volume.memory  # noqa: B018  # it raises
 
 
 # ---- memory wanted back while in use ----
@@ -318,7 +319,8 @@ def test_closed_pool_resize_is_rejected(below: Below) -> None:
     pool = HbmPool("cpu", capacity_bytes=1 << 20)
     pool.close()
     assert not pool.resize(1 << 21)
-    assert pool.state.volume._memory is None
+    with pytest.raises(Internal, match="closed"):
+        pool.state.volume.memory  # noqa: B018  # it raises
 
 
 def test_free_host_memory_includes_reclaimable_caches() -> None:

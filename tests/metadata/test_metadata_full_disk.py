@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from metadata_harness import Peer, chain, run_of, server_process
+from metadata_harness import Peer, run_of, server_process
 
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.types import BootId, NodeId, Tier, VolumeId
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import connect_aio
+from support.chains import chain
 
 TTL_MS = 60_000
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of
 
 from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
@@ -19,6 +19,7 @@ from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable, 
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import connect_aio
 from kvstore.rpc.errors import from_rpc_error
+from support.chains import chain
 from support.wait import wait_until_async
 
 KEYS = chain("a", 40)

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.core.clock import ManualClock
-from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
+from kvstore.core.types import BlockShape, NamespaceId, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
+from support.chains import key_of
 
 SHAPE = BlockShape(1, 4096)
 NAMESPACE = NodeNamespace(NamespaceId(bytes(16)), SHAPE, None)
@@ -27,7 +29,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
     counters, clock = Counters(), ManualClock()
     arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=ROOM * SHAPE.block_bytes)
     log = ReplicaChangeLog([arena.volume_id], counters, clock, keep=False)
-    table = BlockTable(arena, make_policy("lru"), [], log, counters, clock, writes_back=True, cascades_chains=request.param)
+    residency = Residency(arena, make_policy("lru"), [], log, counters, clock)
+    table = BlockTable(residency, writes_back=True, cascades_chains=request.param)
     for chain in range(ROOM // CHAIN):
         keys = [key_of(chain, depth) for depth in range(CHAIN)]
         assert len(table.claim(NAMESPACE, keys).claimed_absent) == CHAIN
@@ -42,10 +45,6 @@ def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
     table.validate()
     table.close()
     arena.close()
-
-
-def key_of(chain: int, depth: int) -> BlockKey:
-    return BlockKey(bytes([chain]) * 8 + depth.to_bytes(8, "big"))
 
 
 def test_dirty_victims_are_written_by_chain_or_by_leaf(table: BlockTable, request: pytest.FixtureRequest) -> None:

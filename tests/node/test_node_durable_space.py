@@ -10,7 +10,8 @@ import pytest
 
 from kvstore.core.types import BlockShape
 from kvstore.node.eviction.execution import evict_down_to
-from support.session_harness import BATCH, SessionHarness, key_of
+from support.chains import key_of
+from support.session_harness import BATCH, SessionHarness
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_volume_without_changes_delays_no_other(node: SessionHarness, how: str) 
     if how == "fails":
         bad.fails = True
     else:
-        bad._read_only = "told to"
+        bad.make_read_only("told to")
     held = node.blocks_on()[1]
     before = node.durable().keys()
     play(node, 80)
@@ -50,7 +51,8 @@ def test_volume_without_changes_delays_no_other(node: SessionHarness, how: str) 
     assert len(node.durable().keys() - before) > 50, "the others go on"
     node_volume = node.table.node_volumes[1]
     assert node_volume.aside, "what was met of it is out of the order"
-    bad.fails, bad._read_only = False, None
+    bad.fails = False
+    bad.make_read_only(None)
     node.clock.advance(60.0)
     was_there = {block.key for block in node.table.snapshot() if block.nvme_volume is node_volume}
     play(node, 80)

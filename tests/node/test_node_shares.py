@@ -11,7 +11,7 @@ import pytest
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.types import BlockRun, NodeId, Tier
 from kvstore.node.control.admission_gate import AdmissionGate
-from kvstore.node.control.pull import Puller
+from kvstore.node.control.pull import FreeShares, Puller
 from kvstore.node.eviction import quotas as tenants
 from kvstore.node.eviction.execution import evict_from_volume
 from kvstore.node.eviction.quotas import beyond_kept, mark_coldest_evicting, over_share, release_durable, reserve_durable
@@ -110,24 +110,25 @@ def test_drain_applies_rules_only_and_evicts_nothing(node: QuotaNode) -> None:
 
 
 def test_drain_pull_stops_at_free_share(node: QuotaNode) -> None:
-    unused: Any = None  # the transport to the other node: not reached
-    puller = Puller(node.table, unused, unused, AdmissionGate(node.table, node.counters), node.counters)
+    shares = FreeShares(node.table)
     namespace = node.namespaces[0]
     here = node.store_durably(1, 6)
 
     def run(chain: int, count: int) -> BlockRun:
         return BlockRun(namespace.namespace_id, None, 0, tuple(node.keys(chain, count)))
 
-    with puller._within_share(namespace, run(2, 1000)) as fits:
+    with shares.reserve(namespace, run(2, 1000)) as fits:
         assert fits, "no quota"
     node.set_shares(("acme", None, 10))
-    with puller._within_share(namespace, run(2, 3)) as fits, puller._within_share(namespace, run(3, 2)) as more:
+    with shares.reserve(namespace, run(2, 3)) as fits, shares.reserve(namespace, run(3, 2)) as more:
         assert (fits, more) == (True, False), "another run that comes meanwhile counts"
-    with puller._within_share(namespace, run(1, 6 + 4)) as fits:
+    with shares.reserve(namespace, run(1, 6 + 4)) as fits:
         assert fits, "what is here takes no more space"
-    with puller._within_share(namespace, run(3, 5)) as fits:
+    with shares.reserve(namespace, run(3, 5)) as fits:
         assert not fits
     node.set_shares(("acme", None, 6))
+    unused: Any = None  # the transport to the other node: not reached
+    puller = Puller(node.table, unused, unused, AdmissionGate(node.table, node.counters), node.counters)
     (outcomes, why) = puller.pull(namespace, [run(3, 5)], PeerAddress(NodeId("x"), "", ""), node.clock.now_s())
     assert (outcomes, why) == ([SKIPPED] * 5, "no free space in the tenant's quota here")
     assert node.table.are_durable(here) == [True] * 6
@@ -137,7 +138,7 @@ def test_drain_pull_stops_at_free_share(node: QuotaNode) -> None:
 def test_excess_does_not_count_evictions_in_progress(node: QuotaNode) -> None:
     node.store_durably(1, 20)
     node.set_shares(("acme", None, 12))
-    node.enforcer._join_all()
+    node.enforcer.join_orders()
     table = node.table
     with table.residency.lock:
         ((order, excess),) = over_share(table.residency, Tier.NVME)
@@ -158,7 +159,7 @@ def test_excess_does_not_count_evictions_in_progress(node: QuotaNode) -> None:
 def test_excess_counts_blocks_that_could_not_leave(node: QuotaNode) -> None:
     node.store_durably(1, 20)
     node.set_shares(("acme", None, 12))
-    node.enforcer._join_all()
+    node.enforcer.join_orders()
     table = node.table
     with table.residency.lock:
         ((order, excess),) = over_share(table.residency, Tier.NVME)
@@ -187,7 +188,7 @@ def test_pinned_blocks_are_skipped_until_unpinned(node: QuotaNode, monkeypatch: 
         node.store_durably(chain, 1)
     node.set_rules((0, 0, True))
     node.set_shares(("acme", 4, 4))
-    node.enforcer._join_all()
+    node.enforcer.join_orders()
     asked = []
     rule = tenants._may_leave_dram
 
@@ -196,9 +197,9 @@ def test_pinned_blocks_are_skipped_until_unpinned(node: QuotaNode, monkeypatch: 
         return rule(*arguments)
 
     monkeypatch.setattr(tenants, "_may_leave_dram", counting)
-    node.enforcer._bring_down()
+    node.enforcer.enforce_quotas()
     assert len(asked) == 30
-    node.enforcer._bring_down()
+    node.enforcer.enforce_quotas()
     assert len(asked) == 30, "nothing was looked at"
     assert held(node) == (30, 30)
     node.set_shares(("acme", 4, 4))
@@ -224,7 +225,7 @@ def test_share_full_of_pinned_blocks_fails_without_waiting(node: QuotaNode, monk
     assert not waits
     node.set_rules()
     node.set_shares(("acme", 8, None))
-    node.enforcer._join_all()
+    node.enforcer.join_orders()
     used = node.table.pin_resident(node.namespaces[0], node.keys(1, 8))
     assert node.prepare(2, 0, 4).outcomes == [SKIPPED] * 4
     assert waits, "its own come free one day"

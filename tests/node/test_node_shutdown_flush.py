@@ -17,7 +17,8 @@ from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.nvme.slab import NvmeSlab
-from support.session_harness import SessionHarness, key_of
+from support.chains import key_of
+from support.session_harness import SessionHarness
 
 POLICIES = ("reuse-distance", "s3-fifo", "lru")
 DEADLINE_S = 60.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -20,19 +19,17 @@ from kvstore.node.eviction.space import LOOK, SpaceReclaimer
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.eviction.policy import POLICY_NAMES, make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
+from support.chains import key_of
 
 SMALL, LARGE = BlockShape(1, 4096), BlockShape(1, 1 << 20)
 SIZES = (SMALL, BlockShape(1, 5 * 4096), BlockShape(1, 16 * 4096))
-
-
-def key_of(*what: object) -> BlockKey:
-    return BlockKey(hashlib.sha256(repr(what).encode()).digest()[:16])
 
 
 def closure(blocks: Mapping[BlockKey, Block], chosen: Iterable[BlockKey]) -> set[BlockKey]:
@@ -107,10 +104,16 @@ class Full:
             assert list(slab.recover()) == []
         log = ReplicaChangeLog([VolumeId("n/dram"), *names], self.counters, self.clock, keep=False)
         node_volumes = [NodeVolume(slab) for slab in self.slabs]
-        self.table = BlockTable(
-            *(self.arena, make_policy("reuse-distance"), node_volumes, log, self.counters, self.clock),
-            writes_back=True, make_durable_policy=partial(make_policy, "reuse-distance"),
-        )  # fmt: skip
+        residency = Residency(
+            self.arena,
+            make_policy("reuse-distance"),
+            node_volumes,
+            log,
+            self.counters,
+            self.clock,
+            make_durable_policy=partial(make_policy, "reuse-distance"),
+        )
+        self.table = BlockTable(residency, writes_back=True)
         self.target = LocalTarget(self.table, self.counters, self.clock)
         namespaces = NamespaceRegistry()
         self.small = namespaces.of_shape(NamespaceId(b"s" * 16), SMALL)

@@ -79,7 +79,7 @@ def test_share_reduced_evicts_the_coldest(node: QuotaNode) -> None:
 def test_space_needed_evicts_tenants_over_share_first(node: QuotaNode) -> None:
     mine, other = node.store_durably(1, 50), node.store_durably(9, 60, 1)
     node.set_shares(("acme", 40, None))
-    node.enforcer._join_all()  # and not evicted yet
+    node.enforcer.join_orders()  # and not evicted yet
     assert node.store(8, 0, 20, namespace=2) == [STORED] * 20
     assert node.held(0, Tier.DRAM) <= 40
     assert node.is_resident(other, 1) == [True] * 60, "though it is as cold"

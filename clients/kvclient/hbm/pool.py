@@ -25,6 +25,7 @@ from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
@@ -109,16 +110,8 @@ class HbmPool:
         self._volume = HbmVolume(volume_id, where, capacity, counters=self._counters)
         self._log = ReplicaChangeLog([volume_id], self._counters, self._clock, keep=metadata is not None)
         # the table only allocates from the volume; a node's loader, provider, write-back and migrations need views
-        self._table = BlockTable(
-            self._volume,  # type: ignore[arg-type]
-            chosen,
-            [],
-            self._log,
-            self._counters,
-            self._clock,
-            writes_back=demote,
-            cascades_chains=True,
-        )
+        residency = Residency(self._volume, chosen, [], self._log, self._counters, self._clock)  # type: ignore[arg-type]
+        self._table = BlockTable(residency, writes_back=demote, cascades_chains=True)
         self.state = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, space_wait_s, demote=demote)
         """Shared state; for benchmarks and tests."""
         self.gds_reader = GdsReader(self.state, gds, gds_in_flight)

@@ -197,7 +197,7 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
         if self._namespaces.find(namespace_id) is None:  # a pool has only the namespaces of its engine
             raise NotFound("unknown namespace of this pool", namespace=namespace_id.hex())
         ticket = self._authority.issue(namespace_id, TICKET_VALID_S)
-        return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
+        return node_pb2.IssueTicketResponse(ticket=ticket, boot_id=self._info.boot_id)
 
     async def GetNodeStats(  # noqa: N802
         self,

@@ -287,12 +287,6 @@ class LocalNode:
         except KVStoreError as error:
             self._incidents.report(client_metrics.SESSION_REFUSED, "session with the local node not opened", error)
 
-    def wait_reopened(self, timeout_s: float) -> None:
-        """Wait for an attempt under way in the background, if there is one; for tests."""
-        thread = self._reopening
-        if thread is not None:
-            thread.join(timeout_s)
-
     def close(self) -> None:
         """End the session. Copies under way finish first, in their threads."""
         with self._lock:

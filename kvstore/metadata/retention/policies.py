@@ -38,14 +38,11 @@ class _Usage:
     def __init__(self) -> None:
         self._held: Counter[tuple[str, Tier]] = Counter()
         self.nodes: Counter[str] = Counter()
-        self.unknown: Counter[Tier] = Counter()
-        """Usage of namespaces whose tenant is unknown."""
 
     def add(self, report: HeartbeatRequest) -> None:
         """Add a node."""
         for usage in report.tenants:
             if usage.unknown:
-                self.unknown.update({Tier.DRAM: usage.dram_bytes, Tier.NVME: usage.nvme_bytes})
                 continue
             self._held.update({(usage.tenant, Tier.DRAM): usage.dram_bytes, (usage.tenant, Tier.NVME): usage.nvme_bytes})
             self.nodes[usage.tenant] += 1
@@ -132,8 +129,6 @@ class RetentionPolicies:
         selected = [request.tenant] if request.HasField("tenant") else sorted(quotas.keys() | usage.nodes.keys())
         return pb.DescribeTenantsResponse(
             tenants=[usage.of(tenant, quotas.get(tenant, QuotaSetting())) for tenant in selected],
-            unknown_dram_bytes=usage.unknown[Tier.DRAM],
-            unknown_nvme_bytes=usage.unknown[Tier.NVME],
         )
 
     def with_quota(self) -> list[pb.TenantDescription]:

@@ -214,16 +214,16 @@ class RetentionEnforcer:
             OSError: see ``KVStoreError``.
         """
         if any(self._namespaces.accounts.limited.values()):
-            self._join_all()
+            self.join_orders()
         if self._rules or self._with_rules:
             self._apply_rules()
         self._keep_rules()
-        self._bring_down()
+        self.enforce_quotas()
         self._drop_expired()
         self._learn_specs()
 
-    def _join_all(self) -> None:
-        """Add namespaces to their tenant's orders if they are new, or their tenant has a new quota."""
+    def join_orders(self) -> None:
+        """Add namespaces to their tenant's orders if they are new, or their tenant has a new quota. Part of ``round``."""
         table = self._table
         fresh = []
         for account in self._namespaces.accounts.all():
@@ -286,7 +286,12 @@ class RetentionEnforcer:
                     table.residency.volume_evictor.restore(namespace, keys[first : first + MOST_GIVEN])
         self._with_rules = {namespace for namespace in self._namespaces.all() if namespace.kept or namespace.uses is not None}
 
-    def _bring_down(self) -> None:
+    def enforce_quotas(self) -> None:
+        """Evict blocks beyond the shares, in batches. Part of ``round``.
+
+        Raises:
+            KVStoreError, OSError: as ``round``.
+        """
         table = self._table
         for _ in range(BATCHES):
             with table.residency.lock:

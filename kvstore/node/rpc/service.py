@@ -167,7 +167,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         require_tenant(spec.tenant)
         namespace = self._namespaces.of_spec(spec)
         ticket = self._authority.issue(namespace.namespace_id, TICKET_VALID_S)
-        return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
+        return node_pb2.IssueTicketResponse(ticket=ticket, boot_id=self._info.boot_id)
 
     async def OpenSession(  # noqa: N802
         self,

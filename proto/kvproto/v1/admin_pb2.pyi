@@ -432,14 +432,10 @@ class DescribeTenantsRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
 class DescribeTenantsResponse(_message.Message):
-    __slots__ = ("tenants", "unknown_dram_bytes", "unknown_nvme_bytes")
+    __slots__ = ("tenants",)
     TENANTS_FIELD_NUMBER: _ClassVar[int]
-    UNKNOWN_DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    UNKNOWN_NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantDescription]
-    unknown_dram_bytes: int
-    unknown_nvme_bytes: int
-    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantDescription, _Mapping]]] = ..., unknown_dram_bytes: _Optional[int] = ..., unknown_nvme_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantDescription, _Mapping]]] = ...) -> None: ...
 
 class ListNamespaceRulesRequest(_message.Message):
     __slots__ = ()

@@ -130,10 +130,6 @@ _SOURCES: Final = {
 }
 
 
-def _reckoned(bytes_per_s: float, source: str | None) -> str:
-    return _SOURCES[source].format(output.rate(bytes_per_s))
-
-
 def _planned(nic: Nic) -> str:
     """Bandwidth that the planner assumes for a link."""
     mark = "(assumed)" if nic.planned_source == "assumed" else ""

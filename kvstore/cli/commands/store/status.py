@@ -12,6 +12,7 @@ from kvstore.cli.support.help import Command
 from kvstore.cli.support.result import CommandOutput
 from kvstore.cli.support.store_client import EXIT_REFUSED, StoreConnection, ask, store_query
 from kvstore.config.model import Config
+from kvstore.health.codes import METADATA_UNREACHABLE
 
 EXIT_DEGRADED: Final = 5
 """Exit code: the store answers, and at least one finding is present."""
@@ -44,7 +45,7 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
         found = ask(config, lambda store: fetch_status(config, store))
     except click.ClickException as error:
         if error.exit_code != EXIT_REFUSED and click.get_current_context().params["output_format"] == "table":
-            output.line("HEALTH_ERR  METADATA_UNREACHABLE")
+            output.line(f"{_HEALTH_WORDS['error']}  {METADATA_UNREACHABLE.name}")
         raise
 
     def show() -> None:

@@ -366,15 +366,6 @@ class WorkerConnector:
                 self.counters.add(name, more)
         self._copied = totals
 
-    @property
-    def client_stats(self) -> dict[str, int]:
-        """Totals of the clients of this epoch, added up."""
-        totals: dict[str, int] = {}
-        for client in self.clients:
-            for name, value in client.stats().items():
-                totals[name] = totals.get(name, 0) + value
-        return totals
-
     def close(self) -> None:
         """Cancel the loads and stores in progress, and close the clients."""
         for flight in (*self._loads_in_flight, *self._layerwise_loads):
