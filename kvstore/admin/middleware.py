@@ -257,8 +257,8 @@ class AdminMiddleware:
 
     async def _body(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
         most = self._config.max_body_bytes
-        told = headers.get("content-length", "0")
-        if not told.isdecimal() or int(told[:20]) > most:
+        declared = headers.get("content-length", "0")
+        if not declared.isdecimal() or int(declared[:20]) > most:
             raise _TooLong
         raw = bytearray()
         while True:

@@ -144,7 +144,7 @@ def _bandwidth(nic: Nic) -> str:
 
 
 def _facts(node: NodeDetail) -> list[tuple[str, str]]:
-    told = [
+    rows = [
         ("node", node.node_id),
         ("state", state_of(node)),
         ("drain", drain_of(node)),
@@ -163,11 +163,11 @@ def _facts(node: NodeDetail) -> list[tuple[str, str]]:
         ("mounts", ", ".join(node.mounts)),
     ]
     if node.process is None:
-        return [*told, ("does not answer", node.unreached or "")]
+        return [*rows, ("does not answer", node.unreached or "")]
     process = node.process
     cap = process.traffic_cap_bytes_per_s
     return [
-        *told,
+        *rows,
         ("version", process.version),
         ("up", output.duration(process.uptime_s)),
         ("sessions", str(process.sessions)),
