@@ -43,6 +43,18 @@ rounds in which both sides ran one after the other on the same machine.
 
 """
 
+LEGEND = """| word | meaning |
+|---|---|
+| peer | another implementation of the same work, measured in the same rounds: its median → our ratio to it |
+| limit | the bound of the hardware, measured or configured: its value → our ratio to it |
+| target | the bound that this project set for the figure, as a value or as a ratio to the peer or the limit |
+| 1P1D, 1P2D | emulated hosts: one prefill host with one or two decode hosts |
+| storage link, `snic` | the network link over which a host reads stored KV |
+| compute network, `cnic` | the network between engines, over which KV also travels from host to host |
+| stolen | processor time that the hypervisor gave to other guests during the run |
+
+"""
+
 
 def read_records(results: Path) -> list[Record]:
     """All records below a folder, oldest first within a file."""
@@ -159,8 +171,18 @@ def _is_compared(record: Record) -> bool:
     return record.target is None or record.target["of"] != "peer" or record.peer is not None
 
 
-def write() -> list[Record]:
-    """Write all tables. Returns the records shown."""
+def summary(records: Iterable[Record]) -> str:
+    """Say how many targets are missed, with the figures that miss them."""
+    judged = [record for record in records if record.passed is not None]
+    missed = [record for record in judged if not record.passed]
+    names = "".join(f"\n* {title}" for title in dict.fromkeys(record.title for record in missed))
+    verb = "is" if len(missed) == 1 else "are"
+    count = f"{len(missed)} of {len(judged)} targets {verb} missed."
+    return f"{count} Figures that miss one, at some sizes or settings:\n{names}\n\n" if missed else f"{count}\n\n"
+
+
+def page() -> tuple[str, list[Record]]:
+    """Format all tables. Returns the page and the records shown."""
     records = [
         record
         for record in newest(read_records(RESULTS))
@@ -171,7 +193,13 @@ def write() -> list[Record]:
     store = [record for record in records if not record.figure.startswith(LAB + ENGINES)]
     titled = {"The store": store, "Two storage links": lab, "Engines on the CPU": engines}
     text = "\n".join(f"## {title}\n\n{table(shown)}\n{circumstances(shown)}" for title, shown in titled.items() if shown)
-    (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(HEAD + text, encoding="utf-8")
+    return HEAD + summary(records) + LEGEND + text, records
+
+
+def write() -> list[Record]:
+    """Write the page. Returns the records shown."""
+    text, records = page()
+    (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(text, encoding="utf-8")
     return records
 
 

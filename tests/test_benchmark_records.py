@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,64 @@ def test_table_shows_measured_and_missed() -> None:
     assert "**no**" in met
     assert "unverified" in alone
     assert "Sample rate: why" in report.circumstances(kept)
+
+
+README_FIGURES: list[tuple[str, str, Callable[[Record], bool]]] = [
+    (
+        "README.md",
+        r"first token starts after ([\d.]+) of the time to compute it",
+        lambda record: record.figure == "engine_ttft_dram_recompute" and record.parameters["tokens"] == 8192,
+    ),
+    (
+        "docs/explanation/faq.md",
+        r"95 % hit starts after ([\d.]+) of the time",
+        lambda record: record.figure == "engine_ttft_dram_recompute" and record.parameters["tokens"] == 8192,
+    ),
+    (
+        "README.md",
+        r"reads over both: ([\d.-]+) times the rate",
+        lambda record: (
+            record.figure == "netlab_rate"
+            and (record.parameters["bed"], record.parameters["in_flight"]) == ("1P1D", 8)
+            and record.parameters["policy"] in {"shorter_queue", "split"}
+        ),
+    ),
+    (
+        "README.md",
+        r"reaches ([\d.-]+) of one `memcpy` at blocks of 1 MiB and more",
+        lambda record: (
+            record.figure == "dram_hit"
+            and record.parameters["verify"] == "auto"
+            and int(record.parameters["block_bytes"]) >= 1 << 20
+        ),
+    ),
+]
+"""Page, pattern of a sentence with a ratio to the peer or a range of ratios, and the records that the figure follows from."""
+
+
+@pytest.mark.parametrize(("page", "sentence", "of"), README_FIGURES, ids=["ttft", "faq_ttft", "two_links", "dram_hit"])
+def test_readme_figure_follows_from_records(page: str, sentence: str, of: Callable[[Record], bool]) -> None:
+    text = " ".join((harness.REPOSITORY / page).read_text(encoding="utf-8").split())
+    (written,) = re.findall(sentence, text)
+    records = [record for record in report.newest(report.read_records(harness.RESULTS)) if of(record)]
+    ratios = {
+        f"{record.figure} {dict(record.parameters)}, {record.mode}, {record.date}": float(str(record.peer["ratio"]))
+        for record in records
+        if record.peer is not None
+    }
+    measured = "-".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios.values()), max(ratios.values()))))
+    values = "\n".join(f"{ratio:.4f}  {name}" for name, ratio in ratios.items())
+    assert written == measured, f"{page} must say {measured}; the newest records:\n{values}"
+
+
+def test_results_page_is_up_to_date() -> None:
+    page = harness.REPOSITORY / "benchmarks" / "RESULTS.md"
+    assert page.read_text(encoding="utf-8") == report.page()[0], "run: python benchmarks/report.py"
+
+
+def test_summary_counts_missed_targets() -> None:
+    met = options(None).keep(FIGURE, [1.0], target=Target("value", 0.5))
+    missed = options(None).keep(FIGURE, [1.0], target=Target("value", 2.0))
+    without_peer = options(None).keep(FIGURE, [1.0], target=Target("peer", 0.9))
+    assert report.summary([met, missed, without_peer]).startswith("1 of 2 targets is missed.")
+    assert report.summary([met]).startswith("0 of 1 targets are missed.")

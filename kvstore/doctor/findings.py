@@ -57,7 +57,7 @@ def _software(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
             "software",
             Level.WARNING,
             text,
-            "pip install --force-reinstall kvstore-dualpath  # needs a C compiler: apt install gcc",
+            "sudo apt install gcc   # then make and install the wheel again; in a clone: python scripts/build_kernel.py",
         )
     elif kernel is not None:
         yield Finding("software", Level.OK, f"copies and checksums by the native kernel {kernel}")

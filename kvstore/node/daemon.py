@@ -26,6 +26,7 @@ from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
 from kvstore.health.host_reports import CertificateWatch
 from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.base.process_stall import ProcessStallDetector
+from kvstore.node.base.slow_sources import SlowSources
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.migrator import BlockMigrator
@@ -245,12 +246,15 @@ class NodeDaemon:
             else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, storage_node_failures)
         )
         self._stall_detector = ProcessStallDetector(clock)
+        self._slow_sources = SlowSources(NodeId(config.node_id), clock)
         self._health = HealthReporter(
             self.table,
             self._log if config.metadata is not None else None,
             clock,
             storage_node_failures,
             CertificateWatch(config.tls.resolve(), f"node {config.node_id}"),
+            self._slow_sources,
+            self._stall_detector,
         )
         self._write_back = WriteBack(self.table, target, counters)
         self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
@@ -374,7 +378,9 @@ class NodeDaemon:
             prefaulted=config.prefault,
             io_engines=self._io_engines,
             threads=config.load_threads * 2,
-            timings=LoadTimings(NodeId(config.node_id), config.slow_load_ms / 1000, self.counters, self._recent, self._clock),
+            timings=LoadTimings(
+                NodeId(config.node_id), config.slow_load_ms / 1000, self.counters, self._recent, self._slow_sources, self._clock
+            ),
         )
         self._links = self._make_links()
         self._admin = self._make_admin()

@@ -41,8 +41,8 @@ def test_page_keys_malformed_hash_is_rejected(wrong: list[str]) -> None:
 
 
 def test_prefix_without_hashes_is_unknown() -> None:
-    assert not Prefix(None).told
-    assert Prefix([]).told
+    assert not Prefix(None).is_known
+    assert Prefix([]).is_known
     assert Prefix(["00" * 32] * 3).depth == 3
 
 

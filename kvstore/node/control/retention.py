@@ -124,11 +124,11 @@ class RetentionEnforcer:
         rules = self._rules
         if self._rules_file is None or rules == self._saved or now_s < self._keep_at_s:
             return
-        told = (
+        messages = (
             NamespaceRule(namespace_id=one, ttl_ms=round(ttl_s * 1000), pinned=pinned) for one, (ttl_s, pinned) in rules.items()
         )
         try:
-            write_rules(self._rules_file, told)
+            write_rules(self._rules_file, messages)
         except OSError as error:
             self._keep_at_s = now_s + KEEP_S
             self._counters.add(node_metrics.RETENTION_RULES_UNWRITTEN)
@@ -175,19 +175,19 @@ class RetentionEnforcer:
         The same thread calls this and ``apply``.
         """
         joining = [namespace for namespace in self._namespaces.all() if namespace.account is not None and not namespace.counted]
-        told = []  # counts may be slightly old: a block that moves now is in the next heartbeat
+        usages = []  # counts may be slightly old: a block that moves now is in the next heartbeat
         for account in self._namespaces.accounts.all():
             dram, nvme = (held_bytes(self._table.residency, account.namespaces, tier) for tier in TIERS)
-            told.append(TenantUsage(tenant=account.tenant, dram_bytes=dram, nvme_bytes=nvme))
+            usages.append(TenantUsage(tenant=account.tenant, dram_bytes=dram, nvme_bytes=nvme))
         unattributed = [namespace for namespace in self._namespaces.all() if namespace.account is None]
         dram, nvme = (held_bytes(self._table.residency, unattributed, tier) for tier in TIERS)
-        told.append(TenantUsage(unknown=True, dram_bytes=dram, nvme_bytes=nvme))
-        told = [one for one in told if one.dram_bytes or one.nvme_bytes]
-        told.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
-        left_out = {one.tenant for one in told[MAX_TENANTS_TOLD:]}
+        usages.append(TenantUsage(unknown=True, dram_bytes=dram, nvme_bytes=nvme))
+        usages = [one for one in usages if one.dram_bytes or one.nvme_bytes]
+        usages.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
+        left_out = {one.tenant for one in usages[MAX_TENANTS_TOLD:]}
         self._reported += 1
         heartbeat.report = self._reported
-        heartbeat.tenants.extend(told[:MAX_TENANTS_TOLD])
+        heartbeat.tenants.extend(usages[:MAX_TENANTS_TOLD])
         for namespace in joining:
             if namespace.account is not None and namespace.account.tenant not in left_out:
                 self._joining.setdefault(namespace, self._reported)
@@ -349,8 +349,8 @@ class RetentionEnforcer:
         if not unknown or now_s < self._specs_asked_s + ASK_S:
             return
         self._specs_asked_s = now_s
-        for told in self._specs():
-            spec = spec_from_proto(told)
+        for message in self._specs():
+            spec = spec_from_proto(message)
             if spec.namespace in unknown:
                 self._namespaces.of_spec(spec)
 
@@ -368,6 +368,6 @@ class RetentionEnforcer:
         ]
 
 
-def _rules_of(told: Iterable[NamespaceRule]) -> dict[NamespaceId, tuple[float, bool]]:
+def _rules_of(rules: Iterable[NamespaceRule]) -> dict[NamespaceId, tuple[float, bool]]:
     """Per namespace: time to live in seconds (0: none), and whether it is kept."""
-    return {NamespaceId(one.namespace_id): (one.ttl_ms / 1000, one.pinned) for one in told}
+    return {NamespaceId(one.namespace_id): (one.ttl_ms / 1000, one.pinned) for one in rules}

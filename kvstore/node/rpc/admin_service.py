@@ -176,6 +176,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
                     reason=record.reason,
                     figures={name: float(value) for name, value in record.parts.items() if isinstance(value, int | float)},
                     ago_seconds=record.ago_s,
+                    action=record.action,
                 )
                 for record in records
             ]

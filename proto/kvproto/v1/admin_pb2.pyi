@@ -622,7 +622,7 @@ class ListSlowLoadsResponse(_message.Message):
     def __init__(self, loads: _Optional[_Iterable[_Union[SlowLoad, _Mapping]]] = ...) -> None: ...
 
 class SlowLoad(_message.Message):
-    __slots__ = ("request_id", "seconds", "blocks", "hit_blocks", "reason", "figures", "ago_seconds")
+    __slots__ = ("request_id", "seconds", "blocks", "hit_blocks", "reason", "figures", "ago_seconds", "action")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -637,6 +637,7 @@ class SlowLoad(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     AGO_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     seconds: float
     blocks: int
@@ -644,7 +645,8 @@ class SlowLoad(_message.Message):
     reason: str
     figures: _containers.ScalarMap[str, float]
     ago_seconds: float
-    def __init__(self, request_id: _Optional[str] = ..., seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ..., ago_seconds: _Optional[float] = ...) -> None: ...
+    action: str
+    def __init__(self, request_id: _Optional[str] = ..., seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ..., ago_seconds: _Optional[float] = ..., action: _Optional[str] = ...) -> None: ...
 
 class EvictBlocksRequest(_message.Message):
     __slots__ = ("operation_id", "volume_id", "namespace_id", "down_to_bytes")

@@ -60,13 +60,13 @@ def model_text(arguments: Any, *, draft: bool, sample: bool, make_unique: Callab
     """
     if arguments is None:
         return ""
-    told: dict[str, Any] = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
-    told["model"] = _of_files(arguments, "", sample=sample, make_unique=make_unique)
+    facts: dict[str, Any] = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
+    facts["model"] = _of_files(arguments, "", sample=sample, make_unique=make_unique)
     if draft and getattr(arguments, f"{_DRAFT}model_path", None):
-        told["draft"] = _of_files(arguments, _DRAFT, sample=sample, make_unique=make_unique)
-        told["draft_quantization"] = getattr(arguments, f"{_DRAFT}model_quantization", None)
-    told["adapters"] = sorted(_of_adapter(path, make_unique) for path in _adapter_paths(getattr(arguments, "lora_paths", None)))
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:_DIGEST_CHARS]
+        facts["draft"] = _of_files(arguments, _DRAFT, sample=sample, make_unique=make_unique)
+        facts["draft_quantization"] = getattr(arguments, f"{_DRAFT}model_quantization", None)
+    facts["adapters"] = sorted(_of_adapter(path, make_unique) for path in _adapter_paths(getattr(arguments, "lora_paths", None)))
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:_DIGEST_CHARS]
 
 
 def _of_files(arguments: Any, whose: str, *, sample: bool, make_unique: Callable[[], str]) -> list[object]:  # noqa: ANN401
@@ -106,8 +106,8 @@ def _of_adapter(path: str, make_unique: Callable[[], str]) -> str:
     config = Path(path) / "adapter_config.json"
     if not config.is_file() or not (weights := sampled_digest(Path(path))):
         return f"{path}:{make_unique()}"  # a hub name, for example
-    told = f"{path}:{weights}:{hashlib.sha256(config.read_bytes()[:_MOST_CONFIG_BYTES]).hexdigest()}"
+    identity = f"{path}:{weights}:{hashlib.sha256(config.read_bytes()[:_MOST_CONFIG_BYTES]).hexdigest()}"
     if (newer := replaced_path(Path(path))) is None:
-        return told
+        return identity
     _log.warning("adapter not identified: %s: replaced after the process started: %s; no KV is shared", path, newer)
     return f"{path}:{make_unique()}"

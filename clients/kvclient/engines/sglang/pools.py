@@ -51,7 +51,7 @@ class OpenPool:
         """Store pages. Return which the store holds."""
         if not hashes or not self.stores:
             return [False] * len(hashes)
-        if isinstance(self.store, ChainedPages) and not prefix.told:
+        if isinstance(self.store, ChainedPages) and not prefix.is_known:
             self.activity.incidents.report(
                 hooks_metrics.SGLANG_SET_WITHOUT_PREFIX_PAGES,
                 "pages are not stored, since SGLang does not tell what comes before them: set hicache_storage_pass_prefix_keys "

@@ -13,7 +13,7 @@ COUNTERS = {
     "hit_blocks": "Blocks among them that the store had, in all groups and shards.",
     "loads": "Requests whose prefix was loaded from the store, or was to be.",
     "load_tokens": "Tokens that were to be loaded.",
-    "loads_failed": "Loads that brought less than was found; the rest was computed.",
+    "loads_failed": "Loads that returned fewer blocks than were found; the rest was computed.",
     "pages_uncached": "Pages taken out of the engine's prefix cache because a layer-wise load did not fill them.",
     "loads_aborted": "Loads that were given up because their request ended.",
     "load_blocks": "Blocks loaded, per group and worker.",
@@ -21,10 +21,10 @@ COUNTERS = {
     "load_bytes": "Bytes loaded.",
     "load_dram_bytes": "Bytes loaded from DRAM.",
     "load_nvme_bytes": "Bytes loaded from NVMe.",
-    "load_local_path_bytes": "Bytes that came out of the memory of this host's node.",
-    "load_prefill_path_bytes": "Bytes that other nodes sent, or that were read over this host's storage link by plan.",
-    "load_decode_path_bytes": "Bytes that were read over the storage link of the host that decodes, by plan.",
-    "load_relay_path_bytes": "Bytes that were read over the storage links of third hosts, by plan.",
+    "load_local_path_bytes": "Bytes loaded from the DRAM of this host's node.",
+    "load_prefill_path_bytes": "Bytes sent by other nodes, or read over this host's storage link by a load plan.",
+    "load_decode_path_bytes": "Bytes read over the storage link of the decode host by a load plan.",
+    "load_relay_path_bytes": "Bytes read over the storage links of other hosts by a load plan.",
     "load_seconds": "Seconds that loads took, added up.",
     "store_blocks": "Blocks offered to the store, per request.",
     "stores": "Calls that stored blocks, per group and worker.",
@@ -42,17 +42,17 @@ COUNTERS = {
     "handoff_bytes": "Bytes that were handed over: not those that the decode host had already.",
     "handoff_seconds": "Seconds that handoffs took, added up.",
     "handoffs_failed": "Handoffs after which the decode host lacks some of the blocks.",
-    "handoffs_retried": "Further tries at handoffs that had failed, one a worker.",
+    "handoffs_retried": "Retries of failed handoffs, per worker.",
     "handoffs_skipped": "Requests whose prompt is not handed over: too many pages wait already.",
     "prompts": "Prompts received whole, per worker.",
-    "prompts_incomplete": "Prompts that did not arrive whole in time, one a worker: the rest was loaded or computed.",
+    "prompts_incomplete": "Prompts that did not arrive whole in time, per worker: the rest was loaded or computed.",
     "prompts_failed": "Prompts received but not copied: loaded or computed instead.",
     "prompt_bytes": "Bytes of prompts that were copied into the engine.",
     "transfers_abandoned": "Prompts that are not handed over whole; their decode hosts are notified.",
-    "transfers_refused": "Requests whose kv_transfer_params make no sense: served as if there were none.",
+    "transfers_refused": "Requests with invalid kv_transfer_params: served as if they had none.",
     "whole_prompts_only": "Starts with a model or backend that cannot continue after a prefix: nothing is loaded or stored.",
-    "device_loaded_bytes": "Bytes that copies into the KV cache on a device were begun for.",
-    "device_stored_bytes": "Bytes that copies out of the KV cache on a device were begun for.",
+    "device_loaded_bytes": "Bytes of started copies into the KV cache on a device.",
+    "device_stored_bytes": "Bytes of started copies out of the KV cache on a device.",
     "device_unpinned_bytes": "Bytes among these from or to memory that is not pinned, which is slower.",
     "device_errors": "Copies that the device refused: nothing was loaded or stored.",
     "device_lost": "Devices that failed or did not finish copies, and are no longer used, per group.",
@@ -75,7 +75,7 @@ class ConnectorCounters:
         self._totals: dict[str, float] = {}
 
     def add(self, name: str, more: float = 1) -> None:
-        """Counts; ``name`` is one of ``COUNTERS``."""
+        """Add to a count. ``name`` must be in ``COUNTERS``."""
         assert name in COUNTERS, name
         with self._lock:
             self._new[name] = self._new.get(name, 0) + more

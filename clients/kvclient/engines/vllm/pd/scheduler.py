@@ -38,7 +38,7 @@ _SEND_FAILURES = 2
 
 
 class TransferState(Enum):
-    """State of an awaited prompt; see the module."""
+    """State of an awaited prompt; see the docstring of the module."""
 
     AWAITED = auto()
     ARRIVED = auto()
@@ -55,7 +55,7 @@ class Sending:
     keys: RequestKeys
     adapter: AdapterWeights | None = None
     sent_blocks: int = 0
-    """Leading full blocks that are handed over or under way."""
+    """Number of leading full blocks that are handed over or in progress."""
     tail_sent: bool = False
     failures: int = 0
     abandoned: bool = False
@@ -73,12 +73,12 @@ class Receiving:
     answers: int = 0
     whole: bool = True
     pages: set[int] = field(default_factory=set)
-    """Those being filled."""
+    """Pages that the prompt is being copied to."""
 
 
 @dataclass(slots=True)
 class PromptPins:
-    """Pages that a handoff reads, and how many workers have not answered yet."""
+    """Pages that a handoff reads, and the number of workers that have not reported its end."""
 
     request_id: str
     transfer: Transfer
@@ -149,18 +149,18 @@ class PdScheduler:
         self._plan.awaits.append(job)
 
     def transfer_from_here(self, request_id: str) -> Transfer | None:
-        """The transfer of a request that is handed over from here."""
+        """Return the transfer of a request that this engine hands over; None: another request."""
         sending = self._sending.get(request_id)
         return sending.transfer if sending is not None else None
 
     def state(self, request_id: str) -> TransferState:
-        """How far the prompt of a request is."""
+        """Return the state of a request's prompt; ENDED also if none is awaited."""
         receiving = self._receiving.get(request_id)
         return receiving.state if receiving is not None else TransferState.ENDED
 
     # ---- the decode engine ----
     def pop_given_up(self, request_id: str) -> bool:
-        """Whether a prompt is not coming; said once: from then on the request is as any other."""
+        """Return whether a request's prompt will not arrive. True once per request, which is then served like any other."""
         receiving = self._receiving.get(request_id)
         if receiving is None or receiving.state is not TransferState.ENDED:
             return False
@@ -168,11 +168,11 @@ class PdScheduler:
         return True
 
     def get_num_new_matched_tokens(self, request: VllmRequest, computed_tokens: int) -> int:
-        """How many tokens of a prompt that has ARRIVED can be loaded beyond those computed."""
+        """Return how many tokens of an ARRIVED prompt can be copied beyond the computed ones."""
         return max(0, request.num_prompt_tokens - computed_tokens)
 
     def update_state_after_alloc(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """Pages exist for a prompt that has ARRIVED."""
+        """Record the pages that vLLM allocated for an ARRIVED prompt."""
         receiving = self._receiving[request.request_id]
         start = (request.num_prompt_tokens - external_tokens) // self._block_tokens
         stop = len(receiving.job.keys)
@@ -237,7 +237,7 @@ class PdScheduler:
                 yield job
 
     def _plan_send(self, sending: Sending, computed: int, resolve: Callable[[str], Any]) -> SendJob | None:
-        """Pins what a step completes of a prompt, and plans its handoff."""
+        """Pin the pages of a prompt that a step completes, and plan their handoff."""
         request, first = sending.request, sending.sent_blocks
         full = computed // self._block_tokens
         last = computed == request.num_prompt_tokens
@@ -305,7 +305,7 @@ class PdScheduler:
                 self._on_prompt_known(receiving)
 
     def _on_prompt_known(self, receiving: Receiving) -> None:
-        """All workers know what became of a prompt."""
+        """Set the state of a prompt after all workers reported its outcome."""
         if receiving.whole:
             receiving.state = TransferState.ARRIVED
             return
