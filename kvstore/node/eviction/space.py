@@ -2,16 +2,18 @@
 
 1. The coldest blocks are evicted in the order of the policy until slots are free. Blocks of other sizes that are colder are
    evicted with them. Their slots help only once a whole span is empty, so the search passes at most ``OTHERS_LIMIT`` of them.
-2. If that gives no room, or evicts more bytes of other sizes, the coldest span (or run of spans, for a large slot) is emptied:
-   the one with the largest fraction of the blocks that the search has passed. Descendants of its blocks are evicted with them,
-   on any volume. A span is skipped if one of these blocks may not be evicted, or if they are many.
+2. If that gives no room, or costs more per slot, the coldest span (or run of spans, for a large slot) is emptied: the one with
+   the largest fraction of the blocks that the search has passed. Descendants of its blocks are evicted with them, on any
+   volume. A span is skipped if one of these blocks may not be evicted.
+3. If only a span gives room, those with few descendants (``MOST_LEAVING``) come first: in mixed chains, all descendants of a
+   span can be most of the volume.
 
 A caller that needs more room asks again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from kvstore.core.types import BlockKey, BlockShape
@@ -24,8 +26,10 @@ PLAN_LIMIT = 65_536
 """Maximum number of blocks that one search visits."""
 OTHERS_LIMIT = 2_048
 """Maximum number of blocks of other sizes among those."""
+WARM = 2
+"""Cost of evicting a block that is not among the coldest, relative to one that is."""
 MOST_LEAVING = 3
-"""A span is emptied only as a last resort if more blocks leave with it than this multiple of its own."""
+"""Maximum number of blocks to evict for a span, as a multiple of its own, unless no span has so few."""
 
 
 class SpaceReclaimer:
@@ -82,17 +86,25 @@ class SpaceReclaimer:
             if plan:
                 prefix = [*(block for block in met if slot_of(block) is None), *map(self._blocks.__getitem__, plan)]
                 break
-
-        def others_bytes(blocks: Iterable[Block]) -> int:
-            return sum(block.nbytes for block in blocks if block.nbytes != shape.block_bytes)
-
-        if prefix and others_bytes(prefix) <= shape.block_bytes:
+        others_bytes = sum(block.nbytes for block in met if block.nbytes != shape.block_bytes)
+        if prefix and others_bytes <= counts[-1] * shape.block_bytes:
             return prefix
-        span = self.coldest_span(shape, may_leave, [slot for block in met if (slot := slot_of(block)) is not None])
-        return min(filter(None, (prefix, span)), key=others_bytes, default=[])
+        cold = [slot for block in met if (slot := slot_of(block)) is not None]
+        span = self.coldest_span(shape, may_leave, cold, (PLAN_LIMIT,) if prefix else (MOST_LEAVING, PLAN_LIMIT))
+        if not prefix or not span:
+            return prefix or span
+        passed = {block.key for block in met}
+        cost = sum(block.nbytes * (1 if block.key in passed else WARM) for block in span)
+        room = sum(slot.size for block in span if (slot := slot_of(block)) is not None)
+        slots = min(count, max(1, room // shape.block_bytes))
+        return span if cost / slots < others_bytes / count else prefix
 
     def coldest_span(
-        self, shape: BlockShape, may_leave: Callable[[BlockKey], bool | None], cold: Sequence[Slot] = ()
+        self,
+        shape: BlockShape,
+        may_leave: Callable[[BlockKey], bool | None],
+        cold: Sequence[Slot] = (),
+        limits: Sequence[int] = (MOST_LEAVING, PLAN_LIMIT),
     ) -> list[Block]:
         """Return the blocks of the coldest span that can be emptied, and their descendants. Empty: none can be.
 
@@ -100,6 +112,7 @@ class SpaceReclaimer:
             shape: of the new block.
             may_leave: whether a block may be evicted.
             cold: slots of the coldest blocks.
+            limits: maximum numbers of blocks to evict, as multiples of a span's own; each is tried after the one before.
         """
         visited = limit = 0
 
@@ -108,7 +121,7 @@ class SpaceReclaimer:
             visited += 1
             return visited <= limit and bool(may_leave(key))
 
-        for most in (MOST_LEAVING, PLAN_LIMIT):
+        for most in limits:
             visited = 0
             for slots in self._volume.coldest_spans(shape, cold):
                 limit = min(PLAN_LIMIT, visited + most * len(slots))
