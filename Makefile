@@ -134,7 +134,7 @@ stubs: install  ## fails where the committed gRPC stubs differ from the proto fi
 
 check: test lint types stubs  ## all of it, as the continuous integration does
 
-bench: $(VENV)/.stamp-hardware $(VENV_BENCH)/.stamp  ## the benchmark table (minutes); BENCH_ARGS=--quick for a short look
+bench: $(VENV)/.stamp-hardware $(VENV_BENCH)/.stamp  ## the benchmark table, in at most 15 minutes; BENCH_ARGS="--suite parts netlab" for others, --quick for a short look
 	@$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
 clean:  ## removes what the targets made

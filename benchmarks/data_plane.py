@@ -54,10 +54,10 @@ class ArrayProvider(BlockProvider):
         yield ReadPart(0, [Outcome.HIT] * len(numbers), views, self._checksums[numbers], Tier.DRAM, lambda: None)
 
     def write(self, request: WriteRequest) -> WriteGrant:
-        return _NoRoom(request)
+        return _NoSpace(request)
 
 
-class _NoRoom(WriteGrant):
+class _NoSpace(WriteGrant):
     def __init__(self, request: WriteRequest) -> None:
         self.outcomes = [StoreOutcome.SKIPPED] * len(request.run.keys)
         self.views = []

@@ -31,7 +31,7 @@ def cpu_copies(options: harness.Options) -> None:
         copier = DeviceCopier(cache, strategy=way)
         size = copier.shape.block_bytes
         arena = random.integers(0, 256, blocks * size, np.uint8)
-        view, room = arena.data, np.zeros_like(arena)
+        view, space = arena.data, np.zeros_like(arena)
         offsets = random.permutation(blocks).astype(np.uint64) * np.uint64(size)
 
         def load() -> None:
@@ -45,7 +45,7 @@ def cpu_copies(options: harness.Options) -> None:
             buffer.drain()
 
         def plain() -> None:
-            ctypes.memmove(room.ctypes.data, arena.ctypes.data, arena.nbytes)  # noqa: B023
+            ctypes.memmove(space.ctypes.data, arena.ctypes.data, arena.nbytes)  # noqa: B023
 
         load()
         before = arena.copy()

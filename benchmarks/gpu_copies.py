@@ -135,13 +135,13 @@ class Bed:
 
     def plain(self, *, to_device: bool) -> Callable[[], None]:
         """Copy the same number of bytes at once."""
-        room = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda")
-        host, device = address_of(self.view), room.data_ptr()
+        space = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda")
+        host, device = address_of(self.view), space.data_ptr()
         target, source = (device, host) if to_device else (host, device)
         stream = torch.cuda.Stream()
 
         def copy() -> None:
-            assert len(room) == self.nbytes
+            assert len(space) == self.nbytes
             self.driver.copy_rows(target, self.nbytes, source, self.nbytes, self.nbytes, 1, stream.cuda_stream)
 
         return copy
@@ -329,7 +329,7 @@ def first_layer(options: harness.Options) -> None:
 
                 def begin() -> None:
                     blocks.read_arena(made.view, made.offsets, 0, 0, len(made.layers))
-                    blocks.follow(0)
+                    blocks.wait_on_stream(0)
                     first.record()
                     first.synchronize()
 
@@ -349,8 +349,8 @@ def first_layer(options: harness.Options) -> None:
 
 def pinning(options: harness.Options) -> None:
     """Measure the start of a pinned arena in untouched memory, against one serial registration."""
-    room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    size = min(options.pick(full=64 << 30, quick=8 << 30, smoke=256 << 20), int(room * 0.8) >> 21 << 21)
+    space = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = min(options.pick(full=64 << 30, quick=8 << 30, smoke=256 << 20), int(space * 0.8) >> 21 << 21)
     driver = CudaDriver(torch.cuda.current_device())
 
     def ours() -> float:

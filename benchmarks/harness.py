@@ -91,6 +91,19 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class CpuCost:
+    """CPU seconds per unit of work, by process.
+
+    Attributes:
+        per: the unit: ``GiB`` or ``operation``.
+        seconds: CPU seconds of all threads, user and system, by name of the process.
+    """
+
+    per: Literal["GiB", "operation"]
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Storage:
     """Storage that held the measured bytes."""
 
@@ -121,7 +134,7 @@ class Record:
     peer: Mapping[str, object] | None
     target: Mapping[str, object] | None
     passed: bool | None
-    """None without a target, or if the peer is not installed on this machine."""
+    """None without a target."""
     transport: str
     io_engine: str
     verified: bool | None
@@ -137,6 +150,8 @@ class Record:
     versions: Mapping[str, str]
     stolen: float | None = None
     """Share of processor time that the hypervisor gave to other guests since the script began; None: unknown."""
+    cpu: Mapping[str, object] | None = None
+    """A ``CpuCost``; None: not measured."""
 
     @classmethod
     def from_json(cls, line: str) -> Self:
@@ -181,6 +196,40 @@ def seconds(work: Callable[[], object]) -> float:
 def gigabytes_per_second(nbytes: int, work: Callable[[], object]) -> float:
     """Measure the rate of one call that moves ``nbytes``; 1 GB = 1e9 bytes."""
     return nbytes / seconds(work) / 1e9
+
+
+class CpuMeter:
+    """Measures the CPU time of processes during timed calls.
+
+    Args:
+        processes: process ids by name. ``client`` is this process.
+    """
+
+    def __init__(self, **processes: int) -> None:
+        # the CPU clock of another process, as clock_getcpuclockid(3) makes it
+        self._clocks = {name: (~pid << 3) | 2 for name, pid in {"client": os.getpid(), **processes}.items()}
+        self._seconds = dict.fromkeys(self._clocks, 0.0)
+        self._units = 0.0
+
+    def time(self, units: float, work: Callable[[], object]) -> float:
+        """Run a call that does ``units`` units of work, and return its seconds."""
+        before = self._read()
+        elapsed_s = seconds(work)
+        for name, at_s in self._read().items():
+            self._seconds[name] += at_s - before[name]
+        self._units += units
+        return elapsed_s
+
+    def gigabytes_per_second(self, nbytes: int, work: Callable[[], object]) -> float:
+        """As the function of this name; a unit is one GiB."""
+        return nbytes / self.time(nbytes / (1 << 30), work) / 1e9
+
+    def cost(self, per: Literal["GiB", "operation"] = "GiB") -> CpuCost:
+        """Return the CPU seconds per unit of all calls so far."""
+        return CpuCost(per, {name: value / self._units for name, value in self._seconds.items()})
+
+    def _read(self) -> dict[str, float]:
+        return {name: time.clock_gettime(clock) for name, clock in self._clocks.items()}
 
 
 def ratio(ours: Sequence[float], reference: Sequence[float]) -> float:
@@ -300,8 +349,12 @@ class Options:
         io_engine: str = "",
         verified: bool | None = None,
         notes: str = "",
+        cpu: CpuCost | None = None,
     ) -> Record:
-        """Record a figure: print one line and append the record to the results."""
+        """Record a figure: print one line and append the record to the results.
+
+        If the target names a peer that was not measured in this run, nothing is appended: half a comparison is no figure.
+        """
         median = statistics.median(samples)
         ratios = {
             name: ratio(samples, against.samples) for name, against in (("limit", limit), ("peer", peer)) if against is not None
@@ -338,8 +391,12 @@ class Options:
             host=host(),
             versions={name: metadata.version(name) for name in _LIBRARIES},
             stolen=stolen_share(self.ticks, processor_ticks()),
+            cpu=dataclasses.asdict(cpu) if cpu else None,
         )
         self.records.append(record)
+        if target is not None and target.of == "peer" and peer is None and self.mode != "smoke":
+            print(f"{figure.name}: not recorded, because its peer is missing: {notes}", flush=True)
+            return record
         if self.results is not None:
             self.results.mkdir(parents=True, exist_ok=True)
             with (self.results / f"{self.script}.jsonl").open("a", encoding="utf-8") as file:
@@ -363,11 +420,22 @@ def describe(record: Record) -> str:
     for against in (record.peer, record.limit):
         if against is not None:
             line += f"; {against['ratio']:.2f} of {against['name']} {against['median']:.3f}"
+    if record.cpu is not None:
+        line += f"; {cpu_text(record)}"
     if record.target is not None:
         sign = "<=" if record.lower_is_better else ">="
-        verdict = {True: "met", False: "NOT MET", None: "not measured"}[record.passed]
+        verdict = "met" if record.passed else "NOT MET"
         line += f"; required {sign} {record.target['bound']:g} of {record.target['of']}: {verdict}"
     return line
+
+
+def cpu_text(record: Record) -> str:
+    """Format the CPU cost of a record: ``CPU client 0.12, node 0.05 s/GiB``; empty if it was not measured."""
+    if record.cpu is None:
+        return ""
+    used: Mapping[str, float] = record.cpu["seconds"]  # type: ignore[assignment]
+    unit, factor = ("s/GiB", 1.0) if record.cpu["per"] == "GiB" else ("ms/operation", 1e3)
+    return f"CPU {', '.join(f'{name} {value * factor:.2g}' for name, value in used.items())} {unit}"
 
 
 def options(

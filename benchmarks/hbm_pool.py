@@ -41,7 +41,7 @@ def measure(options: Options, device: str, layer_block_bytes: int, blocks: int) 
         for first in range(0, per_chain, 4):
             for keys in chains:
                 part = keys[first : first + 4]
-                kept = near.keep(
+                kept = near.insert(
                     part, keys[first - 1] if first else None, first, DenseBlocks(rows[: len(part)]), None, checksums=False
                 )
                 assert kept == len(part)
@@ -94,8 +94,8 @@ def main() -> None:
     options = harness.options("hbm_pool", __doc__, arguments=_arguments)
     device = options.extra.device
     for layer_block_bytes in options.pick(full=(8 << 10, 64 << 10), quick=(64 << 10,), smoke=(4 << 10,)):
-        room = options.pick(full=1 << 30, quick=512 << 20, smoke=8 << 20)
-        measure(options, device, layer_block_bytes, max(CHAINS * 4, room // (LAYERS * layer_block_bytes)))
+        space = options.pick(full=1 << 30, quick=512 << 20, smoke=8 << 20)
+        measure(options, device, layer_block_bytes, max(CHAINS * 4, space // (LAYERS * layer_block_bytes)))
 
 
 if __name__ == "__main__":

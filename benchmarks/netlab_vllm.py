@@ -246,7 +246,7 @@ def measure(options: Options, folder: Path) -> None:
             target=Target("peer", 0.75) if policy == "split" else None,
             transport="tcp over shaped veth links",
             verified=True,
-            notes=f"share of loading {share:.2f}; hand-over {handed:.2f} s, overlapping; "
+            notes=f"share of loading {share:.2f}; handoff {handed:.2f} s, overlapping; "
             + "MB by path "
             + ", ".join(f"{path} {size:.1f}" for path, size in over.items() if size),
         )

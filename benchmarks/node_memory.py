@@ -101,8 +101,8 @@ class Bed:
 
 
 def _node(blocks: int) -> NodeSpec:
-    room = blocks * slot_bytes(spec(BLOCK_BYTES, LAYERS).shape) * 21 // 20 + (64 << 20)
-    return NodeSpec("bench", dram_bytes=DRAM_BYTES, nvme_bytes=room)
+    space = blocks * slot_bytes(spec(BLOCK_BYTES, LAYERS).shape) * 21 // 20 + (64 << 20)
+    return NodeSpec("bench", dram_bytes=DRAM_BYTES, nvme_bytes=space)
 
 
 def measure_filled(options: Options, folder: Path, sizes: list[int]) -> None:

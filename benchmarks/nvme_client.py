@@ -24,7 +24,7 @@ from kvstore.embedded.cluster import NodeSpec
 from peers import PeerMissingError
 from peers.fio import Fio
 from peers.summed_file import SummedFile
-from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, room_for, spec, stored
+from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, space_for, spec, stored
 
 LAYERS = 32
 IO_THREADS = 8
@@ -35,8 +35,8 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
     cache = spec(block_bytes, LAYERS)
     blocks = total // block_bytes
     chains = Chains(cache, blocks, options.seed)
-    room = room_for(blocks, block_bytes)
-    node = NodeSpec("bench", dram_bytes=room, nvme_bytes=2 * room, settings=(("io_threads", str(IO_THREADS)),))
+    space = space_for(blocks, block_bytes)
+    node = NodeSpec("bench", dram_bytes=space, nvme_bytes=2 * space, settings=(("io_threads", str(IO_THREADS)),))
     buffer = np.zeros((blocks, block_bytes), np.uint8)
     fio = Fio(folder / "fio", total)
     missing = ""
@@ -51,6 +51,7 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
     ):
         control = NodeControl(store.node("bench").address)
         current: list[Chain] = []
+        meters = {act: harness.CpuMeter(node=store.node("bench").process.pid) for act in ("load", "store")}
 
         def store_durable() -> float:
             control.evict(
@@ -66,14 +67,14 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
                 if not result.durable:
                     raise SystemExit(f"the store did not become durable: {result.error}")
 
-            return harness.gigabytes_per_second(total, work)
+            return meters["store"].gigabytes_per_second(total, work)
 
         def load_cold() -> float:
             [chain] = current
             lookup = found(client, chain.keys)
             control.empty(Tier.DRAM, blocks)
             buffer.fill(0)
-            rate = harness.gigabytes_per_second(total, lambda: loaded(client.load(lookup, buffer), Tier.NVME))
+            rate = meters["load"].gigabytes_per_second(total, lambda: loaded(client.load(lookup, buffer), Tier.NVME))
             chains.check(chain, buffer)
             return rate
 
@@ -109,6 +110,7 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
             io_engine=engine,
             verified=True,
             notes=missing,
+            cpu=meters[ours].cost(),
         )
 
 

@@ -24,7 +24,7 @@ from kvclient import KVClient
 from kvclient.load.accounting import HitAccounting, LoadTrace
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored
+from rig import OPTIONS, Chains, cluster, found, loaded, space_for, spec, stored
 
 LAYERS = 32
 SCRAPE_S = 1.0
@@ -72,13 +72,13 @@ def measure(options: Options, block_bytes: int, blocks: int, loads: int) -> None
     cache = spec(block_bytes, LAYERS)
     chains = Chains(cache, blocks, options.seed)
     chain = chains.next()
-    room = room_for(blocks, block_bytes)
+    space = space_for(blocks, block_bytes)
     buffer = np.zeros((blocks, block_bytes), np.uint8)
     with ExitStack() as stack:
         stores: dict[str, LocalCluster] = {}  # start all processes before the first client: gRPC's threads do not survive a fork
         for name, level, metrics in (("on", "info", "127.0.0.1:0"), ("off", "error", "none")):
             with mock.patch.dict(os.environ, {"KVSTORE_LOG__LEVEL": level}):
-                node = NodeSpec("bench", dram_bytes=room, settings=(("metrics_listen", metrics),))
+                node = NodeSpec("bench", dram_bytes=space, settings=(("metrics_listen", metrics),))
                 stores[name] = stack.enter_context(cluster(node, options.scratch))
         clients: dict[str, KVClient] = {}
         for name, store in stores.items():

@@ -12,19 +12,19 @@ The limit is one bare socket pair that moves and sums the same bytes in batches 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 import harness
-from harness import Figure, Options, Reference, Target
+from harness import CpuMeter, Figure, Options, Reference, Target
 from kvclient import KVClient
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import NodeSpec
 from peers import PeerMissingError
 from peers.mooncake import Mooncake
 from peers.summed_sockets import SummedSockets
-from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, room_for, spec, stored
+from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, space_for, spec, stored
 
 LAYERS = 32
 BATCH = 16
@@ -33,7 +33,9 @@ Measured = tuple[Callable[[], float], Callable[[], float]]
 """GB/s of a put, and of the get of the same blocks."""
 
 
-def ours(client: KVClient, control: NodeControl, chains: Chains, total: int, block_bytes: int) -> Measured:
+def ours(
+    client: KVClient, control: NodeControl, chains: Chains, total: int, block_bytes: int, meters: Mapping[str, CpuMeter]
+) -> Measured:
     """The side of kvstore."""
     buffer = np.zeros((total // block_bytes, block_bytes), np.uint8)
     current: list[Chain] = []
@@ -47,7 +49,7 @@ def ours(client: KVClient, control: NodeControl, chains: Chains, total: int, blo
             for at in range(0, len(chain.keys), BATCH):
                 stored(client.store(chain.keys[at : at + BATCH], chain.payload[at : at + BATCH]))
 
-        return harness.gigabytes_per_second(total, work)
+        return meters["put"].gigabytes_per_second(total, work)
 
     def get() -> float:
         [chain] = current
@@ -59,7 +61,7 @@ def ours(client: KVClient, control: NodeControl, chains: Chains, total: int, blo
             for at in range(0, len(chain.keys), BATCH):
                 loaded(client.load(client.lookup(chain.keys[at : at + BATCH]), buffer[at : at + BATCH]), Tier.DRAM)
 
-        rate = harness.gigabytes_per_second(total, work)
+        rate = meters["get"].gigabytes_per_second(total, work)
         chains.check(chain, buffer)
         return rate
 
@@ -86,15 +88,17 @@ def measure(options: Options, mooncake: Mooncake | None, missing: str, block_byt
     held: list[str] = []
     cache = spec(block_bytes, LAYERS)
     blocks = total // block_bytes
-    node = NodeSpec("bench", roles=("storage",), dram_bytes=room_for(blocks, block_bytes))
+    node = NodeSpec("bench", roles=("storage",), dram_bytes=space_for(blocks, block_bytes))
     with (
         cluster(node, options.scratch) as store,
         KVClient.connect(store.metadata_address, cache, node=None, options=OPTIONS) as client,
         SummedSockets(total, block_bytes // LAYERS) as bare,
     ):
         control = NodeControl(store.node("bench").address)
+        servers = {"node": store.node("bench").process.pid, "metadata": store.node("metadata").process.pid}
+        meters = {act: CpuMeter(**servers) for act in ("put", "get")}
         sides = {
-            "ours": ours(client, control, Chains(cache, blocks, options.seed, BATCH), total, block_bytes),
+            "ours": ours(client, control, Chains(cache, blocks, options.seed, BATCH), total, block_bytes, meters),
             "limit": (
                 lambda: harness.gigabytes_per_second(total, lambda: bare.put(BATCH * block_bytes)),
                 lambda: harness.gigabytes_per_second(total, lambda: bare.get(BATCH * block_bytes)),
@@ -131,6 +135,7 @@ def measure(options: Options, mooncake: Mooncake | None, missing: str, block_byt
             transport="tcp",
             verified=True,
             notes=missing or "our checksums are on; the peer has none",
+            cpu=meters[act].cost(),
         )
 
 

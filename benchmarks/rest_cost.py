@@ -26,7 +26,7 @@ from harness import Figure, Reference, Target
 from kvclient import KVClient
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import NodeSpec
-from rig import OPTIONS, Chains, cluster, found, room_for, spec, stored
+from rig import OPTIONS, Chains, cluster, found, space_for, spec, stored
 from rig.rest_load import Asked, Outcome, RestLoad
 
 CHAIN = 1_600
@@ -68,10 +68,10 @@ class Bed:
 
     def __init__(self, stack: ExitStack, options: harness.Options) -> None:
         cache = spec(BLOCK_BYTES, 4)
-        room = room_for(CHAINS * CHAIN, BLOCK_BYTES)
+        space = space_for(CHAINS * CHAIN, BLOCK_BYTES)
         # volumes and index are in the folder of --scratch, or in a temporary one
         scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-rest-")))
-        node = NodeSpec("bench", roles=("prefill", "decode", "storage"), dram_bytes=room, nvme_bytes=room)
+        node = NodeSpec("bench", roles=("prefill", "decode", "storage"), dram_bytes=space, nvme_bytes=space)
         store = stack.enter_context(cluster(node, scratch))
         admin = store.start_admin()
         self.pids = {name: store.node(name).process.pid for name in ("metadata", "bench", "admin")}

@@ -1,13 +1,15 @@
-"""Run all benchmarks one after the other and write the table of their records.
+"""Run benchmarks one after the other, print the table of this run, and write the table of all records.
 
-``--only NAME …`` selects scripts; other arguments (``--quick``, ``--repetitions``) are passed to them. The exit status is 1 if a
-script fails. A missed target is reported but is not an error, because a slow machine can cause it.
+Without arguments, the suite ``store`` runs: the figures of the README, within 15 minutes on two cores. ``--suite NAME …`` selects
+others, ``--only NAME …`` single scripts. Other arguments (``--quick``, ``--repetitions``) are passed to the scripts. The exit
+status is 1 if a script fails. A missed target is reported but is not an error, because a slow machine can cause it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import datetime as dt
 import shutil
 import subprocess
 import sys
@@ -36,6 +38,19 @@ SCRIPTS = sorted(
 """Scripts to run, one at a time so that they do not disturb each other."""
 
 
+SUITES: dict[str, tuple[str, ...]] = {
+    "store": ("dram_hit", "tcp_load", "put_get", "nvme_client", "lookup"),
+    "parts": (
+        "data_plane", "device_copies", "dram_copy", "gds_read", "hbm_pool", "lookup_growth", "micro_index", "nixl_transport",
+        "node_memory", "nvme", "observe_cost", "planner", "rest_cost", "scheduling",
+    ),
+    "engines": ("engine_overhead", "engine_router_sessions", "engine_sglang", "engine_transformers", "engine_ttft"),
+    "netlab": ("netlab_engines", "netlab_loads", "netlab_traffic_class", "netlab_vllm"),
+    "simulate": ("simulate_lab", "simulate_paper"),
+}  # fmt: skip
+"""Scripts by suite. Each script is in one."""
+
+
 def _summary(script: Path) -> str:
     """First line of a script's docstring."""
     return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").split("\n", 1)[0]
@@ -44,24 +59,29 @@ def _summary(script: Path) -> str:
 def main() -> None:
     """Run the selected scripts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
+    chosen_by = parser.add_mutually_exclusive_group()
+    chosen_by.add_argument("--only", nargs="+", choices=SCRIPTS, metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
+    chosen_by.add_argument("--suite", nargs="+", choices=SUITES, default=["store"], help="default: store")
     parser.add_argument("--list", action="store_true", help="print the names and summaries of the scripts and exit")
     chosen, passed_on = parser.parse_known_args()
     if chosen.list:
         for name in SCRIPTS:
             print(f"{name}\t{_summary(HERE / f'{name}.py')}")
         return
+    scripts = chosen.only or [name for suite in chosen.suite for name in SUITES[suite] if name in SCRIPTS]
+    began = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     if shutil.which("fio") is None:
         print("WARNING: fio is not installed (sudo apt install fio): disk figures will have no peer", flush=True)
     failed = []
-    for name in chosen.only:
+    for name in scripts:
         started = time.perf_counter()
         print(f"== {name}", flush=True)
         if subprocess.run([sys.executable, str(HERE / f"{name}.py"), *passed_on], check=False).returncode:
             failed.append(name)
         print(f"   {time.perf_counter() - started:.0f} s", flush=True)
-    report.main()
-    print(f"table: {(HERE / 'RESULTS.md').relative_to(HERE.parent)}", flush=True)
+    records = report.write()
+    print(report.table([record for record in records if record.date >= began]), flush=True)
+    print(f"table of all records: {(HERE / 'RESULTS.md').relative_to(HERE.parent)}", flush=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -16,8 +16,6 @@ import itertools
 import json
 import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -29,13 +27,12 @@ from kvclient import AsyncSchedulerClient, EngineFigures, EngineRequest
 from kvclient.scheduling.types import EngineRole
 from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
-from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import KVStoreError
 from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.scheduler import Ask, EngineReport, Scheduler, SchedulerLimits
-from kvstore.metadata.main import run
 from kvstore.rpc.client import call_aio, connect_aio
 from peers.bare_grpc import BareGrpc
+from rig import start_metadata_server
 
 GROUPS: dict[str, tuple[EngineRole, int]] = {"prefill-group": ("prefill", 2), "decode-group": ("decode", 4)}
 TOKENS = 30_000
@@ -49,9 +46,9 @@ POLL_S = 0.005
 async def lead(client: AsyncSchedulerClient, group: str, pause_s: float) -> None:
     """Run a leader whose engines finish a request as soon as they get it."""
     role, count = GROUPS[group]
-    room = ENOUGH if role == "decode" else 0
+    space = ENOUGH if role == "decode" else 0
     engines = [
-        EngineFigures(f"{group}-{number}", f"node-{number}", hbm_tokens=room, tokens=0, sequences=0) for number in range(count)
+        EngineFigures(f"{group}-{number}", f"node-{number}", hbm_tokens=space, tokens=0, sequences=0) for number in range(count)
     ]
     leader = client.leader(group, role)
     done: list[int] = []
@@ -104,12 +101,8 @@ class Bed:
 
     def __init__(self, folder: Path, pause_s: float) -> None:
         ready = folder / f"ready-{pause_s}"
-        self._server = subprocess.Popen([sys.executable, __file__, "--serve", str(folder / f"index-{pause_s}"), str(ready)])
-        deadline_s = time.monotonic() + 60
-        while not ready.exists():
-            if self._server.poll() is not None or time.monotonic() > deadline_s:
-                sys.exit("the metadata server did not start")
-            time.sleep(0.001)
+        index = folder / f"index-{pause_s}"
+        self._server = start_metadata_server(ready, index_path=index, alpha_tokens=ENOUGH, beta_tokens=ENOUGH)
         address = json.loads(ready.read_text(encoding="utf-8"))["address"]
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -222,15 +215,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        run(
-            MetadataConfig(
-                index_path=Path(sys.argv[2]),
-                listen="127.0.0.1:0",
-                ready_file=Path(sys.argv[3]),
-                alpha_tokens=ENOUGH,
-                beta_tokens=ENOUGH,
-            )
-        )
-    else:
-        main()
+    main()

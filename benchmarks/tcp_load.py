@@ -17,7 +17,7 @@ from kvclient.options import Verify
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import NodeSpec
 from peers.sockets import Sockets
-from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored
+from rig import OPTIONS, Chains, cluster, found, loaded, space_for, spec, stored
 
 LAYERS = 32
 
@@ -27,7 +27,7 @@ def measure(options: Options, block_bytes: int, total: int) -> None:
     cache = spec(block_bytes, LAYERS)
     blocks = total // block_bytes
     chains = Chains(cache, blocks, options.seed)
-    node = NodeSpec("bench", roles=("storage",), dram_bytes=room_for(blocks, block_bytes))
+    node = NodeSpec("bench", roles=("storage",), dram_bytes=space_for(blocks, block_bytes))
     buffer = np.zeros((blocks, block_bytes), np.uint8)
     with (
         cluster(node, options.scratch) as store,
@@ -38,9 +38,13 @@ def measure(options: Options, block_bytes: int, total: int) -> None:
         stored(client.store(chain.keys, chain.payload))
         lookup = found(client, chain.keys)
 
+        meters = {verify: harness.CpuMeter(node=store.node("bench").process.pid) for verify in ("auto", "never")}
+
         def load(verify: Verify) -> float:
             buffer.fill(0)
-            rate = harness.gigabytes_per_second(total, lambda: loaded(client.load(lookup, buffer, verify=verify), Tier.DRAM))
+            rate = meters[verify].gigabytes_per_second(
+                total, lambda: loaded(client.load(lookup, buffer, verify=verify), Tier.DRAM)
+            )
             chains.check(chain, buffer)
             return rate
 
@@ -61,6 +65,7 @@ def measure(options: Options, block_bytes: int, total: int) -> None:
             target=Target("peer", bound),
             transport="tcp",
             verified=verified,
+            cpu=meters["auto" if verified else "never"].cost(),
         )
 
 

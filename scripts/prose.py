@@ -1,9 +1,9 @@
 """How far the words of this repository are from plain technical English: a count of constructions that readers stumble over.
 
-Docstrings, comments, error and log messages, help texts, Markdown and the comments of proto files are searched for patterns such
-as headless relative clauses ("whoever asks"), "where it fails" in place of "if it fails", archaic words and distributive articles
-("a call a node" in place of "one call per node"). The rate per 1,000 words of each package may only fall: ``tests/test_prose.py``
-holds it to ``tests/prose_limits.json``.
+Docstrings, comments, error and log messages, help texts, Markdown, comments of proto and configuration files, and descriptions of
+alerts are searched for patterns such as headless relative clauses ("whoever asks"), "where it fails" in place of "if it fails",
+archaic words and distributive articles ("a call a node" in place of "one call per node"). The rate per 1,000 words of each
+package may only fall: ``tests/test_prose.py`` holds it to ``tests/prose_limits.json``.
 
     python scripts/prose.py [--list N] [--lower]
 """
@@ -51,7 +51,9 @@ COMPILED = {name: re.compile(pattern, re.MULTILINE) for name, pattern in PATTERN
 LOG_CALLS = {"debug", "info", "warning", "error", "exception", "critical", "log", "report"}
 TEXT_CALLS = LOG_CALLS | {"echo", "print", "add_argument", "option"}
 TEXT_ARGUMENTS = {"help", "description", "message", "detail", "short_help"}
-SUFFIXES = {".py", ".md", ".proto", ".js", ".html"}
+CONFIGURATION = {".yaml", ".yml", ".tpl", ".toml", ".env", ".conf", ".service"}
+"""Suffixes of files whose comments begin with ``#``; a Dockerfile is one too."""
+SUFFIXES = {".py", ".md", ".proto", ".js", ".html", ".json"} | CONFIGURATION
 LEFT_OUT = re.compile(r"_pb2|/results/|LICENSE|scripts/prose\.py")
 
 
@@ -97,7 +99,17 @@ def texts(path: Path) -> str:
     if path.suffix in (".js", ".html"):
         found = re.findall(r"//(.*)|/\*(.*?)\*/|[\"'`>]([^\"'`<>{}]* [^\"'`<>{}]*)[\"'`<]", content)
         return "\n".join("".join(parts) for parts in found)
+    if path.suffix == ".json":
+        return "\n".join(re.findall(r'"(?:description|title)": "(.*?)"', content))
+    if _is_configuration(path):
+        comments = "\n".join(re.findall(r"(?m)(?:^|\s)#+ (.*)", content))
+        values = re.findall(r"\b(?:summary|description): (.*(?:\n {12}\S.*)*)", content)
+        return "\n".join([comments, *values])
     return re.sub(r"```.*?```", "", content, flags=re.DOTALL)
+
+
+def _is_configuration(path: Path) -> bool:
+    return path.suffix in CONFIGURATION or path.name == "Dockerfile"
 
 
 def area_of(name: str) -> str:
@@ -117,7 +129,8 @@ def hits_in(text: str) -> dict[str, list[str]]:
 def tracked_files() -> list[str]:
     """List the files of the repository that contain text."""
     listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
-    return [name for name in listed if Path(name).suffix in SUFFIXES and not LEFT_OUT.search(name)]
+    readable = (name for name in listed if Path(name).suffix in SUFFIXES or _is_configuration(Path(name)))
+    return [name for name in readable if not LEFT_OUT.search(name)]
 
 
 @cache

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "tiers": LEAVES,
     "transport": LEAVES,
     "rpc": LEAVES | {"kvproto"},
-    "doctor": LEAVES | {"tiers", "transport"},
+    "doctor": LEAVES | {"health", "tiers", "transport"},
     "metadata": LEAVES | {"health", "config", "dualpath", "index", "rpc", "kvproto"},
     "node": LEAVES | {"health", "config", "tiers", "transport", "rpc", "kvproto"},
     "control_api": LEAVES | {"health", "rpc", "kvproto"},

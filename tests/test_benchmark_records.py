@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import harness
 import report
+import run_all
 from harness import Figure, Options, Record, Reference, Target
 
 
@@ -99,10 +104,42 @@ def test_table_newest_full_record_is_shown(tmp_path: Path) -> None:
     assert [(record.figure, record.median) for record in shown] == [("other", 5.0), ("sample_rate", 2.0)]
 
 
+def test_figure_without_peer_of_its_target_is_not_kept(tmp_path: Path) -> None:
+    options(tmp_path).keep(FIGURE, [1.0], target=Target("peer", 0.9), notes="no fio")
+    assert report.read_records(tmp_path) == []
+
+
+def test_cpu_meter_counts_other_processes(tmp_path: Path) -> None:
+    busy = "import sys, time\nfor line in sys.stdin:\n    while time.process_time() < float(line): pass\n    print(flush=True)"
+    with subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        meter = harness.CpuMeter(server=process.pid)
+        process.stdin.write("0.5\n")
+
+        def work() -> None:
+            process.stdin.flush()  # type: ignore[union-attr]
+            process.stdout.readline()  # type: ignore[union-attr]
+
+        meter.time(2, work)
+        process.stdin.close()
+    cost = meter.cost("operation")
+    assert cost.per == "operation"
+    assert 0.05 < cost.seconds["server"] < 0.3
+    assert "server" in harness.cpu_text(options(tmp_path).keep(FIGURE, [1.0], cpu=cost))
+
+
+def test_every_benchmark_is_in_one_suite() -> None:
+    listed = [name for suite in run_all.SUITES.values() for name in suite]
+    assert len(listed) == len(set(listed))
+    assert set(run_all.SCRIPTS) <= set(listed)
+    assert all((run_all.HERE / f"{name}.py").is_file() for name in listed)
+
+
 def test_table_shows_measured_and_missed() -> None:
     kept: list[Record] = [
         options(None).keep(FIGURE, [1.0], peer=Reference("fio", [2.0]), target=Target("peer", 0.9), verified=True),
-        options(None).keep(FIGURE, [1.0], target=Target("peer", 0.9), verified=False, notes="why"),
+        options(None).keep(FIGURE, [1.0], verified=False, notes="why"),
     ]
     met, alone = report.table(kept).splitlines()[2:]
     assert "1 MiB" in met
@@ -110,5 +147,65 @@ def test_table_shows_measured_and_missed() -> None:
     assert "fio: 2 → **0.5 ×**" in met
     assert "**no**" in met
     assert "unverified" in alone
-    assert "peer not installed" in alone
     assert "Sample rate: why" in report.circumstances(kept)
+
+
+README_FIGURES: list[tuple[str, str, Callable[[Record], bool]]] = [
+    (
+        "README.md",
+        r"first token starts after ([\d.]+) of the time to compute it",
+        lambda record: record.figure == "engine_ttft_dram_recompute" and record.parameters["tokens"] == 8192,
+    ),
+    (
+        "docs/explanation/faq.md",
+        r"95 % hit starts after ([\d.]+) of the time",
+        lambda record: record.figure == "engine_ttft_dram_recompute" and record.parameters["tokens"] == 8192,
+    ),
+    (
+        "README.md",
+        r"reads over both: ([\d.-]+) times the rate",
+        lambda record: (
+            record.figure == "netlab_rate"
+            and (record.parameters["bed"], record.parameters["in_flight"]) == ("1P1D", 8)
+            and record.parameters["policy"] in {"shorter_queue", "split"}
+        ),
+    ),
+    (
+        "README.md",
+        r"reaches ([\d.-]+) of one `memcpy` at blocks of 1 MiB and more",
+        lambda record: (
+            record.figure == "dram_hit"
+            and record.parameters["verify"] == "auto"
+            and int(record.parameters["block_bytes"]) >= 1 << 20
+        ),
+    ),
+]
+"""Page, pattern of a sentence with a ratio to the peer or a range of ratios, and the records that the figure follows from."""
+
+
+@pytest.mark.parametrize(("page", "sentence", "of"), README_FIGURES, ids=["ttft", "faq_ttft", "two_links", "dram_hit"])
+def test_readme_figure_follows_from_records(page: str, sentence: str, of: Callable[[Record], bool]) -> None:
+    text = " ".join((harness.REPOSITORY / page).read_text(encoding="utf-8").split())
+    (written,) = re.findall(sentence, text)
+    records = [record for record in report.newest(report.read_records(harness.RESULTS)) if of(record)]
+    ratios = {
+        f"{record.figure} {dict(record.parameters)}, {record.mode}, {record.date}": float(str(record.peer["ratio"]))
+        for record in records
+        if record.peer is not None
+    }
+    measured = "-".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios.values()), max(ratios.values()))))
+    values = "\n".join(f"{ratio:.4f}  {name}" for name, ratio in ratios.items())
+    assert written == measured, f"{page} must say {measured}; the newest records:\n{values}"
+
+
+def test_results_page_is_up_to_date() -> None:
+    page = harness.REPOSITORY / "benchmarks" / "RESULTS.md"
+    assert page.read_text(encoding="utf-8") == report.page()[0], "run: python benchmarks/report.py"
+
+
+def test_summary_counts_missed_targets() -> None:
+    met = options(None).keep(FIGURE, [1.0], target=Target("value", 0.5))
+    missed = options(None).keep(FIGURE, [1.0], target=Target("value", 2.0))
+    without_peer = options(None).keep(FIGURE, [1.0], target=Target("peer", 0.9))
+    assert report.summary([met, missed, without_peer]).startswith("1 of 2 targets is missed.")
+    assert report.summary([met]).startswith("0 of 1 targets are missed.")

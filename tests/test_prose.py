@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from prose import GOAL, area_of, hits_in, lowered, measure, python_texts, read_limits
+from prose import GOAL, area_of, hits_in, lowered, measure, python_texts, read_limits, texts, tracked_files
 from prose import Rate as AreaRate
 
 
@@ -54,6 +56,18 @@ def test_prose_python_texts_holds_what_people_read() -> None:
     found = "\n".join(python_texts(source))
     assert all(text in found for text in ("A docstring.", "a comment", "a log line %d", "an error text"))
     assert "a mere value" not in found
+
+
+def test_prose_configuration_files_are_searched(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yml"
+    rules.write_text(
+        '# A comment.\n- alert: KVStoreX\n  expr: a metric\n    annotations:\n          summary: "A summary"\n'
+        "          description: >-\n            First line.\n            Second line.\n"
+    )
+    found = texts(rules)
+    assert all(text in found for text in ("A comment.", "A summary", "First line.", "Second line."))
+    assert "a metric" not in found
+    assert {"deploy/prometheus/alerts.yml", "deploy/systemd/node.env", "deploy/docker/Dockerfile"} <= set(tracked_files())
 
 
 def test_prose_limits_only_fall() -> None:

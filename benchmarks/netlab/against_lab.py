@@ -126,7 +126,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         panel.axhline(1.0, color="gray", linestyle=":")
         panel.set_xticks(range(len(beds)), beds)
         panel.set(title=f"gain over prefill_only by P:D, {title}", ylabel="times as fast")
-        panel.set_ylim(0, 1.35 * max(panel.get_ylim()[1] / 1.05, 1.0))  # room for the legend
+        panel.set_ylim(0, 1.35 * max(panel.get_ylim()[1] / 1.05, 1.0))  # space for the legend
         panel.legend(fontsize="small", loc="upper left", ncols=3)
     longest = max(max(row.sim_jct_s, *row.jct_s) for row in rows) * 1.05
     panels[2].plot([0, longest], [0, longest], color="gray", linestyle=":")

@@ -77,16 +77,16 @@ class ByRules:
         self._generations: dict[str, int] = {}
         self._scheduler = Scheduler(bed.limits)
         for role, names in ((EngineKind.PREFILL, bed.bed.prefill_hosts), (EngineKind.DECODE, bed.bed.decode_hosts)):
-            room = int(bed.engine.kv_room_bytes) if role is EngineKind.DECODE else 0
+            space = int(bed.engine.kv_space_bytes) if role is EngineKind.DECODE else 0
             for name in names:
-                self._scheduler.join(Engine(name, role, group=role.value, node=name, hbm_units=room))
+                self._scheduler.join(Engine(name, role, group=role.value, node=name, hbm_units=space))
 
     def assigned(self, event: dict[str, Any]) -> Assigned:
         raise Internal("no answer is pending: this assignment is synchronous", got=event["id"])
 
     def submit(self, wanted: Wanted) -> list[Assigned]:
-        room = int((wanted.prompt + wanted.out) * self._token_bytes)
-        self._scheduler.submit(Ask(wanted.name, wanted.prompt, room))
+        space = int((wanted.prompt + wanted.out) * self._token_bytes)
+        self._scheduler.submit(Ask(wanted.name, wanted.prompt, space))
         return self._fetch()
 
     def prefilled(self, name: str) -> list[Assigned]:

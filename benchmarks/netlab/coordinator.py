@@ -33,7 +33,7 @@ class Variant:
     Attributes:
         name: as shown.
         policy: name of a path policy.
-        layerwise: loads, computing and hand-over overlap layer by layer.
+        layerwise: loads, computing and handoff overlap layer by layer.
         scheduled: engines are chosen by the paper's scheduler; else in turns.
         layer_group: layers read from storage together; 0: whole blocks.
         by_server: use the metadata server's scheduler over its RPCs; else the coordinator runs a scheduler.
@@ -93,7 +93,7 @@ class Request:
 
     @property
     def ttst_s(self) -> float:
-        """From the first token to the second: the hand-over, and one step."""
+        """From the first token to the second: the handoff, and one step."""
         return float(self.ends["second_s"]) - float(self.facts["first_s"])
 
     @property
@@ -186,7 +186,7 @@ class _Run:
         self.began_s = time.monotonic()
         self._arrivals = [(self.began_s + at, agent) for agent, at in enumerate(arrivals)]
         heapq.heapify(self._arrivals)
-        self._room = len(arrivals) if at_once is None else at_once
+        self._space = len(arrivals) if at_once is None else at_once
         self._left = sum(len(trajectories[agent].turns) for _, agent in self._arrivals)
 
     def drive(self) -> None:
@@ -195,10 +195,10 @@ class _Run:
             now_s = time.monotonic()
             if now_s - self.began_s > _RUN_S:
                 raise SystemExit(f"{self._left} turns were not done after {_RUN_S:.0f} s")
-            while self._room and self._arrivals and self._arrivals[0][0] <= now_s:
-                self._room -= 1
+            while self._space and self._arrivals and self._arrivals[0][0] <= now_s:
+                self._space -= 1
                 self._submit(heapq.heappop(self._arrivals)[1], 0)
-            wait_s = self._arrivals[0][0] - now_s if self._arrivals and self._room else 1.0
+            wait_s = self._arrivals[0][0] - now_s if self._arrivals and self._space else 1.0
             try:
                 _, event = self._bed.next_event(max(0.0005, wait_s))
             except queue.Empty:
@@ -264,4 +264,4 @@ class _Run:
             if request.turn + 1 < len(self._trajectories[request.agent].turns):
                 self._submit(request.agent, request.turn + 1)
             else:
-                self._room += 1
+                self._space += 1

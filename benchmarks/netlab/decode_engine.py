@@ -57,7 +57,7 @@ class DecodeEngine:
         self._block_tokens = client.spec.block_tokens
         self._payloads = Payloads(client.spec.block_bytes)
         self._most_blocks = settings["most_blocks"]
-        self._room_tokens = max(0, int(model.kv_room_bytes / model.token_bytes))
+        self._space_tokens = max(0, int(model.kv_space_bytes / model.token_bytes))
         self._awaiting = ThreadPoolExecutor(MOST_AWAITED, thread_name_prefix="await")
         self._taking = threading.Lock()
         self._taken = np.ones((self._most_blocks, client.spec.block_bytes), np.uint8)
@@ -151,12 +151,12 @@ class DecodeEngine:
                 due_s = 0.0
 
     def _admit(self) -> bool:
-        """Let sequences join while there is room; wait for one if the batch is empty. False: the run is over."""
+        """Let sequences join while there is space; wait for one if the batch is empty. False: the run is over."""
         with self._changed:
             while not self._batch and not self._waiting and not self._stopping:
                 self._changed.wait()
             used = sum(one.last for one in self._batch)
-            while self._waiting and (not self._batch or used + self._waiting[0].last <= self._room_tokens):
+            while self._waiting and (not self._batch or used + self._waiting[0].last <= self._space_tokens):
                 used += self._waiting[0].last
                 self._batch.append(self._waiting.popleft())
             return bool(self._batch) or not self._stopping
@@ -191,10 +191,10 @@ class DecodeEngine:
 
     def _store_for_ever(self) -> None:
         """Each block that decode has filled becomes durable."""
-        room = np.zeros((1, self._client.spec.block_bytes), np.uint8)
+        space = np.zeros((1, self._client.spec.block_bytes), np.uint8)
         while (wanted := self._stores.get()) is not None:
             key, parent, depth = wanted
-            self._payloads.fill([key], room)
-            result = self._client.store([key], room, parent=parent, depth=depth, deadline_s=DEADLINE_S)
+            self._payloads.fill([key], space)
+            result = self._client.store([key], space, parent=parent, depth=depth, deadline_s=DEADLINE_S)
             if result.held_blocks != 1:
                 self._not_stored += 1

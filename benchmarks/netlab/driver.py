@@ -97,23 +97,23 @@ class Engine:
 
     def _load(self, number: int, buffer: Bytes, paths: Paths, deadline_s: float) -> dict[str, Any]:
         keys = [self.workload.keys[at] for at in self.workload.loads[number].chain.tolist()]
-        room = buffer[: len(keys)]
+        space = buffer[: len(keys)]
         start_s = time.monotonic()
         found = self.client.lookup(keys)
         if found.hit_blocks != len(keys):
             return {"load": number, "start_s": start_s, "end_s": time.monotonic(), "bytes": 0, "wrong": 0, "missed": len(keys)}
         layer0_s = None
         if paths.layer_group:
-            with self.client.start_load(found, room, deadline_s=deadline_s, paths=paths) as handle:
+            with self.client.start_load(found, space, deadline_s=deadline_s, paths=paths) as handle:
                 handle.wait_layer(0)
                 layer0_s = time.monotonic() - start_s
                 result = handle.result()
         else:
-            result = self.client.load(found, room, deadline_s=deadline_s, paths=paths)
+            result = self.client.load(found, space, deadline_s=deadline_s, paths=paths)
         end_s = time.monotonic()
         hits = np.flatnonzero(result.outcomes == Outcome.HIT)
-        wrong = self._payloads.wrong_blocks([keys[at] for at in hits.tolist()], room if len(hits) == len(keys) else room[hits])
-        room[:, :64] = 0xA5  # what the next load does not bring must not look right
+        wrong = self._payloads.wrong_blocks([keys[at] for at in hits.tolist()], space if len(hits) == len(keys) else space[hits])
+        space[:, :64] = 0xA5  # what the next load does not bring must not look right
         return {
             "load": number,
             "start_s": start_s,

@@ -131,7 +131,7 @@ class EngineBed:
         settings: the engines.
         made: the agents; whole blocks of their first contexts are stored before anything runs.
         seed: of all tokens.
-        growth_blocks: room in storage for the blocks that runs add.
+        growth_blocks: space in storage for the blocks that runs add.
         scratch: folder for volumes; None: a temporary one.
     """
 
@@ -230,7 +230,7 @@ class EngineBed:
             "most_blocks": self._most_blocks,
             "groups": {
                 "prefill": dict.fromkeys(self.bed.prefill_hosts, 0),
-                "decode": {name: int(self.engine.kv_room_bytes / self.engine.token_bytes) for name in self.bed.decode_hosts},
+                "decode": {name: int(self.engine.kv_space_bytes / self.engine.token_bytes) for name in self.bed.decode_hosts},
             },
             "engine": {
                 "model": settings.model,

@@ -34,7 +34,7 @@ def rounds_of(
         made: the agents.
         settings: the engines.
         variants: in the order of the first round.
-        growth: blocks of room in storage for the blocks that runs add.
+        growth: blocks of space in storage for the blocks that runs add.
         at_once: maximum number of concurrent agents.
     """
     runs: dict[str, list[Summary]] = {variant.name: [] for variant in variants}

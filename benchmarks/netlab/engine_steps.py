@@ -1,4 +1,4 @@
-"""The gain of each step towards loads over both paths, in beds with room for that gain, and the cost of the scheduler's RPCs."""
+"""The gain of each step towards loads over both paths, in beds with space for that gain, and the cost of the scheduler's RPCs."""
 
 from __future__ import annotations
 

@@ -40,18 +40,18 @@ def engine_model(settings: dict[str, Any]) -> EngineModel:
 
 def store_contexts(client: KVClient, chains: Chains, agents: int) -> int:
     """Store the blocks that a run expects in storage; returns the blocks once all are durable."""
-    import numpy as np  # only this role needs room of its own
+    import numpy as np  # only this role needs space of its own
 
     payloads = Payloads(client.spec.block_bytes)
-    room = np.zeros((STORE_BLOCKS, client.spec.block_bytes), np.uint8)
+    space = np.zeros((STORE_BLOCKS, client.spec.block_bytes), np.uint8)
     stored = 0
     for agent in range(agents):
         keys = chains.stored(agent)
         for at in range(0, len(keys), STORE_BLOCKS):
             part = keys[at : at + STORE_BLOCKS]
-            payloads.fill(part, room[: len(part)])
+            payloads.fill(part, space[: len(part)])
             parent = keys[at - 1] if at else None
-            result = client.store(part, room[: len(part)], parent=parent, depth=at, durable=True, deadline_s=STORE_S)
+            result = client.store(part, space[: len(part)], parent=parent, depth=at, durable=True, deadline_s=STORE_S)
             if not result.durable or result.held_blocks != len(part):
                 raise SystemExit(f"only {result.held_blocks} of {len(part)} blocks were stored: {result.error}")
             stored += len(part)

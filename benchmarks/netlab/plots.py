@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.core.errors import install_command
+
 
 def keep(folder: Path, name: str, data: dict[str, Any]) -> None:
     """Writes ``name.json`` and, where matplotlib is installed, ``name.png``.
@@ -23,7 +25,7 @@ def keep(folder: Path, name: str, data: dict[str, Any]) -> None:
     try:
         import matplotlib as mpl
     except ImportError:
-        print("no plots: matplotlib is not installed (pip install 'kvstore-dualpath[plots]')", flush=True)
+        print(f"no plots: matplotlib is not installed ({install_command('plots')})", flush=True)
         return
     mpl.use("Agg")
     import matplotlib.pyplot as plt

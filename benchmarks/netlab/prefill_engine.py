@@ -23,7 +23,7 @@ from netlab.stepping import Processor, Speaker
 
 Bytes = npt.NDArray[np.uint8]
 DEADLINE_S = 60.0
-"""Of each load and hand-over."""
+"""Of each load and handoff."""
 _AGAIN = 3
 """Number of retries of a handoff that failed for some or all blocks."""
 
@@ -39,7 +39,7 @@ class Job:
     """Leading blocks that should be in storage."""
     decode: str
     rows: Bytes
-    """Room for all blocks of the prompt, ``[blocks, block_bytes]``."""
+    """Space for all blocks of the prompt, ``[blocks, block_bytes]``."""
     hit: int = 0
     lost: int = 0
     """Blocks that the lookup promised and the load did not bring: computed after all."""
@@ -50,7 +50,7 @@ class Job:
     handed_s: float = 0.0
     sent: int = 0
     again: int = 0
-    """Hand-overs that had to be tried once more."""
+    """Handoffs that had to be tried once more."""
     paths: dict[str, int] | None = None
     error: str | None = None
 

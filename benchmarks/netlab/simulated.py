@@ -36,8 +36,8 @@ def sim_config(bed: LabBed, settings: EngineSettings, made: Sequence[Trajectory]
     """As ``simulated``, not run."""
     engine, spec = settings.engine(bed), settings.spec(bed)
     hosts = [
-        SimHost(name, role, 1, role.value, bed.snic_mbit * BYTES_PER_MBIT, bed.cnic_mbit * BYTES_PER_MBIT, stage_bytes=room)
-        for role, names, room in (
+        SimHost(name, role, 1, role.value, bed.snic_mbit * BYTES_PER_MBIT, bed.cnic_mbit * BYTES_PER_MBIT, stage_bytes=space)
+        for role, names, space in (
             (EngineKind.PREFILL, bed.prefill_hosts, PREFILL_BUFFER),
             (EngineKind.DECODE, bed.decode_hosts, DECODE_BUFFER),
         )

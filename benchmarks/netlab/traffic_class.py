@@ -215,19 +215,19 @@ def engine(metadata: str, local: str) -> None:
     with KVClient.connect(metadata, SPEC, node=local, options=ClientOptions(client_name="engine", workers=CHAINS)) as client:
         tokens = np.arange(CHAINS * CHAIN_BLOCKS * SPEC.block_tokens, dtype=np.uint32).reshape(CHAINS, -1)
         chains = [client.keys(row) for row in tokens]
-        rooms = [np.zeros((CHAIN_BLOCKS, SPEC.block_bytes), np.uint8) for _ in chains]
+        buffers = [np.zeros((CHAIN_BLOCKS, SPEC.block_bytes), np.uint8) for _ in chains]
         stop, begun = threading.Event(), threading.Barrier(CHAINS + 1)
         totals = {"bytes": 0, "wrong": 0, "missed": 0}
         lock = threading.Lock()
 
         def load(number: int, *, counts: bool) -> None:
-            keys, room = chains[number], rooms[number]
-            result = client.load(keys, room, deadline_s=TIMEOUT_S)
+            keys, buffer = chains[number], buffers[number]
+            result = client.load(keys, buffer, deadline_s=TIMEOUT_S)
             hits = np.flatnonzero(result.outcomes == Outcome.HIT)
             # a part, in turn: checking all would take the cores from the links
             some = hits[:: max(1, len(hits) // 8)]
-            wrong = payloads.wrong_blocks([keys[at] for at in some.tolist()], room[some])
-            room[:, :64] = 0xA5  # what the next load does not bring must not look right
+            wrong = payloads.wrong_blocks([keys[at] for at in some.tolist()], buffer[some])
+            buffer[:, :64] = 0xA5  # what the next load does not bring must not look right
             with lock:
                 totals["bytes"] += len(hits) * SPEC.block_bytes if counts else 0
                 totals["wrong"] += len(wrong)
@@ -244,9 +244,9 @@ def engine(metadata: str, local: str) -> None:
         began_s = 0.0
         for line in sys.stdin:
             if line.strip() == "store":
-                for keys, room in zip(chains, rooms, strict=True):
-                    payloads.fill(keys, room)
-                    client.store(keys, room, wait_visible=True)
+                for keys, buffer in zip(chains, buffers, strict=True):
+                    payloads.fill(keys, buffer)
+                    client.store(keys, buffer, wait_visible=True)
                 say({"stored": CHAINS * CHAIN_BLOCKS})
             elif line.strip() == "begin":
                 stop.clear()

@@ -77,7 +77,7 @@ class Driver:
         return {"seconds": times, "present": present}
 
     def remove(self, names: list[str]) -> dict[str, object]:
-        """Drops blocks, also those under the lease of a get, so that the next put has room."""
+        """Drops blocks, also those under the lease of a get, so that the next put has space."""
         return {"bad": sum(self.store.remove(name, True) != 0 for name in names)}
 
 

@@ -1,7 +1,7 @@
-"""The limit of NVMe through the store: threads that move as many bytes between a caller's memory, room of their own and a file.
+"""The limit of NVMe through the store: threads that move as many bytes between a caller's memory, space of their own and a file.
 
-A store copies each block into room that is aligned, sums it before and after, writes it with O_DIRECT, and ends with one
-fdatasync; client and node share this work. A load reads each block into the room, sums it, and copies it to the
+A store copies each block into space that is aligned, sums it before and after, writes it with O_DIRECT, and ends with one
+fdatasync; client and node share this work. A load reads each block into the space, sums it, and copies it to the
 caller. As many threads as the volume has. No keys, slots, catalog, processes or outcomes, and the sums are compared with nothing:
 the figure is the cost of disk, memory and sums.
 """
@@ -21,7 +21,7 @@ import xxhash
 
 
 class SummedFile:
-    """A file of ``nbytes``, as much room, and as much memory of a caller's.
+    """A file of ``nbytes``, as much space, and as much memory of a caller's.
 
     Args:
         file: made here, on the filesystem that is measured; removed by ``close``.
@@ -30,7 +30,7 @@ class SummedFile:
         threads: that many blocks are under way.
 
     Raises:
-        OSError: the filesystem has no O_DIRECT, or no room.
+        OSError: the filesystem has no O_DIRECT, or no space.
     """
 
     def __init__(self, file: Path, nbytes: int, piece_bytes: int, threads: int) -> None:
@@ -38,8 +38,8 @@ class SummedFile:
         self._piece_bytes = piece_bytes
         self._caller = np.random.default_rng(3).integers(0, 256, nbytes, np.uint8)
         self._pages = mmap.mmap(-1, nbytes)
-        self._room = np.frombuffer(self._pages, np.uint8)
-        self._room[:] = 0
+        self._space = np.frombuffer(self._pages, np.uint8)
+        self._space[:] = 0
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         self._pool = ThreadPoolExecutor(threads)
         self.write_durable(nbytes)  # laid out, as a slab is
@@ -59,19 +59,19 @@ class SummedFile:
             pass
 
     def _write(self, start: int, length: int) -> None:
-        room = self._room[start : start + length]
+        space = self._space[start : start + length]
         self._sum(self._caller[start : start + length])
-        np.copyto(room, self._caller[start : start + length])
-        self._sum(room)
-        if os.pwrite(self._fd, room.data, start) != length:
+        np.copyto(space, self._caller[start : start + length])
+        self._sum(space)
+        if os.pwrite(self._fd, space.data, start) != length:
             raise OSError(f"a block at {start} was not written whole")
 
     def _read(self, start: int, length: int) -> None:
-        room = self._room[start : start + length]
-        if os.preadv(self._fd, [room.data], start) != length:
+        space = self._space[start : start + length]
+        if os.preadv(self._fd, [space.data], start) != length:
             raise OSError(f"a block at {start} was not read whole")
-        self._sum(room)
-        np.copyto(self._caller[start : start + length], room)
+        self._sum(space)
+        np.copyto(self._caller[start : start + length], space)
 
     def _sum(self, block: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         view = block.data

@@ -7,6 +7,7 @@ include this work. Every loaded byte is checked.
 from __future__ import annotations
 
 import secrets
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -132,6 +133,34 @@ def found(client: kvclient.KVClient, keys: list[BlockKey]) -> kvclient.Lookup:
         time.sleep(0.005)
 
 
+def start_metadata_server(ready: Path, **settings: object) -> subprocess.Popen[bytes]:
+    """Start ``kvstore metadata`` and wait until it is ready.
+
+    The command, and not a function of this process: it chooses gRPC's I/O mode before anything imports gRPC.
+
+    Args:
+        ready: file that it writes when it is ready.
+        settings: of the section ``metadata``.
+    """
+    ready.unlink(missing_ok=True)
+    given = {"listen": "127.0.0.1:0", "ready_file": ready, **settings}
+    command = [
+        sys.executable,
+        "-m",
+        "kvstore.cli",
+        "metadata",
+        *(f"--set=metadata.{name}={value}" for name, value in given.items()),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline_s = time.monotonic() + CALL_S
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            process.kill()
+            sys.exit("the metadata server did not start")
+        time.sleep(0.001)
+    return process
+
+
 OPTIONS = kvclient.ClientOptions(client_name="benchmark", default_deadline_s=CALL_S, strict=True)
 """Strict options: failures raise, because a benchmark must not measure misses."""
 
@@ -141,6 +170,6 @@ def cluster(node: NodeSpec, scratch: Path | None) -> LocalCluster:
     return LocalCluster([node], scratch / f"store-{secrets.token_hex(4)}" if scratch else None)
 
 
-def room_for(blocks: int, block_bytes: int) -> int:
+def space_for(blocks: int, block_bytes: int) -> int:
     """Bytes of a tier for ``blocks`` blocks, with slack for headers and alignment."""
     return int(blocks * (block_bytes + (64 << 10)) * 1.2) + (64 << 20)

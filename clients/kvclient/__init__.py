@@ -27,7 +27,15 @@ if TYPE_CHECKING:
     from kvclient.options import ClientOptions
     from kvclient.results import LoadResult, Lookup, NodeRef, Run, StoreResult
     from kvclient.scheduling.client import AsyncGroupLeader, AsyncSchedulerClient, GroupLeader, SchedulerClient
-    from kvclient.scheduling.types import Assigned, Assignment, EngineFigures, EnginePlace, EngineRequest, GroupNews, Revoked
+    from kvclient.scheduling.types import (
+        Assigned,
+        Assignment,
+        EngineFigures,
+        EnginePlace,
+        EngineRequest,
+        GroupUpdates,
+        RevokedRequest,
+    )
     from kvclient.store.handle import StoreHandle
     from kvclient.store.layerwise import LayerwiseStore
     from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
@@ -55,7 +63,7 @@ _HOMES = {
     "EnginePlace": "kvclient.scheduling.types",
     "EngineRequest": "kvclient.scheduling.types",
     "GroupLeader": "kvclient.scheduling.client",
-    "GroupNews": "kvclient.scheduling.types",
+    "GroupUpdates": "kvclient.scheduling.types",
     "InvalidArgument": "kvstore.core.errors",
     "KVClient": "kvclient.client",
     "KVStoreError": "kvstore.core.errors",
@@ -66,7 +74,7 @@ _HOMES = {
     "NodeRef": "kvclient.results",
     "Outcome": "kvstore.core.types",
     "Paths": "kvclient.load.paths",
-    "Revoked": "kvclient.scheduling.types",
+    "RevokedRequest": "kvclient.scheduling.types",
     "Run": "kvclient.results",
     "ScatteredBlocks": "kvstore.core.buffers",
     "SchedulerClient": "kvclient.scheduling.client",
@@ -117,9 +125,9 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
     "GroupLeader",
     "AsyncGroupLeader",
     "EngineFigures",
-    "GroupNews",
+    "GroupUpdates",
     "Assigned",
-    "Revoked",
+    "RevokedRequest",
     "KVStoreError",
     "InvalidArgument",
     "Unavailable",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,11 +38,11 @@ from kvclient.nodes.remote_sessions import RemoteSessionCache
 from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
 from kvclient.results import LoadResult, Lookup, StoreResult
+from kvclient.store.demotions import Demotions
 from kvclient.store.handle import StoreHandle
 from kvclient.store.layerwise import LayerwiseStore
 from kvclient.store.store import Store
 from kvproto.v1 import node_pb2
-from kvstore.core.buffers import BlockBuffer
 from kvstore.core.chain import ChainSlice, check_position
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError
@@ -64,8 +63,6 @@ _log = logging.getLogger(__name__)
 
 _REGISTER_SHARE = 0.5
 """Share of the time of ``connect`` that the metadata server may take if the node can be used without it."""
-_DEMOTION_S = 1.0
-"""Bound of one demotion from the engine's own pool, including the wait for space in the node."""
 _FLUSH_GRACE_S = 0.5
 
 Keys = Sequence[BlockKey] | bytes
@@ -83,21 +80,20 @@ class KVClient:
             result = client.load(keys, buffer)
     """
 
-    def __init__(self, context: ClientContext) -> None:
+    def __init__(self, context: ClientContext, finder: NodeFinder | None, demotions: Demotions) -> None:
         """For ``connect``."""
         self._context = context
+        self._finder = finder
+        self._demotions = demotions
         self._chain = KeyChain(context.spec)
         options = context.options
         self._runner = CallRunner(
             context.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict
         )
         self._layerwise_stores: weakref.WeakSet[LayerwiseStore] = weakref.WeakSet()
-        self._demotions: set[CallScope] = set()
-        self._demotions_lock = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
-        self._metrics: MetricsServer | None = None
-        self._finder: NodeFinder | None = None
+        self._metrics = self._serve_metrics(options.metrics_listen) if options.metrics_listen is not None else None
 
     @classmethod
     def connect(
@@ -185,22 +181,25 @@ class KVClient:
             accounting=HitAccounting(spec.block_tokens, spec.shape.block_bytes, incidents, options),
             part_threads=LazyThreadPool(options.part_workers, "kvclient-part"),
         )
-        client = cls(context)
-        client._finder = finder
-        if hbm is not None:
-            try:
-                pool = hbm.attach(spec, client._demote)
-                client._context = replace(context, pool=pool)
+        demotions = Demotions(context)
+        try:
+            if hbm is not None:
+                pool = hbm.attach(spec, demotions.demote)
+                context = replace(context, pool=pool)
                 session = local.session() if local is not None else None
                 pool.prepare_disks(session.volumes if session is not None else ())
-            except BaseException:
-                client.close()
-                raise
-        if options.metrics_listen is not None:
-            from kvclient.metrics import serve_client  # loads prometheus_client
+            return cls(context, finder, demotions)
+        except BaseException:
+            if context.pool is not None:
+                context.pool.detach()
+            demotions.close()
+            context.close()
+            raise
 
-            client._metrics = serve_client(client, options.metrics_listen)
-        return client
+    def _serve_metrics(self, address: str) -> MetricsServer | None:
+        from kvclient.metrics import serve_client  # loads prometheus_client
+
+        return serve_client(self, address)
 
     # ---- keys and lookup ----
     @property
@@ -314,8 +313,8 @@ class KVClient:
         barrier = LayerBarrier(what.hit_blocks if isinstance(what, Lookup) else 0)
         call = self.load_call(what, buffer, deadline_s, verify, parent, depth, paths, barrier=barrier, layerwise=layerwise)
         future = self._runner.start(call)
-        follow = buffer.follow if layerwise and isinstance(buffer, DeviceBuffer) else None
-        return LoadHandle(call.scope, barrier, future, self._context.shape.layers, follow)
+        wait_on_stream = buffer.wait_on_stream if layerwise and isinstance(buffer, DeviceBuffer) else None
+        return LoadHandle(call.scope, barrier, future, self._context.shape.layers, wait_on_stream)
 
     def load_call(
         self,
@@ -488,21 +487,6 @@ class KVClient:
             self._context.incidents.report(client_metrics.FLUSH_FAILED, "flush failed", error)
             return False
 
-    def _demote(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
-        """Offer blocks that must leave the pool to the node, which copies only what it lacks. Return whether it holds all now."""
-        scope = CallScope.after(_DEMOTION_S, self._context.clock)
-        scope.cancellable = True
-        with self._demotions_lock:
-            if self._closed:
-                return False
-            self._demotions.add(scope)
-        try:
-            chain = ChainSlice(self._context.namespace, keys, parent, depth)
-            return Store(self._context, chain, blocks, scope).run().held_blocks == len(chain)
-        finally:
-            with self._demotions_lock:
-                self._demotions.discard(scope)
-
     # ---- handoff of prompts ----
     def begin_handoff(
         self,
@@ -624,27 +608,16 @@ class KVClient:
         """Cancel what runs and close all connections. Later calls are misses and skips. Idempotent."""
         if self._closed or os.getpid() != self._pid:
             return
-        context = self._context
-        with self._demotions_lock:
-            self._closed = True
-            demotions = list(self._demotions)
+        self._closed = True
         if self._metrics is not None:
             self._metrics.stop()
-        if context.pool is not None:
-            context.pool.detach()
-        for scope in demotions:
-            scope.cancel()
+        if self._context.pool is not None:
+            self._context.pool.detach()
+        self._demotions.close()
         for store in list(self._layerwise_stores):
             store.abort()
         self._runner.close()
-        context.part_threads.close()  # parts end soon after their scopes
-        context.remote_sessions.close()
-        context.peers.close()
-        if context.local is not None:
-            context.local.close()
-        if context.metadata is not None:
-            context.metadata.close()
-        context.liveness.close()
+        self._context.close()
 
     def __enter__(self) -> Self:
         return self

@@ -45,7 +45,7 @@ class ClientOptions:
         local_node: with ``node="auto"``: id of the node to use if several run on this host; None: the first by role, then by id.
         store_node: without a local node: id of the node to store to; None: the first living one by ``store_roles``.
         store_roles: preferred roles of that node, best first.
-        room_wait_s: maximum wait of a store for space in the local node, per chunk; then the chunk is skipped.
+        space_wait_s: maximum wait of a store for space in the local node, per chunk; then the chunk is skipped.
         store_chunk_bytes: a store asks for slots for about this many bytes at a time.
         load_chunk_bytes: a load asks the local node for about this many bytes at a time; they must be copied within one lease.
         release_bytes: released leases are sent at once if they hold this many bytes, otherwise after milliseconds.
@@ -83,7 +83,7 @@ class ClientOptions:
     local_node: str | None = None
     store_node: str | None = None
     store_roles: tuple[str, ...] = ("storage", "prefill", "decode")
-    room_wait_s: float = 2.0
+    space_wait_s: float = 2.0
     store_chunk_bytes: int = 256 << 20
     load_chunk_bytes: int = 1 << 30
     release_bytes: int = 64 << 20
@@ -127,7 +127,7 @@ class ClientOptions:
                 raise InvalidArgument("option must be an integer above 0", option=name, value=getattr(self, name))
         for name in ("default_deadline_s", "lookup_deadline_s", "connect_deadline_s", "breaker_pause_s", "reopen_pause_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
-        for name in ("room_wait_s", "lease_margin_s", "log_interval_s", "slow_load_s"):
+        for name in ("space_wait_s", "lease_margin_s", "log_interval_s", "slow_load_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name), zero=True))
         check_metrics_address(self.metrics_listen, allow_remote=False)
         self.shown_token()

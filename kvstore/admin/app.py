@@ -23,6 +23,7 @@ from kvstore.admin.routes.read import Reads
 from kvstore.admin.routes.retention_rules import Rules
 from kvstore.admin.routes.tenants import Tenants
 from kvstore.admin.routes.write import Changes
+from kvstore.admin.runbook import RUNBOOK, Runbook
 from kvstore.config.admin import AdminConfig
 from kvstore.control_api.schemas import store as models
 from kvstore.control_api.store_rpc import StoreRpc
@@ -86,10 +87,11 @@ def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable]
     app.add_api_route(PAGE, page.show, methods=["GET"], include_in_schema=False)
     for path in HEALTH_PAGES:
         app.add_api_route(path, show_health_page, methods=["GET"], include_in_schema=False)
+    app.add_api_route(RUNBOOK, Runbook().show, methods=["GET"], include_in_schema=False)
     app.add_api_route(OPENAPI, routes.openapi, methods=["GET"], include_in_schema=False)
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], include_in_schema=False)
-    for path, door in (("/healthz", routes.healthz), ("/readyz", routes.readyz), (PAGE, page.show)):  # probes may send HEAD
-        app.add_api_route(path, door, methods=["HEAD"], include_in_schema=False)
+    for path, handler in (("/healthz", routes.healthz), ("/readyz", routes.readyz), (PAGE, page.show)):  # probes may send HEAD
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(Exception, routes.refused)  # answered here, logged by the middleware
     app.add_exception_handler(KVStoreError, routes.refused)
     app.add_exception_handler(PreconditionError, routes.refused)
@@ -132,30 +134,30 @@ class _Routes:
         status = None
         match error:
             case PreconditionError():
-                told, status = error.error, error.status
+                reported, status = error.error, error.status
             case RequestValidationError():
-                told = _of_validation(error)
+                reported = _of_validation(error)
             case Unauthenticated():  # the caller was authenticated: the store rejected this server's own token
-                told = Unavailable(error.message)
+                reported = Unavailable(error.message)
             case KVStoreError():
-                told = error
+                reported = error
             case _:
-                told = Internal("internal error; the server's log has the details")
-        self._middleware.count(told)
-        return problem(told, status)
+                reported = Internal("internal error; the server's log has the details")
+        self._middleware.count(reported)
+        return problem(reported, status)
 
     async def http_error(self, request: Request, error: Exception) -> Response:
         """Respond to an unknown path, an unsupported method or a malformed body."""
         assert isinstance(error, HTTPException)
-        asked = {"method": request.method, "path": request.url.path}
+        call = {"method": request.method, "path": request.url.path}
         if error.status_code == _NOT_FOUND:
-            told: KVStoreError = NotFound("no such path", **asked)
+            reported: KVStoreError = NotFound("no such path", **call)
         elif error.status_code == 400:  # the body is not JSON
-            told = InvalidArgument(str(error.detail))
+            reported = InvalidArgument(str(error.detail))
         else:
-            told = Unsupported(str(error.detail), **asked)
-        self._middleware.count(told)
-        answer = problem(told, error.status_code)
+            reported = Unsupported(str(error.detail), **call)
+        self._middleware.count(reported)
+        answer = problem(reported, error.status_code)
         for name, value in (error.headers or {}).items():
             answer.headers[name] = value
         if error.status_code == _NO_METHOD:  # the framework lists only the methods of the first matching route
@@ -201,13 +203,13 @@ def document(app: FastAPI) -> dict[str, Any]:
 def _finish(path: str, operation: dict[str, Any]) -> None:
     responses = operation["responses"]
     responses.pop("422", None)  # FastAPI's default; this server responds with 400
-    told = dict(_EVERYWHERE)
+    descriptions = dict(_EVERYWHERE)
     if path not in PUBLIC:
-        told |= _WITH_TOKENS
+        descriptions |= _WITH_TOKENS
         operation["security"] = [{"token": []}, {}]
     if "requestBody" in operation:
-        told |= _WITH_BODY
-    for status, description in told.items():
+        descriptions |= _WITH_BODY
+    for status, description in descriptions.items():
         responses.setdefault(status, {"description": description})
     for status, response in responses.items():
         if status >= "400":

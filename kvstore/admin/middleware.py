@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvstore.admin.page import HEALTH_PAGES
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.problems import TOO_LONG, problem
+from kvstore.admin.runbook import RUNBOOK
 from kvstore.admin.single_flight import SingleFlight
 from kvstore.config.admin import AdminConfig
 from kvstore.control_api.store_rpc import acting_for
@@ -50,7 +51,7 @@ from kvstore.rpc.http_server import ABORT
 logger = logging.getLogger(__name__)
 _limited = LimitedLog(logger)
 
-PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json", *HEALTH_PAGES})
+PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json", RUNBOOK, *HEALTH_PAGES})
 QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
 """POST paths that change nothing; their arguments do not fit into a URL."""
 SHARED: Final = "/v1/"
@@ -256,8 +257,8 @@ class AdminMiddleware:
 
     async def _body(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
         most = self._config.max_body_bytes
-        told = headers.get("content-length", "0")
-        if not told.isdecimal() or int(told[:20]) > most:
+        declared = headers.get("content-length", "0")
+        if not declared.isdecimal() or int(declared[:20]) > most:
             raise _TooLong
         raw = bytearray()
         while True:

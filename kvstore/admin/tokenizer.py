@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.control_api.schemas.store import MAX_TOKENS
-from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
+from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported, install_command
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def _load(path: Path) -> Any:  # noqa: ANN401  # the library is optional
     try:
         library = importlib.import_module("tokenizers")
     except ImportError as error:
-        raise Unsupported("admin.tokenizer requires the library tokenizers: pip install 'kvstore-dualpath[tokenizer]'") from error
+        raise Unsupported(f"admin.tokenizer requires the library tokenizers: {install_command('tokenizer')}") from error
     file = path / FILE if path.is_dir() else path
     try:
         loaded = library.Tokenizer.from_file(str(file))

@@ -122,7 +122,10 @@ def root() -> None:
       kvstore up                    run a store on this machine until Ctrl-C
       kvstore replay TRACE          replay a recorded workload with real bytes
       kvstore simulate              estimate the gain on a cluster
-      kvstore top                   show what a running store does
+      kvstore status                show health, nodes and volumes of a running store
+      kvstore top                   show its loads, hits and latency live
+      kvstore stress                load it, check every byte and measure its speed
+      kvstore doctor                check hardware, drivers and settings of this host
       kvstore config show           show every setting, its value and its source
 
     Settings come from flags, KVSTORE_SECTION__NAME variables and kvstore.toml, in this order of precedence.

@@ -101,7 +101,7 @@ class MetadataConfig(MetadataSection):
     settings: tuple[EffectiveSetting, ...] = ()
 
     @property
-    def orders_path(self) -> Path:
+    def settings_path(self) -> Path:
         """File of the operators' orders. It is stored beside the index folder, which may be deleted."""
         return self.index_path.with_name(f"{self.index_path.name}.orders.json")
 

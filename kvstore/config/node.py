@@ -146,7 +146,7 @@ class NodeSection(Section):
         default=False,
         description="required by nixl: everyone who reaches this node's ports may read and write its memory and stop it",
     )
-    nixl_way: Literal["auto", "pull", "push"] = Field(
+    nixl_mode: Literal["auto", "pull", "push"] = Field(
         default="auto", description="side that moves the bytes of a read: auto or pull (push if there is only TCP), or push"
     )
     nixl_service_level: int | None = Field(

@@ -94,13 +94,13 @@ def load_config(
         settings = list(_with_cluster(settings, cluster))
     settings += flags
     known = [*_leaf_keys(Config), *_cluster_keys(settings)]
-    in_force: dict[str, Setting] = {}
+    effective: dict[str, Setting] = {}
     for setting in settings:
         if setting.key not in known:
             raise _unknown(setting, known)
-        in_force[setting.key] = setting
+        effective[setting.key] = setting
     nested: dict[str, Any] = {}
-    for setting in in_force.values():
+    for setting in effective.values():
         *path, name = setting.key.split(".")
         section = nested
         for part in path:
@@ -109,8 +109,8 @@ def load_config(
     try:
         config = Config.model_validate(nested, context=FROM_SOURCES)
     except ValidationError as error:
-        raise _wrong_value(error, in_force) from error
-    return config, {key: in_force[key].origin if key in in_force else Origin("default") for key in known}
+        raise _wrong_value(error, effective) from error
+    return config, {key: effective[key].origin if key in effective else Origin("default") for key in known}
 
 
 def _cluster_keys(settings: Sequence[Setting]) -> Iterator[str]:
@@ -276,12 +276,12 @@ _IN_OUR_WORDS = {
 """Validation messages that are clearer than those of pydantic."""
 
 
-def _wrong_value(error: ValidationError, in_force: Mapping[str, Setting]) -> InvalidArgument:
+def _wrong_value(error: ValidationError, effective: Mapping[str, Setting]) -> InvalidArgument:
     first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"]]
     message = _IN_OUR_WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     for end in range(len(path), 0, -1):
-        setting = in_force.get(".".join(path[:end]))
+        setting = effective.get(".".join(path[:end]))
         if setting is not None:
             within = ".".join(path[end:])  # e.g. which field of which volume
             message = f"{message} ('{within}')" if within else message

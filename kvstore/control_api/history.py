@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
 
 MOST_FAULTS: Final = 500
+RECENT_S: Final = 60
+"""Latency of a single node is that of the loads of this time."""
 
 
 class HistoryQueries:
@@ -56,7 +58,12 @@ class HistoryQueries:
         now_s = time.time()
         points, faults = merge(server, asked.answers, step_s, now_s)
         return models.FiguresOfLastHour(
-            step_s=step_s, now_s=now_s, points=points, faults=faults, unreached=serializers.unreached(asked.failed)
+            step_s=step_s,
+            now_s=now_s,
+            points=points,
+            faults=faults,
+            load_by_node=load_by_node(asked.answers, step_s, now_s),
+            unreached=serializers.unreached(asked.failed),
         )
 
     async def _server(self, request: pb.DescribeHistoryRequest) -> pb.DescribeHistoryResponse | None:
@@ -121,6 +128,27 @@ def merge(
     return [_entry(at_s, sums[at_s]) for at_s in sorted(sums) if at_s <= complete_s], [
         _fault(*one) for one in faults[:MOST_FAULTS]
     ]
+
+
+def load_by_node(
+    nodes: Mapping[str, pb.DescribeHistoryResponse], step_s: int, now_s: float
+) -> dict[str, models.LatencyPercentiles]:
+    """Return the latency of the loads of each node in the last minute. A node without loads is left out.
+
+    Args:
+        nodes: checked figures of nodes, by id.
+        step_s: length of an interval.
+        now_s: present Unix time.
+    """
+    latencies: dict[str, models.LatencyPercentiles] = {}
+    for node_id, found in sorted(nodes.items()):
+        sums = _Sums()
+        shown = {position: 0 for position, at_s in enumerate(found.at_seconds) if at_s > now_s - RECENT_S - step_s}
+        _add({0: sums}, [], node_id, found, shown)
+        latency = _latency(sums, "load")
+        if latency is not None:
+            latencies[node_id] = latency
+    return latencies
 
 
 def _add(

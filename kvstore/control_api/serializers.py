@@ -432,6 +432,7 @@ def slow_loads(answers: Mapping[str, pb.ListSlowLoadsResponse], most: int) -> li
             blocks=load.blocks,
             hit_blocks=load.hit_blocks,
             reason=load.reason,
+            action=load.action or None,
             figures=dict(load.figures),
         )
         for node_id, answer in answers.items()

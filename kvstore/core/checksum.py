@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.core.buffers import BlockBuffer, DenseBlocks
+from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
-from kvstore.native import CopyBatch, hash_parts, run
+from kvstore.native import CopyBatch, address_of, hash_parts, run
 
 ChecksumArray = npt.NDArray[np.uint64]
 """``[blocks, layers]``."""
@@ -67,6 +67,12 @@ def block_checksums(buffer: BlockBuffer, blocks: Sequence[int]) -> ChecksumArray
         if not 0 <= int(which.min()) <= int(which.max()) < buffer.count:
             raise InvalidArgument("no such block in the buffer", blocks=(int(which.min()), int(which.max())), count=buffer.count)
         return _dense_checksums(buffer, which, found)
+    if isinstance(buffer, ScatteredBlocks) and shape.block_bytes and len(blocks):
+        views = [buffer.segments(block, 0, shape.layers)[0] for block in blocks]
+        sources = np.fromiter(map(address_of, views), np.uint64, len(views))
+        bounds = int(sources.min()), int(sources.max()) + shape.block_bytes
+        run(CopyBatch(sources, None, bounds, size=shape.layer_block_bytes, parts=shape.layers), found.reshape(-1))
+        return found
     for row, block in enumerate(blocks):
         pieces = buffer.segments(block, 0, shape.layers)
         if len(pieces) == 1:

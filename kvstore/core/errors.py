@@ -22,6 +22,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from enum import StrEnum
 from typing import ClassVar
 
@@ -139,3 +141,13 @@ class Internal(KVStoreError):
     """The store failed in an unexpected way: a bug. Report it with the log of the server."""
 
     kind = ErrorKind.INTERNAL
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that adds an optional extra of this package, such as ``admin``, for messages.
+
+    pip reads the extras of an installed package from its metadata and asks an index only for the libraries, so the command
+    works although this package is on no index. It names the running interpreter: pip of another environment would search the
+    index for the package.
+    """
+    return f"{shlex.quote(sys.executable)} -m pip install 'kvstore-dualpath[{extra}]'"

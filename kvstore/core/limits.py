@@ -31,10 +31,10 @@ MAX_FRAME_HEADER_BYTES = 8 << 20
 MAX_AGENT_BYTES = 256 << 10
 """Metadata of a NIXL agent: addresses and keys of its registered memory."""
 MAX_TRANSFER_ID_BYTES = 64
-"""The name of one hand-over of a prompt."""
+"""The name of one handoff of a prompt."""
 MAX_DATA_CONNECTIONS = 256
 MAX_HELD_CONNECTIONS = 64
-"""Of one client to one node: hand-overs under way. Each has a connection while its prompt is computed."""
+"""Of one client to one node: handoffs under way. Each has a connection while its prompt is computed."""
 MAX_SESSIONS = 256
 TENANT_SHARE = 4
 """A tenant that is confined by its token may use at most this fraction (1/n) of each shared resource: waiting calls, sessions
@@ -54,7 +54,7 @@ MAX_NAMESPACES_OF_TENANT = 1_024
 """Of one named tenant, in an index and at a node: a salt is enough to make another. Those of no tenant have no such bound."""
 MAX_SCHEDULED_BYTES = 512 << 20
 """Limit for the requests in a metadata server that wait for engines or have them, together with the waiting calls."""
-MAX_NEAR_NAMES = 64 << 10
+MAX_CACHED_PREFIX_NAMES = 64 << 10
 """Characters of all names of engines that one request says to have a part of its prompt at hand."""
 MAX_REPLAN_RANGES = 1_024
 """Maximum number of ranges in which a client reports the arrived bytes of a failed part. With more gaps it reports fewer bytes;

@@ -40,7 +40,7 @@ class Outcome(IntEnum):
     CORRUPT = 3
     UNAVAILABLE = 4
     TIMEOUT = 5
-    NO_ROOM = 6
+    NO_SPACE = 6
 
 
 class StoreOutcome(IntEnum):

@@ -46,7 +46,7 @@ def _shared_disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
                 f" {show_size(free)} is free"
             )
             yield Finding(
-                "storage", Level.MISSING, what, f"df -h {shlex.quote(where)}   # make room, or give them less in node.nvme"
+                "storage", Level.MISSING, what, f"df -h {shlex.quote(where)}   # free space, or give them less in node.nvme"
             )
     for disk, paths in by_disk.items():
         if len(paths) > 1:

@@ -33,9 +33,7 @@ def certificate_findings(facts: Facts, wanted: Wanted, now_s: float) -> Iterator
             yield Finding(area, Level.WARNING, what, "sudo kvstore doctor")
             continue
         if (broken := found.text("broken")) is not None:
-            yield Finding(
-                area, Level.MISSING, f"[{asked.section}.tls]: {broken}", "ls -l /etc/kvstore/tls   # docs/how-to/security.md"
-            )
+            yield Finding(area, Level.MISSING, f"[{asked.section}.tls]: {broken}", "ls -l /etc/kvstore/tls")
         for one in found.sections("certificates"):
             yield _judge(asked.section, one.text("file") or "?", one.number("ends"), one.text("names"), now_s)
 

@@ -57,7 +57,7 @@ def _software(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
             "software",
             Level.WARNING,
             text,
-            "pip install --force-reinstall kvstore-dualpath  # needs a C compiler: apt install gcc",
+            "sudo apt install gcc   # then make and install the wheel again; in a clone: python scripts/build_kernel.py",
         )
     elif kernel is not None:
         yield Finding("software", Level.OK, f"copies and checksums by the native kernel {kernel}")
@@ -166,7 +166,7 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
     elif short > 0:
         yield Finding(
             area, Level.MISSING, f"{path}: {show_size(short)} too little for {show_size(volume.capacity_bytes)}",
-            f"df -h {shlex.quote(nearest)}   # make room, or give it less in node.nvme",
+            f"df -h {shlex.quote(nearest)}   # free space, or give it less in node.nvme",
         )  # fmt: skip
     refused = folder.text("direct")
     if refused is None:
@@ -268,10 +268,10 @@ def _reserve(what: str, memory: Section, wanted: Wanted, pages: int) -> tuple[st
     size, free, reserved = (memory.number(f"huge_page{name}") or 0 for name in ("_bytes", "s_free", "s_total"))
     total, available = memory.number("total_bytes") or 0, memory.number("available_bytes") or 0
     kept = max(HOST_LEAST, total // 10)
-    room = max(0, available - kept) // size
-    if pages - reserved <= room:
+    space = max(0, available - kept) // size
+    if pages - reserved <= space:
         return what, f"sudo sysctl -w vm.nr_hugepages={pages}"
-    fits = (free + room) * size
+    fits = (free + space) * size
     if wanted.dram_bytes > total:
         fits = min(fits, total // 2)  # the same limit as in the finding on the arena
     what = (

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvstore import native
 from kvstore.core.errors import CorruptBlock
+from kvstore.health.certificate_file import certificate_end_s, certificate_names
 from kvstore.process.host_memory import memory_available, memory_total
 from kvstore.tiers.io_engines.probe import SLAB_FILE, nvidia_cards
 from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, newest_superblock
@@ -230,11 +231,10 @@ def certificates(ca: str, cert: str, key: str) -> dict[str, object]:
     except (ssl.SSLError, OSError, ValueError) as error:
         which = ", ".join(filter(None, (ca, cert, key)))
         return {"broken": f"{which} cannot be used: {getattr(error, 'reason', None) or error}"}
-    found = []
-    for file in filter(None, (ca, cert)):
-        decoded = ssl._ssl._test_decode_cert(file)  # type: ignore[attr-defined]  # the only reader of a leaf in the library
-        names = ", ".join(value for _, value in decoded.get("subjectAltName", ()))
-        found.append({"file": file, "ends": int(ssl.cert_time_to_seconds(decoded["notAfter"])), "names": names})
+    found = [
+        {"file": file, "ends": certificate_end_s(Path(file)), "names": ", ".join(certificate_names(Path(file)))}
+        for file in filter(None, (ca, cert))
+    ]
     return {"certificates": found}
 
 

@@ -1,4 +1,4 @@
-"""Predicted arrival time of a request's parts: the model that `split` minimises and that every plan records."""
+"""Predicted time at which all parts of a request have arrived. `split` minimises it, and every plan records it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kvstore.dualpath.contract import NodeState, ReadSide
 
 
 def finish_seconds(shares: Iterable[tuple[NodeState, ReadSide, int]], prefill: NodeState | None) -> float:
-    """Seconds from now until the last byte is with the prefill engine.
+    """Return the seconds from now until the last byte is at the prefill engine.
 
     Args:
         shares: node, side and bytes of each share.
-        prefill: the prefill node; None: its CNIC is taken to be no limit.
+        prefill: the prefill node; None: unknown, so its CNIC is not considered.
     """
     latest = 0.0
     forwarded = 0

@@ -1,9 +1,9 @@
-"""Bandwidth of a node's storage link, learnt from real transfers.
+"""Bandwidth of a node's storage link, estimated from transfers.
 
 The estimate is the credited bytes divided by the time in which the queue was not empty. Both decay exponentially in *busy*
-time, so that idle gaps do not count, any number of parts may be in flight, and a burst of reports only moves bytes between
-neighbouring moments. A prior (the configured rate, weighted like one time constant) stabilises the start. While a link is idle,
-its estimate returns slowly to the configured rate, so that a link that was slow once is tried again.
+time, so that idle gaps do not count and any number of parts may be in flight. A burst of reports only shifts bytes by a short
+time. A prior (the configured rate, weighted like one time constant) stabilises the start. While a link is idle, its estimate
+returns slowly to the configured rate, so that a link that was slow once is tried again.
 
 A queue that makes no progress loses its weight: of the time since the last bytes, only the time that the pending bytes would
 need counts. Otherwise a dead client, or one byte that is never reported, would lower the estimate for all.
@@ -26,7 +26,7 @@ MOST_SHARE = 32.0
 
 
 class BandwidthEstimator:
-    """One link.
+    """Estimator of one link.
 
     Args:
         configured: bytes/s assumed at the start.
@@ -51,7 +51,7 @@ class BandwidthEstimator:
         self._learnt = False  # bytes have arrived
 
     def begin(self, now: float) -> None:
-        """The queue is no longer empty."""
+        """Record that the queue is no longer empty."""
         if self._since is None:
             rate = self.rate(now)
             self._bytes = rate * self._busy
@@ -59,13 +59,13 @@ class BandwidthEstimator:
             self._since, self._idle = now, None
 
     def end(self, now: float) -> None:
-        """The queue is empty."""
+        """Record that the queue became empty."""
         if self._since is not None:
             self.credit(0, now)
             self._since, self._idle = None, now
 
     def credit(self, nbytes: int, now: float, pending: float = math.inf) -> None:
-        """Advance the time in which the queue was not empty.
+        """Record bytes that arrived, and the time that passed while the queue was not empty.
 
         Args:
             nbytes: bytes that arrived over this link since the last call.
@@ -95,11 +95,11 @@ class BandwidthEstimator:
             self._mark, self._waited = self.rate(now), 0.0
 
     def has_learnt(self, now: float) -> bool:
-        """Whether bytes that came make up most of the estimate: an idle link forgets them after ``recovery_s``."""
+        """Return whether the estimate is mostly measured. After ``recovery_s`` of idle time it is mostly configured again."""
         return self._learnt and (self._idle is None or now - self._idle < self.recovery_s)
 
     def rate(self, now: float) -> float:
-        """Estimate in bytes/s, greater than zero."""
+        """Return the estimate in bytes/s, greater than zero."""
         rate, least = self._bytes / self._busy, self.configured * LEAST_SHARE
         if rate < least:
             rate = least

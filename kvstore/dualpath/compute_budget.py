@@ -9,28 +9,28 @@ from typing import Protocol
 from kvstore.core.errors import InvalidArgument
 
 QUOTA_S = 0.3
-"""The paper's."""
+"""Default quota of a batch in seconds: the value of the paper."""
 
 
 class AttentionModel(Protocol):
-    """Predicts attention time: the theoretical work of a batch is summed, a profiled fit makes seconds of the sum."""
+    """Predicts the attention time of a batch: sums the theoretical work of its chunks, and converts the sum to seconds."""
 
     def work(self, cached: int, tokens: int) -> float:
-        """Attention work (say, FLOPs) of ``tokens`` new tokens after ``cached`` ones; does not fall as either grows."""
+        """Return the work (e.g. FLOPs) of ``tokens`` new tokens after ``cached`` ones. Must not fall as either grows."""
         ...
 
     def seconds(self, work: float) -> float:
-        """Time of a batch with that much work; does not fall as it grows."""
+        """Return the time of a batch with this work. Must not fall as the work grows."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Tokens of one request that need computing, in or for one batch.
+    """Tokens of one request to compute in one batch.
 
     Attributes:
-        cached: tokens before them, whose KV is there.
-        tokens: how many.
+        cached: tokens before the chunk, whose KV is already loaded.
+        tokens: number of tokens in the chunk.
     """
 
     cached: int

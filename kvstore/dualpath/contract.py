@@ -21,7 +21,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS, MAX_KEYS_PER_CALL, MAX_NAME_BYTES
 
 MAX_RELAYS = 64
-"""Candidates for relaying in one request; more would only make the decision slow."""
+"""Maximum number of relay candidates of a request. More would make the decision slow."""
 
 
 class ReadSide(StrEnum):
@@ -40,13 +40,13 @@ class PlanRequest:
     """Blocks of one prompt that must come from storage.
 
     Attributes:
-        request_id: names the request to people; need not be unique.
-        blocks: how many blocks to read; zero is allowed and gives an empty plan.
+        request_id: name of the request for operators; need not be unique.
+        blocks: number of blocks to read; 0 gives an empty plan.
         block_bytes: bytes of a full block.
         block_tokens: tokens of a block.
         prefill_node: node of the engine that computes the prompt.
-        decode_node: node of the engine that will decode; None while it is not known (or there is none).
-        relays: third nodes that may be used; nodes named twice count once.
+        decode_node: node of the engine that will decode; None: not known, or no such engine.
+        relays: third nodes that may read; duplicates are ignored.
     """
 
     request_id: str
@@ -70,18 +70,18 @@ class PlanRequest:
             raise InvalidArgument("a name is too long", most=MAX_NAME_BYTES)
 
     def with_relays(self, relays: tuple[str, ...]) -> PlanRequest:
-        """The same request, with these relays."""
+        """Return the same request with other relays."""
         return PlanRequest(
             self.request_id, self.blocks, self.block_bytes, self.block_tokens, self.prefill_node, self.decode_node, relays
         )
 
     @property
     def total_bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return self.blocks * self.block_bytes
 
     def candidates(self) -> list[tuple[str, ReadSide]]:
-        """Every node that may read, once, under its best side: prefill, then decode, then the relays in their order."""
+        """Return the nodes that may read, each once, under its best side: prefill, decode, then the relays in order."""
         sides = {self.prefill_node: ReadSide.PREFILL}
         if self.decode_node is not None:
             sides.setdefault(self.decode_node, ReadSide.DECODE)
@@ -95,11 +95,11 @@ Span: TypeAlias = tuple[int, int]
 
 
 def spans_of(arrived: Sequence[bool] | bytes, start: int = 0) -> Iterator[Span]:
-    """Spans of the flags that are true.
+    """Iterate over the spans of true flags.
 
     Args:
-        arrived: a flag (or a byte: zero is false) a block.
-        start: the block that the first flag speaks of.
+        arrived: one flag (or byte: 0 is false) per block.
+        start: block of the first flag.
     """
     begin: int | None = None
     for position, flag in enumerate(arrived):
@@ -113,7 +113,7 @@ def spans_of(arrived: Sequence[bool] | bytes, start: int = 0) -> Iterator[Span]:
 
 
 class Share(NamedTuple):
-    """A policy's answer per node: ``blocks`` (at least one) of the request through ``node``.
+    """The number of blocks (at least one) that a policy assigns to a node.
 
     Shares map to the blocks in order: the first share gets the leading blocks.
     """
@@ -125,7 +125,7 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class PlanPart:
-    """A run of blocks that one node reads. ``index`` is unique in its plan over all attempts."""
+    """Consecutive blocks that one node reads. ``index`` is unique in its plan over all attempts."""
 
     index: int
     node: str
@@ -135,7 +135,7 @@ class PlanPart:
 
     @property
     def end(self) -> int:
-        """One past the last block."""
+        """Number after that of the last block."""
         return self.start + self.count
 
 
@@ -143,14 +143,14 @@ class NodeState(NamedTuple):
     """State of a node at the moment of a decision.
 
     Attributes:
-        node: its name.
+        node: name of the node.
         alive: whether it accepts work.
         pending_bytes: planned storage reads that have not been reported done.
-        pending_tokens: the same in tokens, the unit of the paper.
+        pending_tokens: ``pending_bytes`` in tokens, the unit of the paper.
         snic: estimated storage bandwidth, bytes/s; greater than zero.
         cnic: compute network bandwidth in each direction, bytes/s; greater than zero.
-        sending_bytes: pending reads that it forwards to other nodes.
-        receiving_bytes: pending bytes that other nodes forward to it.
+        sending_bytes: pending reads that the node forwards to other nodes.
+        receiving_bytes: pending bytes that other nodes forward to the node.
     """
 
     node: str
@@ -164,14 +164,14 @@ class NodeState(NamedTuple):
 
 
 class Reasons(NamedTuple):
-    """The numbers that a plan was decided on, for operators.
+    """The numbers that a decision was based on, for operators.
 
     Attributes:
         policy: name of the policy.
-        now: when it was decided.
+        now: time of the decision.
         nodes: state of each candidate before the plan was charged.
         predicted_seconds: time from ``now`` until the last part arrives, if nothing else is planned; 0 for an empty plan.
-        excluded: candidates that had failed in this plan, were dead, or unknown.
+        excluded: candidates that had failed in this plan, were dead or were not known.
     """
 
     policy: str
@@ -185,11 +185,12 @@ class LoadPlan(NamedTuple):
     """Parts to start now.
 
     Attributes:
-        plan_id: names the plan in reports; never used twice by one planner.
-        attempt: generation, 0 for the first answer; each re-plan has the next. Parts of earlier attempts that did not fail go on
-            as they are, under their own generation.
-        parts: what to start. Of a re-plan: only the new parts.
-        reasons: why.
+        plan_id: id of the plan in reports; a planner never uses it again.
+        attempt: generation of the answer: 0 for the first, one more for each re-plan. Parts of earlier attempts that did not fail
+            continue under their own generation.
+        request: the request.
+        parts: the parts to start; for a re-plan, only the new parts.
+        reasons: the numbers that the decision was based on.
     """
 
     plan_id: int
@@ -225,13 +226,13 @@ class PlanPolicy(Protocol):
 
     @property
     def name(self) -> str:
-        """As configured and shown."""
+        """Name of the policy in the configuration and in reports."""
         ...
 
     def choose(
         self, request: PlanRequest, nodes: Sequence[tuple[NodeState, ReadSide]], prefill: NodeState | None
     ) -> Sequence[Share]:
-        """Return shares whose blocks add up to ``request.blocks`` (or none: nothing is read).
+        """Return shares whose blocks add up to ``request.blocks``, or no shares to read nothing.
 
         Args:
             request: the request; at least one block.

@@ -1,4 +1,4 @@
-"""The names with the smallest values, under constant changes of the values.
+"""Finds the names with the smallest values while the values change constantly.
 
 A sorted list: a change is a bisection and a move of pointers, some kilobytes for a thousand names. A decision therefore costs
 about the same for six nodes and for ten thousand.
@@ -11,7 +11,7 @@ from collections.abc import Container
 
 
 class ShortestFirst:
-    """Names, each with a key; among equal keys the one that was changed first."""
+    """Names ordered by their keys. Among equal keys, the name that was set first comes first."""
 
     __slots__ = ("_entries", "_order", "_tick")
 
@@ -24,20 +24,20 @@ class ShortestFirst:
         return len(self._order)
 
     def set(self, name: str, key: float) -> None:
-        """The name is in, with this key from now on."""
+        """Add a name, or change its key."""
         self.drop(name)
         self._tick += 1
         entry = self._entries[name] = (key, self._tick, name)
         insort(self._order, entry)
 
     def drop(self, name: str) -> None:
-        """The name is out; nothing happens if it was."""
+        """Remove a name, if it is present."""
         entry = self._entries.pop(name, None)
         if entry is not None:
             del self._order[bisect_left(self._order, entry)]
 
     def least(self, count: int, without: Container[str] = ()) -> list[str]:
-        """Up to ``count`` names in the order of their keys, none of ``without``."""
+        """Return up to ``count`` names with the smallest keys, in order, except those in ``without``."""
         found: list[str] = []
         for _, _, name in self._order:
             if len(found) >= count:

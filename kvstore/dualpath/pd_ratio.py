@@ -13,7 +13,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """A cluster.
+    """Size and bandwidths of a cluster.
 
     Attributes:
         prefill_nodes: P.
@@ -62,7 +62,7 @@ class RatioVerdict:
 
     @property
     def free(self) -> bool:
-        """No CNIC or DRAM is the bottleneck."""
+        """Whether no CNIC or DRAM is a bottleneck."""
         return max(self.loads.values()) <= 1.0 + ROUNDING
 
     @property
@@ -72,7 +72,7 @@ class RatioVerdict:
 
     @property
     def sentence(self) -> str:
-        """All this for people."""
+        """The verdict as one sentence for operators."""
         bed, load = self.bed, self.loads[self.busiest]
         name = f"{bed.prefill_nodes}P{bed.decode_nodes}D"
         if self.free:
@@ -93,7 +93,7 @@ class RatioVerdict:
 
 
 def judge(bed: Bed) -> RatioVerdict:
-    """Equation 9 for a bed."""
+    """Apply equation 9 to a cluster."""
     ratio = bed.prefill_nodes / bed.decode_nodes
     s, g = bed.storage / bed.cnic, bed.gpus
     memory = bed.dram / bed.storage

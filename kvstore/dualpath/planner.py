@@ -1,11 +1,14 @@
 """The path planner: plans reads, maintains the queues, plans failed parts again.
 
-Exactly one part owes every block of a plan until it is reported arrived, or the plan ends. Reports may be lost, late or
-repeated: progress is cumulative, and reports for ended plans or parts are counted and ignored.
+Until a block is reported arrived or its plan ends, exactly one part is responsible for it. Reports may be lost, late or repeated:
+progress is cumulative, and reports for ended plans or parts are counted and ignored.
 
-The charge of a plan marks a link as busy, so it must not count longer than that is likely. A plan stays alive by progress, not
-by reports. At one node it counts for at most ``queues.QUEUE_S`` of reading. A plan without progress for longer than the work
-before it can have taken is stalled: it does not count until it makes progress.
+A plan in the queues makes its links look busy. Three rules limit how long it counts:
+
+1. Only progress keeps a plan alive, not reports.
+2. At one node, a plan counts for at most ``queues.QUEUE_S`` of reading.
+3. A plan is stalled if it makes no progress for longer than the work queued before it can take. It then does not count until it
+   makes progress.
 """
 
 from __future__ import annotations
@@ -35,31 +38,32 @@ from kvstore.dualpath.contract import (
 from kvstore.dualpath.queues import Charge, ReadQueues
 
 PLAN_LIFE_S = 60.0
-"""A plan without progress for this long is given up: its client is taken to be dead."""
+"""A plan without progress for this long expires, because its client is considered dead."""
 PATIENCE_S = 5.0
 """A plan is stalled after this time without progress, plus twice the time that its nodes need, at their measured rates, for the
 work queued before it. Clients give a part to another host after a second (``stall_s``)."""
 DEADLINE_GRACE_S = 1.0
-"""A plan with a deadline that is still reported on may outlive it by this time, for bytes in flight."""
+"""A plan that still makes progress may exceed its deadline by this time, for bytes in flight."""
 DECISIONS_KEPT = 256
+"""Default of the maximum number of recent decisions."""
 DECISION_PARTS_KEPT = 16_384
-"""Of the decisions that are kept, parts in all: some 2 MB."""
+"""Maximum number of parts of all recent decisions: about 2 MB."""
 
 
 @dataclass(slots=True)
 class PlannerCounters:
-    """Totals since the start."""
+    """Totals since the planner was created."""
 
     plans: int = 0
     replans: int = 0
     finished: int = 0
     given_up: int = 0
-    """Plans that no node was left for, or that their client aborted."""
+    """Plans that no node could read, or that their client aborted."""
     expired: int = 0
     stalled: int = 0
-    """Times that a plan ceased to count, as nothing of it moved."""
+    """Number of times that a plan stalled."""
     late_reports: int = 0
-    """Reports for plans or parts that were over."""
+    """Reports for plans or parts that had ended."""
 
 
 @dataclass(slots=True)
@@ -74,25 +78,25 @@ class _Live:
     last: float
     """Reports do not move the deadline beyond this."""
     patience: float = 0.0
-    """Seconds without progress after which it is in doubt."""
-    doubt: float = math.inf
-    """When it will be, unless something moves."""
+    """Seconds without progress after which the plan is stalled."""
+    stalls_at: float = math.inf
+    """Time at which the plan is stalled unless it makes progress."""
     stalled: bool = False
-    """It is, and does not count."""
+    """Whether the plan is stalled, so that it does not count in the queues."""
     parts: list[PlanPart] = field(default_factory=list)
     charges: list[Charge | None] = field(default_factory=list)
     at: dict[str, Charge] = field(default_factory=dict)
-    """Its first charge at each node: the others there belong to it."""
+    """First charge of the plan at each node; later charges there share its limit."""
     failed: frozenset[str] = frozenset()
 
     @property
-    def wake(self) -> float:
-        """When it is to be looked at."""
-        return self.deadline if self.stalled or self.deadline < self.doubt else self.doubt
+    def next_check(self) -> float:
+        """Time of the next check by ``Planner.expire``."""
+        return self.deadline if self.stalled or self.deadline < self.stalls_at else self.stalls_at
 
 
 class Planner:
-    """One instance per cluster.
+    """The path planner of a cluster.
 
     Args:
         policy: divides requests; may be replaced at any time (existing plans keep theirs).
@@ -124,22 +128,22 @@ class Planner:
         self.relays = relays
         self._live: dict[int, _Live] = {}
         self._draw = draw or itertools.count(1).__next__
-        self._wakes: list[tuple[float, int]] = []
+        self._checks: list[tuple[float, int]] = []
         self._decisions: deque[LoadPlan] = deque()
         self._decisions_kept = decisions_kept
         self._parts_kept = 0  # of decisions
         self._parts_live = 0
 
     def __len__(self) -> int:
-        """Plans under way."""
+        """Number of plans in progress."""
         return len(self._live)
 
     def decisions(self) -> list[LoadPlan]:
-        """The last plans, oldest first."""
+        """Return the most recent decisions, oldest first."""
         return list(self._decisions)
 
     def live(self) -> list[PlanUnderWay]:
-        """The plans under way, by id."""
+        """Return the plans in progress, by id."""
         return [
             PlanUnderWay(
                 plan_id,
@@ -158,7 +162,7 @@ class Planner:
     # ---- nodes ----
 
     def add_node(self, node: str, snic: float, cnic: float) -> None:
-        """A node is there (again), with its configured bandwidths in bytes/s."""
+        """Add a node, or one that is alive again, with its configured bandwidths in bytes/s."""
         self.queues.join(node, snic, cnic)
 
     def remove_node(self, node: str) -> tuple[tuple[int, int], ...]:
@@ -184,8 +188,8 @@ class Planner:
         Args:
             request: the request.
             now: current time.
-            life_s: the plan expires after this time, or ``DEADLINE_GRACE_S`` later if it is reported on. 0: it lives while it
-                is reported on.
+            life_s: the plan expires after this time, or ``DEADLINE_GRACE_S`` later if it makes progress. 0: it lives while
+                it makes progress.
 
         Raises:
             InvalidArgument: a negative life.
@@ -193,8 +197,8 @@ class Planner:
             Unavailable: no living candidate.
         """
         if not life_s >= 0:
-            raise InvalidArgument("a plan's life is not below 0", life_s=life_s)
-        self._check_room(1)
+            raise InvalidArgument("life_s must be at least 0", life_s=life_s)
+        self._check_space(1)
         if self.relays and not request.relays:
             pair = {request.prefill_node, request.decode_node or request.prefill_node}
             request = request.with_relays(tuple(self.queues.idlest(self.relays, now, pair)))
@@ -207,20 +211,20 @@ class Planner:
         answer = self._decide(plan_id, live, [(0, request.blocks)] if request.blocks else [], now)
         self._live[plan_id] = live
         self._parts_live += 1 + len(live.parts)
-        self._wake(plan_id, live)
+        self._schedule_check(plan_id, live)
         self.counters.plans += 1
         return answer
 
     def progress(self, plan_id: int, part: int, blocks_done: int, now: float) -> bool:
-        """Blocks of a part that have arrived by now, in all: so a lost or repeated report does no harm.
+        """Record how many blocks of a part have arrived in total, so that a lost or repeated report does no harm.
 
-        Only what has newly arrived keeps a plan alive.
+        Only newly arrived blocks keep a plan alive.
 
         Returns:
-            False: the plan or the part is over; the client had better stop.
+            False: the plan or the part has ended, and the client should stop loading it.
 
         Raises:
-            InvalidArgument: there was never such a part, or it has fewer blocks.
+            InvalidArgument: the part does not exist, or it has fewer blocks.
         """
         live = self._live.get(plan_id)
         if live is None:
@@ -240,7 +244,7 @@ class Planner:
         return True
 
     def finish(self, plan_id: int, now: float) -> bool:
-        """End a load; blocks that were not reported will not arrive. False: the plan had already ended."""
+        """End a plan whose load has ended. Return False if it had ended before."""
         if plan_id not in self._live:
             self.counters.late_reports += 1
             return False
@@ -249,7 +253,7 @@ class Planner:
         return True
 
     def abort(self, plan_id: int, now: float) -> bool:
-        """The client wants no more of it. False: the plan was over before."""
+        """End a plan that the client aborted. Return False if it had ended before."""
         if plan_id not in self._live:
             self.counters.late_reports += 1
             return False
@@ -278,16 +282,16 @@ class Planner:
         live = self._live.get(plan_id)
         if live is None:
             self.counters.late_reports += 1
-            raise NotFound("plan is over", plan_id=plan_id)
+            raise NotFound("the plan has ended", plan_id=plan_id)
         charge = self._charge(live, part)
         if charge is None:
-            raise InvalidArgument("part is over", plan_id=plan_id, part=part)
+            raise InvalidArgument("the part has ended", plan_id=plan_id, part=part)
         failed = live.parts[part]
         missing = missing_spans(failed, arrived)
-        more = len(missing) + len(live.request.relays) + 2  # each node's share may begin within a span
+        more = len(missing) + len(live.request.relays) + 2  # a node's share may begin within a span and so divide it
         if len(live.parts) + more > limits.MAX_PLAN_PARTS:
             raise CapacityExceeded("the plan has too many parts", plan_id=plan_id, limit=limits.MAX_PLAN_PARTS)
-        self._check_room(more)
+        self._check_space(more)
         self._moved(plan_id, live, now)
         done = failed.count - sum(count for _, count in missing)
         self.queues.credit(charge, max(0, done - (failed.count - charge.blocks)), now, moved=True)
@@ -303,19 +307,19 @@ class Planner:
             self.counters.given_up += 1
             raise
         self._parts_live += len(live.parts) - parts
-        self._wake(plan_id, live)
+        self._schedule_check(plan_id, live)
         self.counters.replans += 1
         return answer
 
     def expire(self, now: float) -> list[int]:
-        """Gives up the plans whose clients have been silent for too long, and stops to count those of which nothing moves.
+        """End the plans whose deadline has passed, and mark plans without progress as stalled.
 
         Returns:
-            Ids of those given up.
+            Ids of the plans that expired.
         """
         over = []
-        while self._wakes and self._wakes[0][0] <= now:
-            _, plan_id = heapq.heappop(self._wakes)
+        while self._checks and self._checks[0][0] <= now:
+            _, plan_id = heapq.heappop(self._checks)
             live = self._live.get(plan_id)
             if live is None:
                 continue
@@ -323,25 +327,25 @@ class Planner:
                 self._end(plan_id, now)
                 over.append(plan_id)
                 continue
-            if not live.stalled and live.doubt <= now:
+            if not live.stalled and live.stalls_at <= now:
                 self._count(live, now, stalled=True)
-            heapq.heappush(self._wakes, (live.wake, plan_id))  # something moved since, or its end is all that is left
+            heapq.heappush(self._checks, (live.next_check, plan_id))  # it made progress since, or only its deadline remains
         self.counters.expired += len(over)
         return over
 
     # ---- within ----
 
-    def _check_room(self, parts: int) -> None:
+    def _check_space(self, parts: int) -> None:
         if self._parts_live + parts > limits.MAX_PARTS_UNDER_WAY:
             most = limits.MAX_PARTS_UNDER_WAY
-            raise CapacityExceeded("too many parts of loads are planned", parts=self._parts_live, limit=most)
+            raise CapacityExceeded("too many parts are in progress", parts=self._parts_live, limit=most)
 
-    def _wake(self, plan_id: int, live: _Live) -> None:
+    def _schedule_check(self, plan_id: int, live: _Live) -> None:
         """Schedule the next check of the plan."""
-        heapq.heappush(self._wakes, (live.wake, plan_id))
-        if len(self._wakes) > 2 * len(self._live) + 1_024:  # most are of plans that are over
-            self._wakes = [(one.wake, number) for number, one in self._live.items()]
-            heapq.heapify(self._wakes)
+        heapq.heappush(self._checks, (live.next_check, plan_id))
+        if len(self._checks) > 2 * len(self._live) + 1_024:  # most belong to plans that have ended
+            self._checks = [(one.next_check, number) for number, one in self._live.items()]
+            heapq.heapify(self._checks)
 
     def _moved(self, plan_id: int, live: _Live, now: float) -> None:
         """Record progress of the plan: blocks arrived, or a part was planned again."""
@@ -350,20 +354,20 @@ class Planner:
             deadline = live.last
         if deadline > live.deadline:
             live.deadline = deadline
-        live.doubt = now + live.patience
+        live.stalls_at = now + live.patience
         if live.stalled:
             self._count(live, now, stalled=False)
-            self._wake(plan_id, live)
+            self._schedule_check(plan_id, live)
 
     def _count(self, live: _Live, now: float, *, stalled: bool) -> None:
-        """The plan does not count any more (``stalled``), or does again."""
+        """Exclude a plan from the queues (``stalled``), or include it again."""
         live.stalled = stalled
         self.counters.stalled += stalled and any(charge is not None and charge.blocks for charge in live.charges)
         for charge in live.at.values():
-            self.queues.doubt(charge, now, stalled=stalled)
+            self.queues.mark_stalled(charge, now, stalled=stalled)
 
     def _end(self, plan_id: int, now: float) -> None:
-        """The plan is under way no longer."""
+        """Remove a plan, and return its charges."""
         live = self._live.pop(plan_id)
         self._parts_live -= 1 + len(live.parts)
         self._release(live, now)
@@ -381,7 +385,7 @@ class Planner:
                 self.queues.credit(charge, charge.blocks, now, moved=False)
 
     def _decide(self, plan_id: int, live: _Live, missing: Sequence[Span], now: float) -> LoadPlan:
-        """Asks the policy about the missing blocks, charges the answer, remembers why."""
+        """Let the policy assign the missing blocks to nodes, charge them, and record the reasons."""
         request = live.request
         blocks = sum([count for _, count in missing])
         usable: list[tuple[NodeState, ReadSide]] = []
@@ -400,13 +404,13 @@ class Planner:
         if blocks:
             if not usable:
                 raise Unavailable("no node can read", request=request.request_id, excluded=",".join(excluded))
-            asked = request if blocks == request.blocks else replace(request, blocks=blocks)
-            shares = live.policy.choose(asked, usable, prefill)
+            remaining = request if blocks == request.blocks else replace(request, blocks=blocks)
+            shares = live.policy.choose(remaining, usable, prefill)
             states = {state.node: state for state, _ in usable}
             predicted = finish_seconds(
                 [(states[node], side, count * request.block_bytes) for node, side, count in shares], prefill
             )
-        parts = lay(shares, missing, len(live.parts))
+        parts = parts_of(shares, missing, len(live.parts))
         for part in parts:
             sink = None if part.side is ReadSide.PREFILL else request.prefill_node
             charge = self.queues.charge(
@@ -417,13 +421,13 @@ class Planner:
             live.charges.append(charge)
         before = max([state.pending_bytes / state.snic for state, _ in usable if state.node in live.at], default=0.0)
         live.patience = self.patience_s + 2 * before
-        live.doubt = now + live.patience
+        live.stalls_at = now + live.patience
         reasons = Reasons(live.policy.name, now, tuple([state for state, _ in usable]), predicted, tuple(excluded))
         answer = LoadPlan(plan_id, live.attempt, request, parts, reasons)
-        self._keep(answer)
+        self._record(answer)
         return answer
 
-    def _keep(self, answer: LoadPlan) -> None:
+    def _record(self, answer: LoadPlan) -> None:
         """Record a decision, and drop the oldest if there are too many decisions or parts."""
         self._decisions.append(answer)
         self._parts_kept += len(answer.parts)
@@ -432,7 +436,7 @@ class Planner:
 
 
 def missing_spans(part: PlanPart, arrived: Iterable[Span]) -> list[Span]:
-    """Blocks of a part that are not in any of the spans.
+    """Return the spans of a part's blocks that are in none of the given spans.
 
     Raises:
         InvalidArgument: a span is empty or not within the part.
@@ -450,11 +454,11 @@ def missing_spans(part: PlanPart, arrived: Iterable[Span]) -> list[Span]:
     return missing
 
 
-def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> tuple[PlanPart, ...]:
-    """Parts that give each share its blocks, in order; a share over a gap becomes several parts.
+def parts_of(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> tuple[PlanPart, ...]:
+    """Return the parts that give each share its blocks, in order. A share that spans a gap becomes several parts.
 
     Args:
-        shares: a policy's answer; none: nothing is read.
+        shares: the answer of a policy; empty: nothing is read.
         missing: the blocks to read, ascending.
         first_index: index of the first part.
 
@@ -466,17 +470,17 @@ def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> t
     parts: list[PlanPart] = []
     spans = iter(missing)
     start, left, fits = 0, 0, True
-    for node, side, wanted in shares:
-        fits = fits and wanted > 0
-        while wanted > 0:
+    for node, side, blocks in shares:
+        fits = fits and blocks > 0
+        while blocks > 0:
             if not left:
                 start, left = next(spans, (0, 0))
                 if not left:
                     fits = False
                     break
-            count = min(wanted, left)
+            count = min(blocks, left)
             parts.append(PlanPart(first_index + len(parts), node, side, start, count))
-            start, left, wanted = start + count, left - count, wanted - count
+            start, left, blocks = start + count, left - count, blocks - count
     if not fits or left or next(spans, None):
-        raise Internal("the policy's shares are not the request", shares=[tuple(share) for share in shares])
+        raise Internal("the shares of the policy do not add up to the request", shares=[tuple(share) for share in shares])
     return tuple(parts)

@@ -36,7 +36,7 @@ class ShorterQueue:
 
 
 class RoundRobin:
-    """Whole requests in turn over the prefill and the decode side; the only policy that remembers anything: whose turn it is.
+    """Whole requests in turn over the prefill and the decode side. This is the only policy with state: the next turn.
 
     Relays are used only where neither side can read.
     """
@@ -69,14 +69,14 @@ POLICIES: dict[str, Callable[[], PlanPolicy]] = {
     "split": Split,
     "oracle": Oracle,
 }
-"""By the name that configuration and command lines use."""
+"""Policies by the name used in the configuration and on command lines."""
 
 
 def policy_named(name: str) -> PlanPolicy:
-    """A new policy with its defaults.
+    """Return a new policy with default parameters.
 
     Raises:
-        InvalidArgument: there is none of that name.
+        InvalidArgument: no policy has this name.
     """
     if name not in POLICIES:
         raise InvalidArgument("no such path policy", policy=name, known=", ".join(POLICIES))

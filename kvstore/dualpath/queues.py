@@ -1,7 +1,7 @@
 """Queues of planned reads per node: charged by planning, credited by progress, released at the end of a plan.
 
-The planner keeps the ledger (one ``Charge`` per part); this module only adds up. A charge refers to the node's entry itself, so
-that a node that left and rejoined under its name starts empty and old charges are not subtracted from it.
+The planner has one ``Charge`` per part; this module only adds up the charges. A charge refers to the entry of the node, not to
+its name. So a node that leaves and joins again starts with an empty queue, and old charges are not subtracted from it.
 
 A long queue steers loads away from a link, so one plan must not add an unbounded amount. Of a plan's blocks at a node only
 ``QUEUE_S`` of reading count, at the rate measured at planning time. A link with such a queue is already the last choice for
@@ -22,7 +22,7 @@ QUEUE_S = 10.0
 
 
 class _Entry:
-    """One node. ``sending`` and ``receiving`` are bytes that wait to be forwarded out of and into it."""
+    """Queue of one node. ``sending`` and ``receiving`` are bytes that wait to be forwarded from and to the node."""
 
     __slots__ = ("alive", "cnic", "link", "node", "pending_bytes", "pending_tokens", "receiving", "sending")
 
@@ -34,8 +34,8 @@ class _Entry:
         self.pending_bytes = self.pending_tokens = self.sending = self.receiving = 0
 
 
-class _Debt:
-    """All parts of one plan at one node: ``queued`` of its ``blocks`` count in the queues."""
+class _PlanReads:
+    """All parts of one plan at one node. Of its unread ``blocks``, ``queued`` count in the queues, at most ``most``."""
 
     __slots__ = ("block_bytes", "block_tokens", "blocks", "forwarded", "most", "queued", "sink", "source", "stalled")
 
@@ -43,7 +43,7 @@ class _Debt:
         self, source: _Entry, sink: _Entry | None, most: int, block_bytes: int, block_tokens: int, *, forwarded: bool
     ) -> None:
         self.source = source
-        self.sink = sink  # None also if it is not known
+        self.sink = sink  # None: nothing is forwarded, or the node is not known
         self.most = most
         self.block_bytes = block_bytes
         self.block_tokens = block_tokens
@@ -52,7 +52,7 @@ class _Debt:
         self.blocks = self.queued = 0
 
     def add(self, blocks: int) -> None:
-        """So many more (or fewer) are owed; the queues follow."""
+        """Add unread blocks (negative: subtract), and update the queues."""
         self.blocks += blocks
         queued = 0 if self.stalled else self.blocks
         if queued > self.most:
@@ -68,12 +68,12 @@ class _Debt:
 
 
 class Charge:
-    """Blocks of one part that count in the queues: ``blocks`` still to be read at its node and forwarded to the prefill node."""
+    """Unread ``blocks`` of one part, to be read at its node and forwarded to the prefill node."""
 
-    __slots__ = ("blocks", "debt")
+    __slots__ = ("blocks", "reads")
 
-    def __init__(self, debt: _Debt, blocks: int) -> None:
-        self.debt = debt
+    def __init__(self, reads: _PlanReads, blocks: int) -> None:
+        self.reads = reads
         self.blocks = blocks
 
 
@@ -82,18 +82,18 @@ class ReadQueues:
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Entry] = {}
-        self._drain = ShortestFirst()  # seconds of pending reads, of nodes that are alive
-        self._changed: dict[str, None] = {}  # names, not yet brought up to date there
+        self._drain = ShortestFirst()  # living nodes by the seconds that their pending reads take
+        self._changed: dict[str, None] = {}  # nodes whose entry in _drain is out of date
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def nodes(self) -> list[str]:
-        """Names of all nodes, dead ones too."""
+        """Return the names of all nodes, including dead ones."""
         return list(self._nodes)
 
     def join(self, node: str, snic: float, cnic: float) -> None:
-        """A node is there, with the bandwidths it was configured with, bytes/s. Known and unchanged: it is alive again.
+        """Add a node with its configured bandwidths in bytes/s. A known node with the same bandwidths becomes alive again.
 
         Raises:
             InvalidArgument: a bandwidth is not positive.
@@ -114,12 +114,12 @@ class ReadQueues:
             self._drain.drop(node)
 
     def forget(self, node: str) -> None:
-        """The node is known no longer."""
+        """Remove a node and its queue."""
         if self._nodes.pop(node, None) is not None:
             self._drain.drop(node)
 
     def idlest(self, count: int, now: float, without: Container[str] = ()) -> list[str]:
-        """Up to ``count`` nodes that are alive, those first that will have read soonest what is pending."""
+        """Return up to ``count`` living nodes, those with the shortest time of pending reads first."""
         for node in self._changed:
             entry = self._nodes.get(node)
             if entry is not None and entry.alive:
@@ -128,7 +128,7 @@ class ReadQueues:
         return self._drain.least(count, without)
 
     def state(self, node: str, now: float) -> NodeState | None:
-        """State of a node for a decision; None if it is not known."""
+        """Return the state of a node for a decision; None if it is not known."""
         entry = self._nodes.get(node)
         if entry is None:
             return None
@@ -144,7 +144,7 @@ class ReadQueues:
         )
 
     def has_learnt(self, node: str, now: float) -> bool:
-        """Whether the rate of a node's storage link was measured, as opposed to configured."""
+        """Return whether the rate of a node's storage link is measured rather than configured."""
         entry = self._nodes.get(node)
         return entry is not None and entry.link.has_learnt(now)
 
@@ -167,7 +167,7 @@ class ReadQueues:
             block_bytes: bytes of each.
             block_tokens: tokens of each.
             now: current time.
-            beside: a charge of the same plan at this node: both together count at most as much as one may.
+            beside: an earlier charge of the same plan at this node; the limit of ``QUEUE_S`` applies to both together.
 
         Raises:
             NotFound: the node is not known.
@@ -176,47 +176,47 @@ class ReadQueues:
         if source is None:
             raise NotFound("node is not known", node=node)
         source.link.credit(0, now, source.pending_bytes)
-        if beside is not None and beside.debt.source is source:
-            debt = beside.debt
+        if beside is not None and beside.reads.source is source:
+            reads = beside.reads
         else:
-            into = self._nodes.get(sink) if sink is not None else None
+            sink_entry = self._nodes.get(sink) if sink is not None else None
             most = max(1, int(source.link.rate(now) * QUEUE_S / block_bytes))
-            debt = _Debt(source, into, most, block_bytes, block_tokens, forwarded=sink is not None)
-        debt.add(blocks)
+            reads = _PlanReads(source, sink_entry, most, block_bytes, block_tokens, forwarded=sink is not None)
+        reads.add(blocks)
         self._settle(source, now)
-        return Charge(debt, blocks)
+        return Charge(reads, blocks)
 
-    def doubt(self, charge: Charge, now: float, *, stalled: bool) -> None:
+    def mark_stalled(self, charge: Charge, now: float, *, stalled: bool) -> None:
         """Exclude a stalled plan's blocks at a node from the queue (``stalled``), or include them again."""
-        debt = charge.debt
-        debt.source.link.credit(0, now, debt.source.pending_bytes)
-        debt.stalled = stalled
-        debt.add(0)
-        self._settle(debt.source, now)
+        reads = charge.reads
+        reads.source.link.credit(0, now, reads.source.pending_bytes)
+        reads.stalled = stalled
+        reads.add(0)
+        self._settle(reads.source, now)
 
     def credit(self, charge: Charge, blocks: int, now: float, *, moved: bool) -> int:
-        """Takes up to ``blocks`` off a charge.
+        """Subtract up to ``blocks`` from a charge.
 
         Args:
             charge: as returned by ``charge``.
-            blocks: how many; more than are owed counts as all.
-            now: when.
-            moved: they were really read (and so tell of the bandwidth), not given back.
+            blocks: number of blocks; more than the charge has counts as all of them.
+            now: current time.
+            moved: the blocks were read, so they count in the bandwidth estimate; False: they will not be read.
 
         Returns:
-            Blocks taken off.
+            Number of blocks subtracted.
         """
         if blocks > charge.blocks:
             blocks = charge.blocks
-        debt = charge.debt
-        debt.source.link.credit(blocks * debt.block_bytes if moved else 0, now, debt.source.pending_bytes)
+        reads = charge.reads
+        reads.source.link.credit(blocks * reads.block_bytes if moved else 0, now, reads.source.pending_bytes)
         charge.blocks -= blocks
-        debt.add(-blocks)
-        self._settle(debt.source, now)
+        reads.add(-blocks)
+        self._settle(reads.source, now)
         return blocks
 
     def _settle(self, source: _Entry, now: float) -> None:
-        """A queue has changed: its link is busy as long as there is anything in it."""
+        """Mark the link as busy or idle after its queue changed."""
         if source.pending_bytes:
             source.link.begin(now)
         else:

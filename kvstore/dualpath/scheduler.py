@@ -5,9 +5,9 @@ engine, from which it moves to the private queue of a decode group. It is *paire
 decides which nodes read its blocks. If a request loses an engine, its generation increases: reports under an older generation
 are ignored.
 
-Engines may report their own numbers (``EngineReport`` with ``tok`` and ``seq``). The scheduler tracks all other numbers itself,
-from its assignments and the reported completions, even if the engine reported them earlier: otherwise old figures would remain
-valid. A report must include everything that earlier fetches answered.
+Engines may report their own numbers (``EngineReport`` with ``tok`` and ``seq``). The scheduler tracks the numbers that an engine
+does not report, from its assignments and the reported completions. It does so again if an engine stops reporting a number, so
+that old values do not remain. A report must include the work that earlier fetches assigned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_HBM_UNITS = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Measured and chosen limits.
+    """Limits of the assignment rules.
 
     Attributes:
         alpha_tokens: a node's reading queue above this is long: the tokens that its storage link reads in 3 s.
@@ -50,31 +50,31 @@ class SchedulerLimits:
 
 @dataclass(slots=True)  # not frozen, as there are many: see the contract
 class Ask:
-    """A new request; immutable.
+    """A new request. Immutable.
 
     Attributes:
         request_id: unique among the requests in progress.
-        tokens: its length, used as its cost.
+        tokens: length of the prompt, used as the cost of the request.
         hbm_units: KV memory that it needs on a decode engine, in the unit of ``Engine.hbm_units``.
-        near: per prefill engine: how many of its tokens that engine already holds.
+        cached_tokens: by prefill engine: tokens of the prompt that the engine already holds.
     """
 
     request_id: str
     tokens: int
     hbm_units: int = 0
-    near: Mapping[str, int] = field(default_factory=dict)
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (0 < self.tokens <= MAX_TOKENS and 0 <= self.hbm_units <= MAX_HBM_UNITS):
             raise InvalidArgument("request out of bounds", tokens=self.tokens, hbm_units=self.hbm_units)
 
-    def spared(self, engine: Engine) -> int:
-        """Tokens that an engine has at hand; of those that decode it is not asked."""
-        return min(self.tokens, self.near.get(engine.engine, 0)) if engine.role is EngineKind.PREFILL else 0
+    def cached_on(self, engine: Engine) -> int:
+        """Return the prompt tokens that an engine already holds; 0 for decode engines."""
+        return min(self.tokens, self.cached_tokens.get(engine.engine, 0)) if engine.role is EngineKind.PREFILL else 0
 
     def cost(self, engine: Engine) -> int:
-        """Tokens that an engine is charged."""
-        return self.tokens - self.spared(engine)
+        """Return the tokens that the request adds to an engine: those that it does not hold."""
+        return self.tokens - self.cached_on(engine)
 
 
 @dataclass(slots=True)
@@ -82,10 +82,10 @@ class EngineReport:
     """An engine's own numbers when its group fetches; None: not reported. Immutable.
 
     Attributes:
-        seq: assigned, unfinished requests; together with ``tok``.
-        tok: their tokens. If an engine reports it, completions are not subtracted here; else the scheduler tracks it.
-        hbm_free: HBM free for KV, in the same unit, decode engines only; tracked in the same way.
-        read_tokens: disk reading queue of its node; None: no known reads.
+        seq: number of assigned, unfinished requests; reported together with ``tok``.
+        tok: tokens of these requests. If an engine reports them, the scheduler does not subtract completions.
+        hbm_free: HBM free for KV, in the unit of ``Engine.hbm_units``; decode engines only.
+        read_tokens: disk reading queue of the engine's node; None: no known reads.
     """
 
     engine: str
@@ -111,7 +111,7 @@ class EngineAssignment(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A request has both engines: its read can be planned."""
+    """A request that has both engines, so that its read can be planned."""
 
     request_id: str
     generation: int
@@ -128,17 +128,20 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenBack:
-    """A request lost an engine and waits again, under a new generation; ``left`` is the engine that must drop the older one."""
+class Requeued:
+    """A request that lost an engine and waits again, under a new generation.
+
+    ``remaining`` is its other engine, which must drop the older generation; None: it had no other engine.
+    """
 
     request_id: str
     generation: int
-    left: Engine | None
+    remaining: Engine | None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Numbers that decisions use, per engine: for operators."""
+    """Load of one engine as the assignment rules see it, for operators."""
 
     engine: Engine
     seq: int
@@ -149,89 +152,92 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Requests without a prefill engine, and requests without a decode engine."""
+    """Numbers of requests without a prefill engine and without a decode engine."""
 
     prefill: int
     decode: int
 
 
 @dataclass(slots=True)
-class _Desk:
+class _EngineState:
     """State of an engine: its unfinished requests, and the numbers that it does not report itself."""
 
     engine: Engine
-    work: dict[str, _Job]
-    counts: bool = True
-    """Its tokens and sequences are counted here."""
-    room: bool = True
-    """Its free HBM is."""
+    jobs: dict[str, _Job]
+    """Unfinished requests assigned to the engine, by name."""
+    tracks_load: bool = True
+    """Whether the scheduler tracks the tokens and sequences, because the engine does not report them."""
+    tracks_hbm: bool = True
+    """Whether the scheduler tracks the free HBM, because the engine does not report it."""
 
     @property
     def tokens(self) -> int:
-        """Of its unfinished requests, as the books have it."""
-        return sum(job.ask.cost(self.engine) for job in self.work.values())
+        """Tokens of the unfinished requests that the scheduler assigned."""
+        return sum(job.ask.cost(self.engine) for job in self.jobs.values())
 
     @property
-    def left(self) -> int:
-        """HBM bytes left by the assigned requests; negative if they need more than the engine has."""
-        used = sum(job.ask.hbm_units for job in self.work.values()) if self.engine.role is EngineKind.DECODE else 0
+    def free_hbm(self) -> int:
+        """HBM that the assigned requests leave free; negative if they need more than the engine has."""
+        used = sum(job.ask.hbm_units for job in self.jobs.values()) if self.engine.role is EngineKind.DECODE else 0
         return self.engine.hbm_units - used
 
 
 @dataclass(slots=True)
 class _Job:
+    """A request and its engines."""
+
     ask: Ask
     generation: int = 0
     prefill: Engine | None = None
     decode: Engine | None = None
     prefilled: bool = False
     group: str | None = None
-    """Decode group in whose private queue it waits."""
+    """Decode group in whose private queue the request waits."""
 
 
 _Queue = OrderedDict[str, _Job]
 
 
 class Scheduler:
-    """One instance per cluster. Nothing here waits: groups fetch whenever they like."""
+    """The request scheduler of a cluster. It never blocks: the leaders of groups fetch work."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self._jobs: dict[str, _Job] = {}
         self._groups: dict[str, EngineGroup] = {}
-        self._desks: dict[str, _Desk] = {}
+        self._engines: dict[str, _EngineState] = {}
         self._prefill_queue: _Queue = OrderedDict()
         self._decode_queue: _Queue = OrderedDict()
         self._private: dict[str, _Queue] = {}
         self._private_tokens: dict[str, int] = {}
         self._decode_groups = DecodeGroups()
-        self._shut: frozenset[str] = frozenset()
+        self._excluded: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
-        """Requests waiting or under way."""
+        """Number of requests that wait or are in progress."""
         return len(self._jobs)
 
     def waiting(self) -> Waiting:
-        """How many requests wait for either kind of engine."""
+        """Return how many requests wait for each kind of engine."""
         return Waiting(len(self._prefill_queue), len(self._decode_queue) + sum(map(len, self._private.values())))
 
     def loads(self) -> list[EngineLoad]:
-        """All engines, group by group."""
+        """Return the load of all engines, group by group."""
         return [
-            EngineLoad(engine, *(int(column[place]) for column in (group.seq, group.tok, group.free, group.read)))
+            EngineLoad(engine, *(int(column[index]) for column in (group.seq, group.tok, group.free, group.read)))
             for group in self._groups.values()
-            for place, engine in enumerate(group.engines)
+            for index, engine in enumerate(group.engines)
         ]
 
     # ---- engines ----
 
     def join(self, engine: Engine) -> None:
-        """A new engine with nothing to do.
+        """Add an idle engine.
 
         Raises:
             Conflict: its name is taken, or its group has the other role.
         """
-        if engine.engine in self._desks:
+        if engine.engine in self._engines:
             raise Conflict("engine has joined already", engine=engine.engine)
         _check_hbm(engine.engine, engine.hbm_units)
         group = self._groups.get(engine.group)
@@ -243,61 +249,61 @@ class Scheduler:
                 self._private_tokens[engine.group] = 0
         elif group.role is not engine.role:
             raise Conflict("group has the other role", group=engine.group, role=group.role)
-        group.join(engine, self._shut)
-        self._desks[engine.engine] = _Desk(engine, {})
+        group.join(engine, self._excluded)
+        self._engines[engine.engine] = _EngineState(engine, {})
         self._refresh(group)
 
     def resize(self, engine: str, hbm_units: int) -> None:
         """Change the idle capacity of an engine; its assigned requests remain.
 
-        Requests in its group's queue that fit none of the group's engines any more return to the head of the global queue.
+        Requests in the private queue that no longer fit any engine of the group return to the head of the global queue.
 
         Raises:
             NotFound: no such engine.
             InvalidArgument: an invalid size.
         """
-        desk = self._desks.get(engine)
-        if desk is None:
+        state = self._engines.get(engine)
+        if state is None:
             raise NotFound("engine is not known", engine=engine)
         _check_hbm(engine, hbm_units)
-        group, changed = self._groups[desk.engine.group], replace(desk.engine, hbm_units=hbm_units)
+        group, changed = self._groups[state.engine.group], replace(state.engine, hbm_units=hbm_units)
         group.resize(changed)
-        desk.engine = changed
-        if desk.room:
-            group.free[group.place(engine)] = desk.left
+        state.engine = changed
+        if state.tracks_hbm:
+            group.free[group.index_of(engine)] = state.free_hbm
         if group.role is EngineKind.DECODE:
             self._reroute(group)
             self._refresh(group)
 
-    def shut(self, nodes: frozenset[str]) -> None:
+    def exclude_nodes(self, nodes: frozenset[str]) -> None:
         """Stop assigning requests to engines of these nodes; assigned requests remain. Engines of all other nodes are open.
 
         Requests in the queue of a decode group that can no longer hold them return to the head of the global queue.
         """
-        if nodes == self._shut:
+        if nodes == self._excluded:
             return
-        self._shut = nodes
+        self._excluded = nodes
         for group in self._groups.values():
-            if group.shut(nodes) and group.role is EngineKind.DECODE:
+            if group.exclude_nodes(nodes) and group.role is EngineKind.DECODE:
                 self._reroute(group)
                 self._refresh(group)
 
-    def remove_engine(self, engine: str) -> tuple[GivenBack, ...]:
-        """An engine died or left: its unfinished requests go to the head of the queues they came from, in their order.
+    def remove_engine(self, engine: str) -> tuple[Requeued, ...]:
+        """Remove an engine that died or left. Its unfinished requests return, in order, to the head of their queues.
 
-        A dead decode engine takes the prompt's KV with it: a prompt that was already computed waits for a prefill engine too.
+        A decode engine held the KV of its prompts, so a request whose prompt was already computed needs a prefill engine again.
 
         Raises:
             NotFound: no such engine.
         """
-        desk = self._desks.pop(engine, None)
-        if desk is None:
+        state = self._engines.pop(engine, None)
+        if state is None:
             raise NotFound("engine is not known", engine=engine)
-        gone = desk.engine
+        gone = state.engine
         group = self._groups[gone.group]
         group.leave(engine)
         back = []
-        for job in reversed(desk.work.values()):
+        for job in reversed(state.jobs.values()):
             job.generation += 1
             if gone.role is EngineKind.PREFILL:
                 job.prefill = None
@@ -307,7 +313,7 @@ class Scheduler:
             if job.prefilled or gone.role is EngineKind.PREFILL:
                 job.prefill, job.prefilled = None, False
                 self._to_head(self._prefill_queue, job)
-            back.append(GivenBack(job.ask.request_id, job.generation, job.prefill or job.decode))
+            back.append(Requeued(job.ask.request_id, job.generation, job.prefill or job.decode))
         if gone.role is EngineKind.DECODE:
             self._reroute(group)
             self._refresh(group)
@@ -333,36 +339,36 @@ class Scheduler:
     def report(self, reports: Iterable[EngineReport]) -> None:
         """Apply reports of engines; unknown engines are ignored."""
         touched = {}
-        for said in reports:
-            desk = self._desks.get(said.engine)
-            if desk is None:
+        for report in reports:
+            state = self._engines.get(report.engine)
+            if state is None:
                 continue
-            group = touched[desk.engine.group] = self._groups[desk.engine.group]
-            place = group.place(said.engine)
-            if said.tok is not None and said.seq is not None:
-                group.tok[place], group.seq[place] = said.tok, said.seq
-                desk.counts = False
-            elif not desk.counts:  # no longer reported: use the tracked number
-                group.tok[place], group.seq[place] = desk.tokens, len(desk.work)
-                desk.counts = True
-            if said.hbm_free is not None:
-                group.free[place] = said.hbm_free
-                desk.room = False
-            elif not desk.room:
-                group.free[place] = desk.left
-                desk.room = True
-            group.read[place] = said.read_tokens or 0
+            group = touched[state.engine.group] = self._groups[state.engine.group]
+            index = group.index_of(report.engine)
+            if report.tok is not None and report.seq is not None:
+                group.tok[index], group.seq[index] = report.tok, report.seq
+                state.tracks_load = False
+            elif not state.tracks_load:  # no longer reported: use the tracked number
+                group.tok[index], group.seq[index] = state.tokens, len(state.jobs)
+                state.tracks_load = True
+            if report.hbm_free is not None:
+                group.free[index] = report.hbm_free
+                state.tracks_hbm = False
+            elif not state.tracks_hbm:
+                group.free[index] = state.free_hbm
+                state.tracks_hbm = True
+            group.read[index] = report.read_tokens or 0
         for group in touched.values():
             self._refresh(group)
 
     # ---- requests ----
 
     def submit(self, ask: Ask) -> None:
-        """A request waits for its engines from now on.
+        """Add a request, which then waits for its engines.
 
         Raises:
-            Conflict: one of this name is under way.
-            CapacityExceeded: too many are.
+            Conflict: a request of this name is in progress.
+            CapacityExceeded: too many requests are in progress.
         """
         if ask.request_id in self._jobs:
             raise Conflict("request is under way", request=ask.request_id)
@@ -372,7 +378,7 @@ class Scheduler:
         self._prefill_queue[ask.request_id] = self._decode_queue[ask.request_id] = job
 
     def prefill_done(self, request_id: str, generation: int) -> bool:
-        """The prompt is computed and with the decode engine. False: a report of an older generation, or of no request."""
+        """Record that the decode engine has the prompt's KV. Return False for an older generation or an unknown request."""
         job = self._job(request_id, generation)
         if job is None or job.prefill is None or job.decode is None or job.prefilled:
             return False
@@ -381,7 +387,7 @@ class Scheduler:
         return True
 
     def finish(self, request_id: str, generation: int) -> bool:
-        """The request is done. False: a report of an older generation, or of no request."""
+        """Remove a finished request. Return False for an older generation or an unknown request."""
         job = self._job(request_id, generation)
         if job is None or job.prefill is None or job.decode is None:
             return False
@@ -389,7 +395,7 @@ class Scheduler:
         return True
 
     def cancel(self, request_id: str) -> bool:
-        """Nobody wants the answer any more, at whatever state. False: no such request."""
+        """Remove a request in any state. Return False for an unknown request."""
         job = self._jobs.get(request_id)
         if job is None:
             return False
@@ -399,7 +405,7 @@ class Scheduler:
     # ---- fetching ----
 
     def fetch(self, group: str, reports: Iterable[EngineReport] = ()) -> Fetched:
-        """A group's leader reports for its engines and asks for work.
+        """Apply the reports of a group's engines, and assign waiting requests to them.
 
         Raises:
             NotFound: no such group.
@@ -415,10 +421,10 @@ class Scheduler:
         lengths = (job.ask.tokens for job in _heads(queue))
         assigned: list[EngineAssignment] = []
         pairs: list[Pair] = []
-        near = (job.ask.near for job in _heads(queue))
-        for place in assign_prefill(group, lengths, self.limits.alpha_tokens, self.limits.beta_tokens, near):
+        cached = (job.ask.cached_tokens for job in _heads(queue))
+        for index in assign_prefill(group, lengths, self.limits.alpha_tokens, self.limits.beta_tokens, cached):
             _, job = queue.popitem(last=False)
-            job.prefill = group.engines[place]
+            job.prefill = group.engines[index]
             assigned.append(self._assigned(job, job.prefill, pairs))
         return Fetched(tuple(assigned), tuple(pairs))
 
@@ -430,18 +436,18 @@ class Scheduler:
         if not queue or not len(group):
             return Fetched((), ())
         watermark = decode_watermark(group, (_cost(job) for job in queue.values()), self.limits.z)
-        for place in assign_decode(group, (_cost(job) for job in _heads(queue)), watermark):
+        for index in assign_decode(group, (_cost(job) for job in _heads(queue)), watermark):
             _, job = queue.popitem(last=False)
             self._private_tokens[group.name] -= job.ask.tokens
             job.group = None
-            job.decode = group.engines[place]
+            job.decode = group.engines[index]
             assigned.append(self._assigned(job, job.decode, pairs))
         self._refresh(group)
         return Fetched(tuple(assigned), tuple(pairs))
 
     def _assigned(self, job: _Job, engine: Engine, pairs: list[Pair]) -> EngineAssignment:
         name = job.ask.request_id
-        self._desks[engine.engine].work[name] = job
+        self._engines[engine.engine].jobs[name] = job
         if job.prefill is not None and job.decode is not None:
             pairs.append(Pair(name, job.generation, job.prefill, job.decode))
         return EngineAssignment(name, job.generation, engine.engine)
@@ -449,7 +455,7 @@ class Scheduler:
     def _route(self) -> None:
         """Phase 1: move the global decode queue to the private queues.
 
-        A request that no group could ever hold stays without blocking others.
+        A request that is too large for every group stays in the global queue and does not block others.
         """
         stuck: _Queue = OrderedDict()
         while self._decode_queue:
@@ -477,21 +483,21 @@ class Scheduler:
             self._decode_groups.refresh(group.name, waiting)
 
     def _take_off(self, engine: Engine, job: _Job) -> None:
-        """The engine has nothing more to do for the request."""
-        desk = self._desks[engine.engine]
-        del desk.work[job.ask.request_id]
+        """Remove a request from an engine, and subtract it from the tracked numbers."""
+        state = self._engines[engine.engine]
+        del state.jobs[job.ask.request_id]
         group = self._groups[engine.group]
-        place = group.place(engine.engine)
-        if desk.counts:
-            group.tok[place] -= job.ask.cost(engine)
-            group.seq[place] -= 1
+        index = group.index_of(engine.engine)
+        if state.tracks_load:
+            group.tok[index] -= job.ask.cost(engine)
+            group.seq[index] -= 1
             if engine.role is EngineKind.DECODE:
                 self._decode_groups.add(engine.group, -job.ask.tokens)
-        if desk.room and engine.role is EngineKind.DECODE:
-            group.free[place] += job.ask.hbm_units
+        if state.tracks_hbm and engine.role is EngineKind.DECODE:
+            group.free[index] += job.ask.hbm_units
 
     def _drop(self, job: _Job) -> None:
-        """The request leaves queues and engines."""
+        """Remove a request from its queues and engines."""
         name = job.ask.request_id
         del self._jobs[name]
         self._prefill_queue.pop(name, None)
@@ -508,7 +514,7 @@ class Scheduler:
             self._take_off(job.decode, job)
 
     def _reroute(self, group: EngineGroup) -> None:
-        """Requests that the group can no longer hold even when idle go back to the global queue's head."""
+        """Return requests that are larger than any idle engine of the group to the head of the global queue."""
         queue = self._private[group.name]
         for job in [job for job in reversed(queue.values()) if job.ask.hbm_units > group.most_hbm]:
             del queue[job.ask.request_id]

@@ -153,10 +153,10 @@ class Children:
 
 
 if __name__ == "__main__":
-    _told = int(sys.argv.pop(3))
-    os.set_inheritable(_told, False)  # closed by exec, which ends the caller's wait
+    _status_pipe = int(sys.argv.pop(3))
+    os.set_inheritable(_status_pipe, False)  # closed by exec, which ends the caller's wait
     try:
         _become(*sys.argv[1:])
     except OSError as failed:
-        os.write(_told, str(failed).encode()[:_MOST_WORDS])
+        os.write(_status_pipe, str(failed).encode()[:_MOST_WORDS])
     sys.exit(1)

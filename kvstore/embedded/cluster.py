@@ -257,6 +257,11 @@ class LocalCluster:
         """Address of the metadata server."""
         return f"{self._metadata_name}:{self._metadata_port}"
 
+    @property
+    def running(self) -> set[str]:
+        """Names of the daemons that were started and not stopped or killed."""
+        return set(self._daemons)
+
     def node(self, node_id: str) -> Daemon:
         """Return a running daemon."""
         return self._daemons[node_id]

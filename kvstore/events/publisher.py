@@ -33,7 +33,7 @@ limited = LimitedLog(logger)  # any peer of the socket can cause these lines
 
 _POLL_MS: Final = 100
 _SEND_MS: Final = 2_000
-"""How long a replay waits for room in the queue of its peer."""
+"""How long a replay waits for space in the queue of its peer."""
 _REPLAY_S: Final = 15.0
 """Maximum duration of one replay, because other replays wait for it."""
 _MOST_REQUEST_BYTES: Final = 64

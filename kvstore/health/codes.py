@@ -66,8 +66,8 @@ def _warning(name: str, title: str, meaning: str, action: str) -> HealthCode:
 METADATA_UNREACHABLE: Final = _error(
     "METADATA_UNREACHABLE",
     "The metadata server does not answer",
-    "Engines still use the node of their own host. Blocks on other hosts are not found, and new blocks are not published until"
-    " the server is back. The index survives a restart.",
+    "Lookups find nothing, so engines compute every prompt. Nodes on their hosts still accept stores, and publish the new blocks"
+    " when the server is back. The index survives a restart.",
     "Start the metadata server again, and read its log: journalctl -u kvstore-metadata. If it runs, compare its address, TLS"
     " files and token with those of the caller.",
 )
@@ -159,6 +159,15 @@ DRAIN_BLOCKED: Final = _warning(
 )
 
 # ---- nodes that report ----
+NODE_SLOW: Final = _warning(
+    "NODE_SLOW",
+    "A node is slow",
+    "Loads of blocks that this node holds take long. Either its process was stopped or starved of CPU, or other nodes wait for"
+    " it: within a minute, three or more loads at one of them took longer than observe.slow_load, mostly to read from this node,"
+    " at less than 100 MB/s.",
+    "Check the CPU, memory and disks of its host (top, vmstat 1, iostat -x 1) and its links (`kvstore top`, ethtool -S). `kvstore"
+    " loads` shows the loads that wait for it. If it stays slow, drain it: `kvstore nodes drain NODE`.",
+)
 PUBLISH_FAILS: Final = _error(
     "PUBLISH_FAILS",
     "A node cannot publish its blocks",
@@ -183,13 +192,23 @@ VOLUME_READ_ONLY: Final = _error(
     "VOLUME_READ_ONLY",
     "A volume accepts no blocks",
     "The volume serves the blocks that it holds. New blocks go to other volumes, or stay in DRAM only.",
-    "Read the reason. After the repair check the volume with `kvstore volumes check VOLUME`, then restart the node.",
+    "Read the reason, and free space or repair the disk. The node then writes to the volume again without a restart. After a"
+    " repair, compare its blocks with their checksums: `kvstore volumes check VOLUME`.",
 )
 VOLUME_HUNG: Final = _error(
     "VOLUME_HUNG",
     "A volume does not answer reads or writes",
     "The disk or its file system hangs. Blocks of this volume are misses, or are read from other nodes.",
-    "Look for disk errors with `dmesg` and for a lost mount (NFS, network block device). Restart the node after the repair.",
+    "Look for disk errors with `dmesg` and for a lost mount (NFS, network block device). The volume is used again after the first"
+    " answered I/O. Restart the node only if the volume stays hung after the repair.",
+)
+VOLUME_SLOW: Final = _warning(
+    "VOLUME_SLOW",
+    "A node's volumes are slow",
+    "Within a minute, three or more loads took longer than observe.slow_load, mostly to read from this node's volumes, at less"
+    " than 100 MB/s. All blocks are still served.",
+    "Look at the disks of the host with iostat -x 1, and for errors with `dmesg` and `smartctl -a`. If the disks are only busy,"
+    " add DRAM (node.dram) or a volume.",
 )
 BLOCKS_CORRUPT: Final = _error(
     "BLOCKS_CORRUPT",

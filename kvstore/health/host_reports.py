@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.health import codes
-from kvstore.health.certificate_dates import certificate_end_s
+from kvstore.health.certificate_file import certificate_end_s
 from kvstore.health.cluster import FileSystem
 from kvstore.health.findings import HealthFinding
 from kvstore.process.tls import TlsConfig

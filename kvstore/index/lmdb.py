@@ -146,7 +146,7 @@ class LmdbIndex(PrefixIndex):
             on_damage: called once, in the thread that found damage or requested a rebuild. Then close the index and open it
                 again.
 
-        On a full disk an existing index opens, too. Changes are rejected (``CapacityExceeded``) until there is room again.
+        On a full disk an existing index opens, too. Changes are rejected (``CapacityExceeded``) until there is space again.
 
         Raises:
             Conflict: this process has the index open already.

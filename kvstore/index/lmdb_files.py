@@ -79,7 +79,7 @@ DAMAGE = (
 """Errors by which LMDB reports a damaged file."""
 
 _LITTLE_ROOM_BYTES = 1 << 20
-_NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+_DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 _open_paths: set[str] = set()
 _open_paths_lock = threading.Lock()
@@ -109,8 +109,8 @@ class IndexFiles:
         except BaseException as error:
             self._forget()
             if isinstance(error, OSError):
-                if error.errno in _NO_ROOM:
-                    raise CapacityExceeded("no room on disk to open the index", path=path, reason=error) from error
+                if error.errno in _DISK_FULL:
+                    raise CapacityExceeded("no space on disk to open the index", path=path, reason=error) from error
                 raise Unavailable("the index cannot be opened", path=path, reason=error) from error
             raise
 
@@ -154,9 +154,9 @@ class IndexFiles:
         try:
             self._mark_in_use()
         except OSError as error:
-            if error.errno not in _NO_ROOM or not (self.path / "data.mdb").exists():
+            if error.errno not in _DISK_FULL or not (self.path / "data.mdb").exists():
                 raise
-            logger.exception("no room on disk for the index: %s (read-only until there is room)", self.path)
+            logger.exception("no space on disk for the index: %s (read-only until there is space)", self.path)
             self._count(metadata_metrics.INDEX_READ_ONLY, 1)
 
     def _mark_in_use(self) -> None:
@@ -175,8 +175,8 @@ class IndexFiles:
         try:
             self._mark_in_use()
         except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise CapacityExceeded("no room on disk: the index is read-only", path=self.path, reason=error) from error
+            if error.errno in _DISK_FULL:
+                raise CapacityExceeded("no space on disk: the index is read-only", path=self.path, reason=error) from error
             raise Unavailable("the index cannot be written to", path=self.path, reason=error) from error
         logger.warning("index writable again: %s", self.path)
         self._count(metadata_metrics.INDEX_WRITABLE_AGAIN, 1)
@@ -377,8 +377,8 @@ class IndexFiles:
 def as_store_error(error: lmdb.Error, path: Path) -> KVStoreError:
     """Convert an LMDB error."""
     code = getattr(error, "code", 0)
-    if isinstance(error, lmdb.DiskError | lmdb.MapFullError) or code in _NO_ROOM or (code == errno.EIO and _is_full(path)):
-        return CapacityExceeded("no room on disk for the index", path=path, reason=error)
+    if isinstance(error, lmdb.DiskError | lmdb.MapFullError) or code in _DISK_FULL or (code == errno.EIO and _is_full(path)):
+        return CapacityExceeded("no space on disk for the index", path=path, reason=error)
     return Unavailable("the index does not answer", path=path, reason=error)
 
 

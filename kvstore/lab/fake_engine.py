@@ -98,14 +98,14 @@ class FakeEngine:
 
     async def start(self) -> None:
         """Listens; again at the same address after a stop."""
-        door = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(("127.0.0.1", self._port))
-        door.listen(256)  # from here on connections wait, until the server takes them
-        self._port = door.getsockname()[1]
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", self._port))
+        listener.listen(256)  # from here on connections wait, until the server takes them
+        self._port = listener.getsockname()[1]
         config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
         self._server = _Quiet(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[door]))
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     async def stop(self) -> None:
         """Ends as a killed process does: connections are cut."""

@@ -16,6 +16,7 @@ from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outc
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -73,7 +74,7 @@ class FilledTable:
     Args:
         layers: of each block, a few bytes each.
         chain_blocks: blocks of a chain.
-        capacity_blocks: that the volume has room for.
+        capacity_blocks: that the volume has space for.
         policy: name of the eviction policy of both tiers.
     """
 
@@ -86,16 +87,16 @@ class FilledTable:
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=16 << 20)
         self.node_volume = NodeVolume(BytelessVolume(NVME, capacity_blocks * slot_bytes(self.shape) * 17 // 16))
         self.log = ReplicaChangeLog([DRAM, NVME], self.counters, self.clock, keep=False)
-        self.table = BlockTable(
+        residency = Residency(
             self.arena,
             make_policy(policy),
             [self.node_volume],
             self.log,
             self.counters,
             self.clock,
-            writes_back=True,
             make_durable_policy=partial(make_policy, policy),
         )
+        self.table = BlockTable(residency, writes_back=True)
         self.namespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), self.shape)
         self._chain_blocks = chain_blocks
         self._layers = layers
@@ -123,7 +124,7 @@ class FilledTable:
             if slots is not None:
                 return slots
             if not victims:
-                raise RuntimeError("no room can be made on the volume")
+                raise RuntimeError("no space can be freed on the volume")
             self.table.note_evicted_from_volume(self.node_volume, victims)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from kvstore.core.errors import InvalidArgument
 PAD, BOS, EOS = 256, 257, 258
 BYTE_TOKENS = 256
 VOCABULARY = 264
-"""Bytes, three special tokens, and room up to a multiple of 8 that no text reaches."""
+"""Bytes, three special tokens, and space up to a multiple of 8 that no text reaches."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

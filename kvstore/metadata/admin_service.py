@@ -60,7 +60,7 @@ class MetadataAdminParts:
         clock: clock of the planner.
         workers: number of server processes that share the port.
         configured_policy: path policy of the configuration.
-        in_force: the effective configuration.
+        settings: the effective configuration.
         rebuild: drops the index and creates a new one.
         retention: quotas and retention rules.
         health: findings about the whole store.
@@ -76,7 +76,7 @@ class MetadataAdminParts:
     clock: Clock
     workers: int
     configured_policy: str
-    in_force: Sequence[EffectiveSetting]
+    settings: Sequence[EffectiveSetting]
     rebuild: Callable[[], None]
     retention: RetentionPolicies
     health: HealthMonitor
@@ -112,7 +112,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
             path_policy=parts.planner.default_policy,
             settings=[
                 pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
-                for one in parts.in_force
+                for one in parts.settings
             ],
             findings=[one.to_proto() for one in parts.health.findings()],
         )

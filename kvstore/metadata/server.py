@@ -40,6 +40,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.history import History
 from kvstore.observe.http import MetricsServer, serve
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import tokens_file
 from kvstore.rpc.server import BoundServer, build_aio_server
 
@@ -101,127 +102,149 @@ class MetadataServer:
             InvalidArgument: TLS files that cannot be read.
         """
         config = self._config
-        loop = asyncio.get_running_loop()
         try:
-            index = self._index = LmdbIndex.open(
-                config.index_path,
-                map_bytes=config.index_size_bytes,
-                count=self.counters.add,
-                on_damage=functools.partial(_set_soon, loop, self.damaged),
-            )
-            writes = self._writes = IndexThread("metadata-writes")
-            reads = self._reads = IndexThread("metadata-reads")
-            for namespace, spec in self._namespaces:
-                index.put_namespace(namespace, spec)
-            ttl_s = config.node_ttl_ms / 1000
-            nodes = NodeTable(index, self._clock, ttl_s, self.counters)
-            nodes.view()  # before the port is bound: damage shows here, and the next server needs the port
-            planner = PlannerService(nodes, config.path_policy, self.counters, self._clock)
-            scheduler = self._make_scheduler(planner, nodes) if config.workers == 1 else None
-            event_log = self._event_log = self._make_event_log(loop, index) if config.workers == 1 else None
-            lookups = Lookups(index, nodes, self.counters)
-            node_admin = NodeAdmin(index, nodes, writes, reads, self.counters, self._clock)
-            settings = SettingsStore(config.orders_path)
-            retention = RetentionPolicies(
-                settings,
-                index,
-                nodes,
-                writes,
-                self.counters,
-                self._clock,
-                config.heartbeat_interval_ms / 2_000,
-            )
+            index = self._open_index()
+            settings = SettingsStore(config.settings_path)
+            parts = self._make_parts(index, settings)
             tls = config.tls.resolve()
-            journal = self._journal = EventJournal(config.events_path, self.counters)
-            health = self._health = HealthMonitor(
-                index,
-                config.index_path,
-                nodes,
-                settings,
-                retention,
-                NodeProbes(self._clock, tls=tls is not None),
-                CertificateWatch(tls, "the metadata server"),
-                journal,
-                self.counters,
-                records=self._worker == 0,
-            )
-            parts = MetadataParts(
-                index,
-                nodes,
-                writes,
-                reads,
-                self.counters,
-                config.heartbeat_interval_ms,
-                planner,
-                scheduler,
-                lookups=lookups,
-                node_admin=node_admin,
-                retention=retention,
-                event_log=event_log,
-                journal=journal,
-                digests=IndexDigests(index, reads, self._clock),
-            )
-            service = self._service = MetadataService(parts)
+            health = self._health = self._make_health(parts, settings, tls)
             history = History(functools.partial(read_totals, self.counters, index))
-            admin = MetadataAdminParts(
-                index,
-                nodes,
-                reads,
-                lookups,
-                planner,
-                self._clock,
-                config.workers,
-                config.path_policy,
-                config.settings,
-                self._rebuild,
-                retention,
-                health,
-                history,
-                journal,
-            )
-            self._bound = await build_aio_server(
-                [
-                    functools.partial(add_to_server, service),
-                    functools.partial(add_MetadataAdminServicer_to_server, MetadataAdminServicer(admin)),
-                ],
-                addresses=[config.listen],
-                services=[SERVICE_NAME, METADATA_ADMIN],
-                counters=self.counters,
-                tls=tls,
-                tokens=None if config.tokens_file is None else tokens_file(config.tokens_file),
-                on_refused_node=nodes.record_refusal,
-                reuse_port=config.workers > 1,
-            )
-            on_tick: list[Callable[[], None]] = [planner.expire, history.record_if_due]
-            if scheduler is not None:
-                on_tick.append(scheduler.expire)
-            if event_log is not None:
-                on_tick += [event_log.expire, functools.partial(report_served, event_log, nodes)]
-            self._maintenance = Maintenance(
-                index,
-                nodes,
-                writes,
-                self.counters,
-                ttl_s=ttl_s,
-                forget_s=config.node_forget_ms / 1000,
-                sweeps=self._worker == 0,
-                on_tick=on_tick,
-            )
+            self._bound = await self._build_server(parts, health, history, tls)
+            self._maintenance = self._make_maintenance(parts, history)
             self._maintenance.start()
             health.start()
             await self._bound.start()
             if config.metrics_listen is not None:
-                gauges = MetadataGauges(loop, index, nodes, planner, scheduler, event_log, index_disk=lambda: health.index_disk)
-                labels = {"worker": str(self._worker)} if config.workers > 1 else None
-                collector = StoreCollector([self.counters], [gauges], process="metadata", labels=labels)
-                self._metrics = serve(_moved(config.metrics_listen, self._worker), collector, {}, self.counters)
+                self._metrics = self._serve_metrics(config.metrics_listen, parts, health)
         except BaseException:
             await self.stop(0.0)
             raise
         (address,) = self._bound.addresses
         logger.info("metadata server started: %s (index_epoch=%s)", address, index.epoch.hex())
-        journal.record("metadata_started", "", f"The metadata server started at {address} (index epoch {index.epoch.hex()}).")
+        parts.journal.record(
+            "metadata_started", "", f"The metadata server started at {address} (index epoch {index.epoch.hex()})."
+        )
         return address
+
+    # ---- parts ----
+    def _open_index(self) -> LmdbIndex:
+        index = self._index = LmdbIndex.open(
+            self._config.index_path,
+            map_bytes=self._config.index_size_bytes,
+            count=self.counters.add,
+            on_damage=functools.partial(_set_soon, asyncio.get_running_loop(), self.damaged),
+        )
+        for namespace, spec in self._namespaces:
+            index.put_namespace(namespace, spec)
+        return index
+
+    def _make_parts(self, index: LmdbIndex, settings: SettingsStore) -> MetadataParts:
+        config = self._config
+        writes = self._writes = IndexThread("metadata-writes")
+        reads = self._reads = IndexThread("metadata-reads")
+        nodes = NodeTable(index, self._clock, config.node_ttl_ms / 1000, self.counters)
+        nodes.view()  # before the port is bound: damage shows here, and the next server needs the port
+        planner = PlannerService(nodes, config.path_policy, self.counters, self._clock)
+        self._event_log = self._make_event_log(index) if config.workers == 1 else None
+        self._journal = EventJournal(config.events_path, self.counters)
+        return MetadataParts(
+            index,
+            nodes,
+            writes,
+            reads,
+            self.counters,
+            config.heartbeat_interval_ms,
+            planner,
+            self._make_scheduler(planner, nodes) if config.workers == 1 else None,
+            lookups=Lookups(index, nodes, self.counters),
+            node_admin=NodeAdmin(index, nodes, writes, reads, self.counters, self._clock),
+            retention=RetentionPolicies(
+                settings, index, nodes, writes, self.counters, self._clock, config.heartbeat_interval_ms / 2_000
+            ),
+            event_log=self._event_log,
+            journal=self._journal,
+            digests=IndexDigests(index, reads, self._clock),
+        )
+
+    def _make_health(self, parts: MetadataParts, settings: SettingsStore, tls: TlsConfig | None) -> HealthMonitor:
+        return HealthMonitor(
+            parts.index,
+            self._config.index_path,
+            parts.nodes,
+            settings,
+            parts.retention,
+            NodeProbes(self._clock, tls=tls is not None),
+            CertificateWatch(tls, "the metadata server"),
+            parts.journal,
+            self.counters,
+            records=self._worker == 0,
+        )
+
+    async def _build_server(
+        self, parts: MetadataParts, health: HealthMonitor, history: History, tls: TlsConfig | None
+    ) -> BoundServer:
+        config = self._config
+        service = self._service = MetadataService(parts)
+        admin = MetadataAdminParts(
+            parts.index,
+            parts.nodes,
+            parts.reads,
+            parts.lookups,
+            parts.planner,
+            self._clock,
+            config.workers,
+            config.path_policy,
+            config.settings,
+            self._rebuild,
+            parts.retention,
+            health,
+            history,
+            parts.journal,
+        )
+        return await build_aio_server(
+            [
+                functools.partial(add_to_server, service),
+                functools.partial(add_MetadataAdminServicer_to_server, MetadataAdminServicer(admin)),
+            ],
+            addresses=[config.listen],
+            services=[SERVICE_NAME, METADATA_ADMIN],
+            counters=self.counters,
+            tls=tls,
+            tokens=None if config.tokens_file is None else tokens_file(config.tokens_file),
+            on_refused_node=parts.nodes.record_refusal,
+            reuse_port=config.workers > 1,
+        )
+
+    def _make_maintenance(self, parts: MetadataParts, history: History) -> Maintenance:
+        on_tick: list[Callable[[], None]] = [parts.planner.expire, history.record_if_due]
+        if parts.scheduler is not None:
+            on_tick.append(parts.scheduler.expire)
+        if parts.event_log is not None:
+            on_tick += [parts.event_log.expire, functools.partial(report_served, parts.event_log, parts.nodes)]
+        return Maintenance(
+            parts.index,
+            parts.nodes,
+            parts.writes,
+            self.counters,
+            ttl_s=self._config.node_ttl_ms / 1000,
+            forget_s=self._config.node_forget_ms / 1000,
+            sweeps=self._worker == 0,
+            on_tick=on_tick,
+        )
+
+    def _serve_metrics(self, listen: str, parts: MetadataParts, health: HealthMonitor) -> MetricsServer | None:
+        gauges = MetadataGauges(
+            asyncio.get_running_loop(),
+            parts.index,
+            parts.nodes,
+            parts.planner,
+            parts.scheduler,
+            parts.event_log,
+            index_disk=lambda: health.index_disk,
+        )
+        labels = {"worker": str(self._worker)} if self._config.workers > 1 else None
+        collector = StoreCollector([self.counters], [gauges], process="metadata", labels=labels)
+        return serve(_moved(listen, self._worker), collector, {}, self.counters)
 
     def _rebuild(self) -> None:
         """Request a rebuild of the index: sets ``damaged`` soon. Keeps the specs for the next server."""
@@ -229,8 +252,10 @@ class MetadataServer:
         self.kept_namespaces = self._index.namespaces()
         self._index.request_rebuild()
 
-    def _make_event_log(self, loop: asyncio.AbstractEventLoop, index: PrefixIndex) -> BlockEventLog:
-        event_log = BlockEventLog(loop, self._config.events_memory_bytes, self._config.max_subscribers, self._clock)
+    def _make_event_log(self, index: PrefixIndex) -> BlockEventLog:
+        event_log = BlockEventLog(
+            asyncio.get_running_loop(), self._config.events_memory_bytes, self._config.max_subscribers, self._clock
+        )
         index.listen(event_log)
         return event_log
 
@@ -243,7 +268,7 @@ class MetadataServer:
             request_ttl_s=config.request_ttl_ms / 1000,
             counters=self.counters,
             clock=self._clock,
-            shut_nodes=lambda: frozenset(nodes.view().drain_orders),
+            draining_nodes=lambda: frozenset(nodes.view().drain_orders),
         )
 
     @property

@@ -109,7 +109,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         check_id(request.operation_id, "operation_id")
         info = request.node
         _check_node(info)
-        self._check_room_for(info)
+        self._check_space_for(info)
         needs = await self._parts.writes.run(register_node, self._parts.index, info)
         self._parts.nodes.record_registration(NodeId(info.node_id), BootId(info.boot_id), host_of_peer(context.peer()))
         if self._parts.event_log is not None:
@@ -290,7 +290,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             raise Unsupported("scheduling needs one process that knows all engines: set metadata.workers to 1")
         return self._parts.scheduler
 
-    def _check_room_for(self, info: NodeInfo) -> None:
+    def _check_space_for(self, info: NodeInfo) -> None:
         """Reject a registration if there are too many nodes, or if another live node has the same id or volume.
 
         A restarted node may register at once if it serves at the same address as before; else after its old boot has missed

@@ -26,11 +26,12 @@ from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
 from kvstore.health.host_reports import CertificateWatch
 from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.base.process_stall import ProcessStallDetector
+from kvstore.node.base.slow_sources import SlowSources
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.control.pull import Puller
-from kvstore.node.control.retention import Retainer
+from kvstore.node.control.retention import RetentionEnforcer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
 from kvstore.node.durability.read_rate import ReadRate
 from kvstore.node.durability.recovery import open_volumes, recover
@@ -58,6 +59,7 @@ from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace, TenantLedger
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -160,22 +162,21 @@ class NodeDaemon:
         for node_volume in node_volumes:
             node_volume.set_guard(counters, stall_s=config.volume_stall_ms / 1000, readers=config.load_threads)
         self._writes_back = bool(node_volumes) or config.write_back_to is not None
-        self.table = BlockTable(
+        residency = Residency(
             self._arena,
             make_policy(config.policy),
             node_volumes,
             self._log,
             counters,
             clock,
-            writes_back=self._writes_back,
-            keep_loaded=config.cache_loads,
             make_durable_policy=partial(make_policy, config.policy),
             accounts=self._accounts,
         )
+        self.table = BlockTable(residency, writes_back=self._writes_back, cache_loads=config.cache_loads)
         rules_file = config.nvme[0].path / RULES_FILE if config.nvme and config.metadata is not None else None
-        self._retainer = Retainer(self.table, self._namespaces, self._list_specs, counters, rules_file)
+        self._enforcer = RetentionEnforcer(self.table, self._namespaces, self._list_specs, counters, rules_file)
         recover(self.table, self._namespaces, counters)
-        self._retainer.recall()
+        self._enforcer.recall()
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlAgents(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
         self._nixl.open()
@@ -245,12 +246,15 @@ class NodeDaemon:
             else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, storage_node_failures)
         )
         self._stall_detector = ProcessStallDetector(clock)
+        self._slow_sources = SlowSources(NodeId(config.node_id), clock)
         self._health = HealthReporter(
             self.table,
             self._log if config.metadata is not None else None,
             clock,
             storage_node_failures,
             CertificateWatch(config.tls.resolve(), f"node {config.node_id}"),
+            self._slow_sources,
+            self._stall_detector,
         )
         self._write_back = WriteBack(self.table, target, counters)
         self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
@@ -374,7 +378,9 @@ class NodeDaemon:
             prefaulted=config.prefault,
             io_engines=self._io_engines,
             threads=config.load_threads * 2,
-            timings=LoadTimings(NodeId(config.node_id), config.slow_load_ms / 1000, self.counters, self._recent, self._clock),
+            timings=LoadTimings(
+                NodeId(config.node_id), config.slow_load_ms / 1000, self.counters, self._recent, self._slow_sources, self._clock
+            ),
         )
         self._links = self._make_links()
         self._admin = self._make_admin()
@@ -421,13 +427,13 @@ class NodeDaemon:
                 token=self._token,
                 anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
                 health=self._health,
-                listeners=[self._retainer, self._drainer],
+                listeners=[self._enforcer, self._drainer],
                 read_rate=lambda: self._read_rate.bytes_per_s,
                 on_connected=partial(self._show_connected, asyncio.get_running_loop(), self._server),
             )
             await self._server.show_serving(METADATA_SERVICE, serving=False)  # until the node has registered
             self._publisher.start()
-            self._retainer.start()
+            self._enforcer.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
                 log.warning("metadata server not reached: %s; serving without it", config.metadata)
         if config.metrics_listen is not None:
@@ -456,11 +462,11 @@ class NodeDaemon:
             publisher=lambda: self._publisher,
             io_engines=self._io_engines,
             clock=self._clock,
-            in_force=self.config.settings,
+            settings=self.config.settings,
             counters=self.counters,
             links=self._links,
             checks=VolumeChecks(self.table, self.counters, self._clock, self._read_rate.of),
-            retainer=self._retainer,
+            enforcer=self._enforcer,
             health=self._health,
             history=self._history,
         )
@@ -558,7 +564,7 @@ class NodeDaemon:
             self._metrics.stop()
         if self._publisher is not None:
             self._publisher.stop(2.0)
-        self._retainer.stop(STOP_CALLS_S)
+        self._enforcer.stop(STOP_CALLS_S)
         self._stall_detector.stop(STOP_CALLS_S)
         self._write_back.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
         self.table.close()

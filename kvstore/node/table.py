@@ -13,7 +13,7 @@ Theory of operation.
    (``validate`` asserts these two). A block with ``pins`` > 0 is evicted from no tier. A dirty block leaves DRAM only after it
    was written back or given up. A slot given to a writer is reused only after ``complete`` or ``abandon``, never because time
    has passed.
-4. Eviction to make room takes children before their parents. Two exceptions: an operator may evict one volume while children
+4. Eviction to free space takes children before their parents. Two exceptions: an operator may evict one volume while children
    stay on other volumes, and children on a volume that accepts no changes stay there.
 
 Threads: any. A wait ends at the caller's deadline, or when the caller disconnects (``base.cancellation``).
@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
 from kvstore.node.base.cancellation import wait
 from kvstore.node.eviction.allocation import PIECE_BLOCKS, allocate_dram
@@ -39,17 +38,14 @@ from kvstore.node.eviction.quotas import (
     space_may_free_up,
 )
 from kvstore.node.state.block_states import DramState, VolumeReplica
-from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import KeyWaiter, LoadClaim, SlotGrant
 from kvstore.node.state.invariants import validate
 from kvstore.node.state.model import EVICTING, Block, NodeVolume
-from kvstore.node.state.namespaces import NodeNamespace, TenantLedger
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.residency import Residency
 from kvstore.node.state.store_admission import admit
-from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
-from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
-from kvstore.tiers.eviction.policy import LruPolicy
+from kvstore.tiers.contract import BlockRecord, Slot
 
 ORDER_SLICE = 256
 ORDER_TRIES = 4
@@ -60,55 +56,34 @@ PENDING_SHARE = 0.75
 
 
 class BlockTable:
-    """Blocks, room and pins of one node.
+    """Blocks, space and pins of one node.
 
     Args:
-        dram: the arena.
-        dram_policy: the order of eviction from the arena.
-        node_volumes: the durable volumes.
-        log: records every change of a replica.
-        counters: metrics.
-        clock: time.
+        residency: arena, volumes and their orders of eviction; of this table only.
         writes_back: whether stored blocks are written back.
-        keep_loaded: whether DRAM is a cache. If not, it only stages: an unused durable block leaves at once.
+        cache_loads: whether DRAM is a cache. If not, it only stages: an unused durable block leaves at once.
         cascades_chains: whether dirty blocks that are to be evicted are written with their parents.
-        make_durable_policy: makes the order of eviction from the volumes.
-        accounts: the tenants.
     """
 
     def __init__(
-        self,
-        dram: MappedVolume,
-        dram_policy: EvictionPolicy,
-        node_volumes: Sequence[NodeVolume],
-        log: ReplicaChangeLog,
-        counters: Counters,
-        clock: Clock,
-        *,
-        writes_back: bool,
-        keep_loaded: bool = True,
-        cascades_chains: bool = False,
-        make_durable_policy: Callable[[Rows], EvictionPolicy] = LruPolicy,
-        accounts: TenantLedger | None = None,
+        self, residency: Residency, *, writes_back: bool, cache_loads: bool = True, cascades_chains: bool = False
     ) -> None:
-        self.residency = residency = Residency(
-            dram, dram_policy, node_volumes, log, counters, clock, make_durable_policy, accounts or TenantLedger()
-        )
-        self.dram = dram
+        self.residency = residency
+        self.dram = residency.dram
         self.node_volumes = residency.node_volumes
         self.accounts = residency.accounts
-        self.keep_loaded = keep_loaded
-        self.clock = clock
+        self.cache_loads = cache_loads
+        self.clock = residency.clock
         self._cascades_chains = cascades_chains
         self._writes_back = writes_back
-        self._counters = counters
+        self._counters = residency.counters
         self._lock = residency.lock
         self._changed = residency.changed
         self._blocks = residency.blocks
         self._preparing = residency.preparing
         self._loading = residency.loading
         self._writes = residency.writes
-        self._pending_limit = int(dram.usage().capacity_bytes * PENDING_SHARE)
+        self._pending_limit = int(self.dram.usage().capacity_bytes * PENDING_SHARE)
         self._closed = False
 
     # ---- recovery
@@ -127,7 +102,7 @@ class BlockTable:
     def prepare(self, namespace: NodeNamespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> SlotGrant:
         """Grant slots for the blocks of a run that are neither held nor being written.
 
-        Grants are prefix-first: from the first block without room on, all are SKIPPED. If there is room for none, wait for some
+        Grants are prefix-first: from the first block without space on, all are SKIPPED. If there is space for none, wait for some
         until the deadline. ``heads``: each key is the head of a chain.
 
         The first writer of a key decides its namespace, parent and depth. A run ends before a key that it claims otherwise.
@@ -181,7 +156,7 @@ class BlockTable:
             grant.outcomes[position] = StoreOutcome.SKIPPED
         if granted < len(wanted):
             full = not over and is_full(self.residency, grant.namespace)
-            skipped = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_ROOM_BLOCKS
+            skipped = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_SPACE_BLOCKS
             self._counters.add(skipped, len(wanted) - granted)
 
     def complete(self, grant: SlotGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
@@ -203,7 +178,7 @@ class BlockTable:
                     block.transient, block.produced_here = True, False
                     residency.put_in_dram(block, slot, DramState.CLEAN)
                 elif self._writes_back:
-                    if not self.keep_loaded:
+                    if not self.cache_loads:
                         block.transient = True
                     residency.put_in_dram(block, slot, DramState.WRITING)
                     self._writes.add(block)
@@ -374,7 +349,7 @@ class BlockTable:
                 self._counters.add(node_metrics.LOAD_BEYOND_QUOTA_BLOCKS, count)  # never refused: the blocks are evicted soon
             while (slots := self._allocate(shape, count)) is None:
                 if not self._wait(self._changed, deadline_s):
-                    self._counters.add(node_metrics.LOAD_NO_ROOM_BLOCKS, count)
+                    self._counters.add(node_metrics.LOAD_NO_SPACE_BLOCKS, count)
                     return None
             return slots
 
@@ -390,7 +365,7 @@ class BlockTable:
             if block.nvme_volume is None:  # its replica on the volume proved corrupt, and the block left the table
                 self._blocks.setdefault(block.key, block)
             block.checksums = checksums
-            if not self.keep_loaded:
+            if not self.cache_loads:
                 block.transient = True
             self.residency.put_in_dram(block, slot, DramState.CLEAN)
             self._loading.discard(block.key)
@@ -431,7 +406,7 @@ class BlockTable:
             self._arrive(block, slot)
 
     def _arrive(self, block: Block, slot: Slot, state: DramState = DramState.CLEAN) -> None:
-        if not self.keep_loaded:
+        if not self.cache_loads:
             block.transient = True
         self.residency.put_in_dram(block, slot, state)
         self._loading.discard(block.key)
@@ -488,15 +463,15 @@ class BlockTable:
         """Return slots in a durable volume, or (None, victims): blocks that are now marked as evicting.
 
         Commit the removal of the victims, report it to ``note_evicted_from_volume``, and call again. Victims may be on any
-        durable volume. They make room for ``ahead`` times the count if enough blocks are evictable, so that few commits only
-        remove. If blocks of other sizes occupy the space, there may be room for a part of the count: then call again.
+        durable volume. They free space for ``ahead`` times the count if enough blocks are evictable, so that few commits only
+        remove. If blocks of other sizes occupy the space, there may be space for a part of the count: then call again.
         """
         with self._lock:
             slots = node_volume.volume.allocate(shape, count)
             if slots is not None or not self.residency.evicts_nvme:
                 return slots, []
             residency = self.residency
-            victims = mark_over_quota_evicting(residency) if self.accounts.in_force else []
+            victims = mark_over_quota_evicting(residency) if self.accounts.has_rules else []
             if not victims:
                 rules = (residency.leaves_no_orphans, residency.is_idle)
                 victims = residency.volume_evictor.victims(node_volume, shape, (count * ahead, count), *rules)
@@ -563,7 +538,7 @@ class BlockTable:
         return sent
 
     def stop_nvme_eviction(self) -> None:
-        """Stop evicting blocks from durable volumes to make room, because the node stops."""
+        """Stop evicting blocks from durable volumes to free space, because the node stops."""
         with self._lock:
             self.residency.evicts_nvme = False
 
@@ -605,7 +580,7 @@ class BlockTable:
             return list(self._blocks.values())
 
     def coldest_in_dram(self) -> list[BlockKey]:
-        """Return keys in DRAM, coldest first; those of pinned namespaces may be left out.
+        """Return keys in DRAM, coldest first; those of kept namespaces may be left out.
 
         The lock is held for ``ORDER_SLICE`` keys at a time. If blocks are added or evicted in between, the order is read again;
         after ``ORDER_TRIES`` attempts it is returned incomplete.
@@ -678,7 +653,7 @@ class BlockTable:
             return any(key in self.residency.waiters for key in keys)
 
     def wait_changed(self, deadline_s: float) -> bool:
-        """Wait until room or residency may have changed. The caller holds the lock. False at the deadline."""
+        """Wait until space or residency may have changed. The caller holds the lock. False at the deadline."""
         return self._wait(self._changed, deadline_s)
 
     # ---- inside the lock

@@ -108,7 +108,7 @@ class _Server(ThreadingHTTPServer):
         self.registry = registry
         self.pages = pages
         self._counters = counters
-        self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._free_slots = threading.BoundedSemaphore(MOST_AT_ONCE)
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -119,21 +119,21 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        if not self._room.acquire(blocking=False):
+        if not self._free_slots.acquire(blocking=False):
             self._counters.add(common_metrics.METRICS_SCRAPES_REFUSED)
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._room.release()
+            self._free_slots.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._free_slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
         log.debug("a request for metrics failed: %r", sys.exception())  # the client has disconnected, or is too slow

@@ -26,6 +26,7 @@ class LoadRecord:
         hit_blocks: number of loaded blocks.
         reason: why it was slow, or why blocks are missing, in a few words.
         parts: figures by name, e.g. seconds of the lookup, bytes by source.
+        action: what to do about it; empty: nothing.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class LoadRecord:
     reason: str
     parts: Mapping[str, object] = field(default_factory=dict)
     ago_s: float = 0.0
+    action: str = ""
 
 
 class RecentLoads:

@@ -8,8 +8,6 @@ NODE_BYTES_PER_BLOCK: Final = 1_000
 """Memory of a full node per block, in DRAM or on a volume: 500 bytes measured, and the keys of evicted blocks, an estimate."""
 NODE_BASE_BYTES: Final = 1 << 30
 """Resident memory of an empty node: Python and its libraries, connections, staging of reads and writes."""
-METADATA_BYTES_PER_BLOCK: Final = 83
-"""Size of the metadata server's index per block (LMDB, on disk and in the page cache)."""
 USUAL_BLOCK_BYTES: Final = 1 << 20
 """Block size to assume. It is small, so that the memory suffices for larger blocks."""
 

@@ -84,7 +84,7 @@ def parse_capacity(text: str) -> StoreCapacity:
     return StoreCapacity(sizes["dram"], sizes.get("nvme", 0), limited=True)
 
 
-def room_for(blocks: int, shape: BlockShape, folder: Path) -> StoreCapacity:
+def space_for(blocks: int, shape: BlockShape, folder: Path) -> StoreCapacity:
     """Choose the capacity for ``blocks`` blocks: DRAM if this machine has enough, else the disk of ``folder``.
 
     Raises:

@@ -32,13 +32,13 @@ class Worker:
         seeds = np.random.default_rng(7)
         tokens = [seeds.integers(0, 50_000, blocks * spec.block_tokens, dtype=np.uint32) for _ in range(prompts)]
         self._prompts = [client.keys(one) for one in tokens]
-        self._room = np.zeros((prompts, blocks, spec.block_bytes), np.uint8)
+        self._memory = np.zeros((prompts, blocks, spec.block_bytes), np.uint8)
 
     def store(self) -> dict[str, Any]:
         """Store all prompts durably."""
-        for keys, room in zip(self._prompts, self._room, strict=True):
-            self._payloads.fill(keys, room)
-            result = self._client.store(keys, room, durable=True, wait_visible=True)
+        for keys, memory in zip(self._prompts, self._memory, strict=True):
+            self._payloads.fill(keys, memory)
+            result = self._client.store(keys, memory, durable=True, wait_visible=True)
             if not result.durable:
                 raise SystemExit(f"a prompt was not stored: {result.error}")
         return {}
@@ -47,11 +47,15 @@ class Worker:
         """Load prompts concurrently and check every byte."""
         paths = Paths(decode_node=self._decode_node, policy=policy)
         for chain in chains:
-            self._room[chain].fill(0)
+            self._memory[chain].fill(0)
         began_s = time.perf_counter()
         handles = [
             self._client.start_load(
-                self._client.lookup(self._prompts[chain]), self._room[chain], layerwise=False, deadline_s=_DEADLINE_S, paths=paths
+                self._client.lookup(self._prompts[chain]),
+                self._memory[chain],
+                layerwise=False,
+                deadline_s=_DEADLINE_S,
+                paths=paths,
             )
             for chain in chains
         ]
@@ -62,7 +66,7 @@ class Worker:
         for chain, result in zip(chains, results, strict=True):
             if result.count(Outcome.HIT) != len(self._prompts[chain]):
                 raise SystemExit(f"a prompt was not loaded completely: {result.error}")
-            wrong += len(self._payloads.wrong_blocks(self._prompts[chain], self._room[chain])) * self._payloads.block_bytes
+            wrong += len(self._payloads.wrong_blocks(self._prompts[chain], self._memory[chain])) * self._payloads.block_bytes
             for path, size in result.bytes_by_path.items():
                 by_path[path] = by_path.get(path, 0) + size
         return {"seconds": seconds, "paths": by_path, "wrong_bytes": wrong}

@@ -101,7 +101,7 @@ def tally_rows(tally: ReplayTotals, seconds: float) -> dict[str, str]:
         "wrong bytes": f"{tally.wrong_bytes:,}",
     }
     if tally.store_outcomes["skipped"]:
-        rows["stores skipped"] = f"{tally.store_outcomes['skipped']:,} blocks (no room or a full queue)"
+        rows["stores skipped"] = f"{tally.store_outcomes['skipped']:,} blocks (no space or a full queue)"
     if tally.short_loads:
         rows["short loads"] = f"{tally.short_loads:,} ({tally.blocks_not_delivered:,} blocks computed again)"
     if tally.errors:

@@ -31,5 +31,5 @@ def verdict(result: ReplayResult) -> str | None:
     if tally.blocks_hit > unbounded:
         return f"{tally.blocks_hit:,} hits where only {unbounded:,} are possible"
     if not result.capacity.limited and not result.exact:
-        return f"{unbounded - tally.blocks_hit:,} hits are missing although there was room for every block"
+        return f"{unbounded - tally.blocks_hit:,} hits are missing although there was space for every block"
     return None

@@ -29,13 +29,13 @@ class Scale:
 
     @classmethod
     def for_link(cls, real_rate: float, emulated_rate: float, dilation: float = 1.0) -> Scale:
-        """The scale under which a link of ``real_rate`` (bytes/s) is emulated at ``emulated_rate``."""
+        """Return the scale that emulates a link of ``real_rate`` (bytes/s) at ``emulated_rate``."""
         if not (real_rate > 0 and emulated_rate > 0):
             raise InvalidArgument("a rate is greater than zero", real=real_rate, emulated=emulated_rate)
         return cls(dilation, emulated_rate * dilation / real_rate)
 
     def rate(self, real_rate: float) -> float:
-        """What to emulate a link of ``real_rate`` at."""
+        """Return the rate at which a link of ``real_rate`` is emulated."""
         return real_rate * self.bytes / self.dilation
 
 
@@ -46,9 +46,9 @@ class PrefillChunk(NamedTuple):
     """Tokens of one request in a forward batch."""
 
     cached: int
-    """Context tokens before them, whose KV is loaded."""
+    """Context tokens before the new tokens, whose KV is loaded."""
     new: int
-    """Tokens to compute."""
+    """New tokens to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class EngineModel:
 
     @property
     def weight_bytes_per_gpu(self) -> float:
-        """Weights that each GPU holds, real bytes."""
+        """Bytes of weights per GPU, not scaled."""
         model = self.model
         if not model.expert_parallel:
             return model.parameters * model.weight_bytes / self.tensor_parallel
@@ -87,18 +87,18 @@ class EngineModel:
         return (model.shared_parameters / self.tensor_parallel + routed / self.group_gpus) * model.weight_bytes
 
     @property
-    def kv_room_bytes(self) -> float:
-        """HBM of the engine that weights leave for KV, scaled; not positive: the model does not fit."""
+    def kv_space_bytes(self) -> float:
+        """HBM for KV beside the weights, scaled; 0 or negative: the model does not fit."""
         free = self.gpu.hbm_bytes * HBM_USABLE - self.weight_bytes_per_gpu
         return free * self.tensor_parallel * self.scale.bytes
 
     @property
     def token_bytes(self) -> float:
-        """KV bytes of a token, scaled."""
+        """KV bytes per token, scaled."""
         return self.model.token_bytes * self.scale.bytes
 
     def layer_block_bytes(self, block_tokens: int) -> int:
-        """Bytes of a layer block, scaled; at least one."""
+        """Bytes per layer block, scaled; at least one."""
         return max(1, round(self.model.layer_token_bytes * block_tokens * self.scale.bytes))
 
     # ---- prefill ----
@@ -109,7 +109,7 @@ class EngineModel:
         return share * self.gpu.peak_flops(self.model.weight_bytes) * self.tensor_parallel
 
     def prefill_seconds(self, batch: Iterable[PrefillChunk]) -> float:
-        """Time of one forward pass over all layers; 0 for an empty batch.
+        """Return the seconds of one forward pass over all layers; 0 for an empty batch.
 
         Exchanges between experts overlap with computation of the other half of the batch; only the rest counts.
         """
@@ -123,12 +123,8 @@ class EngineModel:
         seconds = max(flops / self._prefill_flops_per_s, weights / self._memory_rate, model.layers * self._exchange_s)
         return seconds * self.scale.dilation
 
-    def prefill_layer_seconds(self, batch: Iterable[PrefillChunk]) -> float:
-        """One layer of it."""
-        return self.prefill_seconds(batch) / self.model.layers
-
     def attention_seconds(self, chunk: PrefillChunk) -> float:
-        """Time of attention alone, over all layers: the unit of a batch's compute quota."""
+        """Return the seconds of attention over all layers: the unit of the compute quota of a batch."""
         return self.model.attention_flops(chunk.cached, chunk.new) / self._prefill_flops_per_s * self.scale.dilation
 
     # ---- decode ----
@@ -151,7 +147,7 @@ class EngineModel:
         return (model.shared_parameters + routed * (1 - untouched)) * model.weight_bytes
 
     def decode_seconds(self, sequences: float, context_tokens: float, group_sequences: float | None = None) -> float:
-        """One step, which gives each sequence one token.
+        """Return the seconds of one decode step, which generates one token per sequence.
 
         Args:
             sequences: in this engine's batch.

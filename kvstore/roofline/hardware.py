@@ -50,7 +50,7 @@ class Gpu:
     hbm_bytes: float
 
     def peak_flops(self, weight_bytes: float) -> float:
-        """Peak for products of weights of this many bytes each."""
+        """Return the peak FLOP/s for weights of this many bytes per parameter."""
         return self.fp8_flops if weight_bytes <= 1 else self.bf16_flops
 
 
@@ -66,7 +66,7 @@ GPUS = MappingProxyType(
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU of the catalog.
+    """Return a GPU of the catalog.
 
     Raises:
         NotFound: there is none of that name.
@@ -77,7 +77,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def exchange_seconds(gpus: int) -> float:
-    """Dispatch plus combine of one layer over a group of ``gpus``: the published figure of the next larger group."""
+    """Return the seconds of dispatch plus combine of one layer: the published figure of the next larger group of GPUs."""
     if gpus <= 1:
         return 0.0
     return next((seconds for size, seconds in EXCHANGE_S.items() if gpus <= size), EXCHANGE_S[128])

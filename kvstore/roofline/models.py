@@ -27,19 +27,19 @@ class Attention:
     index_bytes: int = 0
 
     def flops(self, cached: int, new: int) -> float:
-        """FLOP of ``new`` query tokens after ``cached`` context tokens, causal among themselves."""
+        """Return the FLOP of ``new`` query tokens after ``cached`` context tokens, with causal attention among the new ones."""
         pairs = new * cached + new * (new + 1) / 2
         attended = pairs if self.top_tokens is None else min(pairs, float(new) * self.top_tokens)
         return self.pair_flops * attended + self.index_flops * pairs
 
     def read_bytes(self, context: int) -> float:
-        """Bytes that decoding one token after ``context`` tokens reads."""
+        """Return the bytes that decoding one token after ``context`` tokens reads."""
         attended = context if self.top_tokens is None else min(context, self.top_tokens)
         return self.kv_bytes * attended + self.index_bytes * context
 
 
 def grouped(heads: int, kv_heads: int, head_size: int, element_bytes: int) -> Attention:
-    """Grouped-query attention: products with keys and with values, 2 FLOP an element each."""
+    """Grouped-query attention: products with keys and with values, 2 FLOP per element each."""
     return Attention(pair_flops=4 * heads * head_size, kv_bytes=2 * kv_heads * head_size * element_bytes)
 
 
@@ -88,29 +88,29 @@ class Model:
 
     @property
     def expert_parallel(self) -> bool:
-        """Experts are spread over the GPUs of a group, which then compute in step."""
+        """Whether experts are spread over the GPUs of a group, which then compute in step."""
         return self.experts > 0
 
     @property
     def layer_token_bytes(self) -> int:
-        """KV bytes of a token in one layer."""
+        """KV bytes per token and layer."""
         return self.attention.kv_bytes + self.attention.index_bytes
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of a token."""
+        """KV bytes per token."""
         return self.layers * self.layer_token_bytes
 
     def linear_flops(self, tokens: float) -> float:
-        """FLOP of the products with weights."""
+        """Return the FLOP of the products with weights."""
         return 2 * self.active_parameters * tokens
 
     def attention_flops(self, cached: int, new: int) -> float:
-        """FLOP of attention over all layers."""
+        """Return the FLOP of attention over all layers."""
         return self.layers * self.attention.flops(cached, new)
 
     def prefill_flops(self, cached: int, new: int) -> float:
-        """FLOP to compute ``new`` tokens after ``cached`` ones."""
+        """Return the FLOP to compute ``new`` tokens after ``cached`` ones."""
         return self.linear_flops(new) + self.attention_flops(cached, new)
 
     def bytes_per_pflop(self, cached: int, new: int) -> float:
@@ -163,7 +163,7 @@ MODELS = MappingProxyType(
 
 
 def model_named(name: str) -> Model:
-    """A model of the catalog.
+    """Return a model of the catalog.
 
     Raises:
         NotFound: there is none of that name.

@@ -59,7 +59,7 @@ class RouterContext:
         own, foreign = self.inflight.work(engine), self.foreign_work.get(engine)
         if foreign is None:
             return own
-        return EngineWork(own.sequences + foreign.sequences, own.tokens + foreign.tokens, own.room_tokens + foreign.room_tokens)
+        return EngineWork(own.sequences + foreign.sequences, own.tokens + foreign.tokens, own.kv_tokens + foreign.kv_tokens)
 
     def record_success(self, engine: str) -> None:
         """Record a complete 2xx response of an engine."""

@@ -40,7 +40,7 @@ ABORT: Final = "kvstore.abort"
 
 async def serve(
     app: Any,  # noqa: ANN401  # an ASGI application
-    door: socket.socket,
+    listener: socket.socket,
     *,
     tls: TlsConfig | None,
     stop_grace_s: float,
@@ -51,7 +51,7 @@ async def serve(
 
     Args:
         app: the ASGI application.
-        door: the result of ``bind``.
+        listener: the result of ``bind``.
         tls: this server's certificate; None: plain HTTP.
         stop_grace_s: time limit for running requests at shutdown.
         ready_file: written as JSON ``{"address", "pid"}`` when requests are answered.
@@ -60,8 +60,8 @@ async def serve(
     Raises:
         InvalidArgument: TLS without a certificate, or files that cannot be read.
     """
-    address = "{}:{}".format(*door.getsockname()[:2])
-    await _Server(_config(app, tls, stop_grace_s, malformed), ready_file, address).serve(sockets=[door])
+    address = "{}:{}".format(*listener.getsockname()[:2])
+    await _Server(_config(app, tls, stop_grace_s, malformed), ready_file, address).serve(sockets=[listener])
 
 
 def bind(listen: str, setting: str) -> socket.socket:
@@ -77,16 +77,16 @@ def bind(listen: str, setting: str) -> socket.socket:
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     # the protocol is named, or asyncio does not know it for TCP and leaves Nagle's delays on: 40 ms a piece
-    door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)  # its connections inherit it
-        door.bind((host, int(port)))
-        door.listen(_BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)  # its connections inherit it
+        listener.bind((host, int(port)))
+        listener.listen(_BACKLOG)
     except OSError as error:
-        door.close()
+        listener.close()
         raise cannot_listen(listen, setting, error) from error
-    return door
+    return listener
 
 
 class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn's best one is chosen as it is imported

@@ -78,7 +78,7 @@ class TlsConnections:
                 self._blind = True
                 return
             self._scanned_s = now_s
-            peers = frozenset(_peers_of(self._port))
+            peers = frozenset(peers_of_port(self._port))
             fresh = peers.difference(*self._seen)
             self._seen = peers, self._seen[0]
         with suppress(RuntimeError):  # the loop, and with it the server, has ended
@@ -88,7 +88,7 @@ class TlsConnections:
         """Record a call."""
         if not (self._waiting or self._blind):  # fast path: no handshake is pending
             return
-        peer = _as_peer(context.peer())
+        peer = parse_peer(context.peer())
         self._waiting.pop(peer, None)
         if self._blind and len(self._called) < MAX_PENDING:
             self._called.add(peer)
@@ -116,7 +116,7 @@ class TlsConnections:
                 )
 
 
-def _peers_of(port: int) -> Iterator[Peer]:
+def peers_of_port(port: int) -> Iterator[Peer]:
     """Peers of the connections of a local port, from the kernel's list."""
     wanted = f":{port:04X}"
     for table, family in _TABLES:
@@ -139,7 +139,7 @@ def _address(text: str, family: int) -> Peer:
     return address.removeprefix(_MAPPED), int(port, 16)
 
 
-def _as_peer(peer: str) -> Peer:
+def parse_peer(peer: str) -> Peer:
     """Parse gRPC's ``ipv4:127.0.0.1:4711`` or ``ipv6:%5B::1%5D:4711``."""
     host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
     return host.strip("[]").removeprefix(_MAPPED), int(port) if port.isdecimal() else 0

@@ -139,7 +139,7 @@ def _turns(pool: Sequence[AgentSession]) -> float:
 
 
 def _life(config: SimConfig, pool: Sequence[AgentSession], ttft_s: float) -> float:
-    """About how long a session lasts: decoding at a small batch, and half the limit of TTFT a turn."""
+    """Estimate the seconds of a session: decoding at a small batch, and half the TTFT limit per turn."""
     step = config.decode.decode_seconds(16, 16 * 32_000, 16 * 8) if config.compute else 0.0
     tokens = sum(turn.out for session in pool for turn in session.turns) / len(pool)
     think = sum(turn.think_s for session in pool for turn in session.turns) / len(pool)

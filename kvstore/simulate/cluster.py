@@ -24,7 +24,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class SimHost:
-    """One node.
+    """One simulated node.
 
     Attributes:
         name: unique.
@@ -35,7 +35,7 @@ class SimHost:
         cnic: each compute link in each direction, bytes/s.
         cnics: compute links; engine i uses link i modulo this. One: the node's links as one of their sum.
         dram: memory bandwidth, reads and writes together, bytes/s.
-        stage_bytes: room of its prefill or decode buffer.
+        stage_bytes: space of its prefill or decode buffer.
     """
 
     name: str
@@ -54,12 +54,12 @@ class SimHost:
 
 
 class DispatchPolicy(StrEnum):
-    """How requests are assigned to engines."""
+    """Rule that assigns requests to engines."""
 
     ROUND_ROBIN = "round_robin"
-    """In turns, independent of the load, like a plain router."""
+    """Round robin, independent of the load, like a simple router."""
     PAPER = "paper"
-    """By tokens and reading queues: kvstore.dualpath.scheduler."""
+    """By tokens and reading queues, with ``kvstore.dualpath.scheduler``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Variant:
 
 
 POLICIES = {name: Variant(name, name) for name in ("prefill_only", "round_robin", "shorter_queue", "split", "oracle")}
-"""Path policies, everything else being equal."""
+"""Configurations that differ only in the path policy."""
 
 LADDER = {
     variant.name: variant
@@ -150,22 +150,22 @@ class SimConfig:
 
     @property
     def token_bytes(self) -> float:
-        """KV bytes of a token."""
+        """KV bytes per token."""
         return self.full_block_bytes / self.block_tokens
 
     @property
     def full_block_bytes(self) -> int:
-        """Bytes of a full block."""
+        """Bytes per full block."""
         if self.block_bytes is not None:
             return self.block_bytes
         return max(1, round(self.prefill.token_bytes * self.block_tokens))
 
     def of(self, role: EngineKind) -> list[SimHost]:
-        """Hosts of a role."""
+        """Return the hosts of a role."""
         return [host for host in self.hosts if host.role is role]
 
     def but(self, **changes: object) -> SimConfig:
-        """The same with some fields changed."""
+        """Return the configuration with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -207,7 +207,7 @@ def uniform(
         together = min(nodes, usual) if model.expert_parallel else 1
         group_gpus = together * gpus_per_node if model.expert_parallel else model.tensor_parallel
         models[role] = EngineModel(model, gpu, model.tensor_parallel, group_gpus)
-        if models[role].kv_room_bytes <= 0:
+        if models[role].kv_space_bytes <= 0:
             raise InvalidArgument(f"{model.name} does not fit {group_gpus} GPUs of type {gpu.name}", role=role.value)
         hosts += [
             SimHost(

@@ -97,16 +97,11 @@ class SimResult:
 
     @property
     def read_rate(self) -> float:
-        """Bytes/s from storage, over the whole run."""
+        """Bytes/s read from storage over the whole run."""
         return sum(self.snic_bytes) / self.seconds if self.seconds else 0.0
 
-    def goodput(self, ttft_s: float, tpot_s: float) -> float:
-        """Requests a second that kept both limits."""
-        good = (self.ttfts <= ttft_s) & ~(self.tpots > tpot_s)
-        return float(good.sum()) / self.seconds if self.seconds else 0.0
-
     def to_json(self) -> dict[str, Any]:
-        """Plain values; arrays are left to plots."""
+        """Return the result as plain values, without the arrays for plots."""
         plain: tuple[str, ...] = (
             "variant",
             "requests",

@@ -22,7 +22,7 @@ from kvstore.roofline.engine_model import PrefillChunk
 from kvstore.simulate.cluster import DispatchPolicy, SimConfig
 from kvstore.simulate.engines.decode import DecodeUnit
 from kvstore.simulate.engines.dispatch import ByScheduler, Dispatch, TakeTurns, check_fits
-from kvstore.simulate.engines.job import Job, Room
+from kvstore.simulate.engines.job import Job, SpaceQueue
 from kvstore.simulate.engines.prefill import PrefillEngine, PrefillUnit
 from kvstore.simulate.network.event_loop import EventLoop
 from kvstore.simulate.network.fluid import FluidNetwork
@@ -31,11 +31,12 @@ from kvstore.simulate.result import SimResult, Traffic, collect
 from kvstore.simulate.sessions import AgentSession
 
 Progress = Callable[[int, int], None]
-"""Called with (requests done, requests in all)."""
+"""Callback with (finished requests, all requests)."""
 
 ALPHA_S = 3.0
 BETA_S = 5.0
-"""The paper's: a reading queue is long above what is read in alpha, an engine is overloaded above what it computes in beta."""
+"""Thresholds of the paper in seconds: a reading queue that takes longer than alpha is long, and an engine whose requests take
+longer than beta is overloaded."""
 
 _NO_PLAN_EXPIRES = 1e12
 _SAMPLES = 400
@@ -43,7 +44,7 @@ _SAMPLES = 400
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """An engine: its host, its number there, and itself."""
+    """An engine, its host, and its number on the host."""
 
     host: int
     local: int
@@ -61,7 +62,7 @@ def simulate(
 
     Args:
         config: both.
-        progress: told after each finished request.
+        progress: called while requests finish.
         until_s: ends the run at this time, finished or not.
         most_waiting: ends the run when more requests than this are under way (of an open workload that is not kept up with).
 
@@ -85,9 +86,9 @@ class _Run:
         self.host_of = {host.name: index for index, host in enumerate(config.hosts)}
         for host in config.hosts:
             self.planner.add_node(host.name, host.snic, host.cnic * host.cnics)
-        self.stage = [Room(host.stage_bytes) for host in config.hosts]
+        self.stage = [SpaceQueue(host.stage_bytes) for host in config.hosts]
         slots = math.inf if config.reads_in_flight is None else config.reads_in_flight
-        self.slots = [Room(slots) for _ in config.hosts]
+        self.slots = [SpaceQueue(slots) for _ in config.hosts]
         self.places = {role: self._places_of(role) for role in EngineKind}
         self.prefill = self._prefill()
         self.decode_units, self.decode_of = self._decode()
@@ -105,16 +106,16 @@ class _Run:
         return policy_named(self.config.variant.path)
 
     def _places_of(self, role: EngineKind) -> list[_Place]:
-        room = self.config.decode.kv_room_bytes if role is EngineKind.DECODE else 0
+        space = self.config.decode.kv_space_bytes if role is EngineKind.DECODE else 0
         return [
-            _Place(index, local, Engine(f"{host.name}/{local}", role, host.group, host.name, max(0, round(room))))
+            _Place(index, local, Engine(f"{host.name}/{local}", role, host.group, host.name, max(0, round(space))))
             for index, host in enumerate(self.hosts)
             if host.role is role
             for local in range(host.engines)
         ]
 
     def _units(self, role: EngineKind) -> list[list[int]]:
-        """Engines of a role that compute in step, by index."""
+        """Return the groups of engines that compute in step, by index."""
         units: dict[object, list[int]] = {}
         together = self.config.prefill.model.expert_parallel
         for index, place in enumerate(self.places[role]):
@@ -122,13 +123,13 @@ class _Run:
         return list(units.values())
 
     def _prefill(self) -> list[tuple[PrefillUnit, PrefillEngine]]:
-        """Unit and queue of each prefill engine."""
+        """Create the unit and the queue of each prefill engine."""
         config = self.config
         model = config.prefill
-        room = max(model.kv_room_bytes, 1.0)
+        space = max(model.kv_space_bytes, 1.0)
         found: list[tuple[PrefillUnit, PrefillEngine]] = []
         for unit in self._units(EngineKind.PREFILL):
-            engines = [PrefillEngine(index, Room(room)) for index in unit]
+            engines = [PrefillEngine(index, SpaceQueue(space)) for index in unit]
             host = self.hosts[self.places[EngineKind.PREFILL][unit[0]].host]
             stream = host.cnic * host.cnics / host.engines
             made = PrefillUnit(
@@ -157,13 +158,13 @@ class _Run:
     def _dispatch(self) -> Dispatch:
         decode = self.places[EngineKind.DECODE]
         if self.config.variant.scheduling is DispatchPolicy.ROUND_ROBIN:
-            room = [place.engine.hbm_units for place in decode]
-            return TakeTurns(len(self.places[EngineKind.PREFILL]), room, self._paired)
+            space = [place.engine.hbm_units for place in decode]
+            return TakeTurns(len(self.places[EngineKind.PREFILL]), space, self._paired)
         engines = [place.engine for role in EngineKind for place in self.places[role]]
         return ByScheduler(self.loop, engines, self._limits(), self.config.fetch_s, self._read_tokens, self._paired)
 
     def _limits(self) -> SchedulerLimits:
-        """Alpha and beta, "profiled": by the links and by the mean request."""
+        """Return alpha and beta in tokens, derived from the links and the mean request."""
         alpha = ALPHA_S * min(host.snic for host in self.config.of(EngineKind.PREFILL)) / self.token_bytes
         turns = [turn for session in self.config.sessions[:64] for turn in session.turns]
         tokens = sum(turn.hit + turn.new for turn in turns) / max(1, len(turns))
@@ -178,7 +179,7 @@ class _Run:
     # ---- the run ----
 
     def run(self, progress: Progress | None, until_s: float, most_waiting: float) -> SimResult:
-        """See ``simulate``."""
+        """Run all sessions; see ``simulate``."""
         total = sum(len(session.turns) for session in self.config.sessions)
         self._check()
         for index, session in enumerate(self.config.sessions):
@@ -186,13 +187,13 @@ class _Run:
                 self.loop.at(session.start_s + session.turns[0].think_s, lambda i=index, s=session: self._turn(i, s, 0))  # type: ignore[misc]
         self.finished = 0
         self.loop.after(self.sample_s, self._sample)
-        told = 0
+        reported = 0
         while self.finished < total and self.loop.now <= until_s and self.under_way <= most_waiting:
             if not self.loop.step():
                 break
-            if progress is not None and self.finished - told >= 64:
-                told = self.finished
-                progress(told, total)
+            if progress is not None and self.finished - reported >= 64:
+                reported = self.finished
+                progress(reported, total)
         self.network.settle(self.loop.now)
         if progress is not None:
             progress(self.finished, total)
@@ -201,9 +202,9 @@ class _Run:
     def _check(self) -> None:
         turns = [turn for session in self.config.sessions for turn in session.turns]
         longest = max((turn.hit + turn.new + turn.out for turn in turns), default=0) * self.token_bytes
-        check_fits(longest, self.config.decode.kv_room_bytes, "HBM of a decode engine")
+        check_fits(longest, self.config.decode.kv_space_bytes, "HBM of a decode engine")
         if not self.layerwise:
-            check_fits(longest, self.config.prefill.kv_room_bytes, "HBM of a prefill engine")
+            check_fits(longest, self.config.prefill.kv_space_bytes, "HBM of a prefill engine")
         if not self.oracle:
             check_fits(longest, min(host.stage_bytes for host in self.hosts), "host memory for staging")
 
@@ -215,7 +216,7 @@ class _Run:
         self.dispatch.submit(job, job.tokens * self.token_bytes)
 
     def _paired(self, job: Job, prefill: int, decode: int) -> None:
-        """Both engines are known: the read is planned, then waits for room."""
+        """Plan the read of a request that has both engines, and wait for space."""
         job.prefill, job.decode = prefill, decode
         job.paired = self.loop.now
         if self.oracle:
@@ -242,11 +243,11 @@ class _Run:
             elif part.side is ReadSide.DECODE:
                 job.decode_bytes += nbytes
         prompt = job.prompt_tokens * self.token_bytes
-        room, need = (self.stage[p], job.prefill_bytes) if self.layerwise else (self.prefill[prefill][1].hbm, prompt)
-        self.stage[d].take(prompt, lambda: room.take(need, lambda: self._read(job, plan.plan_id, plan.parts)))
+        space, need = (self.stage[p], job.prefill_bytes) if self.layerwise else (self.prefill[prefill][1].hbm, prompt)
+        self.stage[d].take(prompt, lambda: space.take(need, lambda: self._read(job, plan.plan_id, plan.parts)))
 
     def _relays(self, prefill: int, decode: int) -> tuple[str, ...]:
-        """Third nodes with the least to read; only ``split`` makes use of them."""
+        """Return the other nodes with the least to read. Only ``split`` uses them."""
         if self.config.variant.path != "split" or not self.config.relays:
             return ()
         others = [host.name for index, host in enumerate(self.hosts) if index not in (prefill, decode)]
@@ -257,7 +258,7 @@ class _Run:
     # ---- loading ----
 
     def _read(self, job: Job, plan_id: int, parts: Sequence[PlanPart]) -> None:
-        """All room is there: the parts queue at their storage links."""
+        """Queue the parts of a read at their storage links, after all space was granted."""
         if not parts:
             self._all_read(job, plan_id)
             self._ready(job)
@@ -300,14 +301,14 @@ class _Run:
             self._first_token(job)
 
     def _ready(self, job: Job) -> None:
-        """The first layers are there."""
+        """Start the prefill of a request after its first layers have arrived."""
         unit, engine = self.prefill[job.prefill]
         unit.add(engine, job)
 
     # ---- computing ----
 
     def _pass_begins(self, job: Job) -> None:
-        """The pass that computes the job's last token begins: layer-wise, KV leaves as it is made."""
+        """Handle the start of the pass that computes the last token: layer-wise, KV is sent while it is computed."""
         if self.layerwise and not self.oracle:
             self._push(job)
 
@@ -344,7 +345,7 @@ class _Run:
         self.network.start(self.links.push(p.host, p.local, d.host, d.local), max(0.0, nbytes), self.loop.now, pushed)
 
     def _hand_over(self, job: Job) -> None:
-        """The prompt is complete in the decode buffer: to HBM, once."""
+        """Move a prompt that is complete in the decode buffer to HBM, once."""
         d = self.places[EngineKind.DECODE][job.decode]
         prompt = job.prompt_tokens * self.token_bytes
 
@@ -373,7 +374,7 @@ class _Run:
     # ---- watching ----
 
     def _sample(self) -> None:
-        """Notes what links have carried; as a run grows long, less and less often."""
+        """Record the bytes of the links, less often in a long run."""
         self.network.settle(self.loop.now)
         self.samples.append((self.loop.now, [self.network.moved[link] for link in self.links.snic]))
         if len(self.samples) >= _SAMPLES:

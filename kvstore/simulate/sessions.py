@@ -12,11 +12,11 @@ from kvstore.workload.chains import ChainTable
 from kvstore.workload.requests import TraceRequest
 
 _GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, spread evenly however many are drawn."""
+"""Multiples of this number, modulo 1, are spread evenly for any number of draws."""
 
 
 class SessionTurn(NamedTuple):
-    """One request."""
+    """One request of a session."""
 
     hit: int
     """Leading tokens whose KV is in storage; whole blocks."""
@@ -25,11 +25,11 @@ class SessionTurn(NamedTuple):
     out: int
     """Tokens to generate, at least one."""
     think_s: float = 0.0
-    """Time after the turn before it (for the first: after the session's start)."""
+    """Seconds after the end of the previous turn; for the first turn, after the start of the session."""
 
 
 class AgentSession(NamedTuple):
-    """Turns that follow one another."""
+    """A conversation: its turns run one after another."""
 
     start_s: float
     turns: tuple[SessionTurn, ...]
@@ -80,7 +80,7 @@ def sessions_of(
 
 
 def thinned(sessions: Iterable[AgentSession], every: int) -> list[AgentSession]:
-    """One turn in ``every`` of each session, the rest taken as done before: the same load at any moment, for less time.
+    """Keep one turn in ``every`` of each session, as if the others had run before. The load stays the same, the run is shorter.
 
     Which turns are kept differs evenly from session to session, so that early and late ones are kept alike; a short session
     may keep none. A run takes about 1/``every`` of the time; arrivals come ``every`` times as fast to keep as many sessions
@@ -95,12 +95,12 @@ def thinned(sessions: Iterable[AgentSession], every: int) -> list[AgentSession]:
 
 
 def at_once(sessions: Iterable[AgentSession]) -> tuple[AgentSession, ...]:
-    """All sessions begin at 0: an offline batch."""
+    """Start all sessions at time 0: an offline batch."""
     return tuple(AgentSession(0.0, session.turns) for session in sessions)
 
 
 def arriving(sessions: Sequence[AgentSession], per_s: float, seed: int) -> tuple[AgentSession, ...]:
-    """Sessions begin as a Poisson process of that rate."""
+    """Start sessions as a Poisson process of this rate."""
     if not per_s > 0:
         raise InvalidArgument("arrivals are above zero", per_s=per_s)
     starts = np.random.default_rng([seed, 7]).exponential(1 / per_s, len(sessions)).cumsum()

@@ -85,13 +85,13 @@ class IoEngineSuite(ABC):
         ids=lambda sizes: f"{len(sizes)} pieces of {sum(sizes)} pages",
     )
     @pytest.mark.parametrize("position", [0, PAGE, 300 * PAGE])
-    def test_pieces_are_filled_in_a_row(self, engine: IoEngine, content: bytes, sizes: list[int], position: int) -> None:
+    def test_read_pieces_are_filled_in_order(self, engine: IoEngine, content: bytes, sizes: list[int], position: int) -> None:
         pieces = [page_memory(pages * PAGE) for pages in sizes]
         total = sum(sizes) * PAGE
         assert engine.read(pieces, position) == total
         assert b"".join(bytes(piece) for piece in pieces) == content[position : position + total]
 
-    def test_nothing_is_written_beside_the_pieces(self, engine: IoEngine, content: bytes) -> None:
+    def test_read_memory_beside_pieces_is_unchanged(self, engine: IoEngine, content: bytes) -> None:
         memory = page_memory(8 * PAGE)
         assert engine.read([memory[PAGE : 2 * PAGE], memory[4 * PAGE : 6 * PAGE]], 7 * PAGE) == 3 * PAGE
         assert bytes(memory[PAGE : 2 * PAGE]) == content[7 * PAGE : 8 * PAGE]
@@ -99,16 +99,16 @@ class IoEngineSuite(ABC):
         assert not any(bytes(memory[:PAGE]) + bytes(memory[2 * PAGE : 4 * PAGE]) + bytes(memory[6 * PAGE :]))
 
     @pytest.mark.parametrize("beyond", [1, 3, 600])
-    def test_the_end_of_the_file_is_no_whole_read(self, engine: IoEngine, beyond: int) -> None:
+    def test_read_past_end_of_file_is_not_complete(self, engine: IoEngine, beyond: int) -> None:
         pieces = [page_memory(PAGE), page_memory(beyond * PAGE)]
         assert engine.read(pieces, FILE_BYTES - PAGE) < (1 + beyond) * PAGE
         assert engine.read([page_memory(PAGE)], FILE_BYTES + 4 * PAGE) <= 0
 
-    def test_a_file_cut_off_under_it_is_no_whole_read(self, engine: IoEngine, tmp_path: Path) -> None:
+    def test_read_of_truncated_file_is_not_complete(self, engine: IoEngine, tmp_path: Path) -> None:
         os.truncate(tmp_path / "file", 3 * PAGE)
         assert engine.read([page_memory(2 * PAGE), page_memory(2 * PAGE)], PAGE) < 4 * PAGE
 
-    def test_what_others_wrote_is_read(self, engine: IoEngine, tmp_path: Path) -> None:
+    def test_read_returns_writes_of_others(self, engine: IoEngine, tmp_path: Path) -> None:
         fresh = bytes([7]) * (4 * PAGE)
         with (tmp_path / "file").open("r+b") as file:
             file.seek(20 * PAGE)
@@ -119,7 +119,7 @@ class IoEngineSuite(ABC):
         assert engine.read([memory], 20 * PAGE) == len(fresh)
         assert bytes(memory) == fresh
 
-    def test_many_threads_read_at_once(self, engine: IoEngine, content: bytes) -> None:
+    def test_read_by_many_threads_is_correct(self, engine: IoEngine, content: bytes) -> None:
         wrong: list[int] = []
 
         def read(seed: int) -> None:
@@ -149,5 +149,5 @@ class IoEngineSuite(ABC):
     def test_device_memory_beyond_the_end_is_declined(self, engine: IoEngine) -> None:
         assert not engine.read_device(self.device_memory(2 << 20), FILE_BYTES - PAGE)
 
-    def test_it_says_what_it_is(self, engine: IoEngine) -> None:
+    def test_engine_has_a_description(self, engine: IoEngine) -> None:
         assert engine.name

@@ -93,7 +93,7 @@ class MountSuite(ABC):
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
-    def test_what_the_owner_stored_is_read(
+    def test_mount_reads_blocks_of_the_owner(
         self, owner: DurableVolume, mounted: MountedSlab, shape: BlockShape, aligned: bool
     ) -> None:
         numbers = range(11)
@@ -105,7 +105,7 @@ class MountSuite(ABC):
         [view] = empty_memory(1, shape, aligned=aligned)
         assert mounted.read(NAMESPACE, shape, [(record.key, slot, view)]) == [(Outcome.HIT, record.checksums)]
 
-    def test_what_left_is_not_known_and_not_read(self, owner: DurableVolume, mounted: MountedSlab) -> None:
+    def test_mount_evicted_block_is_a_miss(self, owner: DurableVolume, mounted: MountedSlab) -> None:
         shape = SHAPES[2]
         held = put(owner, range(6), shape)
         while owner.allocate(shape, 1):
@@ -118,7 +118,7 @@ class MountSuite(ABC):
         mounted.catch_up()
         assert fetch(mounted, range(9), shape) == [0, 2, 3, 5, 7, 8]
 
-    def test_a_block_stored_again_elsewhere_is_found_again(self, owner: DurableVolume, mounted: MountedSlab) -> None:
+    def test_mount_block_moved_by_owner_is_found(self, owner: DurableVolume, mounted: MountedSlab) -> None:
         shape = SHAPES[0]
         held = put(owner, range(4), shape)
         drop(owner, held)
@@ -126,7 +126,7 @@ class MountSuite(ABC):
         mounted.catch_up()
         assert fetch(mounted, range(10), shape) == [0, 1, 2, 3, 9]
 
-    def test_another_generation_is_not_the_block(self, owner: DurableVolume, mounted: MountedSlab) -> None:
+    def test_mount_other_generation_is_a_miss(self, owner: DurableVolume, mounted: MountedSlab) -> None:
         shape = SHAPES[0]
         held = put(owner, [1], shape)
         mounted.catch_up()
@@ -137,13 +137,13 @@ class MountSuite(ABC):
         mounted.catch_up()
         assert fetch(mounted, [1], shape) == [1]
 
-    def test_another_namespace_or_shape_is_a_miss(self, owner: DurableVolume, mounted: MountedSlab) -> None:
+    def test_mount_other_namespace_or_shape_is_a_miss(self, owner: DurableVolume, mounted: MountedSlab) -> None:
         put(owner, range(3), SHAPES[0])
         mounted.catch_up()
         assert known(mounted, range(3), SHAPES[2]) == []
         assert fetch(mounted, range(3), SHAPES[0], namespace=NamespaceId(bytes(16))) == []
 
-    def test_the_owner_may_be_gone_or_come_back(self, tmp_path: Path) -> None:
+    def test_mount_owner_stopped_or_restarted_is_read(self, tmp_path: Path) -> None:
         shape = SHAPES[1]
         owner = self.open_owner(tmp_path, self.CAPACITY)
         put(owner, range(20), shape)
@@ -160,14 +160,14 @@ class MountSuite(ABC):
         assert known(mounted, range(21), shape) == [*range(20)]
         mounted.close()
 
-    def test_two_mounts_at_once(self, owner: DurableVolume, mounted: MountedSlab, tmp_path: Path) -> None:
+    def test_mount_twice_reads_the_same(self, owner: DurableVolume, mounted: MountedSlab, tmp_path: Path) -> None:
         put(owner, range(5), SHAPES[3])
         mounted.catch_up()
         second = self.mount(tmp_path)
         assert fetch(mounted, range(5), SHAPES[3]) == fetch(second, range(5), SHAPES[3]) == [*range(5)]
         second.close()
 
-    def test_no_wrong_byte_while_the_owner_rewrites_every_slot(self, owner: DurableVolume, mounted: MountedSlab) -> None:
+    def test_mount_slots_rewritten_returns_no_wrong_byte(self, owner: DurableVolume, mounted: MountedSlab) -> None:
         shape = SHAPES[2]
         seen = set()
         done = threading.Event()

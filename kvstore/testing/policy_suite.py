@@ -50,7 +50,7 @@ class PolicySuite(ABC):
     def make_policy(self) -> EvictionPolicy:
         """A new, empty policy."""
 
-    def test_an_empty_policy_yields_nothing(self) -> None:
+    def test_policy_empty_yields_nothing(self) -> None:
         policy = self.make_policy()
         assert list(policy.coldest(_always)) == []
         assert len(policy) == 0
@@ -58,7 +58,7 @@ class PolicySuite(ABC):
         policy.remove(policy_key(1))
         assert len(policy) == 0
 
-    def test_a_chain_leaves_from_its_end(self) -> None:
+    def test_policy_chain_is_evicted_from_its_end(self) -> None:
         policy = self.make_policy()
         keys = _chain(policy, range(50))
         policy.touch(keys)
@@ -67,7 +67,7 @@ class PolicySuite(ABC):
         assert list(policy.coldest(_always)) == keys[::-1]  # iterating removes nothing
         assert len(policy) == 50
 
-    def test_what_is_pinned_keeps_its_ancestors(self) -> None:
+    def test_policy_pinned_block_keeps_its_ancestors(self) -> None:
         policy = self.make_policy()
         trunk = _chain(policy, range(10))
         policy.insert(policy_key(100), trunk[4])
@@ -99,7 +99,7 @@ class PolicySuite(ABC):
         assert order.index(twig) < order.index(trunk[4])
         assert len(policy) == 11
 
-    def test_a_parent_may_come_late_or_never(self) -> None:
+    def test_policy_parent_may_be_added_late_or_never(self) -> None:
         policy = self.make_policy()
         policy.insert(policy_key(2), policy_key(1))
         policy.insert(policy_key(3), policy_key(2))
@@ -109,7 +109,7 @@ class PolicySuite(ABC):
         assert set(order) == {policy_key(number) for number in (1, 2, 3, 9)}
         assert order.index(policy_key(3)) < order.index(policy_key(2)) < order.index(policy_key(1))
 
-    def test_a_parent_that_left_first_is_no_obstacle(self) -> None:
+    def test_policy_parent_removed_first_is_no_obstacle(self) -> None:
         policy = self.make_policy()
         keys = _chain(policy, range(5))
         policy.remove(keys[2])
@@ -144,7 +144,7 @@ class PolicySuite(ABC):
                 policy.touch(chain)
         assert not warm & set(islice(policy.coldest(_always), 50))
 
-    def test_coldest_goes_on_while_blocks_are_used(self) -> None:
+    def test_coldest_blocks_used_meanwhile_continues(self) -> None:
         """Each block is yielded, also if blocks are used between two steps."""
         policy = self.make_policy()
         chains = [_chain(policy, range(at * 100, at * 100 + 10)) for at in range(20)]
@@ -155,7 +155,7 @@ class PolicySuite(ABC):
                 policy.touch(chains[number % 20])
         assert found == {key for chain in chains for key in chain}
 
-    def test_eviction_in_steady_state(self) -> None:
+    def test_policy_steady_state_evicts_children_first(self) -> None:
         """A full volume under load: the count is right, and evictions yield existing blocks, children first."""
         policy = self.make_policy()
         draw = random.Random(3)  # noqa: S311

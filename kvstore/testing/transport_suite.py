@@ -179,7 +179,7 @@ class TransportSuite(ABC):
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
     @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-    def test_blocks_arrive(
+    def test_read_blocks_arrive(
         self,
         provider: MemoryProvider,
         peer: BlockPeer,
@@ -204,7 +204,7 @@ class TransportSuite(ABC):
     @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
     @pytest.mark.parametrize(("first", "count"), [(0, 1), (2, 3), (5, 1), (0, 6)])
     @pytest.mark.parametrize("group", [0, 1, 2, 6])
-    def test_layer_ranges_and_groups(
+    def test_read_layer_ranges_and_groups_are_exact(
         self,
         provider: MemoryProvider,
         peer: BlockPeer,
@@ -234,7 +234,7 @@ class TransportSuite(ABC):
                 expected[low:high] = block_payload(number, shape)[low:high]
             assert content(buffer, number) == expected
 
-    def test_layers_are_told_when_their_bytes_are_there(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_read_layer_is_reported_after_its_bytes(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(8, 300_000)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(12))
@@ -252,7 +252,7 @@ class TransportSuite(ABC):
         peer.read(ask(range(12), 8, layer_group=1), buffer, on_layers=on_layers)
         assert seen == list(range(8))
 
-    def test_blocks_told_good_have_their_layers(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_read_block_reported_good_has_all_layers(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(6, 100_000)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, [number for number in range(20) if number not in (3, 17)])
@@ -277,7 +277,7 @@ class TransportSuite(ABC):
         assert layers == list(range(6))
         assert [number for number, outcome in enumerate(result.outcomes) if outcome is not Outcome.HIT] == sorted(fails)
 
-    def test_misses_leave_memory_alone(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_read_miss_leaves_memory_unchanged(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(2, 5_000)
         provider.declare(NAMESPACE, shape)
         held = [number for number in range(400) if number % 3]
@@ -292,7 +292,7 @@ class TransportSuite(ABC):
         assert result.checksums is not None
         assert not result.checksums[::3].any()
 
-    def test_corrupt_blocks_are_no_hits(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_read_corrupt_block_is_not_a_hit(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(3, 70_000)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(20))
@@ -311,11 +311,11 @@ class TransportSuite(ABC):
         ]
         assert peer.read(ask([4], 3), dense(1, shape), verify=False).outcomes == [Outcome.HIT]
 
-    def test_zero_keys(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_read_zero_keys_is_empty(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         provider.declare(NAMESPACE, BlockShape(2, 8))
         assert peer.read(ask([], 2), dense(0, BlockShape(2, 8))).outcomes == []
 
-    def test_very_many_tiny_blocks(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_read_many_tiny_blocks_arrive(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(2, 128)
         count = 16_384
         provider.declare(NAMESPACE, shape)
@@ -328,12 +328,12 @@ class TransportSuite(ABC):
             == [Outcome.HIT] * count
         )
 
-    def test_unknown_namespace_is_all_misses(self, peer: BlockPeer) -> None:
+    def test_read_unknown_namespace_is_all_misses(self, peer: BlockPeer) -> None:
         assert peer.read(ask(range(3), 2), dense(3, BlockShape(2, 8))).outcomes == [Outcome.MISS] * 3
         with pytest.raises(NotFound):
             store(peer, filled(dense, [1], BlockShape(2, 8)), [1])
 
-    def test_wrong_calls_are_told(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_read_invalid_call_raises(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(2, 64)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, [1])
@@ -359,7 +359,7 @@ class TransportSuite(ABC):
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
-    def test_blocks_are_stored(
+    def test_write_blocks_are_stored(
         self, provider: MemoryProvider, peer: BlockPeer, shape: BlockShape, make: Callable[[int, BlockShape], BlockBuffer]
     ) -> None:
         provider.declare(NAMESPACE, shape)
@@ -381,7 +381,7 @@ class TransportSuite(ABC):
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
-    def test_blocks_without_checksums_are_summed_on_the_way(
+    def test_write_without_checksums_computes_them(
         self, provider: MemoryProvider, peer: BlockPeer, shape: BlockShape, make: Callable[[int, BlockShape], BlockBuffer]
     ) -> None:
         provider.declare(NAMESPACE, shape)
@@ -394,7 +394,7 @@ class TransportSuite(ABC):
         assert found.outcomes == [Outcome.MISS if number == 5 else Outcome.HIT for number in numbers]
         assert provider.held(NAMESPACE, 8) == block_payload(8, shape)
 
-    def test_a_write_of_nothing_granted_leaves_nothing_open(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_write_nothing_granted_leaves_nothing_open(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(1, 10)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, [1, 2])
@@ -404,7 +404,7 @@ class TransportSuite(ABC):
         assert (provider.commits, provider.aborts) == (0, 1)
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_a_write_layer_by_layer_is_stored_whole(self, provider: MemoryProvider, peer: BlockPeer, shape: BlockShape) -> None:
+    def test_write_layerwise_is_stored_whole(self, provider: MemoryProvider, peer: BlockPeer, shape: BlockShape) -> None:
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, [3])
         provider.refuse = {block_key(5)}
@@ -420,7 +420,7 @@ class TransportSuite(ABC):
         assert provider.held(NAMESPACE, 8) == block_payload(8, shape)
         assert peer.read(ask(numbers, shape.layers), dense(9, shape)).outcomes[8] is Outcome.HIT, "the connection is in step"
 
-    def test_a_write_layer_by_layer_that_is_given_up_leaves_nothing(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_write_layerwise_cancelled_stores_nothing(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(3, 64)
         provider.declare(NAMESPACE, shape)
         source = filled(dense, [1, 2], shape)
@@ -436,7 +436,7 @@ class TransportSuite(ABC):
             write.put(0, layers_of(source, 0, 1))
         assert store(peer, source, [1, 2]) == [StoreOutcome.STORED] * 2
 
-    def test_a_write_layer_by_layer_of_nothing_granted_sends_nothing(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_write_layerwise_nothing_granted_sends_nothing(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(2, 64)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, [1])
@@ -446,7 +446,7 @@ class TransportSuite(ABC):
         provider.settle()
         assert (provider.commits, provider.aborts) == (0, 1)
 
-    def test_writes_layer_by_layer_under_way_leave_room_for_others(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_write_layerwise_open_does_not_block_others(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(2, 64)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, [99])
@@ -462,7 +462,7 @@ class TransportSuite(ABC):
 
     # ---- faults ----
 
-    def test_a_late_provider_is_a_timeout(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_read_late_provider_times_out(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(1, 2_000)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(6))
@@ -479,7 +479,7 @@ class TransportSuite(ABC):
         provider.before_part = None
         assert peer.read(ask(range(6), 1), buffer).outcomes == [Outcome.HIT] * 6
 
-    def test_a_deadline_in_the_past(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_read_deadline_in_the_past_times_out(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(1, 10)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, [1])
@@ -487,7 +487,7 @@ class TransportSuite(ABC):
         assert store(peer, filled(dense, [2], shape), [2], within_s=-1) == [StoreOutcome.LOST]
         assert peer.read(ask([1], 1), dense(1, shape)).outcomes == [Outcome.HIT]
 
-    def test_a_provider_that_fails_in_the_middle(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_read_provider_fails_midway_is_unavailable(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(1, 2_000)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(6))
@@ -498,7 +498,7 @@ class TransportSuite(ABC):
         provider.before_part = None
         assert peer.read(ask(range(6), 1), dense(6, shape)).outcomes == [Outcome.HIT] * 6
 
-    def test_the_server_dies_in_the_middle_of_a_read(self, provider: MemoryProvider, served: Served, peer: BlockPeer) -> None:
+    def test_read_server_killed_midway_is_unavailable(self, provider: MemoryProvider, served: Served, peer: BlockPeer) -> None:
         shape = BlockShape(1, 2_000)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(6))
@@ -517,7 +517,7 @@ class TransportSuite(ABC):
         with pytest.raises(Unavailable):
             peer.read(ask(range(6), 1), buffer)
 
-    def test_the_peer_leaves_in_the_middle_of_a_read(self, provider: MemoryProvider, served: Served) -> None:
+    def test_read_peer_closed_midway_is_unavailable(self, provider: MemoryProvider, served: Served) -> None:
         shape = BlockShape(1, 2_000)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(6))
@@ -535,7 +535,7 @@ class TransportSuite(ABC):
         with pytest.raises(Unavailable):
             peer.read(ask(range(6), 1), dense(6, shape))
 
-    def test_the_peer_leaves_in_the_middle_of_a_write(self, provider: MemoryProvider, served: Served) -> None:
+    def test_write_peer_closed_midway_is_lost(self, provider: MemoryProvider, served: Served) -> None:
         shape = BlockShape(1, 2_000)
         provider.declare(NAMESPACE, shape)
         provider.on_grant = gate = ProviderGate()
@@ -551,7 +551,7 @@ class TransportSuite(ABC):
         assert (provider.commits, provider.aborts) == (0, 1)
         assert provider.held(NAMESPACE, 0) is None
 
-    def test_many_at_once(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+    def test_reads_concurrent_are_correct(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(2, 40_000)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(64))
@@ -577,7 +577,7 @@ class TransportSuite(ABC):
 
     # ---- tickets ----
 
-    def test_tickets_open_their_namespace_only(self, provider: MemoryProvider) -> None:
+    def test_ticket_of_other_namespace_is_rejected(self, provider: MemoryProvider) -> None:
         shape = BlockShape(1, 100)
         provider.declare(NAMESPACE, shape)
         provider.declare(OTHER, shape)

@@ -106,7 +106,7 @@ class VolumeSuite(ABC):
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
-    def test_what_was_written_is_read(self, volume: Volume, shape: BlockShape, aligned: bool) -> None:
+    def test_volume_written_block_is_read(self, volume: Volume, shape: BlockShape, aligned: bool) -> None:
         slots = volume.allocate(shape, 17)
         assert slots is not None
         items = items_for(slots, range(17), shape, aligned=aligned)
@@ -117,7 +117,7 @@ class VolumeSuite(ABC):
         volume.free(slots)
         assert volume.usage().used_bytes == 0
 
-    def test_slots_do_not_overlap_and_lie_inside(self, volume: Volume) -> None:
+    def test_slots_are_disjoint_and_inside_the_volume(self, volume: Volume) -> None:
         held: list[Slot] = []
         for shape in SHAPES:
             held += volume.allocate(shape, 9) or []
@@ -130,14 +130,14 @@ class VolumeSuite(ABC):
         usage = volume.usage()
         assert (usage.blocks, usage.used_bytes) == (len(held), sum(slot.size for slot in held))
 
-    def test_allocation_is_all_or_nothing(self, volume: Volume) -> None:
+    def test_allocate_is_all_or_nothing(self, volume: Volume) -> None:
         shape = SHAPES[2]
         before = volume.usage()
         assert volume.allocate(shape, self.CAPACITY // shape.block_bytes + 1) is None
         assert volume.usage() == before
         assert volume.allocate(shape, 0) == []
 
-    def test_a_full_volume_gives_none_until_something_is_freed(self, volume: Volume) -> None:
+    def test_allocate_full_volume_returns_none_until_freed(self, volume: Volume) -> None:
         shape = SHAPES[2]
         held: list[Slot] = []
         while slots := volume.allocate(shape, 1):
@@ -149,12 +149,12 @@ class VolumeSuite(ABC):
         assert {slot.offset for slot in again} == {slot.offset for slot in held[5:7]}
         assert volume.allocate(shape, 1) is None
 
-    def test_contiguous_where_room_allows(self, volume: Volume) -> None:
+    def test_allocate_contiguous_if_space_allows(self, volume: Volume) -> None:
         slots = volume.allocate(SHAPES[0], 8)
         assert slots is not None
         assert [slot.offset for slot in slots] == [slots[0].offset + at * slots[0].size for at in range(8)]
 
-    def test_freeing_twice_is_a_bug_that_is_told(self, volume: Volume) -> None:
+    def test_free_twice_raises(self, volume: Volume) -> None:
         slots = volume.allocate(SHAPES[0], 3) or []
         volume.free(slots[:1])
         with pytest.raises(Internal):
@@ -164,7 +164,7 @@ class VolumeSuite(ABC):
         assert volume.usage().blocks == 2  # all or none
         volume.free(slots[1:])
 
-    def test_generations_only_grow(self, volume: Volume) -> None:
+    def test_slot_generations_only_grow(self, volume: Volume) -> None:
         seen: dict[int, int] = {}
         for _ in range(20):
             slots = volume.allocate(SHAPES[0], 5) or []
@@ -173,7 +173,7 @@ class VolumeSuite(ABC):
                 seen[slot.offset] = slot.generation
             volume.free(slots)
 
-    def test_an_old_generation_is_not_a_hit(self, volume: Volume) -> None:
+    def test_read_old_generation_is_not_a_hit(self, volume: Volume) -> None:
         shape = SHAPES[1]
         old = items_for(volume.allocate(shape, 1) or [], [1], shape)
         volume.write(old)
@@ -185,14 +185,14 @@ class VolumeSuite(ABC):
         assert isinstance(volume.write(old)[0], Internal)
         assert_reads_back(volume, fresh)
 
-    def test_a_record_with_other_checksums_is_corrupt(self, volume: Volume) -> None:
+    def test_read_other_checksums_is_corrupt(self, volume: Volume) -> None:
         shape = SHAPES[2]
         items = items_for(volume.allocate(shape, 2) or [], [1, 2], shape)
         volume.write(items)
         swapped = [(items[0][0], items[1][1], items[0][2]), items[1]]
         assert volume.read(emptied(swapped)) == [Outcome.CORRUPT, Outcome.HIT]
 
-    def test_a_payload_of_another_size_is_refused(self, volume: Volume) -> None:
+    def test_write_payload_of_other_size_is_rejected(self, volume: Volume) -> None:
         shape = SHAPES[1]
         slots = volume.allocate(shape, 2) or []
         good, other = items_for(slots, [1, 2], shape)
@@ -205,13 +205,13 @@ class VolumeSuite(ABC):
     @pytest.mark.parametrize(
         "shape", [BlockShape(0, 10), BlockShape(1, 0), BlockShape(1 << 30, 1), BlockShape(1, 1 << 40)], ids=str
     )
-    def test_absurd_shapes_are_refused(self, volume: Volume, shape: BlockShape) -> None:
+    def test_allocate_invalid_shape_is_rejected(self, volume: Volume, shape: BlockShape) -> None:
         with pytest.raises(InvalidArgument):
             volume.allocate(shape, 1)
         with pytest.raises(InvalidArgument):
             volume.plan_eviction(shape, 1, iter(()), 1)
 
-    def test_plan_eviction_makes_room(self, volume: Volume) -> None:
+    def test_plan_eviction_makes_space(self, volume: Volume) -> None:
         """The plan is sufficient and necessary, and planning changes nothing."""
         small, large = SHAPES[0], SHAPES[2]
         held: dict[BlockKey, Slot] = {}
@@ -238,7 +238,7 @@ class VolumeSuite(ABC):
         assert volume.plan_eviction(shape, 5, iter(coldest), 5) == [block_key(at) for at in range(5)]
         assert volume.plan_eviction(shape, 5, iter(coldest[:4]), 100) is None
 
-    def test_emptied_span_takes_another_size(self, volume: Volume) -> None:
+    def test_evicted_span_is_reused_for_other_size(self, volume: Volume) -> None:
         small, large = SHAPES[0], SHAPES[2]
         held: list[Slot] = []
         while slots := volume.allocate(small, 1):
@@ -253,7 +253,7 @@ class VolumeSuite(ABC):
         volume.free(leaving)
         assert volume.allocate(large, 1) is not None
 
-    def test_threads_share_a_volume(self, volume: Volume) -> None:
+    def test_volume_many_threads_stays_consistent(self, volume: Volume) -> None:
         shape = SHAPES[1]
         failures: list[BaseException] = []
 
@@ -277,7 +277,7 @@ class VolumeSuite(ABC):
         assert not failures
         assert volume.usage().blocks == 0
 
-    def test_closing_twice_is_harmless(self, tmp_path: Path) -> None:
+    def test_volume_close_twice_is_harmless(self, tmp_path: Path) -> None:
         volume = self.open_volume(tmp_path / "twice", self.CAPACITY)
         volume.close()
         volume.close()
@@ -289,7 +289,7 @@ class MappedVolumeSuite(VolumeSuite):
     @abstractmethod
     def open_volume(self, folder: Path, capacity_bytes: int) -> MappedVolume: ...
 
-    def test_views_and_the_descriptor_show_the_same_bytes(self, volume: MappedVolume) -> None:
+    def test_view_and_descriptor_show_the_same_bytes(self, volume: MappedVolume) -> None:
         shape = SHAPES[1]
         items = items_for(volume.allocate(shape, 3) or [], [1, 2, 3], shape)
         volume.write(items)
@@ -301,7 +301,7 @@ class MappedVolumeSuite(VolumeSuite):
         assert volume.read(emptied([items[1]])) == [Outcome.CORRUPT]
         assert volume.read(emptied([(slot, record, payload)]), verify=False) == [Outcome.HIT]
 
-    def test_a_view_stays_within_its_slot(self, volume: MappedVolume) -> None:
+    def test_view_is_limited_to_its_slot(self, volume: MappedVolume) -> None:
         slots = volume.allocate(SHAPES[0], 1) or []
         with pytest.raises(InvalidArgument):
             volume.view(slots[0], slots[0].size + 1)
@@ -349,14 +349,14 @@ class DurableVolumeSuite(VolumeSuite):
         assert isinstance(volume.write([(slot, known, view)])[0], Internal)
         assert volume.read(emptied([(slot, known, view)])) == [Outcome.HIT]
 
-    def test_it_says_which_shapes_it_can_hold(self, volume: DurableVolume) -> None:
+    def test_volume_reports_shapes_that_fit(self, volume: DurableVolume) -> None:
         assert all(volume.fits(shape) for shape in SHAPES)
         largest = max(size for size in range(4096, self.CAPACITY + 4096, 4096) if volume.fits(BlockShape(1, size)))
         assert len(volume.allocate(BlockShape(1, largest), 1) or []) == 1
         with pytest.raises(InvalidArgument):
             volume.allocate(BlockShape(1, largest + 4096), 1)
 
-    def test_what_was_committed_comes_back(self, tmp_path: Path) -> None:
+    def test_volume_reopened_has_committed_blocks(self, tmp_path: Path) -> None:
         volume = self.open_volume(tmp_path, self.CAPACITY)
         kept: list[Item] = []
         for at, shape in enumerate(SHAPES):
@@ -383,7 +383,7 @@ class DurableVolumeSuite(VolumeSuite):
         assert not {slot.offset for slot in fresh} & {slot.offset for slot, _, _ in kept}
         again.close()
 
-    def test_a_commit_moves_a_key(self, tmp_path: Path) -> None:
+    def test_commit_of_known_key_replaces_its_slot(self, tmp_path: Path) -> None:
         """A commit removes before it stores: one commit can move a block to another slot."""
         shape = SHAPES[0]
         volume = self.open_volume(tmp_path, self.CAPACITY)
@@ -398,19 +398,19 @@ class DurableVolumeSuite(VolumeSuite):
         assert list(again.recover()) == [(fresh[0][0], fresh[0][1])]
         again.close()
 
-    def test_a_slot_that_is_not_held_is_not_committed(self, volume: DurableVolume) -> None:
+    def test_commit_of_free_slot_is_rejected(self, volume: DurableVolume) -> None:
         items = items_for(volume.allocate(SHAPES[0], 1) or [], [1], SHAPES[0])
         volume.write(items)
         volume.free([items[0][0]])
         with pytest.raises(Internal):
             volume.commit([(items[0][0], items[0][1])], [])
 
-    def test_one_process_at_a_time(self, tmp_path: Path) -> None:
+    def test_volume_opened_twice_is_rejected(self, tmp_path: Path) -> None:
         volume = self.open_volume(tmp_path, self.CAPACITY)
         with pytest.raises(Exception, match="open"):
             self.open_raw(tmp_path, self.CAPACITY)
         volume.close()
         self.open_raw(tmp_path, self.CAPACITY).close()
 
-    def test_it_says_what_does_the_io(self, volume: DurableVolume) -> None:
+    def test_volume_reports_its_io_engine(self, volume: DurableVolume) -> None:
         assert volume.io_engine

@@ -1,1 +1,1 @@
-"""Places that hold blocks: the DRAM arena and the NVMe slab, and the pure parts that share out and make room."""
+"""Places that hold blocks: the DRAM arena and the NVMe slab, and the pure parts that share out and free space."""

@@ -286,7 +286,7 @@ class SlotAllocator:
 
     # ---- eviction plans ----
     def plan_eviction(self, size: int, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int) -> list[BlockKey] | None:
-        """The shortest prefix of ``coldest`` whose eviction makes space for ``count`` slots; None: longer than ``limit``.
+        """The shortest prefix of ``coldest`` whose eviction frees space for ``count`` slots; None: longer than ``limit``.
 
         Each slot of the same class counts. Slots of other classes count after their whole span is empty, if its chunks
         and the free ones make a run that is long enough.

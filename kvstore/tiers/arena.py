@@ -16,18 +16,17 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.core import checksum
-from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
-from kvstore.core.types import BlockShape, Outcome, Tier, VolumeId
+from kvstore.core.errors import CapacityExceeded, InvalidArgument
+from kvstore.core.types import BlockShape, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.process.host_memory import memory_total
-from kvstore.tiers.contract import BlockRecord, MappedVolume, Slot
-from kvstore.tiers.slot_pool import PooledVolume, SlotPool
+from kvstore.tiers.contract import MappedVolume, Slot
+from kvstore.tiers.memory_volume import MemoryVolume
+from kvstore.tiers.slot_pool import SlotPool
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ _COPY_WITHOUT_GIL_BYTES = 16 << 10
 _CLOSE_TIMEOUT_S = 10.0
 
 
-class DramArena(PooledVolume, MappedVolume):
+class DramArena(MemoryVolume, MappedVolume):
     """Blocks in this process's memory. Thread-safe.
 
     Args:
@@ -54,6 +53,8 @@ class DramArena(PooledVolume, MappedVolume):
         CapacityExceeded: the capacity exceeds the memory of the host or of the control group.
         OSError: the host cannot allocate the memory.
     """
+
+    _corrupt_event = volumes_metrics.ARENA_CORRUPT_BLOCKS
 
     def __init__(
         self,
@@ -72,7 +73,6 @@ class DramArena(PooledVolume, MappedVolume):
         self._fd, self._map, self._backing = self._make_memory(capacity_bytes, huge_pages)
         self._memory = memoryview(self._map)
         self._array = np.frombuffer(self._map, np.uint8)
-        self._prefault_left = threading.Semaphore(0)
         self._prefaulters = [
             threading.Thread(
                 target=self._prefault, args=(first, prefault_threads), name=f"prefault-{volume_id}-{first}", daemon=True
@@ -140,30 +140,17 @@ class DramArena(PooledVolume, MappedVolume):
         """Touch every ``threads``-th piece. The kernel adds missing pages; the content does not change."""
         libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the GIL, mmap.madvise does not
         base = self._array.ctypes.data
-        try:
-            for start in range(first * _PREFAULT_BYTES, len(self._array), threads * _PREFAULT_BYTES):
-                if self._closing.is_set():
-                    return
-                length = min(_PREFAULT_BYTES, len(self._array) - start)
-                if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
-                    # an older kernel (EINVAL), or not enough memory: pages are added at their first use
-                    self._counters.add(volumes_metrics.ARENA_PREFAULT_STOPPED)
-                    _log.warning(
-                        "arena prefault stopped: %s (error=%s)", self.volume_id, errno.errorcode.get(ctypes.get_errno(), "?")
-                    )
-                    return
-        finally:
-            self._prefault_left.release()
-
-    def wait_prefault(self, timeout_s: float) -> bool:
-        """Wait until the background threads have finished or failed; for tests. False: timeout."""
-        done = 0
-        for _ in self._prefaulters:
-            if not self._prefault_left.acquire(timeout=timeout_s):
-                break
-            done += 1
-        self._prefault_left.release(done)
-        return done == len(self._prefaulters)
+        for start in range(first * _PREFAULT_BYTES, len(self._array), threads * _PREFAULT_BYTES):
+            if self._closing.is_set():
+                return
+            length = min(_PREFAULT_BYTES, len(self._array) - start)
+            if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+                # an older kernel (EINVAL), or not enough memory: pages are added at their first use
+                self._counters.add(volumes_metrics.ARENA_PREFAULT_STOPPED)
+                _log.warning(
+                    "arena prefault stopped: %s (error=%s)", self.volume_id, errno.errorcode.get(ctypes.get_errno(), "?")
+                )
+                return
 
     @property
     def backing(self) -> str:
@@ -188,42 +175,12 @@ class DramArena(PooledVolume, MappedVolume):
             raise InvalidArgument("a view must not exceed its slot", size=size, slot=slot)
         return self._memory[slot.offset : slot.offset + size]
 
-    @staticmethod
-    def _slot_bytes(shape: BlockShape) -> int:
-        return shape.block_bytes
-
     # ---- bytes ----
-    def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
-        results: list[Exception | None] = []
-        for slot, record, payload in items:
-            size = record.shape.block_bytes
-            if payload.nbytes != size or size > slot.size:
-                results.append(
-                    InvalidArgument("a payload must be one full block and fit its slot", bytes=payload.nbytes, expected=size)
-                )
-            elif not self.slot_pool.holds(slot):
-                results.append(Internal("the slot of a write is not allocated", slot=slot))
-            else:
-                self._copy(self._memory[slot.offset : slot.offset + size], payload)
-                results.append(None)
-        return results
+    def _copy_in(self, slot: Slot, shape: BlockShape, payload: memoryview) -> None:
+        self._copy(self._memory[slot.offset : slot.offset + shape.block_bytes], payload)
 
-    def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
-        """See the contract. The slot is checked again after the copy: a slot that was allocated again is not a hit."""
-        outcomes: list[Outcome] = []
-        for slot, record, destination in items:
-            size = record.shape.block_bytes
-            if destination.nbytes != size or size > slot.size:
-                raise InvalidArgument("a destination must be one full block", bytes=destination.nbytes, expected=size)
-            outcome = Outcome.CORRUPT
-            if self.slot_pool.holds(slot):
-                self._copy(destination, self._memory[slot.offset : slot.offset + size])
-                if (not verify or checksum.verify(destination, record.shape, record.checksums)) and self.slot_pool.holds(slot):
-                    outcome = Outcome.HIT
-            if outcome is Outcome.CORRUPT:
-                self._counters.add(volumes_metrics.ARENA_CORRUPT_BLOCKS)
-            outcomes.append(outcome)
-        return outcomes
+    def _copy_out(self, slot: Slot, shape: BlockShape, destination: memoryview) -> None:
+        self._copy(destination, self._memory[slot.offset : slot.offset + shape.block_bytes])
 
     @staticmethod
     def _copy(destination: memoryview, source: memoryview) -> None:

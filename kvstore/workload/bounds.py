@@ -84,7 +84,7 @@ def best_hits(requests: Sequence[ChainIds], capacity_blocks: int) -> HitCount:
     next_use = _next_uses(accesses)
     # Position of the next use of each block held, 0: not held. Positions are unique, so a position names its block.
     held = [0] * (int(accesses.max()) + 1)
-    room = capacity_blocks
+    space = capacity_blocks
     hits = at = 0
     coming: list[int] = []  # negated next uses of blocks held, furthest first; entries of uses that have passed stay below
     for request in requests:
@@ -95,14 +95,14 @@ def best_hits(requests: Sequence[ChainIds], capacity_blocks: int) -> HitCount:
                 hits += 1
                 if use == _NEVER:
                     held[block] = 0
-                    room += 1
+                    space += 1
                 else:
                     held[block] = use
                     heapq.heappush(coming, -use)
             elif use == _NEVER:
                 continue
-            elif room:
-                room -= 1
+            elif space:
+                space -= 1
                 held[block] = use
                 heapq.heappush(coming, -use)
             elif use < -coming[0]:

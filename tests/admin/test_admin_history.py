@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
 from kvproto.v1.metadata_pb2 import NodeStatus
-from kvstore.control_api.history import MOST_FAULTS, HistoryQueries, merge, quantile
+from kvstore.control_api.history import MOST_FAULTS, HistoryQueries, load_by_node, merge, quantile
 from kvstore.control_api.store_rpc import NodeRpc, StoreEndpoint, StoreRpc
 from kvstore.observe.counters import Counters
 from kvstore.observe.history import History, Totals
@@ -58,6 +58,14 @@ def test_figures_of_nodes_and_server_are_added() -> None:
     (fault,) = faults
     assert (fault.node_id, fault.at_s, fault.count, fault.what) == ("b", AT_S + 10, 3, "failed fetches from other nodes")
     assert points[1].faults == 3
+
+
+def test_load_latency_of_a_node_covers_the_last_minute() -> None:
+    slow, idle = pb.DescribeHistoryResponse(at_seconds=[AT_S, AT_S + 90], lengths_seconds=[10, 10]), figures(lookups=[1])
+    slow.durations.add(name="load", bounds_seconds=[1.0, 2.0], counts=[50, 0, 0, 0, 4, 0])
+    found = load_by_node({"a": slow, "b": idle}, 10, NOW_S)
+    assert list(found) == ["a"]
+    assert (found["a"].count, found["a"].p50_s) == (4, 1.5)
 
 
 def test_newest_interval_waits_for_all_processes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -34,6 +35,7 @@ from kvstore.rpc import http_server
 from kvstore.rpc.auth.tokens import AccessRole, TokenTable, WatchedFile
 from kvstore.rpc.auth.tokens import tokens_file as watched
 
+RUNBOOK_RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "alerts.yml"
 ALICE, BOB = "operators-token-1", "readers-token-2-x"
 NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_ms=500)
 """Serve the application without a metadata server."""
@@ -49,6 +51,17 @@ async def served(
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7470") as client:
         yield client, counters
     await rpc.close()
+
+
+async def test_runbook_has_the_target_of_each_alert(tmp_path: Path) -> None:
+    """Alertmanager links to it, so it needs no token."""
+    urls = re.findall(r'runbook_url: "(.*)#(.*)"', RUNBOOK_RULES.read_text(encoding="utf-8"))
+    assert len(urls) > 10
+    async with served(tokens=watched(tokens_file(tmp_path, f"operator alice {ALICE}\n"))) as (client, _):
+        for path, fragment in urls:
+            answer = await client.get(f"/{path}")
+            assert answer.headers["content-type"] == "text/html; charset=utf-8"
+            assert f'id="{fragment}"' in answer.text
 
 
 def tokens_file(folder: Path, text: str) -> Path:
@@ -240,11 +253,11 @@ async def listening(
     counters = Counters()
     rpc = StoreRpc(store_endpoint(config), counters)
     app = make_app(rpc, config, tokens, counters)
-    door = http_server.bind("127.0.0.1:0", "test")
+    listener = http_server.bind("127.0.0.1:0", "test")
     serving = asyncio.create_task(
-        http_server.serve(app, door, tls=None, stop_grace_s=1.0, ready_file=None, malformed=app.malformed)
+        http_server.serve(app, listener, tls=None, stop_grace_s=1.0, ready_file=None, malformed=app.malformed)
     )
-    host, port = door.getsockname()
+    host, port = listener.getsockname()
 
     async def ask(path: str) -> int:
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:

@@ -522,11 +522,10 @@ def test_images_for_the_readme(browser: Any, store: Working, pytestconfig: pytes
     folder: Path | None = pytestconfig.getoption("--page-images")
     if folder is None:
         pytest.skip("images are made where --page-images says a folder")
-    wide, phone = {"width": 1280, "height": 1150}, {"width": 360, "height": 1400}
+    wide = {"width": 1280, "height": 1150}
     views: dict[str, tuple[str, dict[str, Any]]] = {
         "page-light": ("", {"color_scheme": "light", "viewport": wide}),
         "page-dark": ("", {"color_scheme": "dark", "viewport": wide}),
-        "page-phone": ("", {"color_scheme": "light", "viewport": phone}),
         "page-node": ("host-1", {"color_scheme": "light", "viewport": wide}),
     }
     for position, (name, (node, how)) in enumerate(views.items()):

@@ -37,7 +37,8 @@ def thirty_nodes(found: Any) -> Any:
         {**volume, "node_id": name, "volume_id": f"{name}/dram", "tier": "dram", "capacity_bytes": 100, "used_bytes": number}
         for number, name in enumerate(names)
     ]
-    return {**found, "nodes": nodes, "activity": [], "volumes": volumes, "slow_loads": [], "known_nodes": 30}
+    activity = [{**found["activity"][0], "node_id": name} for name in names]
+    return {**found, "nodes": nodes, "activity": activity, "volumes": volumes, "slow_loads": [], "known_nodes": 30}
 
 
 def many_namespaces(found: Any) -> Any:
@@ -122,6 +123,65 @@ def test_page_of_many_namespaces_has_pages_and_filter(browser: Any, store: Worki
         page.fill("#namespaces-filter", "model-42")
         said(page, "#namespaces tbody tr", "model-42")
         assert rows.count() == 1
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_page_of_a_large_store_does_not_overflow(browser: Any, store: Working, width: int) -> None:
+    script = {"/v1/overview": thirty_nodes, "/v1/namespaces": many_namespaces, "/v1/history": whole_hour}
+    with opened(browser, store.http.address, script=script, viewport={"width": width, "height": 900}) as page:
+        page.locator("#nodes tbody a").nth(29).wait_for()
+        said(page, "#namespaces .pager", "page 1 of 10, 200 namespaces")
+        said(page, "#ratio .legend", "75.0 %")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        show_node(page, "rack-1-host-17")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_page_shows_the_load_latency_of_each_node(browser: Any, store: Working) -> None:
+    def slow_node(found: Any) -> Any:
+        times = {"count": 5, "p50_s": 0.4, "p95_s": 1.0, "p99_s": 1.5}
+        return {**found, "load_by_node": {"host-1": {**times, "p99_s": 0.02}, "host-2": times}}
+
+    with opened(browser, store.http.address, script={"/v1/history": slow_node}) as page:
+        said(page, "#nodes tbody tr", "1.50 s")
+        latencies = page.locator("#nodes td[data-label='p99 load']")
+        assert latencies.all_inner_texts() == ["20 ms", "1.50 s", "—"]
+        page.get_by_role("button", name="p99 load").click()
+        assert page.locator("#nodes tbody a").first.inner_text() == "host-2"
+
+
+def test_page_charts_say_which_node_is_missing(browser: Any, store: Working) -> None:
+    def without(found: Any) -> Any:
+        silent = {"kind": "unavailable", "detail": "no answer"}
+        pool = {"node_id": "engine-pool", "kind": "unsupported", "detail": "none"}
+        return {**found, "unreached": [{"node_id": "host-2", **silent}, {"node_id": "host-3", **silent}, pool]}
+
+    with opened(browser, store.http.address, script={"/v1/history": without}) as page:
+        said(page, "#latency .note", "without host-2, host-3")
+        assert page.locator("#latency .note").inner_text() == "without host-2, host-3"
+        said(page, "#evictions .note", "without host-2, host-3")
+        assert page.locator("#ratio .note").count() == 0, "the metadata server counts lookups"
+
+
+def test_page_names_nodes_that_it_cannot_query(browser: Any, store: Working) -> None:
+    def silent(found: Any) -> Any:
+        return {**found, "unreached": [{"node_id": "host-2", "kind": "unavailable", "detail": "connection refused"}]}
+
+    with opened(browser, store.http.address, script={"/v1/overview": silent}) as page:
+        said(page, "#nodes .note", "No figures of host-2 (connection refused): no answer to the admin server.")
+
+
+def test_page_shows_cause_and_action_of_slow_loads(browser: Any, store: Working) -> None:
+    def slow(found: Any) -> Any:
+        cause = {"reason": "90 % of the time reading from node host-2", "action": "Check node host-2."}
+        loads = [
+            {"node_id": "host-1", "request_id": "", "seconds": 1.5, "ago_s": 3.0, "blocks": 4, "hit_blocks": 4, "figures": {}}
+        ]
+        return {**found, "slow_loads": [{**loads[0], **cause}]}
+
+    with opened(browser, store.http.address, script={"/v1/overview": slow}) as page:
+        said(page, "#slow tbody tr", "90 % of the time reading from node host-2")
+        said(page, "#slow tbody .second", "Check node host-2.")
 
 
 def test_page_finding_links_to_its_documentation(browser: Any, store: Working) -> None:

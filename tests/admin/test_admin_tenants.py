@@ -198,7 +198,7 @@ def test_rule_ttl_evicts_unused_and_pin_keeps_blocks(store: Store) -> None:
 
 def test_rule_of_forgotten_namespace_is_listed_and_removed(store: Store) -> None:
     """The state after an index rebuild, before an engine has opened the namespace again."""
-    http, orders = store.http, SettingsStore(MetadataConfig(index_path=store.cluster.index_path).orders_path)
+    http, orders = store.http, SettingsStore(MetadataConfig(index_path=store.cluster.index_path).settings_path)
     gone, path = "ab" * 16, f"/v1/namespaces/{'ab' * 16}/rule"
     orders.change(lambda known: known.with_rule(NamespaceId(bytes.fromhex(gone)), RuleSetting(60_000, True)))
     rule = {"namespace_id": gone, "ttl_s": 60.0, "pinned": True}

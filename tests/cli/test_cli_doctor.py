@@ -198,7 +198,7 @@ def test_doctor_gds_compatibility_mode_is_reported(tmp_path: Path) -> None:
         assert gds["level"] == level
         if importlib.util.find_spec("kvikio") is None:
             assert "none (kvikio is not installed" in gds["what"]
-            assert gds["mend"].startswith("pip install 'kvstore-dualpath[gds-cu12]'")
+            assert "-m pip install 'kvstore-dualpath[gds-cu12]'" in gds["mend"]
         else:
             assert "kvikio reads through host memory" in gds["what"]
             assert "nvidia-fs" in gds["mend"]

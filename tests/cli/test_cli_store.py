@@ -202,7 +202,7 @@ LISTINGS = {
     f"namespaces usage {NAMESPACE}": rf"^a/nvme0 +a +nvme +{BLOCKS} ",
     f"blocks lookup {NAMESPACE} {' '.join(map(str, TOKENS))}": rf"^0-{BLOCKS - 1} +hit +held +a/",
     "plans": r"^\d+ +live +split +a +b +64 +64.0MiB .* left",
-    "loads": rf"^\S+ +\S+ +a +\S+ +{BLOCKS}/{BLOCKS} +waited ",
+    "loads": rf"^\S+ +\S+ +a +\S+ +{BLOCKS}/{BLOCKS} +(fast: |\d+ % of the time )",
     "nodes show a": r"^I/O +a/dram: memfd; a/nvme0: ",
     "status": r"^node a: alive, at 127\.",
 }

@@ -125,6 +125,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.calls: list[tuple[str, Any]] = []
         self.called = threading.Condition()
         self.load_script: LoadScript | None = None
+        self.all_resident = False
+        """Whether ``LoadResident`` answers for blocks that are held; otherwise none is in the arena."""
         self.prepare_script: Callable[[node_pb2.PrepareRequest], node_pb2.PrepareResponse | None] = lambda _: None
         self.complete_script: Callable[[node_pb2.CompleteRequest], node_pb2.CompleteResponse | None] = lambda _: None
         self.provider = FakeProvider(self.blocks, spec.namespace)
@@ -139,11 +141,11 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.arena = mmap.mmap(self._fd, self._arena_bytes)
         self._next_offset = 0
         self._leases = itertools.count(1)
-        self._prepared: dict[bytes, dict[BlockKey, int]] = {}
+        self.prepared: dict[bytes, dict[BlockKey, int]] = {}
         self.sessions: set[bytes] = set()
         self.left: list[bytes] = []
-        self.door = ArenaServer(self._arena_path, self._hand_out, self._leave)
-        self.door.start()
+        self.arena_server = ArenaServer(self._arena_path, self._hand_out, self._leave)
+        self.arena_server.start()
         authority = TicketAuthority(secrets.token_bytes(32), self.boot_id, MonotonicClock())
         self._authority = authority
         self.data = TcpServer(self.provider, authority=authority)
@@ -162,7 +164,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             return
         self._running = False
         self._server.stop(None).wait(5)
-        self.door.stop()
+        self.arena_server.stop()
         self.data.stop()
         self.arena.close()
         os.close(self._fd)
@@ -215,7 +217,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     def IssueTicket(self, request: Any, context: grpc.ServicerContext) -> node_pb2.IssueTicketResponse:  # noqa: N802
         self._enter("IssueTicket", request, context)
         ticket = self._authority.issue(self.spec.namespace, 60.0)
-        return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=60_000, boot_id=self.boot_id)
+        return node_pb2.IssueTicketResponse(ticket=ticket, boot_id=self.boot_id)
 
     def OpenSession(self, request: Any, context: grpc.ServicerContext) -> node_pb2.OpenSessionResponse:  # noqa: N802
         self._enter("OpenSession", request, context)
@@ -277,6 +279,13 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         else:
             yield self.progress(unpack_keys(request.keys), checksums=request.want_checksums)
 
+    def LoadResident(self, request: node_pb2.LoadRequest, context: grpc.ServicerContext) -> node_pb2.LoadProgress:  # noqa: N802
+        self._enter("LoadResident", request, context)
+        keys = unpack_keys(request.keys)
+        if not self.all_resident or not all(key in self.blocks.held for key in keys):
+            return node_pb2.LoadProgress()
+        return self.progress(keys, checksums=request.want_checksums)
+
     def Release(self, request: Any, context: grpc.ServicerContext) -> node_pb2.ReleaseResponse:  # noqa: N802
         self._enter("Release", request, context)
         return node_pb2.ReleaseResponse()
@@ -293,7 +302,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             for key, outcome in zip(keys, outcomes, strict=True)
             if outcome is StoreOutcome.STORED
         }
-        self._prepared[request.operation_id] = slots
+        self.prepared[request.operation_id] = slots
         return node_pb2.PrepareResponse(
             outcomes=bytes(outcomes), offsets=b"".join(offset.to_bytes(8, "little") for offset in slots.values())
         )
@@ -305,7 +314,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         outcomes = []
         size = self.spec.block_bytes
         for number, key in enumerate(unpack_keys(request.keys)):
-            offset = self._prepared[request.operation_id].pop(key)
+            offset = self.prepared[request.operation_id].pop(key)
             data = self.arena[offset : offset + size]
             row = self.spec.layers * 8
             good = layer_checksums(memoryview(data), self.spec.shape) == request.checksums[number * row : (number + 1) * row]

@@ -14,14 +14,10 @@ from client_fakes import FakeMetadata, FakeNode, payloads
 from kvclient import AsyncKVClient, CacheSpec, KVClient
 from kvproto.v1 import node_pb2
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.keys import KeyChain
-from kvstore.core.types import BlockKey
+from support.chains import token_chain
+from support.client_parts import session_of
 
 MakeClient = Callable[..., KVClient]
-
-
-def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
-    return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
 
 
 async def test_lookup_load_and_store(spec: CacheSpec, metadata: FakeMetadata, near: FakeNode) -> None:
@@ -47,18 +43,19 @@ async def test_load_cancelled_leaves_buffer_alone(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An await that is cancelled during a copy ends after the copy."""
-    keys = chain(spec, 6)
+    keys = token_chain(spec, 6)
     near.blocks.hold(keys)
     blocking = make_client(near, copy_chunk_bytes=2 * spec.block_bytes)
-    session = blocking._context.local.session()  # type: ignore[union-attr]
+    session = session_of(blocking)
     copying, go_on, copied = threading.Event(), threading.Event(), []
     copy_out = session.arena.begin_copy_out  # type: ignore[union-attr]
 
-    def slow(offsets: object, buffer: object, first: int, *layers: int) -> None:
+    def slow(offsets: object, buffer: object, first: int, *further: object) -> object:
         copying.set()
         assert go_on.wait(10)
-        copy_out(offsets, buffer, first, *layers)  # type: ignore[arg-type]
+        good = copy_out(offsets, buffer, first, *further)  # type: ignore[arg-type]
         copied.append(first)
+        return good
 
     monkeypatch.setattr(session.arena, "begin_copy_out", slow)  # type: ignore[union-attr]
     near.load_script = lambda request, _: iter([near.progress(keys)])
@@ -92,13 +89,13 @@ async def test_load_cancelled_while_waiting_for_node_ends(spec: CacheSpec, near:
     client = AsyncKVClient(make_client(near))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await client.load(chain(spec, 2), bytearray(2 * spec.block_bytes))
+            await client.load(token_chain(spec, 2), bytearray(2 * spec.block_bytes))
     assert await asyncio.to_thread(ended.wait, 5)
 
 
 async def test_store_cancelled_stores_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     """The caller may write to the buffer at once, so nothing of it may be stored afterwards."""
-    keys = chain(spec, 4)
+    keys = token_chain(spec, 4)
     asked, go_on = threading.Event(), threading.Event()
 
     def script(request: node_pb2.PrepareRequest) -> None:

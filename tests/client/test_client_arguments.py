@@ -13,17 +13,12 @@ from client_fakes import FakeMetadata, FakeNode, payloads
 from kvclient import AsyncKVClient, CacheSpec, ClientOptions, KVClient
 from kvclient.call.arguments import MAX_SECONDS, check_seconds
 from kvstore.core.errors import DeadlineExceeded, InvalidArgument
-from kvstore.core.keys import KeyChain
-from kvstore.core.types import BlockKey
+from support.chains import token_chain
 
 MakeClient = Callable[..., KVClient]
 
 NO_SECONDS: list[Any] = [float("nan"), -1, -0.5, float("-inf"), "x", "1", b"1", 1j, True, [1], np.float64("nan")]
 LONG: list[Any] = [float("inf"), 1e300, 10**400, np.float32("inf"), 86_401]
-
-
-def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
-    return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
 
 
 def test_seconds_are_cut_to_a_day() -> None:
@@ -37,7 +32,7 @@ def test_seconds_are_cut_to_a_day() -> None:
 
 def test_options_with_bad_numbers_raise() -> None:
     spans = ("default_deadline_s", "lookup_deadline_s", "connect_deadline_s", "breaker_pause_s", "reopen_pause_s")
-    for name in (*spans, "room_wait_s", "lease_margin_s", "log_interval_s"):
+    for name in (*spans, "space_wait_s", "lease_margin_s", "log_interval_s"):
         assert getattr(ClientOptions(**{name: float("inf")}), name) == MAX_SECONDS
         for seconds in NO_SECONDS:
             with pytest.raises(InvalidArgument):
@@ -45,13 +40,13 @@ def test_options_with_bad_numbers_raise() -> None:
     for number in (0, -1, "x", 1.5, float("inf"), None):
         with pytest.raises(InvalidArgument):
             ClientOptions(workers=number)  # type: ignore[arg-type]
-    assert ClientOptions(room_wait_s=0).room_wait_s == 0
+    assert ClientOptions(space_wait_s=0).space_wait_s == 0
 
 
 async def test_bad_deadlines_raise_and_keep_breaker_closed(
     spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:
-    keys = chain(spec, 2)
+    keys = token_chain(spec, 2)
     data = payloads(keys, spec.shape)
     out = np.zeros_like(data)
     metadata.runs = [(0, 2, near)]
@@ -84,10 +79,10 @@ async def test_bad_deadlines_raise_and_keep_breaker_closed(
 async def test_long_deadlines_are_cut_to_a_day(
     spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:
-    keys = chain(spec, 2)
+    keys = token_chain(spec, 2)
     data = payloads(keys, spec.shape)
     metadata.runs = [(0, 2, near)]
-    for client in (make_client(near, connect_deadline_s=float("inf"), room_wait_s=1e300), make_client(None)):
+    for client in (make_client(near, connect_deadline_s=float("inf"), space_wait_s=1e300), make_client(None)):
         twin = AsyncKVClient(client)
         for long in LONG:
             assert client.store(keys, data, deadline_s=long, wait_visible=True).held_blocks == 2
@@ -110,7 +105,7 @@ async def test_long_deadlines_are_cut_to_a_day(
 
 
 def test_wait_layer_with_bad_arguments_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 1)
+    keys = token_chain(spec, 1)
     near.blocks.hold(keys)
     handle = make_client(near).start_load(keys, np.zeros((1, spec.block_bytes), np.uint8))
     for wrong in (
@@ -125,7 +120,7 @@ def test_wait_layer_with_bad_arguments_raises(spec: CacheSpec, near: FakeNode, m
 
 
 def test_load_into_overlapping_buffer_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 10)
+    keys = token_chain(spec, 10)
     near.blocks.hold(keys)
     client = make_client(near)
     overlapping = np.lib.stride_tricks.as_strided(np.zeros(10 * spec.block_bytes, np.uint8), (10, spec.block_bytes), (100, 1))
@@ -137,7 +132,7 @@ def test_load_into_overlapping_buffer_raises(spec: CacheSpec, near: FakeNode, ma
 
 
 def test_store_of_overlapping_buffer_succeeds(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 6)
+    keys = token_chain(spec, 6)
     client = make_client(near)
     one = bytearray(np.random.default_rng(1).bytes(spec.block_bytes))
     assert client.store(keys[:3], [one] * 3).held_blocks == 3
@@ -182,7 +177,7 @@ def test_positions_of_another_type_raise(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, parent: Any, depth: Any
 ) -> None:
     client = make_client(near)
-    keys, memory = chain(spec, 1), bytearray(spec.block_bytes)
+    keys, memory = token_chain(spec, 1), bytearray(spec.block_bytes)
     for wrong in (
         lambda: client.load(keys, memory, parent=parent, depth=depth),
         lambda: client.start_load(keys, memory, parent=parent, depth=depth),
@@ -196,7 +191,7 @@ def test_positions_of_another_type_raise(
 
 def test_handoff_with_bad_names_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near)
-    keys = chain(spec, 1)
+    keys = token_chain(spec, 1)
     for node in (5, None, b"d", "d\udc80", "d\n", "x" * 513):
         for wrong in (lambda: client.begin_handoff(keys, node), lambda: client.abandon_prompt("id", node)):  # type: ignore[arg-type]  # noqa: B023
             with pytest.raises(InvalidArgument, match="decode_node"):
@@ -232,6 +227,6 @@ def test_short_deadlines_do_not_open_breaker(spec: CacheSpec, metadata: FakeMeta
     metadata.start()
     client = make_client(None, breaker_pause_s=60.0, breaker_failures=2)
     for _ in range(4):
-        assert isinstance(client.lookup(chain(spec, 1), deadline_s=0.02).error, DeadlineExceeded)
+        assert isinstance(client.lookup(token_chain(spec, 1), deadline_s=0.02).error, DeadlineExceeded)
     answering.set()
-    assert client.lookup(chain(spec, 1), deadline_s=10).error is None
+    assert client.lookup(token_chain(spec, 1), deadline_s=10).error is None

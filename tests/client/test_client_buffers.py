@@ -37,21 +37,21 @@ def layer_major(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def padded(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    room = np.zeros((data.shape[0], data.shape[1] + 2, data.shape[2]), np.uint8)
-    room[:, 1:-1] = data
-    return room[:, 1:-1]
+    space = np.zeros((data.shape[0], data.shape[1] + 2, data.shape[2]), np.uint8)
+    space[:, 1:-1] = data
+    return space[:, 1:-1]
 
 
 def every_other(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    room = np.zeros((max(1, 2 * data.shape[0]), *data.shape[1:]), np.uint8)
-    room[: 2 * data.shape[0] : 2] = data
-    return room[: 2 * data.shape[0] : 2]
+    space = np.zeros((max(1, 2 * data.shape[0]), *data.shape[1:]), np.uint8)
+    space[: 2 * data.shape[0] : 2] = data
+    return space[: 2 * data.shape[0] : 2]
 
 
 def wide_rows(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    room = np.zeros((data.shape[0], data.shape[1] * data.shape[2] + 5), np.uint8)
-    room[:, 5:] = data.reshape(data.shape[0], data.shape[1] * data.shape[2])
-    return room[:, 5:]
+    space = np.zeros((data.shape[0], data.shape[1] * data.shape[2] + 5), np.uint8)
+    space[:, 5:] = data.reshape(data.shape[0], data.shape[1] * data.shape[2])
+    return space[:, 5:]
 
 
 KINDS = {

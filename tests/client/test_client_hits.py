@@ -20,6 +20,7 @@ from kvstore.core.types import BlockKey, Outcome, Tier
 from kvstore.lab.accounting_check import check_accounts
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions.label_values import MISS_REASONS, PATHS
+from support.chains import token_chain
 
 MakeClient = Callable[..., KVClient]
 BLOCK_TOKENS = 16
@@ -63,25 +64,19 @@ def test_hit_accounting_adds_up(done: list[tuple[BlockSink, LoadTrace, bool]], l
     assert incidents.counters.get("client_missed_capacity_blocks_total") >= 3
 
 
-def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
-    from kvstore.core.keys import KeyChain
-
-    return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
-
-
-def room(spec: CacheSpec, blocks: int) -> np.ndarray:  # type: ignore[type-arg]
+def allocate(spec: CacheSpec, blocks: int) -> np.ndarray:  # type: ignore[type-arg]
     return np.zeros((blocks, spec.block_bytes), np.uint8)
 
 
 def test_miss_not_in_index_counts_as_unknown(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
 ) -> None:
-    keys = chain(spec, 10)
+    keys = token_chain(spec, 10)
     near.blocks.hold(keys[:6])
     metadata.runs = [(0, 6, near)]
     client = make_client(near)
     found = client.lookup(keys)
-    assert client.load(found, room(spec, 6)).hit_blocks == 6
+    assert client.load(found, allocate(spec, 6)).hit_blocks == 6
     stats = client.stats()
     assert stats["client_asked_blocks_total"] == 10
     assert stats["client_missed_unknown_blocks_total"] == 4
@@ -91,12 +86,12 @@ def test_miss_not_in_index_counts_as_unknown(
 def test_miss_named_by_index_counts_as_evicted(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
 ) -> None:
-    keys = chain(spec, 8)
+    keys = token_chain(spec, 8)
     metadata.runs = [(0, 8, near)]
     client = make_client(near)
     found = client.lookup(keys)
     assert found.hit_blocks == 8
-    assert client.load(found, room(spec, 8)).hit_blocks == 0
+    assert client.load(found, allocate(spec, 8)).hit_blocks == 0
     assert client.stats()["client_missed_evicted_blocks_total"] == 8
 
 
@@ -105,17 +100,17 @@ def test_miss_without_index_counts_as_index_down(
 ) -> None:
     client = make_client(near, lookup_deadline_s=0.5)
     metadata.stop()
-    keys = chain(spec, 5)
+    keys = token_chain(spec, 5)
     assert client.lookup(keys).hit_blocks == 0
-    assert client.load(keys, room(spec, 5)).hit_blocks == 0
+    assert client.load(keys, allocate(spec, 5)).hit_blocks == 0
     assert client.stats()["client_missed_index_down_blocks_total"] == 10
 
 
 def test_refused_calls_are_counted(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near)
-    keys = chain(spec, 4)
+    keys = token_chain(spec, 4)
     client.close()
-    client.load(keys, room(spec, 4))
+    client.load(keys, allocate(spec, 4))
     client.lookup(keys)
     assert client.stats()["client_missed_other_blocks_total"] == 8
 
@@ -124,10 +119,10 @@ def test_slow_load_is_logged_with_its_phases(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = make_client(near, slow_load_s=0)
-    keys = chain(spec, 4)
+    keys = token_chain(spec, 4)
     client.store(keys, payloads(keys, spec.shape))
     with caplog.at_level(logging.WARNING, "kvclient"):
-        client.load(keys, room(spec, 4))
+        client.load(keys, allocate(spec, 4))
     (record,) = client.recent_loads.slowest()
     assert record.request_id
     assert record.request_id in caplog.text
@@ -146,7 +141,7 @@ def test_client_serves_its_metrics(spec: CacheSpec, near: FakeNode, make_client:
     registry.register(collector(clients))
     clients.append(make_client(near))
     for client in clients:
-        client.load(chain(spec, 3), room(spec, 3))
+        client.load(token_chain(spec, 3), allocate(spec, 3))
     assert registry.get_sample_value("kvstore_client_missed_blocks_total", {"reason": "unknown"}) == 6
     assert registry.get_sample_value("kvstore_client_session_open") == 2
     assert registry.get_sample_value("kvstore_client_load_seconds_count", {"path": "none", "tier": "none"}) == 2

@@ -20,17 +20,12 @@ from kvclient.call.scope import CallScope
 from kvclient.results import LoadResult
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
-from kvstore.core.keys import KeyChain
-from kvstore.core.types import BlockKey
 from kvstore.observe.limited_log import LimitedLog
+from support.chains import token_chain
 from support.wait import wait_until
 
 MakeClient = Callable[..., KVClient]
 MakeNode = Callable[..., FakeNode]
-
-
-def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
-    return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
 
 
 # ---------------------------------------------------------------- connect
@@ -44,7 +39,7 @@ def test_connect_auto_finds_local_node(
     client = make_client("auto")
     assert client.local_node == "here"
     assert here.names().count("OpenSession") == 1
-    assert client.keys(np.arange(8, dtype=np.uint32)) == chain(spec, 2)
+    assert client.keys(np.arange(8, dtype=np.uint32)) == token_chain(spec, 2)
 
 
 def test_connect_several_local_nodes_says_which_and_why(
@@ -95,9 +90,9 @@ def test_connect_without_servers_raises(spec: CacheSpec, folder: Path, metadata:
         ClientOptions(workers=0)
     patient = ClientOptions(connect_deadline_s=1.0, require_store=False)
     with KVClient.connect("127.0.0.1:1", spec, node=nobody, options=patient) as client:
-        assert client.load(chain(spec, 2), bytearray(2 * spec.block_bytes)).hit_blocks == 0
-        assert client.store(chain(spec, 2), bytes(2 * spec.block_bytes)).outcomes.tolist() == [StoreOutcome.SKIPPED] * 2
-        assert client.lookup(chain(spec, 2)).error is not None
+        assert client.load(token_chain(spec, 2), bytearray(2 * spec.block_bytes)).hit_blocks == 0
+        assert client.store(token_chain(spec, 2), bytes(2 * spec.block_bytes)).outcomes.tolist() == [StoreOutcome.SKIPPED] * 2
+        assert client.lookup(token_chain(spec, 2)).error is not None
 
 
 def test_connect_steps_share_one_deadline(
@@ -127,7 +122,7 @@ def test_connect_steps_share_one_deadline(
 
 
 def test_connect_without_metadata_server_works(spec: CacheSpec, near: FakeNode) -> None:
-    keys = chain(spec, 3)
+    keys = token_chain(spec, 3)
     with KVClient.connect(None, spec, node=near.address) as client:
         data = payloads(keys, spec.shape)
         assert client.store(keys, data).held_blocks == 3
@@ -139,7 +134,7 @@ def test_connect_without_metadata_server_works(spec: CacheSpec, near: FakeNode) 
 def test_metadata_server_down_misses_fast_local_hits_remain(
     spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:
-    keys = chain(spec, 3)
+    keys = token_chain(spec, 3)
     near.blocks.hold(keys)
     metadata.runs = [(0, 3, near)]
     client = make_client(near, breaker_pause_s=0.2)
@@ -161,7 +156,7 @@ def test_metadata_server_back_is_used_at_once(
     spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:
     """gRPC connects only while a call waits, and calls to a lost server do not wait."""
-    keys = chain(spec, 2)
+    keys = token_chain(spec, 2)
     near.blocks.hold(keys)
     metadata.runs = [(0, 2, near)]
     metadata.stop()
@@ -182,7 +177,7 @@ def test_metadata_server_silent_costs_the_deadline(
     metadata.stop()
     metadata.start()
     client = make_client(near)
-    lookup = client.lookup(chain(spec, 2), deadline_s=0.2)
+    lookup = client.lookup(token_chain(spec, 2), deadline_s=0.2)
     over.set()
     assert isinstance(lookup.error, DeadlineExceeded)
     assert lookup.seconds < 5
@@ -208,13 +203,13 @@ def test_forgotten_namespace_is_registered_again(
     metadata.stop()
     metadata.start()
     metadata.runs = [(0, 2, near)]
-    wait_until(lambda: client.lookup(chain(spec, 2)).hit_blocks == 2)
+    wait_until(lambda: client.lookup(token_chain(spec, 2)).hit_blocks == 2)
     assert metadata.calls.count("RegisterNamespace") == 2
 
 
 # ---------------------------------------------------------------- the node goes and comes
 def test_restarted_node_is_found_again(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 4)
+    keys = token_chain(spec, 4)
     data = payloads(keys, spec.shape)
     client = make_client(near)
     assert client.store(keys, data).held_blocks == 4
@@ -235,7 +230,7 @@ def test_restarted_node_is_found_again(spec: CacheSpec, near: FakeNode, make_cli
 def test_strict_client_raises_failures(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near, strict=True)
     near.fail["Load"] = Unavailable("going away")
-    keys = chain(spec, 1)
+    keys = token_chain(spec, 1)
     with pytest.raises(Unavailable):
         client.load(keys, bytearray(spec.block_bytes))
     with pytest.raises(KVStoreError):
@@ -244,7 +239,7 @@ def test_strict_client_raises_failures(spec: CacheSpec, near: FakeNode, make_cli
 
 def test_closed_client_answers_misses(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near)
-    keys = chain(spec, 2)
+    keys = token_chain(spec, 2)
     near.blocks.hold(keys)
     client.close()
     client.close()
@@ -261,7 +256,7 @@ def test_close_ends_loads_under_way(spec: CacheSpec, near: FakeNode, make_client
     over = threading.Event()
     near.load_script = lambda request, context: iter([near.progress([])] if over.wait(10) else [])
     client = make_client(near)
-    handle = client.start_load(chain(spec, 2), bytearray(2 * spec.block_bytes))
+    handle = client.start_load(token_chain(spec, 2), bytearray(2 * spec.block_bytes))
     near.wait_called("Load")
     client.close()
     assert handle.done
@@ -270,7 +265,7 @@ def test_close_ends_loads_under_way(spec: CacheSpec, near: FakeNode, make_client
 
 
 def test_client_serves_many_threads(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 40)
+    keys = token_chain(spec, 40)
     data = payloads(keys, spec.shape)
     client = make_client(near)
     client.store(keys, data)
@@ -298,10 +293,10 @@ def test_forked_child_gets_an_error(
     pid = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: pid + 1)
     with pytest.raises(InvalidArgument, match="fork"):
-        client.lookup(chain(spec, 1))
+        client.lookup(token_chain(spec, 1))
     client.close()  # no effect: the connections are the parent's
     monkeypatch.undo()
-    assert client.lookup(chain(spec, 1)).error is None
+    assert client.lookup(token_chain(spec, 1)).error is None
 
 
 # ---------------------------------------------------------------- small parts

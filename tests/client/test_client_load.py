@@ -15,18 +15,15 @@ from kvclient.results import PATH_LOCAL, PATH_PREFILL
 from kvproto.v1 import common_pb2, node_pb2
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.errors import InvalidArgument, KVStoreError, LeaseLost, Unavailable
-from kvstore.core.types import BlockKey, unpack_keys
+from kvstore.core.types import unpack_keys
 from kvstore.transport.contract import ReadRequest
+from support.chains import token_chain
+from support.client_parts import session_of
+from support.wait import wait_until
 
 MakeClient = Callable[..., KVClient]
 MakeNode = Callable[..., FakeNode]
 Progress = Iterator[node_pb2.LoadProgress]
-
-
-def chain(spec: CacheSpec, blocks: int, seed: int = 0) -> list[BlockKey]:
-    from kvstore.core.keys import KeyChain
-
-    return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32) + seed * 1000)
 
 
 def fresh(spec: CacheSpec, blocks: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
@@ -38,7 +35,7 @@ def fresh(spec: CacheSpec, blocks: int) -> np.ndarray[tuple[int, int], np.dtype[
 def test_load_hit_comes_from_arena(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient, verify: str
 ) -> None:
-    keys = chain(spec, 20)
+    keys = token_chain(spec, 20)
     near.blocks.hold(keys[:15])
     metadata.runs = [(0, 15, near)]
     client = make_client(near)
@@ -58,7 +55,7 @@ def test_load_hit_comes_from_arena(
 
 
 def test_load_by_keys_finds_unpublished_blocks(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 10)
+    keys = token_chain(spec, 10)
     near.blocks.hold([*keys[:4], *keys[6:8]])
     out = fresh(spec, 10)
     result = make_client(near).load(b"".join(keys), out)
@@ -72,7 +69,7 @@ def test_load_middle_of_chain(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     far = make_node("far")
-    keys = chain(spec, 10)
+    keys = token_chain(spec, 10)
     near.blocks.hold(keys)
     metadata.runs = [(0, 10, near), (2, 5, far)]
     client = make_client(near)
@@ -89,8 +86,51 @@ def test_load_middle_of_chain(
         client.load(keys[4:7], out, depth=4)
 
 
+def test_load_of_resident_blocks_is_one_call(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    near.all_resident = True
+    keys = token_chain(spec, 6)
+    near.blocks.hold(keys)
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    out = fresh(spec, 6)
+    assert client.load(client.lookup(keys), out).hit_blocks == 6
+    assert np.array_equal(out, payloads(keys, spec.shape))
+    assert "Load" not in near.names()
+    near.wait_called("Release")
+
+
+def test_load_of_evicted_blocks_continues_with_stream(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    near.all_resident = True
+    keys = token_chain(spec, 6)
+    near.blocks.hold(keys[:5])  # the last one has left the arena since the lookup
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    out = fresh(spec, 6)
+    assert client.load(client.lookup(keys), out).hit_blocks == 5
+    assert np.array_equal(out[:5], payloads(keys[:5], spec.shape))
+    loads = [name for name in near.names() if name.startswith("Load")]
+    assert loads == ["LoadResident", "Load"]
+
+
+def test_load_resident_refused_is_a_miss(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    near.fail["LoadResident"] = Unavailable("going away")
+    keys = token_chain(spec, 6)
+    near.blocks.hold(keys)
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    result = client.load(client.lookup(keys), fresh(spec, 6))
+    assert result.hit_blocks == 0
+    assert isinstance(result.error, Unavailable)
+
+
 def test_load_verify_always_finds_corrupt_bytes(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 6)
+    keys = token_chain(spec, 6)
     near.blocks.hold(keys)
 
     def script(request: node_pb2.LoadRequest, _: grpc.ServicerContext) -> Progress:
@@ -115,17 +155,18 @@ def test_load_copied_after_lease_is_requested_again(
     spec: CacheSpec, make_node: MakeNode, make_client: MakeClient, clock: SkewedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make_node("short", lease_ms=1_000)
-    keys = chain(spec, 8)
+    keys = token_chain(spec, 8)
     node.blocks.hold(keys)
     client = make_client(node)
-    session = client._context.local.session()  # type: ignore[union-attr]
+    session = session_of(client)
     copy_out, slow = session.arena.begin_copy_out, [5]  # type: ignore[union-attr]
 
-    def copying(offsets: object, buffer: object, first: int, *layers: int) -> None:
-        copy_out(offsets, buffer, first, *layers)  # type: ignore[arg-type]
+    def copying(offsets: object, buffer: object, first: int, *further: object) -> object:
+        good = copy_out(offsets, buffer, first, *further)  # type: ignore[arg-type]
         if first in slow:
             slow.remove(first)
             clock.ahead_s += 1.0
+        return good
 
     monkeypatch.setattr(session.arena, "begin_copy_out", copying)  # type: ignore[union-attr]
     out = fresh(spec, 8)
@@ -139,7 +180,7 @@ def test_load_copied_after_lease_is_requested_again(
 
 def test_load_with_too_short_leases_has_no_hits(spec: CacheSpec, make_node: MakeNode, make_client: MakeClient) -> None:
     node = make_node("short", lease_ms=40)  # less than the margin
-    keys = chain(spec, 4)
+    keys = token_chain(spec, 4)
     node.blocks.hold(keys)
     client = make_client(node)
     for result in (client.load(keys, fresh(spec, 4)), client.start_load(keys, fresh(spec, 4)).result()):
@@ -165,14 +206,14 @@ def test_load_with_impossible_answers_misses(
 ) -> None:
     near.load_script = lambda request, context: iter([node_pb2.LoadProgress(runs=[run], lease_id=1)])
     out = fresh(spec, 4)
-    result = make_client(near).load(chain(spec, 4), out)
+    result = make_client(near).load(token_chain(spec, 4), out)
     assert result.count(Outcome.HIT) == 0
     assert isinstance(result.error, KVStoreError)
     assert not out.any()
 
 
 def test_load_blocks_before_node_death_count(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 10)
+    keys = token_chain(spec, 10)
     near.blocks.hold(keys)
 
     def script(request: node_pb2.LoadRequest, context: grpc.ServicerContext) -> Progress:
@@ -189,7 +230,7 @@ def test_load_blocks_before_node_death_count(spec: CacheSpec, near: FakeNode, ma
 
 
 def test_load_from_stalled_node_ends_at_deadline(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 6)
+    keys = token_chain(spec, 6)
     near.blocks.hold(keys)
     ended = threading.Event()
 
@@ -207,7 +248,7 @@ def test_load_from_stalled_node_ends_at_deadline(spec: CacheSpec, near: FakeNode
 
 
 def test_load_cancel_returns_and_leaves_buffer_alone(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 6)
+    keys = token_chain(spec, 6)
     near.blocks.hold(keys)
     ended = threading.Event()
 
@@ -233,7 +274,7 @@ def test_load_cancel_returns_and_leaves_buffer_alone(spec: CacheSpec, near: Fake
 
 def test_load_with_bad_arguments_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near)
-    keys = chain(spec, 2)
+    keys = token_chain(spec, 2)
     for wrong in (
         lambda: client.load(keys, bytearray(1)),
         lambda: client.load(keys, bytes(2 * spec.block_bytes)),
@@ -255,7 +296,7 @@ def test_load_with_bad_arguments_raises(spec: CacheSpec, near: FakeNode, make_cl
 def test_layerwise_load_announces_layers_in_order(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
 ) -> None:
-    keys = chain(spec, 30)
+    keys = token_chain(spec, 30)
     near.blocks.hold(keys)
     metadata.runs = [(0, 30, near)]
     near.load_script = lambda request, _: iter([near.progress(keys[:10]), near.progress(keys[10:], 10)])
@@ -275,15 +316,15 @@ def test_layerwise_load_announces_layers_in_order(
 def test_layerwise_load_announces_first_layer_early(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = chain(spec, 8)
+    keys = token_chain(spec, 8)
     near.blocks.hold(keys)
     client = make_client(near)
-    session = client._context.local.session()  # type: ignore[union-attr]
+    session = session_of(client)
     copy_out, may_go_on = session.arena.begin_copy_out, threading.Event()  # type: ignore[union-attr]
 
-    def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: int) -> None:
+    def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: object) -> object:
         assert first_layer == 0 or may_go_on.wait(10)
-        copy_out(offsets, buffer, first, first_layer, *further)  # type: ignore[arg-type]
+        return copy_out(offsets, buffer, first, first_layer, *further)  # type: ignore[arg-type]
 
     monkeypatch.setattr(session.arena, "begin_copy_out", paused)  # type: ignore[union-attr]
     out = fresh(spec, 8)
@@ -298,7 +339,7 @@ def test_layerwise_load_announces_first_layer_early(
 
 
 def test_layerwise_load_broken_shrinks_its_promise(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 8)
+    keys = token_chain(spec, 8)
     near.blocks.hold(keys[:5])
     client = make_client(near)
     handle = client.start_load(keys, fresh(spec, 8))
@@ -309,7 +350,7 @@ def test_layerwise_load_broken_shrinks_its_promise(spec: CacheSpec, near: FakeNo
 
 def test_layerwise_load_larger_than_arena_completes(spec: CacheSpec, make_node: MakeNode, make_client: MakeClient) -> None:
     node = make_node("small", arena_bytes=128 << 10)
-    keys = chain(spec, 60)
+    keys = token_chain(spec, 60)
     node.blocks.hold(keys)
     released = 0
 
@@ -318,7 +359,7 @@ def test_layerwise_load_larger_than_arena_completes(spec: CacheSpec, make_node: 
         for at in range(0, 60, 10):
             yield node.progress(keys[at : at + 10], at)
             released += 1
-            node.wait_called("Release", released)  # no room for more before it
+            node.wait_called("Release", released)  # no space for more before it
 
     node.load_script = script
     client = make_client(node)
@@ -330,11 +371,11 @@ def test_layerwise_load_larger_than_arena_completes(spec: CacheSpec, make_node: 
 
 
 def test_load_releases_leases_while_it_waits(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 12)
+    keys = token_chain(spec, 12)
     near.blocks.hold(keys)
 
     def script(request: node_pb2.LoadRequest, _: grpc.ServicerContext) -> Progress:
-        for at in range(12):  # far less than a sixteenth of the arena, and yet what comes needs its room
+        for at in range(12):  # far less than a sixteenth of the arena, and yet what comes needs its space
             yield near.progress(keys[at : at + 1], at)
             near.wait_called("Release", at + 1)
 
@@ -348,7 +389,7 @@ def test_load_releases_leases_while_it_waits(spec: CacheSpec, near: FakeNode, ma
 def test_layerwise_load_waiting_releases_its_leases(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, waits: bool
 ) -> None:
-    keys = chain(spec, 12)
+    keys = token_chain(spec, 12)
     near.blocks.hold(keys)
 
     def script(request: node_pb2.LoadRequest, _: grpc.ServicerContext) -> Progress:
@@ -373,7 +414,7 @@ def test_load_without_local_node_uses_tcp(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     one, two = make_node("one"), make_node("two")
-    keys = chain(spec, 12)
+    keys = token_chain(spec, 12)
     one.blocks.hold(keys[:7])
     two.blocks.hold(keys[7:])
     metadata.runs = [(0, 7, one), (7, 5, two)]
@@ -394,7 +435,7 @@ def test_load_dead_source_uses_another_replica(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     dead, stale, good = make_node("dead"), make_node("stale"), make_node("good")
-    keys = chain(spec, 10)
+    keys = token_chain(spec, 10)
     good.blocks.hold(keys)
     stale.blocks.hold(keys[:2])
     metadata.runs = [(0, 5, dead), (5, 5, stale), (0, 10, good)]
@@ -413,7 +454,7 @@ def test_load_slow_source_leaves_time_for_another(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     slow, good = make_node("slow"), make_node("good")
-    keys = chain(spec, 4)
+    keys = token_chain(spec, 4)
     good.blocks.hold(keys)
     over = threading.Event()
     slow.provider.before_read = lambda _: (over.wait(10), None)[1]
@@ -435,7 +476,7 @@ def test_load_without_sources_misses_in_bounded_time(
     node = make_node("dead")
     metadata.runs = [(0, 4, node)]
     client = make_client(None)
-    lookup = client.lookup(chain(spec, 4))
+    lookup = client.lookup(token_chain(spec, 4))
     node.stop()
     result = client.load(lookup, fresh(spec, 4), deadline_s=2.0)
     assert (result.hit_blocks, result.count(Outcome.UNAVAILABLE)) == (0, 4)
@@ -446,14 +487,14 @@ def test_load_falls_back_from_local_node_to_holder(
     spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     far = make_node("far")
-    keys = chain(spec, 9)
+    keys = token_chain(spec, 9)
     near.blocks.hold(keys[:3])
     far.blocks.hold(keys)
     metadata.runs = [(0, 3, near), (0, 9, far)]
 
     def script(request: node_pb2.LoadRequest, _: grpc.ServicerContext) -> Progress:
         yield near.progress(keys[:3])
-        yield node_pb2.LoadProgress(runs=[node_pb2.LoadedRun(start=3, count=6, outcome=common_pb2.OUTCOME_NO_ROOM)])
+        yield node_pb2.LoadProgress(runs=[node_pb2.LoadedRun(start=3, count=6, outcome=common_pb2.OUTCOME_NO_SPACE)])
 
     near.load_script = script
     client = make_client(near)
@@ -469,7 +510,7 @@ def test_load_of_bytes_damaged_on_wire_misses(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     node = make_node("liar")
-    keys = chain(spec, 3)
+    keys = token_chain(spec, 3)
     node.blocks.hold(keys)
     metadata.runs = [(0, 3, node)]
     read = node.provider.read
@@ -492,7 +533,7 @@ def test_load_of_bytes_damaged_on_wire_misses(
 
 
 def test_lost_session_is_opened_again(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 3)
+    keys = token_chain(spec, 3)
     near.blocks.hold(keys)
     client = make_client(near)
     near.fail["Load"] = LeaseLost("this session has ended")
@@ -501,18 +542,13 @@ def test_lost_session_is_opened_again(spec: CacheSpec, near: FakeNode, make_clie
     assert isinstance(result.error, LeaseLost)
     del near.fail["Load"]
     near.wait_called("OpenSession", 1)
-    for _ in range(200):
-        client._context.local.wait_reopened(5)  # type: ignore[union-attr]
-        result = client.load(keys, out := fresh(spec, 3))
-        if result.hit_blocks:
-            break
-        threading.Event().wait(0.01)
-    assert result.hit_blocks == 3
+    out = fresh(spec, 3)
+    wait_until(lambda: client.load(keys, out).hit_blocks == 3)
     assert np.array_equal(out, payloads(keys, spec.shape))
     assert near.names().count("OpenSession") == 2
     assert len(near.left) == 1  # the lost session's connection was let go
 
 
 def test_checksums_of_tests_match_the_product(spec: CacheSpec) -> None:
-    data = payloads(chain(spec, 1), spec.shape)[0]
+    data = payloads(token_chain(spec, 1), spec.shape)[0]
     assert len(layer_checksums(memoryview(data), spec.shape)) == 8 * spec.layers

@@ -12,14 +12,9 @@ from client_fakes import FakeNode, payloads
 from kvclient import CacheSpec, KVClient, StoreOutcome
 from kvproto.v1 import node_pb2
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, InvalidArgument
-from kvstore.core.keys import KeyChain
-from kvstore.core.types import BlockKey
+from support.chains import token_chain
 
 MakeClient = Callable[..., KVClient]
-
-
-def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
-    return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
 
 
 def hold_prepare(node: FakeNode) -> threading.Event:
@@ -34,7 +29,7 @@ def hold_prepare(node: FakeNode) -> threading.Event:
 
 
 def test_start_store_stores_blocks(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys, client = chain(spec, 5), make_client(near)
+    keys, client = token_chain(spec, 5), make_client(near)
     data = payloads(keys, spec.shape)
     with client.start_store(keys[:2], data[:2]) as head:
         assert head.result().held_blocks == 2
@@ -49,7 +44,7 @@ def test_start_store_stores_blocks(spec: CacheSpec, near: FakeNode, make_client:
 
 def test_start_store_cancelled_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     released = hold_prepare(near)
-    keys, client = chain(spec, 3), make_client(near)
+    keys, client = token_chain(spec, 3), make_client(near)
     handle = client.start_store(keys, payloads(keys, spec.shape))
     near.wait_called("Prepare")
     result = handle.cancel()
@@ -62,7 +57,7 @@ def test_start_store_cancelled_gives_slots_back(spec: CacheSpec, near: FakeNode,
 
 def test_start_store_left_is_cancelled(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     released = hold_prepare(near)
-    keys, client = chain(spec, 3), make_client(near)
+    keys, client = token_chain(spec, 3), make_client(near)
     with client.start_store(keys, payloads(keys, spec.shape)) as handle:
         near.wait_called("Prepare")
     released.set()
@@ -72,7 +67,7 @@ def test_start_store_left_is_cancelled(spec: CacheSpec, near: FakeNode, make_cli
 
 def test_start_store_result_timeout_cancels(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     released = hold_prepare(near)
-    keys, client = chain(spec, 3), make_client(near)
+    keys, client = token_chain(spec, 3), make_client(near)
     handle = client.start_store(keys, payloads(keys, spec.shape))
     assert handle.result(0.05).held_blocks == 0
     released.set()
@@ -83,7 +78,7 @@ def test_start_store_result_timeout_cancels(spec: CacheSpec, near: FakeNode, mak
 
 def test_start_store_beyond_max_pending_is_skipped(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     released = hold_prepare(near)
-    keys, client = chain(spec, 3), make_client(near, max_pending=1)
+    keys, client = token_chain(spec, 3), make_client(near, max_pending=1)
     first = client.start_store(keys, payloads(keys, spec.shape))
     second = client.start_store(keys, payloads(keys, spec.shape))
     assert second.done
@@ -94,7 +89,7 @@ def test_start_store_beyond_max_pending_is_skipped(spec: CacheSpec, near: FakeNo
 
 def test_close_cancels_background_stores(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     released = hold_prepare(near)
-    keys, client = chain(spec, 3), make_client(near)
+    keys, client = token_chain(spec, 3), make_client(near)
     handle = client.start_store(keys, payloads(keys, spec.shape))
     near.wait_called("Prepare")
     client.close()

@@ -12,18 +12,14 @@ from client_fakes import FakeMetadata, FakeNode, payloads
 from kvclient import CacheSpec, KVClient, StoreOutcome
 from kvproto.v1 import node_pb2
 from kvstore.core.errors import InvalidArgument, LeaseLost, Unavailable
-from kvstore.core.keys import KeyChain
 from kvstore.core.types import BlockKey, unpack_keys
+from support.chains import token_chain
 
 MakeClient = Callable[..., KVClient]
 MakeNode = Callable[..., FakeNode]
 
 STORED, EXISTS, IN_PROGRESS = StoreOutcome.STORED, StoreOutcome.EXISTS, StoreOutcome.IN_PROGRESS
 SKIPPED, CORRUPT, LOST = StoreOutcome.SKIPPED, StoreOutcome.CORRUPT, StoreOutcome.LOST
-
-
-def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
-    return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
 
 
 def prepared(node: FakeNode) -> list[list[BlockKey]]:
@@ -35,7 +31,7 @@ def completed(node: FakeNode) -> list[list[BlockKey]]:
 
 
 def test_store_writes_blocks_once(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 9)
+    keys = token_chain(spec, 9)
     data = payloads(keys, spec.shape)
     client = make_client(near)
     first = client.store(keys[:5], data[:5])
@@ -50,7 +46,7 @@ def test_store_writes_blocks_once(spec: CacheSpec, near: FakeNode, make_client: 
 
 
 def test_store_large_goes_in_chunks(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 10)
+    keys = token_chain(spec, 10)
     client = make_client(near, store_chunk_bytes=4 * spec.block_bytes)
     assert client.store(keys[1:], payloads(keys[1:], spec.shape), parent=keys[0], depth=1).held_blocks == 9
     runs = [request.blocks for name, request in near.calls if name == "Prepare"]
@@ -63,7 +59,7 @@ def test_store_large_goes_in_chunks(spec: CacheSpec, near: FakeNode, make_client
 
 
 def test_store_heads_takes_one_call_per_chunk(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 6)
+    keys = token_chain(spec, 6)
     client = make_client(near, store_chunk_bytes=4 * spec.block_bytes)
     assert client.store_heads(keys, payloads(keys, spec.shape)).held_blocks == 6
     asked = [request for name, request in near.calls if name == "Prepare"]
@@ -90,13 +86,13 @@ def test_store_skips_blocks_after_a_gap(
     written: list[int] | None,
     expected: list[StoreOutcome],
 ) -> None:
-    keys = chain(spec, 8)
+    keys = token_chain(spec, 8)
 
     def script(request: node_pb2.PrepareRequest) -> node_pb2.PrepareResponse:
-        if near._prepared:  # asked for the rest: there is no more room
+        if near.prepared:  # asked for the rest: there is no more space
             return node_pb2.PrepareResponse(outcomes=bytes([SKIPPED] * (len(request.blocks.keys) // 16)))
         slots = {keys[at]: near.place(bytes(spec.block_bytes)) for at, one in enumerate(answer) if one is STORED}
-        near._prepared[request.operation_id] = slots
+        near.prepared[request.operation_id] = slots
         return node_pb2.PrepareResponse(
             outcomes=bytes(answer), offsets=b"".join(at.to_bytes(8, "little") for at in slots.values())
         )
@@ -118,12 +114,12 @@ def test_store_skips_blocks_after_a_gap(
 
 
 def test_store_asks_again_for_the_rest_of_a_chunk(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 5)
+    keys = token_chain(spec, 5)
 
     def script(request: node_pb2.PrepareRequest) -> node_pb2.PrepareResponse:
         asked = [request.blocks.keys[at : at + 16] for at in range(0, len(request.blocks.keys), 16)]
         slots = {key: near.place(bytes(spec.block_bytes)) for key in asked[:2]}
-        near._prepared[request.operation_id] = slots
+        near.prepared[request.operation_id] = slots
         outcomes = [STORED] * len(slots) + [SKIPPED] * (len(asked) - len(slots))
         return node_pb2.PrepareResponse(
             outcomes=bytes(outcomes), offsets=b"".join(at.to_bytes(8, "little") for at in slots.values())
@@ -136,7 +132,7 @@ def test_store_asks_again_for_the_rest_of_a_chunk(spec: CacheSpec, near: FakeNod
 
 
 def test_store_corrupt_block_ends_the_chain(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 4)
+    keys = token_chain(spec, 4)
     near.complete_script = lambda request: node_pb2.CompleteResponse(outcomes=bytes([STORED, CORRUPT, STORED, STORED]))
     result = make_client(near).store(keys, payloads(keys, spec.shape))
     assert result.outcomes.tolist() == [STORED, CORRUPT, SKIPPED, SKIPPED]
@@ -147,7 +143,7 @@ def test_store_corrupt_block_ends_the_chain(spec: CacheSpec, near: FakeNode, mak
 def test_store_with_impossible_answers_stores_nothing(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, response: bytes
 ) -> None:
-    keys = chain(spec, 2)
+    keys = token_chain(spec, 2)
     client = make_client(near)
     near.prepare_script = lambda request: node_pb2.PrepareResponse(outcomes=response)
     result = client.store(keys, payloads(keys, spec.shape))
@@ -163,7 +159,7 @@ def test_store_with_impossible_answers_stores_nothing(
 
 
 def test_store_lost_session_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 3)
+    keys = token_chain(spec, 3)
     client = make_client(near)
     near.fail["Prepare"] = LeaseLost("this session has ended")
     result = client.store(keys, payloads(keys, spec.shape))
@@ -174,7 +170,7 @@ def test_store_lost_session_gives_slots_back(spec: CacheSpec, near: FakeNode, ma
 
 
 def test_store_past_deadline_aborts(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 4)
+    keys = token_chain(spec, 4)
     over = threading.Event()
 
     def script(request: node_pb2.PrepareRequest) -> None:
@@ -190,7 +186,7 @@ def test_store_past_deadline_aborts(spec: CacheSpec, near: FakeNode, make_client
 
 
 def test_store_requests_visible_and_durable(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 2)
+    keys = token_chain(spec, 2)
     result = make_client(near).store(keys, payloads(keys, spec.shape), wait_visible=True, durable=True)
     assert result.durable
     assert next(request for name, request in near.calls if name == "Complete").wait_visible_ms > 0
@@ -201,7 +197,7 @@ def test_store_without_local_node_uses_preferred_node(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     one, two = make_node("one"), make_node("two")
-    keys = chain(spec, 6)
+    keys = token_chain(spec, 6)
     data = payloads(keys, spec.shape)
     client = make_client(None, store_node="two", copy_chunk_bytes=4 * spec.block_bytes)
     result = client.store(keys, data)
@@ -221,7 +217,7 @@ def test_layerwise_store_accepts_any_order(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient, local: bool
 ) -> None:
     node = make_node("near")
-    keys = chain(spec, 5)
+    keys = token_chain(spec, 5)
     data = payloads(keys, spec.shape)
     layers = data.reshape(5, spec.layers, -1)
     client = make_client(node if local else None)
@@ -241,7 +237,7 @@ def test_layerwise_store_accepts_any_order(
 
 
 def test_layerwise_store_without_commit_stores_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 3)
+    keys = token_chain(spec, 3)
     layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
     client = make_client(near)
     with client.begin_store(keys) as handle:
@@ -255,7 +251,7 @@ def test_layerwise_store_without_commit_stores_nothing(spec: CacheSpec, near: Fa
 
 
 def test_layerwise_store_wrong_use_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 3)
+    keys = token_chain(spec, 3)
     layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
     with make_client(near).begin_store(keys) as handle:
         for wrong in (
@@ -271,7 +267,7 @@ def test_layerwise_store_wrong_use_raises(spec: CacheSpec, near: FakeNode, make_
 
 
 def test_layerwise_store_without_node_stores_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 3)
+    keys = token_chain(spec, 3)
     layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
     client = make_client(near)
     near.fail["Prepare"] = Unavailable("going away")
@@ -284,14 +280,14 @@ def test_layerwise_store_without_node_stores_nothing(spec: CacheSpec, near: Fake
 
 
 def test_layerwise_store_dropped_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    handle = make_client(near).begin_store(chain(spec, 3))
+    handle = make_client(near).begin_store(token_chain(spec, 3))
     assert len(handle.blocks_wanted) == 3
     del handle
     near.wait_called("Abort")
 
 
 def test_close_aborts_layerwise_stores(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    keys = chain(spec, 3)
+    keys = token_chain(spec, 3)
     client = make_client(near)
     handle = client.begin_store(keys)
     client.close()

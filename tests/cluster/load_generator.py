@@ -152,7 +152,7 @@ class Load:
     def _run(self, name: str, client: KVClient, number: int) -> None:
         rng = np.random.default_rng([*name.encode(), number])
         payloads = Payloads(client.spec.block_bytes)
-        room = np.zeros((BLOCKS, client.spec.block_bytes), np.uint8)
+        space = np.zeros((BLOCKS, client.spec.block_bytes), np.uint8)
         try:
             while not self._ending.wait(PAUSE_S):
                 with self._lock:
@@ -164,11 +164,11 @@ class Load:
                     chain = client.keys(
                         np.random.default_rng(seed).integers(0, 1 << 17, BLOCKS * client.spec.block_tokens, np.uint32)
                     )
-                    payloads.fill(chain, room)
+                    payloads.fill(chain, space)
                 else:
-                    room[:] = 0
+                    space[:] = 0
                 assert chain is not None
-                self._request(name, client, "store" if fresh else "load", chain, room, payloads)
+                self._request(name, client, "store" if fresh else "load", chain, space, payloads)
         except BaseException as error:  # noqa: BLE001  # told to the test
             self._failed.append(error)
 
@@ -178,7 +178,7 @@ class Load:
         client: KVClient,
         kind: str,
         chain: list[BlockKey],
-        room: np.ndarray,  # type: ignore[type-arg]
+        space: np.ndarray,  # type: ignore[type-arg]
         payloads: Payloads,
     ) -> None:
         me, begin_s = threading.get_ident(), time.monotonic()
@@ -186,15 +186,15 @@ class Load:
             self._begun[me] = (name, begin_s)
         wrong = 0
         if kind == "store":
-            stored = client.store(chain, room)
+            stored = client.store(chain, space)
             wait_s = time.monotonic() - begin_s
             moved, held = stored.bytes_stored, stored.held_blocks
         else:
-            loaded = client.load(chain, room)
+            loaded = client.load(chain, space)
             wait_s = time.monotonic() - begin_s
             moved, held = loaded.bytes_loaded, loaded.hit_blocks
             hits = np.flatnonzero(loaded.outcomes == Outcome.HIT)
-            wrong = len(payloads.wrong_blocks([chain[at] for at in hits], room[hits]))
+            wrong = len(payloads.wrong_blocks([chain[at] for at in hits], space[hits]))
         with self._lock:
             del self._begun[me]
             self._done.append(Request(name, kind, begin_s, wait_s, moved, held, wrong))

@@ -40,7 +40,7 @@ def test_memory_lowest_limit_applies(groups: str, limits: dict[str, str], most: 
 
 
 @pytest.mark.parametrize(
-    ("groups", "files", "room"),
+    ("groups", "files", "space"),
     [
         ("", {}, 6 * GIB),
         ("0::/a\n", {"a/memory.max": "2", "a/memory.current": "1.5"}, GIB // 2),
@@ -60,7 +60,7 @@ def test_memory_lowest_limit_applies(groups: str, limits: dict[str, str], most: 
     ],
 )
 def test_memory_used_by_group_is_not_available(
-    groups: str, files: dict[str, str | tuple[str, int]], room: int, tmp_path: Path
+    groups: str, files: dict[str, str | tuple[str, int]], space: int, tmp_path: Path
 ) -> None:
     """Files of a host with 6 GiB available; values in GiB."""
     (tmp_path / "meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable:    6291456 kB\n")
@@ -72,7 +72,7 @@ def test_memory_used_by_group_is_not_available(
             path.write_text(f"{int(float(content) * GIB)}\n")
         else:
             path.write_text(f"anon 5\n{content[0]} {content[1] * GIB}\nactive_file 7\n")
-    assert memory_available(tmp_path / "meminfo", tmp_path / "groups", tmp_path / "tree") == room
+    assert memory_available(tmp_path / "meminfo", tmp_path / "groups", tmp_path / "tree") == space
 
 
 def test_a_host_that_does_not_say(tmp_path: Path) -> None:

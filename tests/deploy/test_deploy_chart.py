@@ -230,6 +230,16 @@ def test_chart_has_our_version_and_files() -> None:
     assert {endpoint["port"] for endpoint in by_kind["ServiceMonitor"]["spec"]["endpoints"]} <= ports
 
 
+def test_chart_runbook_base_makes_urls() -> None:
+    (rules,) = (
+        one
+        for one in rendered("tls", "--set", "monitoring.prometheusRule.runbookBase=https://kvstore.example.net:7470/")
+        if one["kind"] == "PrometheusRule"
+    )
+    urls = [rule["annotations"]["runbook_url"] for rule in rules["spec"]["groups"][0]["rules"]]
+    assert all(url.startswith("https://kvstore.example.net:7470/docs/how-to/alerts.md#") for url in urls)
+
+
 def test_chart_additions_reach_every_pod() -> None:
     values = {
         "podLabels.team": "cache",

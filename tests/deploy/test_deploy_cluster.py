@@ -143,10 +143,10 @@ def test_compose_decode_loads_what_prefill_stored(cluster: dict[str, Service]) -
         stored = prefill.store(keys, data, durable=True)
         assert (stored.bytes_stored, stored.durable) == (data.nbytes, True)
     with KVClient.connect(metadata, SPEC, node=sockets["decode-1"]) as decode:
-        room = np.zeros_like(data)
-        loaded = decode.load(keys, room)
+        space = np.zeros_like(data)
+        loaded = decode.load(keys, space)
         assert loaded.hit_blocks == BLOCKS
-        assert np.array_equal(room, data)
+        assert np.array_equal(space, data)
         assert "decode-1" not in loaded.bytes_by_node
 
     jobs = yaml.safe_load((COMPOSE.parent / "prometheus.yml").read_text())["scrape_configs"]

@@ -141,7 +141,7 @@ class DeferredDevice:
         event.reached = True
         return event
 
-    def follow(self, event: DeferredEvent) -> None:
+    def wait_event(self, event: DeferredEvent) -> None:
         until_s = time.monotonic() + 30
         while not event.done():
             assert time.monotonic() < until_s
@@ -170,9 +170,10 @@ class DeferredDevice:
     def step(self) -> bool:
         """Run one piece of work. Returns False if none may run."""
         with self._lock:
-            return not self.paused and self._step()
+            return not self.paused and self.run_next()
 
-    def _step(self) -> bool:
+    def run_next(self) -> bool:
+        """Run one piece of work, for ``step``, which holds the lock."""
         ready = []
         for stream in self.streams:
             while stream.work and isinstance(stream.work[0], DeferredEvent) and stream.work[0].reached:
@@ -209,7 +210,7 @@ class ComputingDevice(DeferredDevice):
     def mark(self) -> DeferredEvent:
         return self.compute.record()
 
-    def follow(self, event: DeferredEvent) -> None:
+    def wait_event(self, event: DeferredEvent) -> None:
         self.compute.wait(event)
 
     def run(self, work: Callable[[], None]) -> None:

@@ -11,15 +11,16 @@ import pytest
 import torch
 from caches import block_bytes, make_cache
 from deferred import DeferredDevice, FakePinning
+from fp8_error import error_bound
 
 from kvclient import BlockKey, ClientOptions, InvalidArgument, KVClient, Outcome
 from kvclient.device import DeviceCopier
-from kvclient.device.fp8 import error_bound
 from kvclient.hbm import HbmPool
 from kvclient.results import PATH_HBM, PATH_LOCAL, PATH_PREFILL
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Internal
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from support.client_parts import session_of
 
 PAGES = 24
 BLOCKS = 8
@@ -153,9 +154,7 @@ def test_lease_is_held_until_device_copies_end(connect: Connect, layerwise: bool
     keys, _ = fill(connect, seed)
     engine = Engine(seed + 100)
     client = connect(engine)
-    local = client._context.local
-    session = local.session() if local is not None else None
-    assert session is not None
+    session = session_of(client)
     given_back: list[int] = []
     release = session.releaser.release
 
@@ -167,7 +166,7 @@ def test_lease_is_held_until_device_copies_end(connect: Connect, layerwise: bool
     engine.device.paused = True
     handle = client.start_load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise)
     if layerwise:  # all layers are in flight before the first arrives
-        engine.device.follow = lambda event: None  # type: ignore[method-assign]
+        engine.device.wait_event = lambda event: None  # type: ignore[method-assign]
         assert handle.wait_layer(3, 10)
     assert not handle.done
     assert given_back == []
@@ -189,7 +188,7 @@ def test_lease_expired_during_copy_is_a_miss(connect: Connect, monkeypatch: pyte
     monkeypatch.setattr("kvclient.client.MonotonicClock", LateClock)
     engine = Engine(seed + 100)
     client = connect(engine, default_deadline_s=5000.0)
-    step = engine.device._step
+    step = engine.device.run_next
 
     def slow() -> bool:
         nonlocal late_s
@@ -197,7 +196,7 @@ def test_lease_expired_during_copy_is_a_miss(connect: Connect, monkeypatch: pyte
         return step()
 
     lookup = client.lookup(keys)
-    engine.device._step = slow  # type: ignore[method-assign]
+    engine.device.run_next = slow  # type: ignore[method-assign]
     with client.start_load(lookup, engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise) as handle:
         result = handle.result()
     assert result.hit_blocks == 0
@@ -227,14 +226,12 @@ def test_flipped_bit_in_arena_is_found_if_verified(connect: Connect) -> None:
     keys, _ = fill(connect, 80)
     engine = Engine(180)
     client = connect(engine)
-    local = client._context.local
-    session = local.session() if local is not None else None
-    assert session is not None
+    session = session_of(client)
     copied = session.arena.begin_copy_out
 
-    def flip(offsets: np.ndarray, *place: object) -> None:
+    def flip(offsets: np.ndarray, *place: object) -> object:
         session.arena._mapping.view[int(offsets[2]) + 5] ^= 1
-        copied(offsets, *place)  # type: ignore[arg-type]
+        return copied(offsets, *place)  # type: ignore[arg-type]
 
     session.arena.begin_copy_out = flip  # type: ignore[method-assign]
     result = client.load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), verify="always")
@@ -246,9 +243,7 @@ def test_slots_of_hung_copies_are_not_released(cluster: LocalCluster, connect: C
     monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
     engine = Engine(90)
     client = connect(engine)
-    local = client._context.local
-    session = local.session() if local is not None else None
-    assert session is not None
+    session = session_of(client)
     aborted: list[bytes] = []
     session.releaser.abort = aborted.append  # type: ignore[method-assign]
     engine.device.paused = True

@@ -107,7 +107,7 @@ def test_loads_and_stores_match_oracle(
         target.read_arena(arena.view, offsets[:half], 0, first, last - first)
         target.read_arena(arena.view, offsets[half:], half, first, last - first)
     for layer in range(layers):
-        target.follow(layer)
+        target.wait_on_stream(layer)
         if count:
             row = cache.row_bytes
             got = block_bytes(cache, targets)[:, layer * row : (layer + 1) * row]
@@ -136,7 +136,7 @@ def test_host_bytes_reach_pages_after_landed(seed: int, pages_per_block: int, la
     other = [block for block in range(count) if block not in by_host]
     for block in by_host:  # a first attempt delivers garbage and is given up
         target.segments(block, 0, layers)[0][:] = bytes(layers * row)
-    target.landed(np.array(by_host[:1]), 0, 1)
+    target.host_copy_ready(np.array(by_host[:1]), 0, 1)
     for block in other:  # a load may request memory for a block that the arena then delivers
         target.segments(block, 0, layers)
     for block in other:
@@ -147,8 +147,8 @@ def test_host_bytes_reach_pages_after_landed(seed: int, pages_per_block: int, la
         for at, block in enumerate(by_host):
             picked.segments(at, layer, 1)[0][:] = wanted[block, layer * row : (layer + 1) * row].tobytes()
         if rng.random() < 0.7:
-            picked.landed(np.arange(3), layer, 1)
-    target.landed(np.arange(count), 0, layers)
+            picked.host_copy_ready(np.arange(3), layer, 1)
+    target.host_copy_ready(np.arange(count), 0, layers)
     target.drain()
     assert np.array_equal(block_bytes(cache, pages), wanted)
 
@@ -265,7 +265,7 @@ def test_unsupported_batched_copies_fall_back_to_staged(taken: int, caplog: pyte
         target = copier.blocks(range(12))
         target.read_arena(arena.view, offsets, 0, 0, 3)
         for layer in range(3):
-            target.follow(layer)
+            target.wait_on_stream(layer)
         target.drain()
         expected = np.stack([arena.block(offset) for offset in offsets])
         assert np.array_equal(block_bytes(cache, range(12)), expected)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from caches import LAYOUTS, make_cache
 from deferred import DeferredDevice
+from fp8_error import error_bound
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient.device.copier import DeviceCopier
-from kvclient.device.fp8 import Fp8Codec, error_bound
+from kvclient.device.fp8 import Fp8Codec
 from kvclient.device.layouts import PagedCache
 
 DTYPES = (torch.bfloat16, torch.float16)

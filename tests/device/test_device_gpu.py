@@ -126,7 +126,7 @@ def test_load_layers_during_computation_are_ordered_by_events(memory: mmap.mmap,
         seen = []
         for layer in range(16):
             weights = (weights @ weights).clamp_(-1, 1)
-            blocks.follow(layer)
+            blocks.wait_on_stream(layer)
             seen.append(cache.layers[layer].tensor[:, pages].clone())
         blocks.drain()
         torch.cuda.synchronize()
@@ -250,7 +250,7 @@ def test_pool_on_same_device_copies_without_host(layout: str, pages_per_block: i
         slow = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
         for end in (1, 2, count):  # after the computation
             slow = (slow @ slow).clamp_(-1, 1)
-            near.keep(keys[:end], None, 0, copier.blocks(pages[: end * pages_per_block]).source(), None, checksums=False)
+            near.insert(keys[:end], None, 0, copier.blocks(pages[: end * pages_per_block]).source(), None, checksums=False)
         rows = np.zeros((count, spec.layers, spec.layer_block_bytes), np.uint8)
         assert near.fetch(keys, DenseBlocks(rows), CallScope.after(60.0, MonotonicClock()), verify=False) == count
         assert np.array_equal(rows.reshape(count, -1), expected)

@@ -31,6 +31,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KeyChain
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call
+from support.client_parts import context_of, session_of
 
 WAIT_S = 20.0
 BLOCKS = 8
@@ -58,9 +59,9 @@ class Bed:
     def pages(self, blocks: int) -> list[int]:
         return self.rng.sample(range(self.cache.pages), blocks * self.cache.pages_per_block)
 
-    def keep(self, keys: Sequence[BlockKey], pages: Sequence[int]) -> int:
+    def insert(self, keys: Sequence[BlockKey], pages: Sequence[int]) -> int:
         source = self.copier.blocks(pages).source()
-        kept = self.near.keep(keys, None, 0, source, None, checksums=False)
+        kept = self.near.insert(keys, None, 0, source, None, checksums=False)
         assert source._rows is None, "bytes were fetched into host memory"
         return kept
 
@@ -89,13 +90,13 @@ class Bed:
 
 @pytest.fixture(scope="module")
 def one_pool() -> Iterator[HbmPool]:
-    with HbmPool("cpu", capacity_bytes=8 << 20, room_wait_s=0.0, demote=False) as pool:
+    with HbmPool("cpu", capacity_bytes=8 << 20, space_wait_s=0.0, demote=False) as pool:
         yield pool
 
 
 @pytest.fixture
 def pool() -> Iterator[HbmPool]:
-    with HbmPool("cpu", capacity_bytes=8 << 20, room_wait_s=0.0, demote=False) as pool:
+    with HbmPool("cpu", capacity_bytes=8 << 20, space_wait_s=0.0, demote=False) as pool:
         yield pool
 
 
@@ -149,10 +150,10 @@ def test_pool_pages_round_trip_is_bit_exact(
     if scattered:  # slots of two chains alternate
         others = bed.keys(count, seed + 1)
         for end in range(1, count + 1):
-            assert bed.keep(keys[:end], pages[: end * pages_per_block]) == 1
-            assert bed.keep(others[:end], pages[: end * pages_per_block]) == 1
+            assert bed.insert(keys[:end], pages[: end * pages_per_block]) == 1
+            assert bed.insert(others[:end], pages[: end * pages_per_block]) == 1
     else:
-        assert bed.keep(keys, pages) == count
+        assert bed.insert(keys, pages) == count
     assert np.array_equal(bed.in_pool(keys), expected)
 
     target = bed.pages(count)
@@ -174,9 +175,9 @@ def test_pool_pages_round_trip_is_bit_exact(
 def test_picked_blocks_use_one_launch_per_layer(bed: Bed) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
     expected = block_bytes(bed.cache, pages)
-    assert bed.keep(keys[:3], pages[:3]) == 3
+    assert bed.insert(keys[:3], pages[:3]) == 3
     source = bed.copier.blocks(pages).source()
-    assert bed.near.keep(keys, None, 0, source.pick(range(BLOCKS)), None, checksums=False) == BLOCKS - 3
+    assert bed.near.insert(keys, None, 0, source.pick(range(BLOCKS)), None, checksums=False) == BLOCKS - 3
     target = bed.pages(BLOCKS)
     lane = bed.copier._lanes[0].pooled._moves
     launched = lane.launches  # type: ignore[attr-defined]
@@ -192,8 +193,8 @@ def test_pool_blocks_are_pinned_until_copies_end(
     few = 20
     keys, pages = bed.keys(few, 1), bed.pages(few)
     expected = block_bytes(bed.cache, pages)
-    assert pool.resize(few * bed.spec.block_bytes)  # room for only these
-    assert bed.keep(keys, pages) == few
+    assert pool.resize(few * bed.spec.block_bytes)  # space for only these
+    assert bed.insert(keys, pages) == few
     waits = bed.waiting(monkeypatch)
     bed.device.paused = True
     target = bed.pages(few)
@@ -201,7 +202,7 @@ def test_pool_blocks_are_pinned_until_copies_end(
     assert waits.wait(WAIT_S)
     assert pool.evict(demote=False) == 0
     other = np.full((few, bed.spec.layers, bed.spec.layer_block_bytes), 0xEE, np.uint8)
-    assert bed.near.keep(bed.keys(few, 2), None, 0, DenseBlocks(other), None, checksums=False) == 0
+    assert bed.near.insert(bed.keys(few, 2), None, 0, DenseBlocks(other), None, checksums=False) == 0
     assert not pool.resize(1 << 20, timeout_s=0.0)
     assert not reading.done()
     bed.device.paused = False
@@ -218,7 +219,7 @@ def test_pool_blocks_are_visible_only_after_copies(
     expected = block_bytes(bed.cache, pages)
     waits = bed.waiting(monkeypatch)
     bed.device.paused = True
-    keeping = thread(bed.keep, keys, pages)
+    keeping = thread(bed.insert, keys, pages)
     assert waits.wait(WAIT_S)
     with bed.near.pinned(keys) as found:
         assert len(found) == 0
@@ -231,7 +232,7 @@ def test_drain_by_other_thread_keeps_pins(
     bed: Bed, pool: HbmPool, thread: Callable[..., Future[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
-    assert bed.keep(keys, pages) == BLOCKS
+    assert bed.insert(keys, pages) == BLOCKS
     waits = bed.waiting(monkeypatch)
     bed.device.paused = True
     blocks = bed.copier.blocks(bed.pages(BLOCKS))
@@ -248,7 +249,7 @@ def test_cancelled_load_ends_its_begun_copies(
     bed: Bed, pool: HbmPool, thread: Callable[..., Future[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
-    assert bed.keep(keys, pages) == BLOCKS
+    assert bed.insert(keys, pages) == BLOCKS
     operation = in_time()
     operation.cancellable = True
     waits = bed.waiting(monkeypatch)
@@ -276,10 +277,10 @@ def test_interrupted_thread_leaves_no_copy_in_flight(bed: Bed, pool: HbmPool, mo
     with monkeypatch.context() as patched:
         patched.setattr(bed.copier, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            bed.keep(keys, pages)
+            bed.insert(keys, pages)
         assert not any(stream.work for stream in bed.device.streams), "slots were given back under a running copy"
         assert pool.usage().blocks == 0
-    assert bed.keep(keys, pages) == BLOCKS
+    assert bed.insert(keys, pages) == BLOCKS
     with monkeypatch.context() as patched:
         patched.setattr(bed.copier, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -293,10 +294,10 @@ def test_device_refusal_is_a_miss_with_no_copy_in_flight(bed: Bed, pool: HbmPool
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
     expected = block_bytes(bed.cache, pages)
     bed.device.work_after = after
-    assert bed.keep(keys, pages) == 0
+    assert bed.insert(keys, pages) == 0
     assert (pool.usage().blocks, any(stream.work for stream in bed.device.streams)) == (0, False)
     bed.device.work_after = None
-    assert bed.keep(keys, pages) == BLOCKS
+    assert bed.insert(keys, pages) == BLOCKS
     bed.device.work_after = after
     assert bed.fetch(keys, bed.copier.blocks(bed.pages(BLOCKS))) == 0
     assert not any(stream.work for stream in bed.device.streams)
@@ -316,11 +317,11 @@ def test_hung_device_ends_pool_and_keeps_its_memory(monkeypatch: pytest.MonkeyPa
         bed = Bed(pool, make_cache("mla", layers=3, tokens=16), 1)
         keys, pages = bed.keys(4, 1), bed.pages(4)
         if direction == "out":
-            assert bed.keep(keys, pages) == 4
+            assert bed.insert(keys, pages) == 4
         held = pool.state.volume.memory
         bed.device.paused = True
         if direction == "in":
-            assert bed.keep(keys, pages) == 0
+            assert bed.insert(keys, pages) == 0
             assert pool.usage().blocks == 4, "slots that a device may still write to were given back"
         else:
             assert bed.fetch(keys, bed.copier.blocks(bed.pages(4))) == 0
@@ -335,12 +336,12 @@ def test_fp8_and_checksums_pass_through_host_and_are_counted(pool: HbmPool) -> N
     bed = Bed(pool, make_cache("flash_hnd", layers=2, tokens=16, dim=32), fp8=True)
     keys = bed.keys(4, 1)
     source = bed.copier.blocks([0, 1, 2, 3]).source()
-    assert bed.near.keep(keys, None, 0, source, None, checksums=False) == 4
+    assert bed.near.insert(keys, None, 0, source, None, checksums=False) == 4
     assert pool.stats()["hbm_by_host_blocks_total"] == 4
     assert np.array_equal(bed.in_pool(keys), bed.copier.blocks([0, 1, 2, 3]).gather())
     target = bed.copier.blocks([4, 5, 6, 7])
     assert bed.near.fetch(keys, target, in_time(), verify=False) == 4
-    target.landed(np.arange(4), 0, 2)
+    target.host_copy_ready(np.arange(4), 0, 2)
     target.drain()
     coded, size, codec = bed.in_pool(keys), bed.spec.layer_block_bytes, bed.copier.codec
     assert codec is not None
@@ -351,7 +352,7 @@ def test_fp8_and_checksums_pass_through_host_and_are_counted(pool: HbmPool) -> N
     plain = Bed(pool, make_cache("mla", layers=2, tokens=16))
     keys = plain.keys(4, 2)
     source = plain.copier.blocks([0, 1, 2, 3]).source()
-    assert plain.near.keep(keys, None, 0, source, None, checksums=True) == 4
+    assert plain.near.insert(keys, None, 0, source, None, checksums=True) == 4
     target = plain.copier.blocks([4, 5, 6, 7])
     assert plain.near.fetch(keys, target, in_time(), verify=True) == 4
     assert pool.stats()["hbm_by_host_blocks_total"] == 16
@@ -361,17 +362,17 @@ def test_fp8_and_checksums_pass_through_host_and_are_counted(pool: HbmPool) -> N
 def test_unreachable_pool_memory_is_rejected(bed: Bed) -> None:
     blocks = bed.copier.blocks([0, 1])
     size = bed.spec.block_bytes
-    room = torch.zeros(2 * size, dtype=torch.uint8)
-    assert blocks.pool_gap(PoolMemory("cpu", room)) == ""
-    assert "cuda:1" in blocks.pool_gap(PoolMemory("cuda:1", room))
+    space = torch.zeros(2 * size, dtype=torch.uint8)
+    assert blocks.pool_gap(PoolMemory("cpu", space)) == ""
+    assert "cuda:1" in blocks.pool_gap(PoolMemory("cuda:1", space))
     with pytest.raises(InvalidArgument, match="cuda:1"):
-        blocks.read_pool(PoolMemory("cuda:1", room), np.array([0, size]), 0)
+        blocks.read_pool(PoolMemory("cuda:1", space), np.array([0, size]), 0)
     for wrong in ([0, size + 1], [-1, 0]):
         with pytest.raises(InvalidArgument, match="outside the pool"):
-            blocks.read_pool(PoolMemory("cpu", room), np.array(wrong), 0)
+            blocks.read_pool(PoolMemory("cpu", space), np.array(wrong), 0)
         with pytest.raises(InvalidArgument, match="outside the pool"):
-            blocks.write_pool(PoolMemory("cpu", room), np.array(wrong))
-    for torn in (room.view(torch.int16), room[1:], room[::2], room.view(2, -1), room.numpy()):
+            blocks.write_pool(PoolMemory("cpu", space), np.array(wrong))
+    for torn in (space.view(torch.int16), space[1:], space[::2], space.view(2, -1), space.numpy()):
         with pytest.raises(InvalidArgument, match="cannot copy from this pool memory"):
             blocks.read_pool(PoolMemory("cpu", torn), np.array([0]), 0)
     assert not any(stream.work for stream in bed.device.streams)
@@ -382,7 +383,7 @@ def test_concurrent_evictions_never_return_wrong_bytes(thread: Callable[..., Fut
     chains, blocks, rounds = 4, 6, 25
     cache = make_cache("block_first_nhd", layers=2, pages=2 * chains * blocks, tokens=16, dim=16, seed=9)
     size = cache.row_bytes * 2
-    with HbmPool("cpu", capacity_bytes=chains * blocks // 2 * max(size, 4096), room_wait_s=0.0, demote=False) as pool:
+    with HbmPool("cpu", capacity_bytes=chains * blocks // 2 * max(size, 4096), space_wait_s=0.0, demote=False) as pool:
         bed = Bed(pool, cache, 9)
         done = threading.Event()
 
@@ -393,7 +394,7 @@ def test_concurrent_evictions_never_return_wrong_bytes(thread: Callable[..., Fut
             expected = block_bytes(cache, source)
             hits = 0
             for _ in range(rounds):
-                bed.keep(keys, source)
+                bed.insert(keys, source)
                 found = bed.fetch(keys, bed.copier.blocks(target))
                 assert np.array_equal(block_bytes(cache, target[:found]), expected[:found])
                 hits += found
@@ -479,9 +480,8 @@ def test_disk_blocks_reach_pages_through_the_pool() -> None:
         pages = rng.sample(range(40), BLOCKS)
         expected = block_bytes(cache, pages)
         assert client.store(keys, copier.blocks(pages), durable=True).durable
-        near, session = client._context.pool, client._context.local.session()  # type: ignore[union-attr]
+        near, session = context_of(client).pool, session_of(client)
         assert near is not None
-        assert session is not None
         end = time.monotonic() + WAIT_S
         while not near.reads_disks(session.volumes) or {run.tier for run in client.lookup(keys).runs} != {Tier.NVME}:
             assert time.monotonic() < end

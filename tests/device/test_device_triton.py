@@ -83,16 +83,16 @@ def test_triton_pool_slots_match_torch_reference(
     common = int(np.gcd.reduce([cache.row_bytes, *starts.tolist()]))
     drawn = memory.clone()
     for layer in range(2):
-        for mover, room in ((TritonScatter(cache), memory), (TorchScatter(other), drawn)):
+        for mover, space in ((TritonScatter(cache), memory), (TorchScatter(other), drawn)):
             unit = mover.unit(common)
             slots = torch.from_numpy(starts // unit)
-            mover.move_slots(layer, room[layer * cache.row_bytes :], slots, unit, ids, to_pages=True)
+            mover.move_slots(layer, space[layer * cache.row_bytes :], slots, unit, ids, to_pages=True)
         assert torch.equal(cache.layers[layer].words(cache.word), other.layers[layer].words(other.word))
     for layer in range(2):  # and each layer into the slots of the other
-        for mover, room in ((TritonScatter(cache), memory), (TorchScatter(other), drawn)):
+        for mover, space in ((TritonScatter(cache), memory), (TorchScatter(other), drawn)):
             unit = mover.unit(common)
             slots = torch.from_numpy(starts // unit)
-            mover.move_slots(1 - layer, room[layer * cache.row_bytes :], slots, unit, ids, to_pages=False)
+            mover.move_slots(1 - layer, space[layer * cache.row_bytes :], slots, unit, ids, to_pages=False)
     assert torch.equal(memory, drawn)
     for at, position in zip(starts.tolist(), range(count), strict=True):
         mine = ids[position * pages_per_block : (position + 1) * pages_per_block].tolist()

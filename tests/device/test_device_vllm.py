@@ -107,7 +107,7 @@ def _is_store() -> bool:
 
 def no_follow(pages: Any) -> None:
     """The engine's stream does not wait for a layer."""
-    pages.setattr(ComputingDevice, "follow", lambda *_: None)
+    pages.setattr(ComputingDevice, "wait_event", lambda *_: None)
 
 
 def no_drain(pages: Any) -> None:

@@ -132,7 +132,7 @@ def test_wrong_copies_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(Internal, match="other bytes"):
             device_pages([layers], 6, device, strategy="staged", staging_bytes=64)
     with monkeypatch.context() as wrong:  # only on the path of unpinned memory
-        wrong.setattr(DeviceBlocks, "landed", lambda *_: None)
+        wrong.setattr(DeviceBlocks, "host_copy_ready", lambda *_: None)
         with pytest.raises(Internal, match="other bytes"):
             device_pages([layers], 6, device, strategy="batched", staging_bytes=64)
     with monkeypatch.context() as wrong:
@@ -203,11 +203,11 @@ def test_device_rejecting_copies_is_a_miss(make: Callable[..., Engine]) -> None:
 def test_no_memory_for_staging_is_a_miss(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(ComputingDevice(1))
 
-    def no_room(_: StagedCopy) -> None:
+    def no_space(_: StagedCopy) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as full:
-        full.setattr(StagedCopy, "_slot", no_room)
+        full.setattr(StagedCopy, "_slot", no_space)
         assert engine.load(PAGES, FIRST) == set(PAGES)
     assert engine.load(PAGES, FIRST) == set()
     assert engine.settled() == []
@@ -220,7 +220,7 @@ def test_late_copies_are_never_visible(fenced: bool, make: Callable[..., Engine]
     monkeypatch.setattr(copier_module, "COMPUTE_S", 0.2)
     job = engine.job(PAGES, FIRST, layerwise=False)
     if not fenced:
-        monkeypatch.setattr(ComputingDevice, "follow", lambda *_: None)
+        monkeypatch.setattr(ComputingDevice, "wait_event", lambda *_: None)
     engine.device.paused = True
     assert engine.load(PAGES, FIRST, job) == set(PAGES)
     engine.step(PAGES, OTHER)
@@ -295,7 +295,7 @@ def test_handoff_with_hung_step_is_abandoned(make: Callable[..., Engine]) -> Non
     sends = Sender(engine.pages, engine.side.layer_positions, 0.2, engine.side.counters)
     sends.begin([SendJob(1, "n", 0, None, engine.keys(FIRST), False, [PAGES])], engine.chain, engine.side.clients)
     answers = WorkerOutput()
-    wait_until(lambda: bool(answers.merge(sends.take()) or answers.stores_done), "the hand-over is given up")
+    wait_until(lambda: bool(answers.merge(sends.take()) or answers.stores_done), "the handoff is given up")
     assert answers.stores_failed == {1}
     sends.layer(NAMES[0])  # like a step that ends late
     sends.end_step(good=True)

@@ -39,7 +39,7 @@ def has_commands(page: Path) -> bool:
     )
 
 
-FOLLOWED = [page for page in ALL if has_commands(page)]
+FOLLOWED = [page for page in [*ALL, included.REPOSITORY / "README.md"] if has_commands(page)]
 PROGRAMS = ("awk", "bash", "curl", "openssl")
 SETTINGS = {leaf.key for leaf in leaves(Config(), {})}
 SECTIONS = {key.rpartition(".")[0] for key in SETTINGS} | {"node", "metadata"}

@@ -99,7 +99,7 @@ def test_certificates_valid_have_expiry(tmp_path: Path) -> None:
     ca, cert = found.sections("certificates")
     assert (ca.text("file"), cert.text("file")) == (str(made.ca), str(made.cert))
     assert (cert.number("ends") or 0) > time.time()
-    assert cert.text("names")
+    assert cert.text("names") == "kvstore"
     wanted = Wanted(dram_bytes=1, tls=[WantedTls("node", made.ca, made.cert, made.key)])
     now_s = time.time()
     ends = cert.number("ends") or 0

@@ -20,8 +20,8 @@ from kvstore.dualpath.planner import (
     PATIENCE_S,
     PLAN_LIFE_S,
     Planner,
-    lay,
     missing_spans,
+    parts_of,
 )
 from kvstore.dualpath.policies import POLICIES, Oracle, PrefillOnly, ShorterQueue, policy_named
 from kvstore.dualpath.queues import QUEUE_S, ReadQueues
@@ -546,7 +546,7 @@ class Wrong:
 
 def test_policy_with_wrong_sum_is_a_bug() -> None:
     with pytest.raises(Internal):
-        lay(Wrong().choose(PlanRequest("r", 3, 1, 1, "p"), [], None), [(0, 3)], 0)
+        parts_of(Wrong().choose(PlanRequest("r", 3, 1, 1, "p"), [], None), [(0, 3)], 0)
 
 
 def test_missing_spans_complement_spans() -> None:

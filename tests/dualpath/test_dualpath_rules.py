@@ -48,8 +48,8 @@ def literal_prefill(engines: list[Numbers], lengths: list[int], alpha: int, beta
 
 def literal_watermark(engines: list[Numbers], waiting: list[tuple[int, int]], z: float) -> float:
     """Z of phase 2: R is the longest prefix of the private queue that fits in F."""
-    room = sum(e.free for e in engines)
-    longest = max(n for n in range(len(waiting) + 1) if sum(need for _, need in waiting[:n]) <= room)
+    space = sum(e.free for e in engines)
+    longest = max(n for n in range(len(waiting) + 1) if sum(need for _, need in waiting[:n]) <= space)
     return z * (sum(length for length, _ in waiting[:longest]) + sum(e.tok for e in engines)) / len(engines)
 
 
@@ -164,7 +164,7 @@ def test_engines_of_shut_nodes_get_no_request(
             group.tok[place], group.seq[place], group.free[place], group.read[place] = (
                 numbers.tok, numbers.seq, numbers.free, numbers.read,
             )  # fmt: skip
-        assert group.shut({f"n{place}" for place in shut}) == (len(stays) < len(engines))
+        assert group.exclude_nodes({f"n{place}" for place in shut}) == (len(stays) < len(engines))
         assert group.most_hbm == max((engines[place].free for place in stays), default=-1)
         left = [Numbers(engines[place].tok, engines[place].seq, engines[place].free, engines[place].read) for place in stays]
         if role is EngineKind.PREFILL:

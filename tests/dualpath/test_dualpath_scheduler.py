@@ -100,9 +100,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def strand(self, group: str) -> None:
         """Requests in a group's queue that fit none of its idle engines return to the global queue."""
-        room = max((entry.engine.hbm_units for entry in self.groups[group].values()), default=-1)
-        stranded = [job for job in self.private[group] if job.ask.hbm_units > room]
-        self.private[group] = [job for job in self.private[group] if job.ask.hbm_units <= room]
+        space = max((entry.engine.hbm_units for entry in self.groups[group].values()), default=-1)
+        stranded = [job for job in self.private[group] if job.ask.hbm_units > space]
+        self.private[group] = [job for job in self.private[group] if job.ask.hbm_units <= space]
         self.decode_queue = stranded + self.decode_queue
 
     @rule(name=st.sampled_from(ENGINES))
@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     prefill.append(job)
             left = job.prefill or job.decode
             assert told.generation == job.generation
-            assert (told.left.engine if told.left else None) == left
+            assert (told.remaining.engine if told.remaining else None) == left
         self.prefill_queue = prefill + self.prefill_queue
         self.decode_queue = decode + self.decode_queue
         if model.engine.role is EngineKind.DECODE:
@@ -235,11 +235,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         queue, engines = self.private[group], list(self.groups[group].values())
         if not engines:
             return []
-        room, coming = sum(max(0, e.free) for e in engines), 0
+        space, coming = sum(max(0, e.free) for e in engines), 0
         for job in queue:
-            if job.ask.hbm_units > room:
+            if job.ask.hbm_units > space:
                 break
-            room -= job.ask.hbm_units
+            space -= job.ask.hbm_units
             coming += job.ask.tokens
         watermark = Z * (coming + sum(e.tok for e in engines)) / len(engines)
         assigned = []
@@ -329,7 +329,7 @@ def test_dead_decode_engine_requeues_and_voids_reports() -> None:
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
     assert scheduler.prefill_done("r", pair.generation)
     (back,) = scheduler.remove_engine("d")
-    assert back.left is None
+    assert back.remaining is None
     assert not scheduler.finish("r", pair.generation)
     scheduler.join(Engine("d2", EngineKind.DECODE, "D", "node-d", 100))
     (again,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))

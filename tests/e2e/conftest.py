@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,12 @@ class Engine:
         tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * self.spec.block_tokens, dtype=np.uint32)
         return self.client.keys(tokens)
 
-    def room(self, blocks: int) -> np.ndarray:  # type: ignore[type-arg]
+    def allocate(self, blocks: int) -> np.ndarray:  # type: ignore[type-arg]
         return np.zeros((blocks, self.spec.block_bytes), np.uint8)
 
     def store(self, chain: str, blocks: int, **how: Any) -> StoreResult:
         keys = self.keys(chain, blocks)
-        data = self.room(blocks)
+        data = self.allocate(blocks)
         self.payloads.fill(keys, data)
         return self.client.store(keys, data, **how)
 
@@ -55,7 +55,7 @@ class Engine:
         return self.load_keys(self.keys(chain, blocks), **how)
 
     def load_keys(self, keys: list[BlockKey], **how: object) -> LoadResult:
-        data = self.room(len(keys))
+        data = self.allocate(len(keys))
         result = self.client.load(keys, data, **how)  # type: ignore[arg-type]
         hits = np.flatnonzero(result.outcomes == 1)
         wrong = self.payloads.wrong_blocks([keys[position] for position in hits], data[hits])
@@ -107,8 +107,8 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
     """Start stores. At the end of the test all are stopped, and the ends of their logs are printed."""
     made: list[Store] = []
 
-    def make(*nodes: NodeSpec) -> Store:
-        store = Store(LocalCluster(nodes, tmp_path / str(len(made))).__enter__())
+    def make(*nodes: NodeSpec, arguments: Sequence[str] = ()) -> Store:
+        store = Store(LocalCluster(nodes, tmp_path / str(len(made)), arguments=arguments).__enter__())
         made.append(store)
         return store
 

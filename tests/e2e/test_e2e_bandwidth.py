@@ -36,7 +36,7 @@ def test_bandwidth_is_assumed_until_volumes_are_read(make_store: Callable[..., S
         pytest.skip("this file system lacks O_DIRECT: read rates of volumes were NOT tested")
     wait_until(lambda: links(store)["storage"]["planned_source"] == "assumed", "the planner knows the node")
     assert links(store)["compute"]["planned_source"] == "assumed"
-    assert "planned with 3.1GB/s (assumed: neither configured nor measured)" in shown(store)
+    assert "bandwidth 3.1GB/s (assumed: neither configured nor measured)" in shown(store)
     engine = store.engine("a", layers=4, layer_bytes=256 << 10)
     assert engine.store("chain", 72).bytes_stored == 72 * MIB
     assert store.flush("a")

@@ -180,7 +180,7 @@ def test_volume_folder_removed_nothing_is_durable(make_store: MakeStore) -> None
         assert isinstance(result.error, Unavailable)
     with KVClient.connect(store.cluster.metadata_address, engine.spec, node=None) as far:
         keys = engine.keys("kept", 8)
-        assert not far.store(keys, engine.room(8), durable=True).durable
+        assert not far.store(keys, engine.allocate(8), durable=True).durable
     assert engine.load("more", 8).hit_blocks == 8, "stores continue into DRAM"
     assert store.node_stats("a").counters["nvme_files_gone_total"] == 1
     wait_until(lambda: "no longer in" in str(volume_status(store)["read_only"]), "kvstore status shows it")

@@ -81,8 +81,12 @@ class Load:
         wanted = self.turns + turns
         wait_until(lambda: self.turns >= wanted or bool(self._failed), "requests are served")
 
-    def end(self) -> ReplayTotals:
+    def stop(self) -> None:
+        """Begin no further request."""
         self._stop.set()
+
+    def end(self) -> ReplayTotals:
+        self.stop()
         self._thread.join(60)
         assert self._failed == []
         assert not self._thread.is_alive()
@@ -99,7 +103,7 @@ def load(engines: Sequence[Engine]) -> Iterator[list[Load]]:
         yield running
     finally:
         for one in running:
-            one._stop.set()
+            one.stop()
 
 
 def store_durably(engine: Engine, name: str, blocks: int = 40) -> list[BlockKey]:
@@ -194,7 +198,7 @@ def test_drain_client_reads_from_other_nodes(make_store: MakeStore) -> None:
     assert loaded.hit_blocks == len(keys)
     assert set(loaded.bytes_by_path) == {"prefill"}
     assert loaded.error is None
-    layerwise = here.room(len(keys))
+    layerwise = here.allocate(len(keys))
     started = here.client.start_load(here.client.lookup(keys), layerwise)
     assert started.result().hit_blocks == len(keys)
     assert list(here.payloads.wrong_blocks(keys, layerwise)) == []

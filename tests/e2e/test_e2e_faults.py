@@ -158,7 +158,7 @@ def test_flipped_bits_on_disk_are_misses(make_store: MakeStore) -> None:
     engine = store.engine("a")
     engine.store("c", 32, durable=True)
     keys = engine.keys("c", 32)
-    pattern = engine.room(32)
+    pattern = engine.allocate(32)
     engine.payloads.fill(keys, pattern)
     slab = max(store.cluster.volume_path("a").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     content = slab.read_bytes()

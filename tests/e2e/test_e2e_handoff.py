@@ -20,6 +20,7 @@ from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.transport.contract import LayerWrite, WriteRequest
 from kvstore.transport.tcp.peer import TcpPeer
+from support.client_parts import context_of
 from support.wait import wait_until
 
 LAYERS, LAYER_BYTES = 6, 8192
@@ -46,7 +47,7 @@ class Prompt:
         tokens = np.random.default_rng(list(name.encode())).integers(0, 50_000, (hit + new) * 16 + 5, dtype=np.uint32)
         full = writer.client.keys(tokens)
         self.keys: list[BlockKey] = [*full, writer.client.tail_key(tokens[len(full) * 16 :], full[-1])]
-        self.bytes = writer.room(len(self.keys))
+        self.bytes = writer.allocate(len(self.keys))
         writer.payloads.fill(self.keys, self.bytes)
         stored = writer.client.store(self.keys[:hit], self.bytes[:hit], durable=True, wait_visible=True)
         assert stored.durable
@@ -59,18 +60,18 @@ def test_handoff_sends_only_missing_blocks(store: Store, policy: str, sent: int 
     writer, prefill, decode = (engine(store, node) for node in ("storage-0", "prefill-0", "decode-0"))
     prompt = Prompt(writer, f"{policy}{layer_group}", hit=16, new=3)
     store.empty_dram("storage-0")
-    keys, room = prompt.keys, prefill.room(16)
+    keys, space = prompt.keys, prefill.allocate(16)
     with decode.client.await_prompt(keys, deadline_s=20) as awaited:
         wait_until(lambda: prefill.client.lookup(keys[:16]).hit_blocks == 16, "the index shows what lies on NVMe")
         lookup = prefill.client.lookup(keys[:16])
         paths = Paths(decode_node="decode-0", policy=policy, layer_group=layer_group)
         with (
-            prefill.client.start_load(lookup, room, paths=paths) as load,
+            prefill.client.start_load(lookup, space, paths=paths) as load,
             prefill.client.begin_handoff(keys, "decode-0", tail=True) as handoff,
         ):
             for layer in range(LAYERS):
                 assert load.wait_layer(layer)
-                computed = np.concatenate([room.reshape(16, LAYERS, LAYER_BYTES)[:, layer], prompt.layers[16:, layer]])
+                computed = np.concatenate([space.reshape(16, LAYERS, LAYER_BYTES)[:, layer], prompt.layers[16:, layer]])
                 handoff.put_layer(layer, computed)
                 assert handoff.bytes_sent_a_layer <= 20 * LAYER_BYTES
             loaded = load.result()
@@ -81,7 +82,7 @@ def test_handoff_sends_only_missing_blocks(store: Store, policy: str, sent: int 
         assert int(np.count_nonzero(given.outcomes == StoreOutcome.STORED)) == 20 - over_decode
         assert sent is None or over_decode == 20 - sent
         assert awaited.wait(10)
-        taken = decode.room(len(keys))
+        taken = decode.allocate(len(keys))
         result = awaited.take(taken, verify="always")
     assert result.hit_blocks == len(keys)
     assert (taken == prompt.bytes).all()
@@ -96,7 +97,7 @@ def test_handoff_decode_stores_new_full_blocks_only(store: Store) -> None:
         handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
     assert handoff.commit().error is None
     assert awaited.wait(10)
-    assert awaited.take(decode.room(len(prompt.keys))).hit_blocks == len(prompt.keys)
+    assert awaited.take(decode.allocate(len(prompt.keys))).hit_blocks == len(prompt.keys)
     assert decode.client.flush(10)
     wait_until(lambda: writer.load_keys(prompt.keys[:-1]).hit_blocks == 6, "the new blocks lie in storage")
     wait_until(lambda: decode.load_keys([*prompt.keys]).outcome(6) is Outcome.MISS, "the partial block is gone")
@@ -108,7 +109,7 @@ def test_handoff_incomplete_prompt_names_missing_blocks(store: Store) -> None:
     decode.client.store(prompt.keys[:2], prompt.bytes[:2])
     awaited = decode.client.await_prompt(prompt.keys, deadline_s=0.5)
     assert not awaited.wait()
-    taken = decode.room(len(prompt.keys))
+    taken = decode.allocate(len(prompt.keys))
     result = awaited.take(taken)
     assert [result.outcome(at) for at in range(2)] == [Outcome.HIT] * 2
     assert {result.outcome(at) for at in range(2, 5)} <= {Outcome.TIMEOUT, Outcome.UNAVAILABLE}
@@ -130,10 +131,10 @@ def test_handoff_prefill_dies_leaves_nothing(store: Store) -> None:
             again.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
         return again.commit().held_blocks == len(prompt.keys)
 
-    wait_until(handed_over, "slots of the hand-over that was given up are free again")
+    wait_until(handed_over, "slots of the handoff that was given up are free again")
     with decode.client.await_prompt(prompt.keys, deadline_s=10) as awaited:
         assert awaited.wait()
-        taken = decode.room(len(prompt.keys))
+        taken = decode.allocate(len(prompt.keys))
         assert awaited.take(taken, verify="always").hit_blocks == len(prompt.keys)
     assert (taken == prompt.bytes).all()
 
@@ -167,7 +168,7 @@ def test_handoff_abandoned_by_other_sender_is_sent(store: Store) -> None:
     assert handed_over(other).held_blocks == len(prompt.keys)
     with decode.client.await_prompt(prompt.keys, deadline_s=10) as awaited:
         assert awaited.wait()
-        taken = decode.room(len(prompt.keys))
+        taken = decode.allocate(len(prompt.keys))
         assert awaited.take(taken, verify="always").hit_blocks == len(prompt.keys)
     assert (taken == prompt.bytes).all()
 
@@ -242,7 +243,7 @@ def test_handoff_taken_before_commit_is_complete(store: Store) -> None:
         def heard_late() -> Sequence[StoreOutcome]:
             said = commit()
             assert awaited.wait(30.0)
-            taken = decode.room(len(prompt.keys))
+            taken = decode.allocate(len(prompt.keys))
             assert awaited.take(taken).hit_blocks == len(prompt.keys)
             assert (taken == prompt.bytes).all()
             assert store.flush("decode-0")
@@ -312,7 +313,7 @@ def test_handoff_blocks_on_decode_disk_are_not_sent(
         assert handoff.bytes_sent_a_layer == 3 * LAYER_BYTES
         assert handoff.commit().held_blocks == len(prompt.keys)
         assert awaited.wait()
-        taken = decode.room(len(prompt.keys))
+        taken = decode.allocate(len(prompt.keys))
         assert awaited.take(taken, verify="always").hit_blocks == len(prompt.keys)
     assert (taken == prompt.bytes).all()
 
@@ -332,7 +333,7 @@ def test_await_cancelled_frees_the_decode_buffer(make_store: Callable[..., Store
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if "staging_waiting_loads" in line and "decode_buffer" in line[:120])
 
-    wait_until(lambda: waiting() > 0, "prompts wait for room")
+    wait_until(lambda: waiting() > 0, "prompts wait for space")
     for prompt in left:
         prompt.cancel()
     stored = decode.store("wanted", 20)
@@ -353,7 +354,7 @@ def test_abandoned_prompt_ends_the_wait(store: Store) -> None:
         assert early or prefill.client.abandon_prompt(f"t{early}", "decode-0")
         assert not awaited.wait(30.0)
         assert awaited.done
-        taken = decode.room(len(prompt.keys))
+        taken = decode.allocate(len(prompt.keys))
         result = awaited.take(taken)
         assert [result.outcome(at) for at in range(5)] == [Outcome.HIT] * 2 + [Outcome.UNAVAILABLE] * 3
         assert (taken[:2] == prompt.bytes[:2]).all()
@@ -381,7 +382,8 @@ def test_abandon_reaches_restarted_decode_node(store: Store) -> None:
     process.send_signal(signal.SIGSTOP)
     try:
         wait_until(
-            lambda: "decode-0" not in {one.node_id for one in prefill.client._context.metadata.nodes(5.0)}, "the node is missed"
+            lambda: "decode-0" not in {one.node_id for one in context_of(prefill.client).metadata.nodes(5.0)},
+            "the node is missed",
         )
         with ThreadPoolExecutor(1) as pool:
             telling = pool.submit(prefill.client.abandon_prompt, "stopped", "decode-0", deadline_s=30.0)
@@ -392,7 +394,7 @@ def test_abandon_reaches_restarted_decode_node(store: Store) -> None:
         process.send_signal(signal.SIGCONT)
     assert not awaited.wait(30.0)
     assert awaited.done
-    awaited.take(decode.room(2))
+    awaited.take(decode.allocate(2))
 
 
 def test_abandon_unreachable_decode_node_costs_nothing(store: Store) -> None:

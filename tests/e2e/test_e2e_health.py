@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from click.testing import CliRunner
@@ -77,3 +80,42 @@ def test_health_order_is_recorded_as_event(make_store: MakeStore) -> None:
             return [one["text"] for one in json.loads(answer.read())["items"] if one["kind"] == "order"]
 
     wait_until(lambda: any("Quota of the tenant set" in text for text in orders()), "the order is an event")
+
+
+@contextmanager
+def slowed(process_id: int) -> Iterator[None]:
+    """Inside, a process runs only a small part of the time."""
+    stopping = threading.Event()
+
+    def slow() -> None:
+        while not stopping.is_set():
+            os.kill(process_id, signal.SIGSTOP)
+            stopping.wait(0.4)
+            os.kill(process_id, signal.SIGCONT)
+            stopping.wait(0.05)
+
+    with ThreadPoolExecutor(1) as pool:
+        task = pool.submit(slow)
+        try:
+            yield
+        finally:
+            stopping.set()
+            task.result()
+
+
+def test_health_names_a_slow_node(make_store: MakeStore) -> None:
+    nodes = [NodeSpec("fast", dram_bytes=8 << 20), NodeSpec("slow", dram_bytes=8 << 20)]
+    store = make_store(*nodes, arguments=["--set", "observe.slow_load=100ms"])
+    reader, writer = store.engine("fast"), store.engine("slow")
+    assert writer.store("prompt", 8, wait_visible=True).held_blocks == 8
+
+    def load() -> None:
+        reader.load("prompt", 8)
+        store.empty_dram("fast")
+
+    with slowed(store.cluster.node("slow").process.pid):
+        wait_until(lambda: ("NODE_SLOW", "slow") in codes(store), lambda: ask(store, "status")[1], step=load)
+        loads = ask(store, "loads")[1]
+    assert ("NODE_SLOW", "fast") not in codes(store)
+    assert "of the time reading from node slow" in loads
+    assert "Node slow or the network to it is slow: check its CPU" in loads

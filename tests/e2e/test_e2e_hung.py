@@ -111,7 +111,7 @@ def test_hung_local_node_other_replica_serves_the_load(store: Store) -> None:
     wait_until(lambda: {run.node_id for run in engine.client.lookup(keys).runs} == {"a", "b"}, "both replicas")
     found = engine.client.lookup(keys)
     with stopped(store.cluster, "a"):
-        data = engine.room(20)
+        data = engine.allocate(20)
         result, seconds = timed(lambda: engine.client.load(found, data))
     assert result.hit_blocks == 20
     assert seconds <= MOST_S
@@ -125,8 +125,8 @@ def test_hung_source_node_costs_one_load_a_second(store: Store, local: str | Non
     both_find([writer, reader], "c", 20)
     found = reader.client.lookup(reader.keys("c", 20))
     with stopped(store.cluster, "a"):
-        first, first_s = timed(lambda: reader.client.load(found, reader.room(20)))
-        second, second_s = soonest(lambda: reader.client.load(found, reader.room(20)))
+        first, first_s = timed(lambda: reader.client.load(found, reader.allocate(20)))
+        second, second_s = soonest(lambda: reader.client.load(found, reader.allocate(20)))
     assert first.hit_blocks == second.hit_blocks == 0
     assert first_s <= MOST_S
     assert second_s <= SOON_S
@@ -144,7 +144,7 @@ def test_hung_data_plane_costs_one_load_a_second(store: Store, local: str | None
     def load() -> LoadResult:
         if local is not None:
             store.empty_dram(local)  # its own copy
-        return reader.client.load(found, reader.room(20))
+        return reader.client.load(found, reader.allocate(20))
 
     proxy = FaultProxy(store.cluster.node("a").ready["data_address"])
     try:
@@ -170,7 +170,7 @@ def test_hung_node_layerwise_load_ends_in_time(store: Store) -> None:
     engine.store("c", 16, wait_visible=True)
     with stopped(store.cluster, "a"):
         began_s = time.monotonic()
-        handle = engine.client.start_load(engine.keys("c", 16), engine.room(16))
+        handle = engine.client.start_load(engine.keys("c", 16), engine.allocate(16))
         handle.wait_layer(7, 10.0)
         seconds = time.monotonic() - began_s
         assert handle.result(1.0).hit_blocks == 0
@@ -215,7 +215,7 @@ def test_hung_metadata_server_costs_one_lookup_a_second(store: Store) -> None:
 def test_hung_decode_node_ends_a_handoff_in_time(store: Store) -> None:
     engine = store.engine("a")
     keys = engine.keys("c", 8)
-    data = engine.room(8)
+    data = engine.allocate(8)
     engine.payloads.fill(keys, data)
     layers = data.reshape(8, 4, 4096)
     with engine.client.begin_handoff(keys, "b") as handoff:
@@ -235,7 +235,7 @@ def test_hung_metadata_server_delays_no_known_handoff(store: Store, monkeypatch:
 
     def hand_over(chain: str) -> StoreResult:
         keys = engine.keys(chain, 8)
-        data = engine.room(8)
+        data = engine.allocate(8)
         engine.payloads.fill(keys, data)
         with engine.client.begin_handoff(keys, "b") as handoff:
             for layer in range(4):
@@ -274,7 +274,7 @@ def test_hung_prefill_node_planned_load_takes_the_other_path(make_store: MakeSto
     waits = []
     with stopped(store.cluster, "p"):
         for policy in ("split", "prefill_only"):
-            data = engine.room(24)
+            data = engine.allocate(24)
             paths = Paths(decode_node="d", policy=policy)
             run = timed if policy == "split" else soonest
             result, seconds = run(lambda data=data, paths=paths: engine.client.load(found, data, paths=paths))  # type: ignore[misc]
@@ -292,7 +292,7 @@ def test_hung_node_concurrent_requests_all_return(store: Store) -> None:
     waits: list[float] = []
 
     def one() -> None:
-        waits.append(timed(lambda: engine.client.load(found, engine.room(20)))[1])
+        waits.append(timed(lambda: engine.client.load(found, engine.allocate(20)))[1])
 
     with stopped(store.cluster, "a"):
         threads = [threading.Thread(target=one) for _ in range(8)]

@@ -51,7 +51,7 @@ def looked_at(data: np.ndarray, wanted: np.ndarray) -> Iterator[list[tuple[int, 
 def load(
     engine: Engine, found: Lookup, paths: Paths | None, verify: str = "auto"
 ) -> tuple[LoadResult, list[tuple[int, int, bool]]]:
-    wanted, data = engine.room(len(found.keys)), engine.room(len(found.keys))
+    wanted, data = engine.allocate(len(found.keys)), engine.allocate(len(found.keys))
     engine.payloads.fill(found.keys, wanted)
     data[:] = FILLER
     size = data.shape[1] // LAYERS
@@ -96,7 +96,7 @@ def test_layers_missing_block_ends_the_promise(store: Store) -> None:
         assert found.hit_blocks == BLOCKS
         store.empty_dram("n1")
         assert writer.store(chain, 10).held_blocks == 10
-        rest = writer.room(BLOCKS - 20)
+        rest = writer.allocate(BLOCKS - 20)
         writer.payloads.fill(keys[20:], rest)
         assert writer.client.store(keys[20:], rest, parent=keys[19], depth=20).error is None
         result, seen = load(reader, found, paths, verify="always")
@@ -126,7 +126,7 @@ def test_layers_continue_without_a_dead_node(store: Store) -> None:
     found = {}
     for number in range(2):
         keys = writers[0].keys(f"dead {number}", BLOCKS)
-        data = writers[0].room(BLOCKS)
+        data = writers[0].allocate(BLOCKS)
         writers[0].payloads.fill(keys, data)
         assert writers[0].client.store(keys[:40], data[:40], wait_visible=True).held_blocks == 40
         part = {"parent": keys[39], "depth": 40, "wait_visible": True}

@@ -83,7 +83,7 @@ def test_mount_follows_stores_and_evictions_of_the_owner(make_store: MakeStore, 
     assert writer.store("later", 20, durable=True).durable
     published(reader, "later", 20)
     assert reader.load("later", 20).hit_blocks == 20  # the event also reports that the others were removed
-    assert reader.client.load(lookup, reader.room(20)).hit_blocks == 0
+    assert reader.client.load(lookup, reader.allocate(20)).hit_blocks == 0
 
 
 @pytest.mark.parametrize("kill", [True, False])

@@ -53,10 +53,10 @@ spec = CacheSpec(model="test", block_tokens=16, layers=4, layer_block_bytes=6553
 options = ClientOptions(client_name="far", nixl=NixlOptions(), nixl_trusted_network=True)
 with KVClient.connect(sys.argv[1], spec, node=None, options=options) as client:
     keys = [bytes.fromhex(key) for key in sys.stdin.read().split()]
-    room = np.zeros((len(keys), spec.block_bytes), np.uint8)
-    assert client.load(keys, room).hit_blocks == len(keys)
-    assert client.stats()["transport_nixl_bytes_received_total"] == room.nbytes
-    room.tofile(sys.argv[2])
+    space = np.zeros((len(keys), spec.block_bytes), np.uint8)
+    assert client.load(keys, space).hit_blocks == len(keys)
+    assert client.stats()["transport_nixl_bytes_received_total"] == space.nbytes
+    space.tofile(sys.argv[2])
 """
 """A separate process, like an engine; ``tests/transport/test_nixl.py`` explains why."""
 
@@ -90,12 +90,12 @@ def test_nixl_killed_node_is_a_miss(make_store: MakeStore) -> None:
     a, b, d = (store.engine(node, layer_bytes=64 << 10) for node in "abd")
     a.store("c", 200, wait_visible=True)
     d.store("e", 50, wait_visible=True)
-    with b.client.start_load(b.keys("c", 200), room := b.room(200), deadline_s=20.0) as load:
+    with b.client.start_load(b.keys("c", 200), space := b.allocate(200), deadline_s=20.0) as load:
         store.cluster.kill("a")
         result = load.result(30.0)
     keys = b.keys("c", 200)
     hits = [at for at, outcome in enumerate(result.outcomes) if outcome == Outcome.HIT]
-    assert list(b.payloads.wrong_blocks([keys[at] for at in hits], room[hits])) == []
+    assert list(b.payloads.wrong_blocks([keys[at] for at in hits], space[hits])) == []
     assert store.cluster.node("b").process.poll() is None, store.cluster.node("b").log_tail()
     assert b.load("e", 50).hit_blocks == 50, "it reads from others as before"
 
@@ -197,7 +197,7 @@ def test_nixl_foreign_write_into_arena_is_a_miss(make_store: MakeStore) -> None:
     command = [sys.executable, "-c", INTRUDER, ready["address"], ready["data_address"], keys[1].hex()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "written\n", done.stdout + done.stderr
-    asked_for = engine.client.load(keys, engine.room(3), verify="never")
+    asked_for = engine.client.load(keys, engine.allocate(3), verify="never")
     assert asked_for.hit_blocks == 3, "a client that verifies nothing receives it"
     result = engine.load("c", 3)
     assert list(result.outcomes) == [Outcome.HIT, Outcome.CORRUPT, Outcome.HIT]

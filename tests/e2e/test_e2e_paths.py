@@ -30,6 +30,7 @@ from kvstore.core.types import Outcome, Tier
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.transport.contract import BlockPeer
+from support.client_parts import context_of, session_of
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -61,9 +62,8 @@ def only_stored(store: Store, engine: Engine, chain: str, blocks: int) -> Lookup
     found: list[Lookup] = []
 
     def told() -> bool:
-        for node in ("s", "p", "d", "r"):
-            if node in store.cluster._daemons:
-                store.evict(node)
+        for node in store.cluster.running & {"s", "p", "d", "r"}:
+            store.evict(node)
         found[:] = [engine.client.lookup(engine.keys(chain, blocks))]
         return found[0].hit_blocks == blocks and {run.tier for run in found[0].runs} == {Tier.NVME}
 
@@ -77,7 +77,7 @@ def paths(policy: str | None = "split", layer_group: int = 0, **more: object) ->
 
 def load(engine: Engine, found: Lookup, how: Paths, *, deadline_s: float = 8.0, verify: str = "auto") -> LoadResult:
     """Load, check the bytes of all hits, and check that the buffer does not change after the load returned."""
-    data = engine.room(len(found.keys))
+    data = engine.allocate(len(found.keys))
     result = engine.client.load(found, data, paths=how, deadline_s=deadline_s, verify=verify)  # type: ignore[arg-type]
     check(engine, found, result, data)
     return result
@@ -93,9 +93,9 @@ def load_by_layers(engine: Engine, found: Lookup, how: Paths, *, deadline_s: flo
     """Load layer by layer, and check the bytes of each layer when it is announced."""
     count, layers = len(found.keys), engine.spec.layers
     size = engine.spec.layer_block_bytes
-    expected = engine.room(count)
+    expected = engine.allocate(count)
     engine.payloads.fill(list(found.keys), expected)
-    data = engine.room(count)
+    data = engine.allocate(count)
     handle = engine.client.start_load(found, data, paths=how, deadline_s=deadline_s)
     for layer in range(layers):
         if not handle.wait_layer(layer):
@@ -301,7 +301,7 @@ def only_stored_at(store: Store, engine: Engine, nodes: tuple[str, ...]) -> Look
 @pytest.mark.parametrize("layer_group", [0, 2])
 def test_paths_stopped_decode_node_writes_nothing_late(ready: Ready, proxies: Proxies, layer_group: int) -> None:
     store, engine, found = ready
-    data = engine.room(BLOCKS)
+    data = engine.allocate(BLOCKS)
     slow = slowly(store, found, proxies)
     process = store.cluster.node("d").process
     with after(0.15, lambda: process.send_signal(signal.SIGSTOP)):
@@ -326,10 +326,7 @@ def test_paths_storage_link_of_others_fails(
         bad.to_client.cut_after = 700_000
     else:
         bad.to_client.stall_after = 700_000
-    local = engine.client._context.local
-    assert local is not None
-    session = local.session()
-    assert session is not None
+    session = session_of(engine.client)
     build = NodeLoadStream.__init__
 
     def build_with_bad_address(self: NodeLoadStream, *arguments: Any, **options: Any) -> None:
@@ -384,7 +381,7 @@ def test_paths_storage_node_dead_misses_in_time(ready: Ready) -> None:
 
 def test_paths_corrupt_block_shortens_the_hit(ready: Ready) -> None:
     store, engine, found = ready
-    pattern = engine.room(BLOCKS)
+    pattern = engine.allocate(BLOCKS)
     engine.payloads.fill(list(found.keys), pattern)
     slab = max(store.cluster.volume_path("s").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     content = slab.read_bytes()
@@ -424,7 +421,7 @@ def test_paths_corruption_in_transit_uses_other_path(
     store, engine, found = ready
     bad = proxies(store.cluster.node("d").ready["data_address"])
     bad.to_client.flips = frozenset(range(100_000, 1 << 24, 100_000))
-    peers = engine.client._context.peers
+    peers = context_of(engine.client).peers
     straight = peers.peer
 
     def bent(node: NodeRef) -> BlockPeer:
@@ -467,7 +464,7 @@ def test_paths_expired_remote_session_costs_no_path(ready: Ready) -> None:
     how = paths("split", 2, relays=False)
     assert load(engine, found, how).bytes_by_path["decode"] > 0
     found = only_stored(store, engine, "c", BLOCKS)
-    open_sessions = engine.client._context.remote_sessions._open
+    open_sessions = context_of(engine.client).remote_sessions._open
     for node, session in open_sessions.items():  # the node forgot the session, as after a minute without use
         open_sessions[node] = replace(session, session_id=os.urandom(16))
     results: list[LoadResult] = []
@@ -519,7 +516,7 @@ def test_paths_cancelled_load_stops_writing(ready: Ready, proxies: Proxies, laye
     slow = slowly(store, found, proxies)
     dice = random.Random(5)
     for _ in range(4):
-        data = engine.room(BLOCKS)
+        data = engine.allocate(BLOCKS)
         handle = engine.client.start_load(slow, data, paths=paths("split", layer_group), deadline_s=2 * HANG_S)
         time.sleep(dice.random() * 0.3)  # in the middle
         begun_s = time.monotonic()

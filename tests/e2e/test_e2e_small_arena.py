@@ -57,7 +57,7 @@ def test_small_arena_concurrent_loads_complete(store: Store, seed: int) -> None:
 
 def test_small_arena_layerwise_load_becomes_blockwise(store: Store) -> None:
     engine, blocks = filled(store, 20, 1)
-    keys, data, wanted = engine.keys("20/0", blocks), engine.room(blocks), engine.room(blocks)
+    keys, data, wanted = engine.keys("20/0", blocks), engine.allocate(blocks), engine.allocate(blocks)
     engine.payloads.fill(keys, wanted)
     handle = engine.client.start_load(engine.client.lookup(keys), data, deadline_s=SLACK_S)
     handle.wait_layer(LAYERS - 1)
@@ -71,13 +71,13 @@ def test_small_arena_layerwise_tail_after_full_head(store: Store) -> None:
     most = ARENA // engine.spec.block_bytes
     blocks = most + most // 4
     assert engine.store("rest", blocks, durable=True, deadline_s=SLACK_S).durable
-    keys, wanted = engine.keys("rest", blocks), engine.room(blocks)
+    keys, wanted = engine.keys("rest", blocks), engine.allocate(blocks)
     engine.payloads.fill(keys, wanted)
     for head in range(most - 12, most):  # it leaves space for a few others, whose ancestors must stay
         store.evict("n1")
         assert engine.load_keys(keys[:head], deadline_s=SLACK_S).hit_blocks == head
         rest = keys[head : head + most // 4]
-        data = engine.room(len(rest))
+        data = engine.allocate(len(rest))
         handle = engine.client.start_load(rest, data, parent=keys[head - 1], depth=head, deadline_s=SLACK_S)
         assert handle.result().hit_blocks == len(rest)
         assert np.array_equal(data, wanted[head : head + len(rest)])

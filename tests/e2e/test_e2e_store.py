@@ -36,7 +36,7 @@ def test_layers_arrive_in_order(make_store: MakeStore) -> None:
     engine = store.engine("a", layers=8)
     engine.store("c", 16, wait_visible=True)
     keys = engine.keys("c", 16)
-    data, whole = engine.room(16), engine.room(16)
+    data, whole = engine.allocate(16), engine.allocate(16)
     engine.payloads.fill(keys, whole)
     handle = engine.client.start_load(keys, data)
     by_layer = data.reshape(16, 8, -1)
@@ -106,7 +106,7 @@ def test_load_larger_than_arena_completes(make_store: MakeStore) -> None:
     for chain in range(4):
         assert engine.load(f"c{chain}", 16).hit_blocks == 16
     keys = engine.keys("long", 96)
-    data = engine.room(96)
+    data = engine.allocate(96)
     engine.payloads.fill(keys, data)
     assert engine.client.store(keys, data, durable=True, deadline_s=30.0).durable
     assert engine.load("long", 96, deadline_s=30.0).hit_blocks == 96
@@ -140,7 +140,7 @@ def test_namespaces_share_no_block(make_store: MakeStore, field: str) -> None:
     keys = mine.keys("c", 10)
     assert keys != other.keys("c", 10)
     assert other.client.lookup(keys).hit_blocks == 0, "even with the keys of another namespace"
-    stolen = other.client.load(keys, other.room(10))
+    stolen = other.client.load(keys, other.allocate(10))
     assert set(stolen.outcomes) == {Outcome.MISS}
     remote = store.engine(None, **{field: "other"})
-    assert 1 not in set(remote.client.load(keys, remote.room(10)).outcomes)
+    assert 1 not in set(remote.client.load(keys, remote.allocate(10)).outcomes)

@@ -74,10 +74,10 @@ class Secured:
 
     def load(self, client: KVClient, keys: list[BlockKey], paths: Paths | None = None) -> dict[str, int]:
         """Load all blocks and check every byte. Returns the bytes by path."""
-        room = np.zeros((len(keys), SPEC.block_bytes), np.uint8)
-        result = client.load(client.lookup(keys), room, paths=paths)
+        space = np.zeros((len(keys), SPEC.block_bytes), np.uint8)
+        result = client.load(client.lookup(keys), space, paths=paths)
         assert result.hit_blocks == len(keys), result
-        assert np.array_equal(room, self.bytes_of(keys)), "WRONG BYTES"
+        assert np.array_equal(space, self.bytes_of(keys)), "WRONG BYTES"
         return dict(result.bytes_by_path)
 
 
@@ -145,14 +145,14 @@ def test_tls_load_by_layers_moves_every_byte(
 ) -> None:
     wanted = secured.bytes_of(stored)
     with secured.connect(node) as client:
-        room = np.zeros_like(wanted)
-        with client.start_load(client.lookup(stored), room, paths=paths) as load:
+        space = np.zeros_like(wanted)
+        with client.start_load(client.lookup(stored), space, paths=paths) as load:
             for layer in range(LAYERS):
                 assert load.wait_layer(layer)
                 upto = (layer + 1) * LAYER_BYTES
-                assert np.array_equal(room[: load.promised_blocks, :upto], wanted[: load.promised_blocks, :upto])
+                assert np.array_equal(space[: load.promised_blocks, :upto], wanted[: load.promised_blocks, :upto])
             assert load.result().hit_blocks == BLOCKS
-        assert np.array_equal(room, wanted)
+        assert np.array_equal(space, wanted)
 
 
 @pytest.mark.parametrize("policy", ["split", "prefill_only", "shorter_queue"])
@@ -194,10 +194,10 @@ def test_tls_hbm_pool_is_read_by_address(secured: Secured) -> None:
         assert pool.wait_published()
         found = reader.lookup(keys)
         only = replace(found, runs=tuple(run for run in found.runs if run.node_id == "pool"))
-        room = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
-        result = reader.load(only, room)
-        assert dict(result.bytes_by_node) == {"pool": room.nbytes}, result
-        assert np.array_equal(room, secured.bytes_of(keys)), "WRONG BYTES"
+        space = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        result = reader.load(only, space)
+        assert dict(result.bytes_by_node) == {"pool": space.nbytes}, result
+        assert np.array_equal(space, secured.bytes_of(keys)), "WRONG BYTES"
 
 
 def test_tls_hook_options_move_every_byte(secured: Secured) -> None:
@@ -260,9 +260,9 @@ def test_tls_stranger_moves_no_byte(
         caplog.at_level(logging.WARNING, "kvclient"),
         KVClient.connect(secured.cluster.metadata_address, SPEC, node=None, tls=tls, options=goes_on) as client,
     ):
-        room = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
-        loaded = client.load(stored, room, deadline_s=1.0)
-        assert (loaded.hit_blocks, loaded.bytes_loaded, int(room.max())) == (0, 0, 0)
+        space = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        loaded = client.load(stored, space, deadline_s=1.0)
+        assert (loaded.hit_blocks, loaded.bytes_loaded, int(space.max())) == (0, 0, 0)
         assert client.store(secured.keys(client, 9), secured.bytes_of(stored), deadline_s=1.0).bytes_stored == 0
         counted = client.stats()
     assert counted["client_connect_failed_total"] > 0
@@ -290,9 +290,9 @@ def test_tls_node_under_another_name_gets_no_byte(secured: Secured, tmp_path: Pa
         keys = secured.keys(local, 0)
         assert local.store(keys, secured.bytes_of(keys), wait_visible=True).held_blocks == BLOCKS
         wait_until(lambda: remote.lookup(keys).hit_blocks == BLOCKS, "the metadata server says where the blocks are", WAIT_S)
-        room = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
-        loaded = remote.load(remote.lookup(keys), room)
-        assert (loaded.hit_blocks, loaded.bytes_loaded, int(room.max())) == (0, 0, 0)
+        space = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        loaded = remote.load(remote.lookup(keys), space)
+        assert (loaded.hit_blocks, loaded.bytes_loaded, int(space.max())) == (0, 0, 0)
         assert loaded.error is not None
         more = secured.keys(remote, 1)
         put = remote.store(more, secured.bytes_of(more))
@@ -309,8 +309,8 @@ def test_tls_local_node_killed_loads_from_others(secured: Secured, stored: list[
         secured.load(client, stored)
         secured.cluster.kill("decode")
         try:
-            room = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
-            wait_until(lambda: client.load(stored, room).hit_blocks == BLOCKS, "loads go on over other hosts", WAIT_S)
-            assert np.array_equal(room, secured.bytes_of(stored)), "WRONG BYTES"
+            space = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+            wait_until(lambda: client.load(stored, space).hit_blocks == BLOCKS, "loads go on over other hosts", WAIT_S)
+            assert np.array_equal(space, secured.bytes_of(stored)), "WRONG BYTES"
         finally:
             secured.cluster.start_node("decode")

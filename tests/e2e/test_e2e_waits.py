@@ -13,6 +13,7 @@ from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.types import StoreOutcome
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call
+from support.client_parts import session_of
 
 CALL_S, LONG_S = 10.0, 120.0
 BLOCKS, WAITING = 8, 12
@@ -33,8 +34,7 @@ def test_loads_of_unwritten_block_delay_no_others(tmp_path: Path) -> None:
         data = np.random.default_rng(1).integers(0, 256, (BLOCKS, SPEC.block_bytes), np.uint8)
         assert client.store(keys, data, durable=True).durable
         assert call(stub.Evict, node_pb2.EvictRequest(operation_id=bytes(16), tier=common_pb2.TIER_DRAM), CALL_S).evicted_blocks
-        session = client._context.local.session() if client._context.local is not None else None
-        assert session is not None
+        session = session_of(client)
         run = common_pb2.BlockRun(namespace_id=SPEC.namespace, keys=secrets.token_bytes(16))
         asked = node_pb2.PrepareRequest(session_id=session.session_id, operation_id=secrets.token_bytes(16), blocks=run)
         assert list(call(stub.Prepare, asked, CALL_S).outcomes) == [StoreOutcome.STORED]

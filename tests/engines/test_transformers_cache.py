@@ -503,11 +503,11 @@ def test_a_flipped_bit_is_a_miss_and_the_answer_stays(llama: Any, fragile: Local
     fresh, _ = answer(store, ids)
     assert store._client.flush(20)
     keys = store._client.keys(ids[0, :HIT].numpy())
-    room = store.facts.layout.room(len(keys))
-    assert store._client.load(keys, room).hit_blocks == len(keys)
+    space = store.facts.layout.allocate(len(keys))
+    assert store._client.load(keys, space).hit_blocks == len(keys)
     slab = max(fragile.volume_path("n").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     content, bad = slab.read_bytes(), 5
-    at = content.index(room[bad].numpy().tobytes()) + 1000
+    at = content.index(space[bad].numpy().tobytes()) + 1000
     fragile.kill("n")
     with slab.open("r+b") as file:
         file.seek(at)
@@ -548,7 +548,7 @@ def test_a_node_killed_while_a_model_answers(when: str, llama: Any, fragile: Loc
     assert answer(store, ids, shown=False) == (fresh, 0)
 
 
-def test_a_store_without_room_costs_nothing_but_misses(llama: Any, connect: Connect) -> None:
+def test_a_store_without_space_costs_nothing_but_misses(llama: Any, connect: Connect) -> None:
     with LocalCluster([NodeSpec("n", dram_bytes=1 * MIB)]) as cluster:
         store = connect(cluster, llama, store_deadline_s=1.0)
         for seed in range(50, 54):

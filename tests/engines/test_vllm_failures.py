@@ -215,7 +215,7 @@ def test_what_a_step_that_raises_has_not_computed_is_not_stored(
     engine = make_bed().open()
     forward = GPUModelRunner._model_forward
 
-    def no_room(self: Any, *args: Any, **how: Any) -> Any:
+    def no_space(self: Any, *args: Any, **how: Any) -> Any:
         forward(self, *args, **how)
         if raises:
             raise RuntimeError("out of memory")
@@ -224,7 +224,7 @@ def test_what_a_step_that_raises_has_not_computed_is_not_stored(
         int("another error")
     except ValueError:
         if raises:
-            monkeypatch.setattr(GPUModelRunner, "_model_forward", no_room)
+            monkeypatch.setattr(GPUModelRunner, "_model_forward", no_space)
             with pytest.raises(RuntimeError, match="out of memory"):
                 engine.tokens(PROMPTS[:1])
         else:
@@ -235,7 +235,7 @@ def test_what_a_step_that_raises_has_not_computed_is_not_stored(
     assert (engine.worker_side.counters.totals().get("stores", 0) == 0) == raises
 
 
-def test_a_store_without_room_skips(make_bed: Callable[..., Bed]) -> None:
+def test_a_store_without_space_skips(make_bed: Callable[..., Bed]) -> None:
     bed = make_bed(dram_bytes=2 * MIB)
     engine = bed.open(store_deadline_s=0.5)
     prompts = [text(seed, 900) for seed in range(30, 38)]

@@ -127,7 +127,7 @@ def test_a_hand_over_that_fails_for_good_is_waited_for_by_nobody(bed: PdBed, ora
     try:
         prefilled, answer = bed.begin(prompt, 8, transfer_id())
         assert token_ids_of(prefilled.result(WAIT_S)) == oracle.says(prompt, 8)[:1]
-        wait_until(lambda: ended(bed, bed.prefill, "handoffs_failed", before), "the hand-over has failed")
+        wait_until(lambda: ended(bed, bed.prefill, "handoffs_failed", before), "the handoff has failed")
     finally:
         node.send_signal(signal.SIGCONT)
     assert token_ids_of(answer.result(WAIT_S)) == oracle.says(prompt, 8)
@@ -175,7 +175,7 @@ def test_a_decode_node_that_is_not_there(bed: PdBed, oracle: Oracle) -> None:
     before = bed.counts(bed.prefill).get("handoffs_failed", 0)
     answer = bed.prefill.complete(prompt, 1, kv_transfer_params=for_prefill(transfer_id(), "absent"))
     assert token_ids_of(answer) == oracle.says(prompt, 8)[:1]
-    wait_until(lambda: ended(bed, bed.prefill, "handoffs_failed", before), "the failed hand-over is counted")
+    wait_until(lambda: ended(bed, bed.prefill, "handoffs_failed", before), "the failed handoff is counted")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_session_is_loaded_over_both_paths(bed: PdBed, oracle: Oracle) -> None
 
 
 def test_more_prompts_than_the_decode_buffer_holds(bed: PdBed, oracle: Oracle) -> None:
-    """The parts of a prompt take room one by one: none waits for another prompt that waits for it."""
+    """The parts of a prompt take space one by one: none waits for another prompt that waits for it."""
     before = bed.counts(bed.decode)
     prompts = [text(("large", number), 1600) for number in range(8)]
     asked = [bed.begin(prompt, 4, transfer_id()) for prompt in prompts]

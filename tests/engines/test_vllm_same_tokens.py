@@ -232,7 +232,7 @@ def alone(folder: Path) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("mode", ["async", "layerwise"])
 def test_llama_alone_and_with_the_store(mode: str, alone: list[tuple[int, ...]], store: StoreAddress, opened: Open) -> None:
-    """Many at once, in chunks, with a pool so small that requests are preempted: the same as an engine with room and no store."""
+    """Many at once, in chunks, with a pool so small that requests are preempted: as an engine with space and no store."""
     tight = {"num_gpu_blocks_override": 60, "max_model_len": 1024, "max_num_batched_tokens": 256, "enable_chunked_prefill": True}
     engine = opened(store, mode=mode, options={"salt": mode}, **tight)
     preempted: list[str] = []

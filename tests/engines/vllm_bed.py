@@ -9,6 +9,7 @@ import argparse
 import gc
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -219,7 +220,10 @@ class VllmEngine:
         counts = {**self.scheduler_side.counters.totals()}
         for name, value in self.worker_side.counters.totals().items():
             counts[name] = counts.get(name, 0) + value
-        return {name: int(value) for name, value in counts.items()} | dict(self.worker_side.client_stats)
+        of_clients: Counter[str] = Counter()
+        for client in self.worker_side.clients:
+            of_clients.update(client.stats())
+        return {name: int(value) for name, value in counts.items()} | of_clients
 
     def close(self) -> None:
         """Ends it, so that another one may begin."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hbm_chains import room
+from hbm_chains import allocate
 from test_hbm_disks import VOLUME, disk_of
 
 from kvclient.hbm.gds_reader import GdsReader
@@ -27,7 +27,7 @@ from support.wait import wait_until
 def test_gds_forced_mode_uses_kvikio(tmp_path: Path) -> None:
     with disk_of(tmp_path) as disk:
         disk.damage(7, 4096 + 5000)
-        assert disk.fetch(out := room(12)) == 7
+        assert disk.fetch(out := allocate(12)) == 7
         assert np.array_equal(out.array[:7], disk.data.array[:7])
         assert disk.pool.stats()["gds_device_reads_total"] == 12
         assert "device_reads_bounced_total" not in disk.pool.stats()
@@ -40,7 +40,7 @@ def test_gds_driver_failure_reads_through_host_memory(tmp_path: Path, monkeypatc
 
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(TensorMemory, "__cuda_array_interface__", property(refuses))
-        assert disk.fetch(out := room(12)) == 12
+        assert disk.fetch(out := allocate(12)) == 12
         assert np.array_equal(out.array, disk.data.array)
         stats = disk.pool.stats()
         assert stats["device_reads_bounced_total"] == 12

@@ -25,7 +25,7 @@ def chain(blocks: int, seed: int, spec: CacheSpec = SPEC) -> Chain:
     return keys, DenseBlocks(data.reshape(blocks, spec.layers, spec.layer_block_bytes))
 
 
-def room(blocks: int, spec: CacheSpec = SPEC) -> DenseBlocks:
+def allocate(blocks: int, spec: CacheSpec = SPEC) -> DenseBlocks:
     return DenseBlocks(np.zeros((blocks, spec.layers, spec.layer_block_bytes), np.uint8))
 
 

@@ -161,7 +161,7 @@ def test_node_is_preferred_to_other_engines_pool(connect: Connect, pool: HbmPool
 def test_evicted_block_is_unpublished_and_demoted(cluster: LocalCluster, connect: Connect) -> None:
     """Demotion: the node had evicted blocks that were hot in the pool."""
     capacity = 64 * SPEC.block_bytes
-    with HbmPool("cpu", capacity_bytes=capacity, metadata=cluster.metadata_address, room_wait_s=5.0) as pool:
+    with HbmPool("cpu", capacity_bytes=capacity, metadata=cluster.metadata_address, space_wait_s=5.0) as pool:
         client, reader = connect(pool=pool), connect()
         first = client.keys(tokens(BLOCKS, 7))
         data = content(BLOCKS, 7)

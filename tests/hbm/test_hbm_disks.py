@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from hbm_chains import SPEC as SMALL
-from hbm_chains import Below, chain, in_time, room
+from hbm_chains import Below, allocate, chain, in_time
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
 from kvclient.call.scope import CallScope
@@ -42,6 +42,7 @@ from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 from kvstore.tiers.nvme.mounted import MountedSlab
 from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.superblock import DATA_START
+from support.client_parts import context_of, session_of
 from support.wait import wait_until
 
 HERE = Path(__file__).parent
@@ -105,8 +106,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @contextmanager
-def disk_of(folder: Path, blocks: int = 12, seed: int = 1, room_for: int = 40, device: str = "cpu") -> Iterator[Disk]:
-    with HbmPool(device, capacity_bytes=room_for * SMALL.block_bytes, gds="forced", room_wait_s=5.0) as pool:
+def disk_of(folder: Path, blocks: int = 12, seed: int = 1, space_for: int = 40, device: str = "cpu") -> Iterator[Disk]:
+    with HbmPool(device, capacity_bytes=space_for * SMALL.block_bytes, gds="forced", space_wait_s=5.0) as pool:
         disk = Disk(folder, pool, blocks, seed)
         wait_until(lambda: disk.near.reads_disks(disk.volumes))
         yield disk
@@ -133,22 +134,22 @@ def test_gds_read_returns_stored_bytes(tmp_path: Path, seed: int, device: str) -
             else:
                 slots[at] = slots[at]._replace(offset=1 << 40)
         good = faults[0] if faults else 12
-        out = room(12)
+        out = allocate(12)
         assert disk.fetch(out, slots) == good
         assert np.array_equal(out.array[:good], disk.data.array[:good])
         stats = disk.pool.stats()
         assert (stats["hbm_located_blocks_total"], stats["hbm_disk_blocks_total"]) == (12, good)
         assert stats["hbm_disk_failed_blocks_total"] == 12 - good
         assert disk.pool.usage().blocks == good, "a slot was lost, or keeps what is no block"
-        again = room(12)
+        again = allocate(12)
         assert disk.near.fetch(disk.keys, again, in_time(), verify=True) == good  # they came with their checksums
         assert np.array_equal(again.array[:good], disk.data.array[:good])
 
 
 def test_gds_chain_larger_than_pool_fills_the_pool(tmp_path: Path) -> None:
     """A chain's tail does not evict its head; the tail stays on the node."""
-    with disk_of(tmp_path, blocks=30, room_for=8) as disk:
-        out = room(30)
+    with disk_of(tmp_path, blocks=30, space_for=8) as disk:
+        out = allocate(30)
         assert disk.fetch(out, operation=CallScope.after(0.3, MonotonicClock()), verify=True) == 8
         assert np.array_equal(out.array[:8], disk.data.array[:8])
         assert disk.pool.usage().blocks == 8
@@ -156,8 +157,8 @@ def test_gds_chain_larger_than_pool_fills_the_pool(tmp_path: Path) -> None:
 
 def test_gds_skips_blocks_already_in_pool(tmp_path: Path) -> None:
     with disk_of(tmp_path) as disk:
-        assert disk.near.keep(disk.keys[:5], None, 0, DenseBlocks(disk.data.array[:5]), None, checksums=True) == 5
-        assert disk.fetch(out := room(12)) == 12
+        assert disk.near.insert(disk.keys[:5], None, 0, DenseBlocks(disk.data.array[:5]), None, checksums=True) == 5
+        assert disk.fetch(out := allocate(12)) == 12
         assert np.array_equal(out.array, disk.data.array)
         assert disk.pool.stats()["hbm_disk_blocks_total"] == 7
 
@@ -172,7 +173,7 @@ def test_gds_late_read_keeps_slots_reserved(tmp_path: Path, monkeypatch: pytest.
 
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", late)
-        assert disk.fetch(room(12), operation=CallScope.after(0.4, MonotonicClock())) == 0
+        assert disk.fetch(allocate(12), operation=CallScope.after(0.4, MonotonicClock())) == 0
         assert disk.pool.usage().blocks == 12, "slots that are still written to were given back"
         assert disk.pool.evict(demote=False) == 0
         assert not disk.near.reads_disks(disk.volumes)
@@ -181,7 +182,7 @@ def test_gds_late_read_keeps_slots_reserved(tmp_path: Path, monkeypatch: pytest.
         release.set()
         wait_until(lambda: disk.pool.usage().blocks == 0)
         wait_until(lambda: disk.near.reads_disks(disk.volumes))
-        assert disk.fetch(out := room(12)) == 12
+        assert disk.fetch(out := allocate(12)) == 12
         assert np.array_equal(out.array, disk.data.array)
 
 
@@ -191,7 +192,7 @@ def test_gds_failed_volume_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
 
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", fails)
-        assert disk.fetch(room(12)) == 0
+        assert disk.fetch(allocate(12)) == 0
         assert not disk.near.reads_disks(disk.volumes)
         assert disk.pool.usage().blocks == 0
         assert disk.pool.stats()["mount_errors_total"] == 1
@@ -200,9 +201,9 @@ def test_gds_failed_volume_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_gds_reads_continue_after_resize(tmp_path: Path) -> None:
     with disk_of(tmp_path) as disk:
-        assert disk.fetch(room(12)) == 12
+        assert disk.fetch(allocate(12)) == 12
         assert disk.pool.resize(20 * SMALL.block_bytes)
-        assert disk.fetch(out := room(12)) == 12
+        assert disk.fetch(out := allocate(12)) == 12
         assert np.array_equal(out.array, disk.data.array)
         assert disk.pool.stats()["hbm_disk_blocks_total"] == 24
 
@@ -230,15 +231,15 @@ def test_gds_hung_volume_keeps_all_slots_of_the_read(tmp_path: Path, monkeypatch
             operation = CallScope.after(seconds, MonotonicClock())
             return disk.near.fetch_stored(disk.keys, None, 0, volumes, places, out, 0, operation, verify=True)
 
-        assert fetch(out := room(12), 30.0) == 12
+        assert fetch(out := allocate(12), 30.0) == 12
         assert np.array_equal(out.array, disk.data.array)
         disk.pool.evict(demote=False)
         other.damage(5, 4096 + 100)
-        assert fetch(out := room(12), 30.0) == 5
+        assert fetch(out := allocate(12), 30.0) == 5
         assert np.array_equal(out.array[:5], disk.data.array[:5])
         disk.pool.evict(demote=False)
         monkeypatch.setattr(MountedSlab, "read_device", late)
-        assert fetch(room(12), 0.4) == 0
+        assert fetch(allocate(12), 0.4) == 0
         assert disk.pool.usage().blocks == 12, "slots that are still written to were given back"
         assert disk.near.reads_disks(disk.volumes)
         assert not disk.near.reads_disks(other.volumes)
@@ -275,7 +276,7 @@ def test_gds_interrupt_keeps_slots_being_written(tmp_path: Path, monkeypatch: py
         numbers = np.arange(12, dtype=np.uint8) % groups
         offsets = np.array([slot.offset for slot in disk.slots], np.uint64)
         places = DiskLocations(numbers, offsets, np.array([slot.generation for slot in disk.slots], np.uint64))
-        assert disk.near.fetch_stored(disk.keys, None, 0, disk.volumes, places, room(12), 0, in_time(), verify=False) == 0
+        assert disk.near.fetch_stored(disk.keys, None, 0, disk.volumes, places, allocate(12), 0, in_time(), verify=False) == 0
         assert disk.pool.usage().blocks == 12
         release.set()
         wait_until(lambda: disk.pool.usage().blocks == 0)
@@ -340,7 +341,7 @@ def test_gds_pool_on_gpu_reads_disks(tmp_path: Path) -> None:
         wait_until(lambda: "looked at" not in pool.io_engines()[1], timeout_s=60.0)
         real = "GPUDirect Storage is real" in pool.io_engines()[1]
         wait_until(lambda: disk.near.reads_disks(disk.volumes) == real)
-        out = room(12)
+        out = allocate(12)
         if real:
             assert disk.fetch(out) == 12
             assert np.array_equal(out.array, disk.data.array)
@@ -398,11 +399,9 @@ class Bed:
         )
         self.engine = stack.enter_context(self.connect(self.pool))
         self.writer = stack.enter_context(self.connect(None))
-        assert self.engine._context.local is not None
-        session = self.engine._context.local.session()
-        assert session is not None
+        session = session_of(self.engine)
         self.volumes = session.volumes
-        near = self.engine._context.pool
+        near = context_of(self.engine).pool
         assert near is not None
         wait_until(lambda: near.reads_disks(self.volumes))
 
@@ -497,8 +496,7 @@ def test_load_without_index_locates_blocks_at_node(bed: Bed) -> None:
 
 def test_damaged_block_is_a_miss_and_others_hit(bed: Bed) -> None:
     keys, data = bed.on_disk(5)
-    session = bed.engine._context.local.session()  # type: ignore[union-attr]
-    assert session is not None
+    session = session_of(bed.engine)
     answer = call(session.stub.Locate, node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys)), 10.0)
     offset = int(np.frombuffer(answer.runs[0].offsets, "<u8")[17])
     fd = os.open(bed.volumes[0].path / "slab.kv", os.O_RDWR)
@@ -542,8 +540,7 @@ def test_gds_hung_read_falls_back_to_node(bed: Bed, monkeypatch: pytest.MonkeyPa
 
 def test_located_blocks_are_kept_until_lease_ends(bed: Bed) -> None:
     keys, _ = bed.on_disk(8)
-    session = bed.engine._context.local.session()  # type: ignore[union-attr]
-    assert session is not None
+    session = session_of(bed.engine)
     request = node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys[10:20]))
     leases = []
     for _ in range(2):
@@ -560,9 +557,7 @@ def test_locate_over_network_is_rejected(bed: Bed) -> None:
     keys, data = bed.on_disk(9)
     options = ClientOptions(default_deadline_s=20.0)
     with KVClient.connect(None, SPEC, node=bed.cluster.node("n").address, options=options, hbm=bed.pool) as client:
-        assert client._context.local is not None
-        session = client._context.local.session()
-        assert session is not None
+        session = session_of(client)
         assert session.volumes == ()
         with pytest.raises(InvalidArgument, match="unix socket"):
             call(session.stub.Locate, node_pb2.LocateRequest(session_id=session.session_id, keys=b"".join(keys)), 10.0)

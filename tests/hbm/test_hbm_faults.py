@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from hbm_chains import SPEC, Below, chain, in_time, room
+from hbm_chains import SPEC, Below, allocate, chain, in_time
 
 from kvclient.hbm import HbmPool, memory
 from kvclient.hbm.namespace_view import NamespaceView
 from kvclient.hbm.provider import PoolProvider
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.errors import CapacityExceeded
+from kvstore.core.errors import CapacityExceeded, Internal
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.transport.contract import ReadRequest
 from kvstore.transport.tcp.peer import TcpPeer
@@ -32,7 +32,7 @@ def below() -> Below:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
-    with HbmPool(request.param, capacity_bytes=40 * SPEC.block_bytes, room_wait_s=5.0) as pool:
+    with HbmPool(request.param, capacity_bytes=40 * SPEC.block_bytes, space_wait_s=5.0) as pool:
         yield pool
         pool.state.table.validate()
 
@@ -58,30 +58,30 @@ def request_for(keys: Sequence[BlockKey], within_s: float = WAIT_S) -> ReadReque
 # ---- wrong bytes ----
 def test_flipped_bit_is_found_and_block_dropped(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     keys, data = chain(5, 1)
-    near.keep(keys, None, 0, data, None, checksums=True)
+    near.insert(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
-    assert near.fetch(keys, room(5), in_time(), verify=True) == 3
+    assert near.fetch(keys, allocate(5), in_time(), verify=True) == 3
     assert pool.stats()["hbm_corrupt_blocks_total"] == 1
-    assert near.fetch(keys, room(5), in_time(), verify=False) == 3  # it is no longer here
-    assert near.keep(keys, None, 0, data, None, checksums=True) == 1
-    assert near.fetch(keys, room(5), in_time(), verify=True) == 5
+    assert near.fetch(keys, allocate(5), in_time(), verify=False) == 3  # it is no longer here
+    assert near.insert(keys, None, 0, data, None, checksums=True) == 1
+    assert near.fetch(keys, allocate(5), in_time(), verify=True) == 5
     assert below.calls == 0
 
 
 def test_verified_fetch_misses_blocks_without_checksums(pool: HbmPool, near: NamespaceView) -> None:
     keys, data = chain(5, 1)
-    near.keep(keys, None, 0, data, None, checksums=False)
-    assert near.fetch(keys, room(5), in_time(), verify=True) == 0
-    near.keep(keys, None, 0, data, None, checksums=True)  # verified bytes of the same blocks: now there are checksums
-    assert near.fetch(keys, room(5), in_time(), verify=True) == 5
+    near.insert(keys, None, 0, data, None, checksums=False)
+    assert near.fetch(keys, allocate(5), in_time(), verify=True) == 0
+    near.insert(keys, None, 0, data, None, checksums=True)  # verified bytes of the same blocks: now there are checksums
+    assert near.fetch(keys, allocate(5), in_time(), verify=True) == 5
     flip(pool, near, keys, 2)
-    assert near.fetch(keys, room(5), in_time(), verify=True) == 2
+    assert near.fetch(keys, allocate(5), in_time(), verify=True) == 2
 
 
 def test_flipped_bit_is_not_demoted(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     """The tier below would compute a checksum of the wrong bytes."""
     keys, data = chain(5, 1)
-    near.keep(keys, None, 0, data, None, checksums=True)
+    near.insert(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
     pool.evict()
     assert set(below.held) == set(keys[:3])
@@ -91,12 +91,12 @@ def test_flipped_bit_is_not_demoted(pool: HbmPool, near: NamespaceView, below: B
 
 def test_flipped_bit_is_detected_by_peer(pool: HbmPool, near: NamespaceView) -> None:
     keys, data = chain(5, 1)
-    near.keep(keys, None, 0, data, None, checksums=True)
+    near.insert(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
     server = TcpServer(PoolProvider(pool.namespaces, pool.state))
     server.start()
     peer = TcpPeer(server.address)
-    out = room(5)
+    out = allocate(5)
     outcomes = peer.read(request_for(keys), out).outcomes
     assert list(outcomes) == [Outcome.HIT] * 3 + [Outcome.CORRUPT, Outcome.HIT]
     assert np.array_equal(out.array[:3], data.array[:3])
@@ -107,20 +107,20 @@ def test_flipped_bit_is_detected_by_peer(pool: HbmPool, near: NamespaceView) -> 
 # ---- a device that fails ----
 def test_failed_device_is_a_miss_and_disables_pool(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
-    near.keep(keys, None, 0, data, None, checksums=False)
+    near.insert(keys, None, 0, data, None, checksums=False)
     with monkeypatch.context() as patch, near.pinned(keys[:2]):
         patch.setattr(pool.state.volume, "copy_out", fails)
-        assert near.fetch(keys, room(4), in_time(), verify=False) == 0
+        assert near.fetch(keys, allocate(4), in_time(), verify=False) == 0
         assert pool.stats()["hbm_blocks"] == 2  # a pinned block is evicted with its last unpin
-    assert near.fetch(keys, room(4), in_time(), verify=False) == 0
-    assert near.keep(keys, None, 0, data, None, checksums=False) == 0
+    assert near.fetch(keys, allocate(4), in_time(), verify=False) == 0
+    assert near.insert(keys, None, 0, data, None, checksums=False) == 0
     stats = pool.stats()
     assert (stats["hbm_device_errors_total"], stats["hbm_lost"], stats["hbm_blocks"]) == (1, 1, 0)
 
 
 def test_failed_device_is_a_miss_for_peers(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
-    near.keep(keys, None, 0, data, None, checksums=False)
+    near.insert(keys, None, 0, data, None, checksums=False)
     provider = PoolProvider(pool.namespaces, pool.state)
     monkeypatch.setattr("kvclient.hbm.provider.host_views", fails)
     for _ in range(2):
@@ -134,47 +134,47 @@ def test_failed_device_is_a_miss_for_peers(pool: HbmPool, near: NamespaceView, m
 def test_failed_write_leaks_no_slot(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     monkeypatch.setattr(pool.state.volume, "copy_in", fails)
-    assert near.keep(keys, None, 0, data, None, checksums=False) == 0
+    assert near.insert(keys, None, 0, data, None, checksums=False) == 0
     assert pool.usage().used_bytes == 0
 
 
 def test_transient_out_of_memory_keeps_the_pool(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
-    near.keep(keys, None, 0, data, None, checksums=False)
+    near.insert(keys, None, 0, data, None, checksums=False)
 
     def short(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(pool.state.volume, "copy_out", short)
-        assert near.fetch(keys, room(4), in_time(), verify=False) == 0
-    assert near.fetch(keys, room(4), in_time(), verify=False) == 4
+        assert near.fetch(keys, allocate(4), in_time(), verify=False) == 0
+    assert near.fetch(keys, allocate(4), in_time(), verify=False) == 4
     assert (pool.stats()["hbm_out_of_memory_total"], pool.stats()["hbm_lost"]) == (1, 0)
 
 
 def test_pool_resize_beyond_memory_keeps_blocks(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     keys, data = chain(4, 1)
-    near.keep(keys, None, 0, data, None, checksums=False)
+    near.insert(keys, None, 0, data, None, checksums=False)
     before = pool.usage()
     with pytest.raises(CapacityExceeded):
         pool.resize(1 << 50)
     assert pool.usage() == before
     assert not below.calls
-    assert near.fetch(keys, room(4), in_time(), verify=False) == 4
+    assert near.fetch(keys, allocate(4), in_time(), verify=False) == 4
 
 
 def test_failed_pool_growth_leaves_one_page(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
-    near.keep(keys, None, 0, data, None, checksums=False)
+    near.insert(keys, None, 0, data, None, checksums=False)
     with monkeypatch.context() as patch:
         patch.setattr("kvclient.hbm.memory.free_bytes", lambda _: 1 << 61)  # it was free, and others were quicker
         with pytest.raises(CapacityExceeded):
             pool.resize(1 << 60)
     assert pool.usage().capacity_bytes == 4096
-    assert near.keep(keys, None, 0, data, None, checksums=False) == 0
+    assert near.insert(keys, None, 0, data, None, checksums=False) == 0
     assert pool.stats()["hbm_too_small_total"] == 1
     assert pool.resize(1 << 20)
-    assert near.keep(keys, None, 0, data, None, checksums=False) == 4
+    assert near.insert(keys, None, 0, data, None, checksums=False) == 4
 
 
 def test_demotion_bug_is_not_a_device_failure(pool: HbmPool) -> None:
@@ -184,7 +184,7 @@ def test_demotion_bug_is_not_a_device_failure(pool: HbmPool) -> None:
     near = pool.attach(SPEC, broken)
     for seed in range(6):
         keys, data = chain(12, seed)
-        assert near.keep(keys, None, 0, data, None, checksums=False) == 12
+        assert near.insert(keys, None, 0, data, None, checksums=False) == 12
     assert pool.stats()["hbm_demotion_bugs_total"] > 0
     assert pool.stats()["hbm_lost"] == 0
 
@@ -210,12 +210,12 @@ def stuck() -> Iterator[DeviceHung]:
 
 
 def test_hung_demotion_wait_is_bounded(stuck: DeviceHung) -> None:
-    with HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes, room_wait_s=0.01) as pool:
+    with HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes, space_wait_s=0.01) as pool:
         near = pool.attach(SPEC, stuck)
         for seed in range(4):
             keys, data = chain(12, seed)
-            near.keep(keys, None, 0, data, None, checksums=False)
-        assert pool.stats()["hbm_no_room_blocks_total"] > 0
+            near.insert(keys, None, 0, data, None, checksums=False)
+        assert pool.stats()["hbm_no_space_blocks_total"] > 0
         assert stuck.asked.wait(WAIT_S)
         waiting = pool.state.table.counts()[1]
         assert not pool.resize(4096, timeout_s=0.05)  # a run is being copied at this moment
@@ -229,18 +229,19 @@ def test_close_waits_for_readers_for_a_bounded_time(below: Below) -> None:
     pool = HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes)
     near = pool.attach(SPEC, below)
     keys, data = chain(4, 1)
-    near.keep(keys, None, 0, data, None, checksums=False)
+    near.insert(keys, None, 0, data, None, checksums=False)
     with near.pinned(keys) as found:
         closing = threading.Thread(target=pool.close)
         closing.start()
-        wait_until(lambda: not near.fetch(keys, room(4), in_time(), verify=False))
+        wait_until(lambda: not near.fetch(keys, allocate(4), in_time(), verify=False))
         assert closing.is_alive()
         size = SPEC.block_bytes
         for at, offset in enumerate(found.offsets.tolist()):
             assert pool.state.volume.memory[offset : offset + size].numpy().tobytes() == data.array[at].tobytes()
     closing.join(WAIT_S)
     assert not closing.is_alive()
-    assert pool.state.volume._memory is None
+    with pytest.raises(Internal, match="closed"):
+        pool.state.volume.memory  # noqa: B018  # it raises
 
 
 # ---- memory wanted back while in use ----
@@ -256,7 +257,7 @@ def test_peer_readers_do_not_block_resize(pool: HbmPool, near: NamespaceView) ->
     def read(mine: int) -> None:
         peer = TcpPeer(server.address)
         while not ending.is_set():
-            out = room(30)
+            out = allocate(30)
             outcomes = np.array(peer.read(request_for(keys), out).outcomes)
             good = np.flatnonzero(outcomes == Outcome.HIT)
             hits[mine] += len(good)
@@ -269,7 +270,7 @@ def test_peer_readers_do_not_block_resize(pool: HbmPool, near: NamespaceView) ->
         reader.start()
     try:
         for turn in range(12):
-            near.keep(keys, None, 0, data, None, checksums=False)
+            near.insert(keys, None, 0, data, None, checksums=False)
             before = list(hits)
             wait_until(lambda before=before: all(now > then for now, then in zip(hits, before, strict=True)))  # type: ignore[misc]
             if turn % 2:
@@ -292,8 +293,8 @@ def test_concurrent_resizes_leave_the_pool_open(pool: HbmPool, near: NamespaceVi
 
     def use() -> None:
         while not ending.is_set():
-            near.keep(keys, None, 0, data, None, checksums=False)
-            near.fetch(keys, room(8), in_time(), verify=False)
+            near.insert(keys, None, 0, data, None, checksums=False)
+            near.fetch(keys, allocate(8), in_time(), verify=False)
 
     def resize(size: int) -> None:
         for _ in range(10):
@@ -308,8 +309,8 @@ def test_concurrent_resizes_leave_the_pool_open(pool: HbmPool, near: NamespaceVi
         thread.join(WAIT_S)
     ending.set()
     user.join(WAIT_S)
-    near.keep(keys, None, 0, data, None, checksums=False)
-    out = room(8)
+    near.insert(keys, None, 0, data, None, checksums=False)
+    out = allocate(8)
     assert near.fetch(keys, out, in_time(), verify=False) == 8
     assert np.array_equal(out.array, data.array)
 
@@ -318,7 +319,8 @@ def test_closed_pool_resize_is_rejected(below: Below) -> None:
     pool = HbmPool("cpu", capacity_bytes=1 << 20)
     pool.close()
     assert not pool.resize(1 << 21)
-    assert pool.state.volume._memory is None
+    with pytest.raises(Internal, match="closed"):
+        pool.state.volume.memory  # noqa: B018  # it raises
 
 
 def test_free_host_memory_includes_reclaimable_caches() -> None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
-from hbm_chains import Below, Chain, chain, in_time, room
+from hbm_chains import Below, Chain, allocate, chain, in_time
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -33,7 +33,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.below = (Below(), Below())
-        self.pool = HbmPool("cpu", capacity_bytes=SIZES[-1], room_wait_s=0.05)
+        self.pool = HbmPool("cpu", capacity_bytes=SIZES[-1], space_wait_s=0.05)
         self.near: list[NamespaceView | None] = [
             self.pool.attach(spec, below) for spec, below in zip(SPECS, self.below, strict=True)
         ]
@@ -45,22 +45,22 @@ class PoolMachine(RuleBasedStateMachine):
         return self.near[which] or self.handles[which]
 
     @rule(place=PLACE, start=st.integers(0, LONGEST - 1), count=st.integers(1, LONGEST), sums=st.booleans(), tensor=st.booleans())
-    def keep(self, place: tuple[int, int], start: int, count: int, *, sums: bool, tensor: bool) -> None:
+    def insert(self, place: tuple[int, int], start: int, count: int, *, sums: bool, tensor: bool) -> None:
         keys, data = CHAINS[place]
         part = slice(start, start + count)
         parent = keys[start - 1] if start else None
         if tensor:
-            kept = self.blocks(place[0]).keep_tensor(keys[part], parent, start, torch.from_numpy(data.array[part].copy()))
+            kept = self.blocks(place[0]).insert_tensor(keys[part], parent, start, torch.from_numpy(data.array[part].copy()))
         else:
             piece = type(data)(data.array[part])
-            kept = self.blocks(place[0]).keep(keys[part], parent, start, piece, in_time(), checksums=sums)
+            kept = self.blocks(place[0]).insert(keys[part], parent, start, piece, in_time(), checksums=sums)
         assert kept <= len(keys[part])
         self.may.update(keys[part])
 
     @rule(place=PLACE, count=st.integers(1, LONGEST), verify=st.booleans(), tensor=st.booleans())
     def fetch(self, place: tuple[int, int], count: int, *, verify: bool, tensor: bool) -> None:
         keys, data = CHAINS[place]
-        out = room(count, SPECS[place[0]])
+        out = allocate(count, SPECS[place[0]])
         if tensor:
             found = self.blocks(place[0]).copy_to_tensor(keys[:count], torch.from_numpy(out.array))
         else:

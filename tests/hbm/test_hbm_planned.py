@@ -65,7 +65,7 @@ def test_planned_load_combines_pool_and_nodes(cluster: LocalCluster) -> None:
                 if had == 15:
                     assert pool.evict(demote=False) == BLOCKS
                     head = pool.blocks(SPEC)
-                    assert head.keep(keys[:15], None, 0, DenseBlocks(data[:15]), None, checksums=True) == 15
+                    assert head.insert(keys[:15], None, 0, DenseBlocks(data[:15]), None, checksums=True) == 15
                 out = np.zeros_like(data)
                 handle = client.start_load(lookup, out, paths=PATHS)
                 for layer in range(SPEC.layers):

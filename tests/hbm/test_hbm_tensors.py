@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from hbm_chains import SPEC, Below, chain, in_time, room
+from hbm_chains import SPEC, Below, allocate, chain, in_time
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(params=DEVICES)
 def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
-    with HbmPool(request.param, capacity_bytes=64 * SPEC.block_bytes, room_wait_s=5.0) as pool:
+    with HbmPool(request.param, capacity_bytes=64 * SPEC.block_bytes, space_wait_s=5.0) as pool:
         yield pool
         pool.state.table.validate()
 
@@ -70,15 +70,15 @@ def test_blocks_round_trip_through_device_tensors(pool: HbmPool, make: Make, apa
     filled.copy_(flat)
     if apart:  # every other slot of those that are free is taken by a block of another chain
         other, rest = chain(2 * BLOCKS + 4, 2, spec)
-        near.keep(other, None, 0, rest, None, checksums=False)
+        near.insert(other, None, 0, rest, None, checksums=False)
         kept = [block for at, block in enumerate(pool.state.table.snapshot()) if at % 2]
         for block in reversed(pool.state.table.snapshot()):
             if block not in kept:
                 pool.state.table.discard_after_use([block])
         pool.state.table.unpin([block for block in pool.state.table.pin_resident(kept[0].namespace, other) if block is not None])
         assert pool.usage().blocks == len(kept)
-    assert near.keep_tensor(keys, None, 0, filled) == BLOCKS
-    out = room(BLOCKS, spec)
+    assert near.insert_tensor(keys, None, 0, filled) == BLOCKS
+    out = allocate(BLOCKS, spec)
     assert near.fetch(keys, out, in_time(), verify=False) == BLOCKS
     assert np.array_equal(out.array, data.array)
     again = make(pool.state.volume.device, spec.shape)
@@ -90,21 +90,21 @@ def test_blocks_round_trip_through_device_tensors(pool: HbmPool, make: Make, apa
 def test_leading_blocks_alone_are_copied(pool: HbmPool) -> None:
     near = pool.attach(SPEC, Below())
     keys, data = chain(BLOCKS, 1)
-    near.keep(keys[:5], None, 0, room(5), None, checksums=False)
+    near.insert(keys[:5], None, 0, allocate(5), None, checksums=False)
     out = torch.full((BLOCKS, SPEC.block_bytes), 7, dtype=torch.uint8, device=pool.state.volume.device)
     assert near.copy_to_tensor(keys, out) == 5
     assert not out[:5].any()
     assert bool((out[5:] == 7).all())
     rows = torch.from_numpy(data.array.copy()).to(pool.state.volume.device)
-    assert near.keep_tensor(keys, None, 0, rows) == BLOCKS - 5
-    assert near.keep_tensor([], None, 0, rows[:0]) == 0
+    assert near.insert_tensor(keys, None, 0, rows) == BLOCKS - 5
+    assert near.insert_tensor([], None, 0, rows[:0]) == 0
     assert near.copy_to_tensor([], rows[:0]) == 0
 
 
 def test_pinned_blocks_are_addressable_in_pool_memory(pool: HbmPool) -> None:
     near = pool.attach(SPEC, Below())
     keys, data = chain(BLOCKS, 1)
-    near.keep(keys, None, 0, data, None, checksums=False)
+    near.insert(keys, None, 0, data, None, checksums=False)
     with near.pinned(keys) as found:
         assert len(found) == BLOCKS
         for at, offset in enumerate(found.offsets.tolist()):
@@ -118,7 +118,7 @@ def test_pinned_blocks_are_addressable_in_pool_memory(pool: HbmPool) -> None:
 def test_tensors_that_do_not_fit_are_refused(pool: HbmPool) -> None:
     near = pool.attach(SPEC, Below())
     keys, data = chain(2, 1)
-    near.keep(keys, None, 0, data, None, checksums=False)
+    near.insert(keys, None, 0, data, None, checksums=False)
     device, size = pool.state.volume.device, SPEC.block_bytes
     whole = torch.zeros((2, SPEC.layers, SPEC.layer_block_bytes), dtype=torch.uint8, device=device)
     wrong = {
@@ -134,7 +134,7 @@ def test_tensors_that_do_not_fit_are_refused(pool: HbmPool) -> None:
     for name, tensor in wrong.items():
         for work in (
             lambda tensor=tensor: near.copy_to_tensor(keys, tensor),
-            lambda tensor=tensor: near.keep_tensor(keys, None, 0, tensor),
+            lambda tensor=tensor: near.insert_tensor(keys, None, 0, tensor),
         ):  # type: ignore[misc]
             with pytest.raises(InvalidArgument):
                 raise AssertionError(name, work())

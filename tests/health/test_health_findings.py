@@ -12,7 +12,7 @@ from kvproto.v1.common_pb2 import NODE_STATE_DRAIN_BLOCKED, NODE_STATE_DRAINED, 
 from kvproto.v1.metadata_pb2 import NodeStatus
 from kvstore.core.limits import MAX_REASON
 from kvstore.health import codes
-from kvstore.health.certificate_dates import certificate_end_s
+from kvstore.health.certificate_file import certificate_end_s
 from kvstore.health.cluster import ClusterReport, FileSystem, NodeReport, QuotaUse, ServerReport, find
 from kvstore.health.findings import MAX_FINDINGS, HealthFinding, from_proto, overall
 from kvstore.health.host_reports import CertificateWatch, file_system
@@ -65,10 +65,10 @@ CASES = [
         "n",
         told(
             NodeStatus(
-                node=INFO, alive=True, state=NODE_STATE_DRAIN_BLOCKED, drain=DrainProgress(why="no room", not_durable_blocks=7)
+                node=INFO, alive=True, state=NODE_STATE_DRAIN_BLOCKED, drain=DrainProgress(why="no space", not_durable_blocks=7)
             )
         ),
-        "(no room): 7 blocks would be lost",
+        "(no space): 7 blocks would be lost",
     ),
     ("CLOCK_DIFFERS", "n", told(NodeStatus(node=INFO, alive=True, clock_offset_ms=-60_000)), "60 s behind"),
     (

@@ -41,8 +41,8 @@ def test_page_keys_malformed_hash_is_rejected(wrong: list[str]) -> None:
 
 
 def test_prefix_without_hashes_is_unknown() -> None:
-    assert not Prefix(None).told
-    assert Prefix([]).told
+    assert not Prefix(None).is_known
+    assert Prefix([]).is_known
     assert Prefix(["00" * 32] * 3).depth == 3
 
 
@@ -240,7 +240,7 @@ def model_folder(folder: Path, weights: bytes = b"weights", config: object = Non
 )
 def test_server_settings_that_change_kv_change_namespace(tmp_path: Path, other: dict[str, Any], sample: bool) -> None:
     folder = model_folder(tmp_path / "m")
-    how: dict[str, Any] = {"draft": False, "sample": sample, "nobody_elses": lambda: "x"}
+    how: dict[str, Any] = {"draft": False, "sample": sample, "make_unique": lambda: "x"}
     assert model_text(server_of(folder), **how) == model_text(server_of(model_folder(tmp_path / "copy")), **how) != ""
     assert model_text(server_of(folder, **other), **how) != model_text(server_of(folder), **how)
 
@@ -254,7 +254,7 @@ def test_weights_are_hashed_unless_epoch_is_named(tmp_path: Path) -> None:
     drawn = iter(range(9))
 
     def text(folder: Path, sample: bool, draft: bool = False, **arguments: Any) -> str:
-        return model_text(server_of(folder, **arguments), draft=draft, sample=sample, nobody_elses=lambda: str(next(drawn)))
+        return model_text(server_of(folder, **arguments), draft=draft, sample=sample, make_unique=lambda: str(next(drawn)))
 
     assert text(first, True) == text(other, True) != text(trained, True)
     assert text(first, False) == text(trained, False) != text(model_folder(tmp_path / "d", config={"rope_theta": 2}), False)
@@ -264,7 +264,7 @@ def test_weights_are_hashed_unless_epoch_is_named(tmp_path: Path) -> None:
         text(first, True, draft, speculative_draft_model_path=str(one)) for draft in (True, False) for one in (first, trained)
     ]
     assert len(set(drafts)) == 3, "of a pool that may hold the draft model's KV"
-    assert model_text(None, draft=False, sample=True, nobody_elses=str) == "", "no server"
+    assert model_text(None, draft=False, sample=True, make_unique=str) == "", "no server"
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_adapters_at_server_start_change_namespace(tmp_path: Path, typed: Any) -
 
     def text() -> str:
         server = server_of(folder, lora_paths=typed(str(adapter)))
-        return model_text(server, draft=False, sample=False, nobody_elses=lambda: str(next(drawn)))
+        return model_text(server, draft=False, sample=False, make_unique=lambda: str(next(drawn)))
 
     assert text() != text(), "nothing tells what it is"
     (adapter / "adapter_config.json").write_text("{}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engine_requests import BLOCK, SPEC, Pool, Request, request
 from hypothesis import given
 from hypothesis import strategies as st
-from test_vllm_scheduler_side import BLOCK, SPEC, Pool, Request, request
 
 from kvclient import InvalidArgument, KeyChain
 from kvclient.engines.vllm.counters import ConnectorCounters

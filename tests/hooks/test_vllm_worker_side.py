@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_vllm_scheduler_side import Pool, Request
+from engine_requests import Pool, Request
 
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvclient.engines.options import HookOptions

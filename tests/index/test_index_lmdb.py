@@ -479,10 +479,10 @@ def killed(place: Path, code: str) -> None:
 def test_index_disk_errors_are_store_errors(tmp_path: Path) -> None:
     index = LmdbIndex.open(tmp_path)
     fill(index)
-    no_room = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-    for code in (*no_room, errno.EIO):
+    no_space = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    for code in (*no_space, errno.EIO):
         error = lmdb.Error("write", code)
         error.code = code  # the library sets this attribute on the errors that it raises
-        with pytest.raises(CapacityExceeded if code in no_room else Unavailable):
+        with pytest.raises(CapacityExceeded if code in no_space else Unavailable):
             index.lookup(NAMESPACE, CHAIN.packed, RaisingContainer(error))
     index.close()

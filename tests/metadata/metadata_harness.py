@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -27,11 +26,6 @@ from kvstore.rpc.errors import from_rpc_error
 
 NAMESPACE = b"namespace-of-16b"
 TIMEOUT_S = 10.0
-
-
-def chain(seed: str, length: int) -> list[bytes]:
-    """Keys that look like a chain of blocks."""
-    return [hashlib.sha256(f"{seed}/{position}".encode()).digest()[:16] for position in range(length)]
 
 
 def run_of(keys: Sequence[bytes], start: int = 0, stop: int | None = None, namespace: bytes = NAMESPACE) -> BlockRun:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of, server_process
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of, server_process
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import metadata_pb2
@@ -15,6 +15,7 @@ from kvproto.v1.common_pb2 import CacheSpec
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable
 from kvstore.metadata.indexing import lookup
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
+from support.chains import chain
 from support.wait import wait_until_async
 
 KEYS = chain("k", 8)

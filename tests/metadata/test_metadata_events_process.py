@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from metadata_harness import Peer, chain, run_of, server_process
+from metadata_harness import Peer, run_of, server_process
 
 from kvclient.events import BlockMirror, BlockWatcher, Change
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.rpc.client import connect_aio
+from support.chains import chain
 from support.wait import wait_until_async
 
 KEYS = chain("a", 50)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from metadata_harness import TIMEOUT_S, Peer, Running, chain, run_of
+from metadata_harness import TIMEOUT_S, Peer, Running, run_of
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
@@ -20,6 +20,7 @@ from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call_aio, connect_aio
+from support.chains import chain
 from support.wait import wait_until_async
 
 TTL_MS, FORGET_MS = 1_000, 60_000

@@ -1,4 +1,4 @@
-"""Tests of a metadata server on a full disk: it starts, answers lookups, and accepts changes after there is room."""
+"""Tests of a metadata server on a full disk: it starts, answers lookups, and accepts changes after there is space."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from metadata_harness import Peer, chain, run_of, server_process
+from metadata_harness import Peer, run_of, server_process
 
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.types import BootId, NodeId, Tier, VolumeId
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import connect_aio
+from support.chains import chain
 
 TTL_MS = 60_000
 
@@ -63,7 +64,7 @@ async def test_server_start_disk_full_answers_and_recovers(small_disk: Path) -> 
                 await again.register()
             assert refused.value.retryable
             assert (await again.counters())["index_read_only_total"] == 1
-            assert "no room on disk" in server.log()
+            assert "no space on disk" in server.log()
             assert await again.hit(keys) == 200
             filler.unlink()
             assert await again.register() == {again.dram: True, again.nvme: False}
@@ -94,7 +95,7 @@ def test_disk_full_index_only_read_stays_clean(small_disk: Path) -> None:
 
 
 def test_server_start_disk_full_without_lock_file_fails(small_disk: Path) -> None:
-    """LMDB maps that file: a page without room would be a SIGBUS, so this is refused instead."""
+    """LMDB maps that file: a page without space would be a SIGBUS, so this is refused instead."""
     place = small_disk / "index"
     LmdbIndex.open(place, map_bytes=64 << 20).close()
     (place / "lock.mdb").unlink()

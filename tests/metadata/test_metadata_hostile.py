@@ -10,7 +10,7 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from metadata_harness import NAMESPACE, TIMEOUT_S, chain, run_of, server_process
+from metadata_harness import NAMESPACE, TIMEOUT_S, run_of, server_process
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import BlockRun, NodeInfo, VolumeInfo
@@ -18,6 +18,7 @@ from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvstore.core.errors import ErrorKind
 from kvstore.rpc.client import connect
 from kvstore.rpc.errors import from_rpc_error
+from support.chains import chain
 
 KEYS = chain("good", 100)
 GOOD, EVIL = "good", "evil"

@@ -20,8 +20,8 @@ from kvstore.observe.limited_log import LimitedLog
 from support.wait import wait_until_async
 
 
-def no_room() -> None:
-    raise CapacityExceeded("no room on disk")
+def no_space() -> None:
+    raise CapacityExceeded("no space on disk")
 
 
 def bug() -> None:
@@ -48,9 +48,9 @@ async def test_maintenance_disk_full_logs_rarely_without_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upkeep, "limited", LimitedLog(logging.getLogger(upkeep.__name__)), raising=False)
-    await run_maintenance(tmp_path, no_room, "metadata_maintenance_failures_total")
+    await run_maintenance(tmp_path, no_space, "metadata_maintenance_failures_total")
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
-    assert "no room on disk" in caplog.text
+    assert "no space on disk" in caplog.text
 
 
 async def test_maintenance_continues_after_a_bug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from metadata_harness import TIMEOUT_S, Peer, Running, chain, run_of
+from metadata_harness import TIMEOUT_S, Peer, Running, run_of
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.client import call_aio
+from support.chains import chain
 from support.wait import wait_until_async
 
 

@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 import pytest
-from metadata_harness import TIMEOUT_S, Peer, Running, chain, run_of
+from metadata_harness import TIMEOUT_S, Peer, Running, run_of
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core import limits
@@ -19,6 +19,7 @@ from kvstore.metadata.retention import tenants
 from kvstore.metadata.retention.tenants import NamespaceOwners
 from kvstore.rpc.client import call_aio
 from kvstore.rpc.codec import spec_to_proto
+from support.chains import chain
 
 MOST = 4
 

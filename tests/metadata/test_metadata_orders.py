@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of, server_process
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of, server_process
 
 from kvproto.v1 import common_pb2
 from kvproto.v1 import metadata_pb2 as pb
@@ -17,6 +17,7 @@ from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable
 from kvstore.metadata.membership.node_admin import MAX_LOCATED
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
+from support.chains import chain
 from support.wait import wait_until_async
 
 ACTIVE, DRAINING = common_pb2.NODE_STATE_ACTIVE, common_pb2.NODE_STATE_DRAINING

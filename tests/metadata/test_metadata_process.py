@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from metadata_harness import Peer, ServerProcess, chain, run_of, server_process
+from metadata_harness import Peer, ServerProcess, run_of, server_process
 from pydantic import ValidationError
 
 from kvstore.config.base import TlsSection
@@ -18,6 +18,7 @@ from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.metadata.main import run
 from kvstore.rpc.client import connect_aio
+from support.chains import chain
 from support.wait import wait_until_async
 
 KEYS = chain("a", 50)

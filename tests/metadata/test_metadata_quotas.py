@@ -33,15 +33,15 @@ nodes = st.lists(st.tuples(st.integers(0, 1 << 40), st.sampled_from([0, 1, 1 << 
 
 @given(quota=st.integers(0, 1 << 42), known=nodes)
 def test_shares_fit_quota_and_small_holders_keep_theirs(quota: int, known: list[tuple[int, int]]) -> None:
-    rooms = [room for _, room in known]
-    held = [has if room else 0 for has, room in known]
-    given_ = divide_quota(quota, held, rooms)
+    spaces = [space for _, space in known]
+    held = [has if space else 0 for has, space in known]
+    given_ = divide_quota(quota, held, spaces)
     assert sum(given_) <= quota
-    for has, room, share in zip(held, rooms, given_, strict=True):
-        fair = quota * room // sum(rooms) if sum(rooms) else 0
+    for has, space, share in zip(held, spaces, given_, strict=True):
+        fair = quota * space // sum(spaces) if sum(spaces) else 0
         assert share >= min(has, fair) - len(known), "within its fair part nobody loses anything"
-        assert share == 0 or room
-    if any(rooms) and sum(held) * HEADROOM <= quota * (HEADROOM - 1):
+        assert share == 0 or space
+    if any(spaces) and sum(held) * HEADROOM <= quota * (HEADROOM - 1):
         assert all(share >= has for has, share in zip(held, given_, strict=True)), "nobody gives while there is enough"
         assert sum(given_) >= quota - 2 * len(known), "all of it is given out"
 
@@ -58,8 +58,8 @@ def test_shares_lone_holder_gets_most_and_yields() -> None:
 
 @given(held=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9), spare=st.integers(0, 1 << 40), data=st.data())
 def test_shares_without_growth_keep_what_nodes_hold(held: list[int], spare: int, data: st.DataObject) -> None:
-    rooms = data.draw(st.lists(st.integers(1, 1 << 40), min_size=len(held), max_size=len(held)))
-    given_ = divide_quota(sum(held) + spare, held, rooms, grows=False)
+    spaces = data.draw(st.lists(st.integers(1, 1 << 40), min_size=len(held), max_size=len(held)))
+    given_ = divide_quota(sum(held) + spare, held, spaces, grows=False)
     assert all(share >= has for has, share in zip(held, given_, strict=True))
     assert sum(held) + spare - len(held) <= sum(given_) <= sum(held) + spare
 

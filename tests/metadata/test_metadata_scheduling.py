@@ -36,24 +36,24 @@ class Shell:
 
     def __post_init__(self) -> None:
         limits = SchedulerLimits(ALPHA, BETA, max_waiting=self.most)
-        self.door = SchedulerService(
+        self.service = SchedulerService(
             limits,
             self.queues,
             engine_ttl_s=TTL_S,
             request_ttl_s=1_000.0,
             counters=self.counters,
             clock=self.clock,
-            shut_nodes=lambda: self.drained,
+            draining_nodes=lambda: self.drained,
         )
 
-    def ask(self, name: str, tokens: int = 10, **more: int | bytes | list[pb.NearPrefix]) -> pb.AssignRequestRequest:
+    def ask(self, name: str, tokens: int = 10, **more: int | bytes | list[pb.CachedPrefix]) -> pb.AssignRequestRequest:
         operation = secrets.token_bytes(16)
         fields = {"operation_id": operation, "request_id": name, "prompt_tokens": tokens, "budget_ms": 60_000, **more}
         return pb.AssignRequestRequest(**fields)  # type: ignore[arg-type]
 
     async def asked(self, request: pb.AssignRequestRequest) -> asyncio.Task[pb.Assignment]:
         """A router that waits."""
-        waits = asyncio.create_task(self.door.assign(request))
+        waits = asyncio.create_task(self.service.assign(request))
         await asyncio.sleep(0)
         return waits
 
@@ -103,7 +103,7 @@ class Leader:
         return told
 
     def report(self, prefilled: Iterable[int] = (), finished: Iterable[int] = ()) -> list[pb.ScheduledRequest]:
-        return self.take(self.shell.door.report(self.request(prefilled, finished)))
+        return self.take(self.shell.service.report(self.request(prefilled, finished)))
 
 
 def engine(name: str, node: str = "", **figures: int) -> pb.EngineState:
@@ -135,9 +135,9 @@ async def test_assign_informs_both_groups_and_router() -> None:
     assert answer.generation == both.generation == told.generation == alone.generation != 0
     assert (answer.prefill, answer.decode) == (both.prefill, both.decode)
     prefill.report(prefilled=[answer.generation])
-    assert shell.door.gauges()["metadata_scheduler_requests"] == 1
+    assert shell.service.gauges()["metadata_scheduler_requests"] == 1
     decode.report(finished=[answer.generation])
-    assert shell.door.gauges() == {
+    assert shell.service.gauges() == {
         "metadata_scheduler_engines": 2,
         "metadata_scheduler_requests": 0,
         "metadata_scheduler_bytes": 0,
@@ -153,9 +153,9 @@ async def test_report_lost_answer_is_repeated_and_counted() -> None:
     for name in ("a", "b"):
         await shell.asked(shell.ask(name, 60))
     lost = leader.request()
-    first = shell.door.report(lost)  # never taken
+    first = shell.service.report(lost)  # never taken
     assert [event.assigned.engine for event in first.events] == ["p", "q"]
-    assert shell.door.report(lost) == first  # the retry
+    assert shell.service.report(lost) == first  # the retry
     await shell.asked(shell.ask("c", 30))
     # the engines still say that they have nothing; had they been believed, both would be far below beta
     await shell.asked(shell.ask("d", 30))
@@ -212,7 +212,7 @@ async def test_report_resized_engine_keeps_requests() -> None:
     assert shell.counters.get("metadata_engines_lost_total") == 0
     assert shell.counters.get("metadata_engines_resized_total") == 1
     await shell.asked(shell.ask("large", 15))
-    assert decode.report() == [], "the room that it has now is what counts"
+    assert decode.report() == [], "the space that it has now is what counts"
     decode.engines = [engine("d", hbm_tokens=500)]
     assert [one.request_id for one in decode.report()] == ["large"]
     decode.report(finished=[generation])
@@ -264,12 +264,12 @@ async def test_silent_group_requests_are_reassigned_first() -> None:
     shell.clock.advance(TTL_S)
     prefill.report()
     shell.clock.advance(TTL_S / 2)
-    shell.door.expire()  # the decode group is removed
+    shell.service.expire()  # the decode group is removed
     (again,) = prefill.report()
     assert again.request_id == "r"
     assert again.generation > before.generation
     assert not again.HasField("decode")
-    waits = asyncio.create_task(shell.door.assign(pb.AssignRequestRequest.FromString(wanted.SerializeToString()), 60.0))
+    waits = asyncio.create_task(shell.service.assign(pb.AssignRequestRequest.FromString(wanted.SerializeToString()), 60.0))
     follow = pb.AssignRequestRequest.FromString(wanted.SerializeToString())
     follow.after_generation = answer.generation
     follows = await shell.asked(follow)
@@ -284,7 +284,7 @@ async def test_silent_group_requests_are_reassigned_first() -> None:
     assert decode.membership != membership
     assert decode.work == {}
     assert shell.counters.get("metadata_scheduler_void_reports_total") == 1
-    assert shell.door.gauges()["metadata_scheduler_requests"] == 2
+    assert shell.service.gauges()["metadata_scheduler_requests"] == 2
 
 
 async def test_lost_decode_engine_restarts_request_prefill_does_not() -> None:
@@ -297,7 +297,7 @@ async def test_lost_decode_engine_restarts_request_prefill_does_not() -> None:
     await router
     prefill.engines = [engine("p2")]  # p leaves in the very report that says it is done
     prefill.report(prefilled=[one.generation])
-    assert (await shell.door.assign(wanted)).prefill.engine == "p"  # a late retry gets the same engines
+    assert (await shell.service.assign(wanted)).prefill.engine == "p"  # a late retry gets the same engines
     assert shell.counters.get("metadata_requests_given_back_total") == 0
     decode.engines = []
     assert decode.report() == []
@@ -328,16 +328,16 @@ async def test_cancel_drops_request_in_any_state() -> None:
     for wanted in (waiting, running):
         cancel = pb.CancelRequestRequest(operation_id=wanted.operation_id, request_id=wanted.request_id)
         other = pb.CancelRequestRequest(operation_id=secrets.token_bytes(16), request_id=wanted.request_id)
-        assert not shell.door.cancel(other)
-        assert shell.door.cancel(cancel)
-        assert not shell.door.cancel(cancel)
+        assert not shell.service.cancel(other)
+        assert shell.service.cancel(cancel)
+        assert not shell.service.cancel(cancel)
         with pytest.raises(NotFound):  # a retry that comes late begins nothing
-            await shell.door.assign(wanted)
+            await shell.service.assign(wanted)
     with pytest.raises(NotFound):
         await waits
     prefill.report(), decode.report()
     assert (prefill.revoked, decode.revoked) == (["running"], ["running"])
-    assert shell.door.gauges()["metadata_scheduler_requests"] == 0
+    assert shell.service.gauges()["metadata_scheduler_requests"] == 0
     again = await shell.asked(shell.ask("running"))  # the name is free
     prefill.report(), decode.report()
     assert (await again).decode.engine == "d"
@@ -348,21 +348,21 @@ async def test_assign_timeout_drops_request() -> None:
     prefill, _ = pair_of_groups(shell)
     wanted = shell.ask("r", budget_ms=1)
     with pytest.raises(DeadlineExceeded):
-        await shell.door.assign(wanted)
+        await shell.service.assign(wanted)
     with pytest.raises(DeadlineExceeded):
-        await shell.door.assign(wanted)
+        await shell.service.assign(wanted)
     gone = shell.ask("gone", budget_ms=2_000)
     router = await shell.asked(gone)
     router.cancel()  # its connection broke: it may come again until its time is up
     await asyncio.gather(router, return_exceptions=True)
     assert [one.request_id for one in prefill.report()] == ["gone"]
     shell.clock.advance(2.0)
-    shell.door.expire()
+    shell.service.expire()
     prefill.report()
     assert prefill.revoked == ["gone"]
     with pytest.raises(DeadlineExceeded):
-        await shell.door.assign(gone)
-    assert shell.door.gauges()["metadata_scheduler_requests"] == 0
+        await shell.service.assign(gone)
+    assert shell.service.gauges()["metadata_scheduler_requests"] == 0
 
 
 async def test_request_without_end_is_forgotten() -> None:
@@ -377,7 +377,7 @@ async def test_request_without_end_is_forgotten() -> None:
     for _ in range(500):
         shell.clock.advance(2.0)
         prefill.report(), decode.report()
-        shell.door.expire()
+        shell.service.expire()
     with pytest.raises(NotFound):
         await follows
     assert shell.counters.get("metadata_requests_forgotten_total") == 1
@@ -389,10 +389,10 @@ async def test_waiting_calls_and_groups_are_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "MAX_WAITING_CALLS", 4)
     calls = [await shell.asked(shell.ask(f"r{number}")) for number in range(3)]
     with pytest.raises(CapacityExceeded):
-        await shell.door.assign(shell.ask("one more"))
+        await shell.service.assign(shell.ask("one more"))
     monkeypatch.setattr(module, "MAX_WAITING_CALLS", 3)
     with pytest.raises(CapacityExceeded):
-        await shell.door.assign(shell.ask("and one"))
+        await shell.service.assign(shell.ask("and one"))
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
@@ -404,29 +404,31 @@ async def test_waiting_calls_and_groups_are_bounded(monkeypatch: pytest.MonkeyPa
 
 async def test_requests_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell()
-    near = [pb.NearPrefix(engine=f"{number:04}" + "x" * 60, tokens=1) for number in range(1_024)]
+    near = [pb.CachedPrefix(engine=f"{number:04}" + "x" * 60, tokens=1) for number in range(1_024)]
     monkeypatch.setattr(module.limits, "MAX_SCHEDULED_BYTES", 4 << 20)
-    calls = [await shell.asked(shell.ask(f"r{number}", near=near)) for number in range(12)]
+    calls = [await shell.asked(shell.ask(f"r{number}", cached_prefixes=near)) for number in range(12)]
     refused = [call for call in calls if call.done()]
     assert 3 < len(calls) - len(refused) < 11
     for call in refused:
         with pytest.raises(CapacityExceeded, match="memory"):
             await call
-    held = shell.door.gauges()["metadata_scheduler_bytes"]
-    assert shell.ask("r", near=near).ByteSize() * (len(calls) - len(refused)) < held <= 4 << 20
+    held = shell.service.gauges()["metadata_scheduler_bytes"]
+    assert shell.ask("r", cached_prefixes=near).ByteSize() * (len(calls) - len(refused)) < held <= 4 << 20
     assert shell.counters.get("metadata_requests_refused_total") == len(refused)
     small = await shell.asked(shell.ask("small"))
-    assert not small.done(), "there is room for others"
+    assert not small.done(), "there is space for others"
     for call in (*calls, small):
         call.cancel()
     await asyncio.gather(*calls, small, return_exceptions=True)
-    after = shell.door.gauges()["metadata_scheduler_bytes"]
+    after = shell.service.gauges()["metadata_scheduler_bytes"]
     assert after * 1.9 < held, "calls that left hold nothing; their requests wait for a while"
     shell.clock.advance(61.0)
-    shell.door.expire()
-    assert shell.door.gauges()["metadata_scheduler_bytes"] == 0
+    shell.service.expire()
+    assert shell.service.gauges()["metadata_scheduler_bytes"] == 0
     with pytest.raises(InvalidArgument):
-        await shell.door.assign(shell.ask("r", near=[pb.NearPrefix(engine=f"{at}" + "x" * 200, tokens=1) for at in range(400)]))
+        await shell.service.assign(
+            shell.ask("r", cached_prefixes=[pb.CachedPrefix(engine=f"{at}" + "x" * 200, tokens=1) for at in range(400)])
+        )
 
 
 async def test_group_without_acknowledgements_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,13 +438,13 @@ async def test_group_without_acknowledgements_is_removed(monkeypatch: pytest.Mon
     deaf = Leader(shell, "D", DECODE, engine("d", hbm_tokens=10_000))
     for number in range(6):
         await shell.asked(shell.ask(f"r{number}"))
-    assert len(shell.door.report(deaf.request()).events) == 2
+    assert len(shell.service.report(deaf.request()).events) == 2
     await shell.asked(shell.ask("late"))
-    assert len(shell.door.report(deaf.request()).events) == 2
+    assert len(shell.service.report(deaf.request()).events) == 2
     assert shell.counters.get("metadata_fetches_skipped_total") == 1
-    shell.door.expire()
+    shell.service.expire()
     assert shell.counters.get("metadata_groups_lost_total") == 1
-    assert shell.door.gauges()["metadata_scheduler_waiting_decode"] == 7
+    assert shell.service.gauges()["metadata_scheduler_waiting_decode"] == 7
 
 
 async def test_malformed_reports_and_requests_are_refused() -> None:
@@ -481,13 +483,13 @@ async def test_malformed_reports_and_requests_are_refused() -> None:
         shell.ask("\x00"),
     ):
         with pytest.raises(InvalidArgument):
-            await shell.door.assign(wanted)
+            await shell.service.assign(wanted)
     with pytest.raises(NotFound):
-        await shell.door.assign(shell.ask("r", after_generation=7))
+        await shell.service.assign(shell.ask("r", after_generation=7))
     await shell.asked(shell.ask("r"))
     with pytest.raises(Conflict):
-        await shell.door.assign(shell.ask("r"))
-    assert shell.door.gauges()["metadata_scheduler_engines"] == 2
+        await shell.service.assign(shell.ask("r"))
+    assert shell.service.gauges()["metadata_scheduler_engines"] == 2
 
 
 async def test_deadlock_after_lost_engines_is_broken() -> None:
@@ -501,12 +503,12 @@ async def test_deadlock_after_lost_engines_is_broken() -> None:
     assert [one.engine for one in prefill.report()] == ["p", "q"]
     assert [one.request_id for one in decode.report()] == ["old"]
     await calls[0]
-    prefill.engines = [engine("q")]  # old has room but no prefill engine; young has a prefill engine but no room
+    prefill.engines = [engine("q")]  # old has space but no prefill engine; young has a prefill engine but no space
     prefill.report()
     for _ in range(3):
         shell.clock.advance(TTL_S * 0.6)
         prefill.report(), decode.report()
-        shell.door.expire()
+        shell.service.expire()
     assert (await calls[1]).prefill.engine == "q"
     assert decode.revoked == ["old"]
     assert shell.counters.get("metadata_requests_requeued_total") == 1
@@ -530,7 +532,7 @@ async def test_decode_finishes_after_prefill_engine_died() -> None:
     decode.report(finished=[generation])
     prefill.report()
     assert prefill.revoked == ["r"]
-    assert shell.door.gauges()["metadata_scheduler_requests"] == 0
+    assert shell.service.gauges()["metadata_scheduler_requests"] == 0
 
 
 async def test_draining_node_engines_keep_work_and_get_none() -> None:
@@ -543,7 +545,7 @@ async def test_draining_node_engines_keep_work_and_get_none() -> None:
     assert [one.engine for one in prefill.report()] == ["p"]
     assert [one.engine for one in old.report()] == ["d"]
     await shell.asked(shell.ask("second", 30))
-    assert old.report() == [], "it waits for room there"
+    assert old.report() == [], "it waits for space there"
     shell.drained = frozenset({"node-p", "node-d"})
     await shell.asked(shell.ask("third", 5))
     assert {one.engine for one in prefill.report() if one.request_id != "first"} == {"q"}
@@ -557,4 +559,4 @@ async def test_draining_node_engines_keep_work_and_get_none() -> None:
     shell.drained = frozenset()
     await shell.asked(shell.ask("last", 5))
     assert [one.request_id for one in prefill.report()] == ["last"]
-    assert [one.engine for one in old.report()] == ["d"], "it has room again, and least to do"
+    assert [one.engine for one in old.report()] == ["d"], "it has space again, and least to do"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvclient.scheduling.types import Assigned, EngineFigures, GroupBook, GroupNews, Revoked
+from kvclient.scheduling.types import Assigned, EngineFigures, EngineGroupState, GroupUpdates, RevokedRequest
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import KVStoreError
@@ -31,13 +31,13 @@ def scheduler(clock: ManualClock) -> SchedulerService:
 class Group:
     """A leader with engines that know only received assignments. The test chooses which answers and calls are lost."""
 
-    def __init__(self, door: SchedulerService, name: str, engines: int) -> None:
-        self.door, self.name, self.decodes = door, name, name.startswith("D")
+    def __init__(self, service: SchedulerService, name: str, engines: int) -> None:
+        self.service, self.name, self.decodes = service, name, name.startswith("D")
         self.names = [f"{name}-{number}" for number in range(engines)]
         self.restart()
 
     def restart(self) -> None:
-        self.book = GroupBook(self.name, "decode" if self.decodes else "prefill")
+        self.book = EngineGroupState(self.name, "decode" if self.decodes else "prefill")
         self.work: dict[str, tuple[int, str, int, bool]] = {}  # request -> generation, engine, tokens, has its other engine
 
     def figures(self) -> list[EngineFigures]:
@@ -61,11 +61,11 @@ class Group:
         request = self.book.request(self.figures(), [] if self.decodes else ended, ended if self.decodes else [])
         if call_lost:
             return
-        answer = self.door.report(request)
+        answer = self.service.report(request)
         if answer_lost:
             return
         news = self.book.take(request, answer)
-        if news.anew:
+        if news.first_report:
             self.work.clear()
         for one in news.assigned:
             assert one.engine in self.names
@@ -73,7 +73,7 @@ class Group:
         for gone in news.revoked:
             if gone.request_id in self.work and self.work[gone.request_id][0] <= gone.generation:
                 del self.work[gone.request_id]
-        if self.decodes:  # room was granted once
+        if self.decodes:  # space was granted once
             assert all(figures.free_hbm_tokens is not None and figures.free_hbm_tokens >= 0 for figures in self.figures())
 
 
@@ -86,8 +86,8 @@ def test_each_request_is_served_once(seed: int, requests: int, losses: float) ->
 
 async def _serve(draw: random.Random, requests: int, losses: float) -> None:
     clock = ManualClock()
-    door = scheduler(clock)
-    groups = [Group(door, name, draw.randint(1, 3)) for name in ("P1", "P2", "D1", "D2")]
+    service = scheduler(clock)
+    groups = [Group(service, name, draw.randint(1, 3)) for name in ("P1", "P2", "D1", "D2")]
     calls = []
     for number in range(requests):
         wanted = pb.AssignRequestRequest(
@@ -96,11 +96,11 @@ async def _serve(draw: random.Random, requests: int, losses: float) -> None:
             prompt_tokens=draw.randint(1, 120),
             budget_ms=600_000,
         )
-        calls.append(asyncio.create_task(door.assign(wanted)))
+        calls.append(asyncio.create_task(service.assign(wanted)))
     await asyncio.sleep(0)
-    assert door.gauges()["metadata_scheduler_requests"] == requests
+    assert service.gauges()["metadata_scheduler_requests"] == requests
     rounds = 0
-    while door.gauges()["metadata_scheduler_requests"]:
+    while service.gauges()["metadata_scheduler_requests"]:
         rounds += 1
         assert rounds < 2_000
         rough = rounds < 60
@@ -109,18 +109,18 @@ async def _serve(draw: random.Random, requests: int, losses: float) -> None:
                 group.restart()
             if rough and draw.random() < losses / 4:
                 continue  # silent for a round; twice is too long
-            before = door.gauges()["metadata_scheduler_requests"]
+            before = service.gauges()["metadata_scheduler_requests"]
             ready = [name for name, (_, _, _, both) in group.work.items() if both]
             ended = [group.work.pop(name)[0] for name in draw.sample(ready, min(len(ready), draw.randint(0, 3)))]
             group.report(ended, call_lost=rough and draw.random() < losses, answer_lost=rough and draw.random() < losses)
-            assert before - door.gauges()["metadata_scheduler_requests"] <= (3 + 60 if group.decodes else 0)
+            assert before - service.gauges()["metadata_scheduler_requests"] <= (3 + 60 if group.decodes else 0)
         clock.advance(TTL_S * 0.6)
-        door.expire()
+        service.expire()
     for call in calls:
         assert (await call).decode.group in {"D1", "D2"}
     clock.advance(10 * TTL_S)
-    door.expire()
-    assert set(door.gauges().values()) == {0}
+    service.expire()
+    assert set(service.gauges().values()) == {0}
 
 
 names = st.sampled_from(["a", "b", "", "\n", "x" * 600])
@@ -171,32 +171,32 @@ def test_hostile_calls_are_refused_or_done(calls: list[object]) -> None:
 
 async def _bear(calls: list[object]) -> None:
     clock = ManualClock()
-    door = scheduler(clock)
+    service = scheduler(clock)
     waiting = []
     for call in calls:
         try:
             if isinstance(call, pb.ReportEnginesRequest):
-                door.report(call)
+                service.report(call)
             elif isinstance(call, pb.AssignRequestRequest):
-                waiting.append(asyncio.create_task(door.assign(call)))
+                waiting.append(asyncio.create_task(service.assign(call)))
                 await asyncio.sleep(0)
             elif isinstance(call, pb.CancelRequestRequest):
-                door.cancel(call)
+                service.cancel(call)
         except KVStoreError:
             continue
     clock.advance(1e5)
-    door.expire()
-    door.expire()
+    service.expire()
+    service.expire()
     for outcome in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(outcome, pb.Assignment | KVStoreError), outcome
     clock.advance(2e6)
-    door.expire()
-    assert set(door.gauges().values()) == {0}
+    service.expire()
+    assert set(service.gauges().values()) == {0}
 
 
 def test_engine_group_state_rejects_invalid_generations() -> None:
     with pytest.raises(KVStoreError):
-        GroupBook("g", "decode").request([], [-1], [])
+        EngineGroupState("g", "decode").request([], [-1], [])
 
 
 def told(request: str, generation: int) -> Assigned:
@@ -208,10 +208,10 @@ def told(request: str, generation: int) -> Assigned:
     [
         ([told("r", 1), told("r", 1)], [1]),
         ([told("r", 1), told("r", 2)], [2]),
-        ([told("r", 1), told("r", 2), Revoked("r", 2)], []),
-        ([told("r", 2), Revoked("r", 1)], [2]),
-        ([Revoked("r", 1), told("r", 2), told("s", 3)], [2, 3]),
+        ([told("r", 1), told("r", 2), RevokedRequest("r", 2)], []),
+        ([told("r", 2), RevokedRequest("r", 1)], [2]),
+        ([RevokedRequest("r", 1), told("r", 2), told("s", 3)], [2, 3]),
     ],
 )
-def test_answer_work_is_last_event_per_request(events: list[Assigned | Revoked], work: list[int]) -> None:
-    assert [one.generation for one in GroupNews(tuple(events), anew=False).assigned] == work
+def test_answer_work_is_last_event_per_request(events: list[Assigned | RevokedRequest], work: list[int]) -> None:
+    assert [one.generation for one in GroupUpdates(tuple(events), first_report=False).assigned] == work

@@ -20,7 +20,7 @@ from kvclient import (
     ClientOptions,
     EngineFigures,
     EngineRequest,
-    GroupNews,
+    GroupUpdates,
     SchedulerClient,
 )
 from kvclient.scheduling.types import EngineRole
@@ -47,10 +47,10 @@ class Engines:
 
     def __init__(self, client: AsyncSchedulerClient, group: str, role: EngineRole, *, ends: bool = True) -> None:
         self.client, self.group, self.role, self.ends = client, group, role, ends
-        room = 1_000_000 if role == "decode" else 0
-        self.figures = [EngineFigures(f"{group}-{number}", f"node-{group}", hbm_tokens=room) for number in range(2)]
+        space = 1_000_000 if role == "decode" else 0
+        self.figures = [EngineFigures(f"{group}-{number}", f"node-{group}", hbm_tokens=space) for number in range(2)]
         self.served: list[str] = []
-        self.news: list[GroupNews] = []
+        self.news: list[GroupUpdates] = []
         self.task = asyncio.create_task(self.run())
 
     async def run(self) -> None:
@@ -62,7 +62,7 @@ class Engines:
                     news = await leader.report(self.figures, prefilled=done)
                 else:
                     news = await leader.report(self.figures, finished=done)
-                if news.anew:
+                if news.first_report:
                     self.news.append(news)
                 both = [one for one in news.assigned if one.prefill is not None and one.decode is not None]
                 self.served.extend(one.request_id for one in both)
@@ -111,8 +111,8 @@ async def test_assignment_follows_the_rules(tmp_path: Path) -> None:
                 EngineFigures("d0", "idle", hbm_tokens=10_000, sequences=3, tokens=0, free_hbm_tokens=10_000),
                 EngineFigures("d1", "busy", hbm_tokens=10_000, sequences=1, tokens=40, free_hbm_tokens=10_000),
             ]
-            assert prefill.report(computing).anew
-            assert decode.report(generating).anew
+            assert prefill.report(computing).first_report
+            assert decode.report(generating).first_report
             requests = [EngineRequest(f"r{number}", 60, 30, 100) for number in range(4)]
             async with client_of(server.address) as routers:
                 calls = []
@@ -163,9 +163,9 @@ async def test_assign_again_returns_replacement_engines(tmp_path: Path) -> None:
             answer = await client.assign(request, 20)
             assert answer.decode.group == "D"
             second = Engines(client, "E", "decode", ends=False)
-            waits = asyncio.create_task(client.again(request, answer, 20))
+            waits = asyncio.create_task(client.reassign(request, answer, 20))
             with pytest.raises(DeadlineExceeded):
-                await client.again(request, answer, 0.05)  # all is well
+                await client.reassign(request, answer, 0.05)  # all is well
             await first.die()
             again = await waits
             assert again.decode.group == "E"
@@ -174,7 +174,7 @@ async def test_assign_again_returns_replacement_engines(tmp_path: Path) -> None:
             assert await client.cancel(request)
             assert not await client.cancel(request)
             with pytest.raises(NotFound):
-                await client.again(request, again, 20)
+                await client.reassign(request, again, 20)
             for engines in (prefill, second):
                 await engines.die()
         assert "reason=silent for" in server.log()
@@ -195,7 +195,7 @@ async def test_server_restart_waiting_calls_continue(tmp_path: Path) -> None:
             groups.append(Engines(client, "Q", "prefill", ends=False))
             assert (await waits).prefill.group == "Q"
             with pytest.raises(NotFound):
-                await client.again(running, answer, 20)
+                await client.reassign(running, answer, 20)
             anew = await client.assign(running, 20)
             assert anew.generation != answer.generation
             assert len(groups[1].news) == 2  # it joined again after the restart
@@ -310,7 +310,7 @@ def test_scheduler_calls_have_deadlines_and_typed_errors(tmp_path: Path) -> None
     with server_process(tmp_path) as server, SchedulerClient(server.address) as client:
         leader, twin = client.leader("P", "prefill"), client.leader("P", "prefill")
         leader.report([EngineFigures("p", "n")])
-        assert twin.report([EngineFigures("p", "n")]).anew
+        assert twin.report([EngineFigures("p", "n")]).first_report
         with pytest.raises(Conflict):
             leader.report([EngineFigures("p", "n")])
         with pytest.raises(DeadlineExceeded):
@@ -323,7 +323,7 @@ def test_scheduler_calls_have_deadlines_and_typed_errors(tmp_path: Path) -> None
             with pytest.raises(InvalidArgument):
                 EngineRequest("r", **wrong)  # type: ignore[arg-type]
         twin.leave()
-        assert twin.report([EngineFigures("p", "n")]).anew
+        assert twin.report([EngineFigures("p", "n")]).first_report
         server.stop(signal.SIGKILL)
         refused: list[type[KVStoreError]] = []
         for _ in range(4):  # the last one is not sent at all

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import CacheSpec, Tier, VolumeInfo
@@ -16,6 +16,7 @@ from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey
 from kvstore.rpc.client import call_aio
+from support.chains import chain
 from support.digests import digest_ranges
 from support.wait import wait_until_async
 

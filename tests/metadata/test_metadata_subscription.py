@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of
 
 from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
@@ -19,6 +19,7 @@ from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable, 
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import connect_aio
 from kvstore.rpc.errors import from_rpc_error
+from support.chains import chain
 from support.wait import wait_until_async
 
 KEYS = chain("a", 40)
@@ -314,10 +315,10 @@ async def test_watch_subscribers_are_bounded(tmp_path: Path) -> None:
                 await Watch(channel).read()
             watches[0].call.cancel()
 
-            async def room() -> bool:
+            async def space() -> bool:
                 return server.event_log is not None and server.event_log.subscribers == 1
 
-            await wait_until_async(room)
+            await wait_until_async(space)
             await Watch(channel).complete()
             await server.stop(30.0)  # a graceful end does not wait for streams that have none
             with pytest.raises(Unavailable):

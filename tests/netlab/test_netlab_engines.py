@@ -1,4 +1,4 @@
-"""Timed engines on a lab: agents' turns go through prefill, hand-over and decode, each turn finds what the last one left."""
+"""Timed engines on a lab: agents' turns go through prefill, handoff and decode, each turn finds what the last one left."""
 
 from __future__ import annotations
 

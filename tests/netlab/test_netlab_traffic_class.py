@@ -28,7 +28,7 @@ def test_a_latency_critical_flow_keeps_its_latency_beside_kv() -> None:
         once_in_some_tries(kv_fills_the_link, lambda: seen)
         nothing = seen["nothing"][-1]
 
-        # directions only, with room to spare: in figures, see the benchmark of this name
+        # directions only, with space to spare: in figures, see the benchmark of this name
         def latency_is_kept(name: str) -> bool:
             one = bed.run(name, SECONDS)
             seen[name].append(one)

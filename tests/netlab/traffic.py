@@ -37,10 +37,10 @@ def connect(ip: str, port: int, tos: int, timeout_s: float = TIMEOUT_S) -> socke
 def sink(ip: str) -> None:
     """Takes one connection to its end; says how much came, and how long after its first bytes the last ones did."""
     connection, _ = listen(ip).accept()
-    room = bytearray(CHUNK)
-    total = connection.recv_into(room)
+    space = bytearray(CHUNK)
+    total = connection.recv_into(space)
     first, begin_s = total, time.monotonic()
-    while got := connection.recv_into(room):
+    while got := connection.recv_into(space):
         total += got
     # what came with the first read came before the clock started
     seconds = (time.monotonic() - begin_s) * total / max(1, total - first)

@@ -21,7 +21,6 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.residency import Residency
-from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import LruPolicy
@@ -33,7 +32,7 @@ def residency() -> Residency:
     counters, clock = Counters(), ManualClock()
     arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=1 << 20)
     log = ReplicaChangeLog([arena.volume_id], counters, clock, keep=False)
-    return BlockTable(arena, LruPolicy(), [], log, counters, clock, writes_back=True).residency
+    return Residency(arena, LruPolicy(), [], log, counters, clock)
 
 
 def block_of(key: BlockKey, dram: DramState = DramState.ABSENT, replica: VolumeReplica = VolumeReplica.ABSENT) -> Block:

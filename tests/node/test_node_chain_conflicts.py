@@ -21,6 +21,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -46,7 +47,8 @@ class Node:
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=4 * BLOCKS * SHAPE.block_bytes)
         self.slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=1 << 20, io_threads=1)
         volume = NodeVolume(self.slab)
-        self.table = BlockTable(self.arena, make_policy("lru"), [volume], log, self.counters, self.clock, writes_back=True)
+        residency = Residency(self.arena, make_policy("lru"), [volume], log, self.counters, self.clock)
+        self.table = BlockTable(residency, writes_back=True)
         for slot, record in self.slab.recover():
             self.table.restore(volume, NAMESPACE, record, slot)
         self.target = LocalTarget(self.table, self.counters, self.clock)

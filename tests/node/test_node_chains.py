@@ -1,4 +1,4 @@
-"""A table that writes blocks back only when they are evicted: whole chains at a time, and given up if room is needed."""
+"""A table that writes blocks back only when they are evicted: whole chains at a time, and given up if space is needed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.core.clock import ManualClock
-from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
+from kvstore.core.types import BlockShape, NamespaceId, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
+from support.chains import key_of
 
 SHAPE = BlockShape(1, 4096)
 NAMESPACE = NodeNamespace(NamespaceId(bytes(16)), SHAPE, None)
@@ -27,7 +29,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
     counters, clock = Counters(), ManualClock()
     arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=ROOM * SHAPE.block_bytes)
     log = ReplicaChangeLog([arena.volume_id], counters, clock, keep=False)
-    table = BlockTable(arena, make_policy("lru"), [], log, counters, clock, writes_back=True, cascades_chains=request.param)
+    residency = Residency(arena, make_policy("lru"), [], log, counters, clock)
+    table = BlockTable(residency, writes_back=True, cascades_chains=request.param)
     for chain in range(ROOM // CHAIN):
         keys = [key_of(chain, depth) for depth in range(CHAIN)]
         assert len(table.claim(NAMESPACE, keys).claimed_absent) == CHAIN
@@ -44,16 +47,12 @@ def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
     arena.close()
 
 
-def key_of(chain: int, depth: int) -> BlockKey:
-    return BlockKey(bytes([chain]) * 8 + depth.to_bytes(8, "big"))
-
-
 def test_dirty_victims_are_written_by_chain_or_by_leaf(table: BlockTable, request: pytest.FixtureRequest) -> None:
     whole = request.node.callspec.params["table"]
     assert table.reserve(SHAPE, 4, 0.0) is None
     pending = table.take_pending(ROOM, ROOM << 20, 0.0)
     keys = {block.key for block in pending}
-    # the coldest chains in full, up to the limit of one search for room; or the leaf of each
+    # the coldest chains in full, up to the limit of one search for space; or the leaf of each
     wanted = {key_of(chain, depth) for chain in range(4) for depth in range(CHAIN)}
     leaves = {key_of(chain, CHAIN - 1) for chain in range(ROOM // CHAIN)}
     assert keys == (wanted if whole else leaves)

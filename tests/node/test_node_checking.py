@@ -14,7 +14,7 @@ from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockRun, BlockShape, StoreOutcome
-from kvstore.node.durability.volume_checks import ENDED, Check, CheckState, VolumeChecks
+from kvstore.node.durability.volume_checks import ENDED, Check, CheckState, VolumeChecks, held_blocks
 from kvstore.node.eviction.execution import quarantine
 from kvstore.node.state.model import Block
 from kvstore.testing.faulty_volume import VolumeFault, VolumeOperation
@@ -156,7 +156,7 @@ def test_loads_continue_while_a_check_lists_blocks(node: Node, monkeypatch: pyte
 
     snapshot = node.table.snapshot
     monkeypatch.setattr(node.table, "snapshot", lambda: Blocks(snapshot()))
-    assert len(node.checks._held(node.volume)) == BLOCKS
+    assert len(held_blocks(node.table, node.volume)) == BLOCKS
     assert looked == [False] * BLOCKS
 
 

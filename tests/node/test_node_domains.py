@@ -1,4 +1,4 @@
-"""Namespaces of a node: one object each, and a limit per tenant so that other tenants have room."""
+"""Namespaces of a node: one object each, and a limit per tenant so that other tenants have space."""
 
 from __future__ import annotations
 

@@ -11,8 +11,12 @@ import pytest
 
 from kvstore.core.clock import ManualClock
 from kvstore.core.limits import MAX_REASON
+from kvstore.core.types import NodeId
+from kvstore.health import codes
+from kvstore.node.base.process_stall import ProcessStallDetector
+from kvstore.node.base.slow_sources import MIN_LOADS, SlowSources
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
-from kvstore.node.publish.health import BEHIND_S, QUARANTINE_REPORT_S, HealthReporter
+from kvstore.node.publish.health import BEHIND_S, MIN_STALLS, QUARANTINE_REPORT_S, STALLED_S, HealthReporter
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
@@ -31,7 +35,9 @@ class HealthCase:
         self.volume = NodeVolume(cast("DurableVolume", volume))
         table = cast("BlockTable", SimpleNamespace(node_volumes=[self.volume]))
         log = cast("ReplicaChangeLog", SimpleNamespace(waiting=lambda: self.waiting))
-        self.health = HealthReporter(table, log, self.clock, self.storage_node)
+        self.sources = SlowSources(NodeId("n"), self.clock)
+        self.stalls = ProcessStallDetector(self.clock)
+        self.health = HealthReporter(table, log, self.clock, self.storage_node, sources=self.sources, stalls=self.stalls)
 
 
 def told(case: HealthCase) -> list[str]:
@@ -115,3 +121,33 @@ def test_health_stalled_volume_is_reported_until_it_answers(case: HealthCase) ->
     wait_until(lambda: not case.volume.guard.abandoned)
     assert told(case) == []
     assert case.health.why_not_writable(case.volume) == ""
+
+
+def test_health_slow_peer_is_named_as_the_subject(case: HealthCase) -> None:
+    for _ in range(MIN_LOADS):
+        case.sources.record(NodeId("host-2"), 1.8, 0)
+    (found,) = case.health.findings()
+    assert (found.code, found.subject) == (codes.NODE_SLOW, "host-2")
+    assert found.facts == "Loads at node n wait for node host-2: 3 slow loads in the last minute, the longest 1.8 s."
+    case.clock.advance(60.0)
+    assert told(case) == []
+
+
+def test_health_slow_volumes_are_those_of_the_node(case: HealthCase) -> None:
+    for _ in range(MIN_LOADS):
+        case.sources.record(NodeId("n"), 1.8, 0)
+    (found,) = case.health.findings()
+    assert (found.code, found.subject) == (codes.VOLUME_SLOW, "")
+    assert found.facts == "Loads at node n wait for its volumes: 3 slow loads in the last minute, the longest 1.8 s."
+
+
+def test_health_stalled_process_blames_no_other_node(case: HealthCase) -> None:
+    for _ in range(MIN_LOADS):
+        case.sources.record(NodeId("host-2"), 1.8, 0)
+    for _ in range(MIN_STALLS):
+        case.stalls.wake()
+        case.clock.advance(STALLED_S / MIN_STALLS + 0.5)
+    case.stalls.wake()
+    (found,) = case.health.findings()
+    assert (found.code, found.subject) == (codes.NODE_SLOW, "")
+    assert found.facts == "The process of node n did not run for 11 s of the last minute."

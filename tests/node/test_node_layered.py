@@ -246,14 +246,14 @@ def test_layered_load_larger_than_buffer_loads_whole_blocks(storage: MakeStorage
     node.close()
 
 
-def test_layered_load_arena_full_of_pins_has_no_room(storage: MakeStorage) -> None:
+def test_layered_load_arena_full_of_pins_has_no_space(storage: MakeStorage) -> None:
     s = storage()
     s.provider.put(SPEC.namespace, range(30))
     node = LayeredNode(arena_bytes=20 * SHAPE.block_bytes, buffer_bytes=20 * SHAPE.block_bytes)
     _, failed, pins = node.drive(node.load(10, [s.source(0, 10)], 5), keep_pins=True)
     assert failed == {}
     _, failed, _ = node.drive(node.load(30, [s.source(0, 30)], 5, wait_s=0.2))
-    assert set(failed.values()) <= {Outcome.NO_ROOM, Outcome.TIMEOUT, Outcome.UNAVAILABLE}
+    assert set(failed.values()) <= {Outcome.NO_SPACE, Outcome.TIMEOUT, Outcome.UNAVAILABLE}
     node.table.unpin(pins)
     node.check_empty()
     node.close()

@@ -12,6 +12,7 @@ from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import NodeId, Outcome, Tier
 from kvstore.node.base.process_stall import INTERVAL_S, TOLERANCE_S, ProcessStallDetector
+from kvstore.node.base.slow_sources import MIN_LOADS, SLOW_BYTES_PER_S, SlowSource, SlowSources
 from kvstore.node.loads import peer_waits
 from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.runs import LoadedRun
@@ -20,6 +21,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 HOME = NodeId("n")
+SLOW_S = 9.0
 
 
 class Load:
@@ -27,8 +29,9 @@ class Load:
 
     def __init__(self, *, first_layer: int = 0, draining: bool = False) -> None:
         self.clock, self.recent, self.counters = ManualClock(), RecentLoads(), Counters()
-        timings = LoadTimings(HOME, 9.0, self.counters, self.recent, self.clock)
-        self.timer = timings.begin(4, 4096, first_layer=first_layer, draining=draining)
+        self.sources = SlowSources(HOME, self.clock)
+        self.timings = LoadTimings(HOME, SLOW_S, self.counters, self.recent, self.sources, self.clock)
+        self.timer = self.timings.begin(4, 4096, first_layer=first_layer, draining=draining)
 
     def ready(self, tier: Tier = Tier.DRAM, node: str = HOME) -> float:
         self.timer.ready(LoadedRun(0, [Outcome.HIT] * 4, [None] * 4, tier, NodeId(node)))
@@ -54,7 +57,7 @@ def test_reason_time_before_a_part_belongs_to_its_tier() -> None:
     load.clock.advance(1.0)
     load.timer.delivered(load.ready(Tier.NVME))
     load.clock.advance(0.2)
-    assert load.end().reason == "waited 1.000 of 1.200 s for this node's volumes"
+    assert load.end().reason == "83 % of the time reading from this node's volumes"
 
 
 def test_reason_unmeasured_time_is_not_attributed() -> None:
@@ -62,7 +65,7 @@ def test_reason_unmeasured_time_is_not_attributed() -> None:
     load.timer.delivered(load.ready())
     load.clock.advance(0.5)
     record = load.end()
-    assert record.reason == "0.500 of 0.500 s not attributed to a tier, peer or engine"
+    assert record.reason == "100 % of the time outside of tiers, nodes and the engine"
     assert record.parts["other_s"] == pytest.approx(0.5)
 
 
@@ -71,7 +74,8 @@ def test_reason_peer_silent_names_the_node() -> None:
     with load.recording(), waiting_for(NodeId("host-2")):  # it never answers: the engine leaves at its deadline
         load.clock.advance(10.0)
         record = load.end()
-    assert record.reason == "waited 10.000 of 10.000 s for node host-2, which did not answer"
+    assert record.reason == "100 % of the time waiting for node host-2, which did not answer"
+    assert record.action == "Check node host-2: its process, its host, and the network to it."
 
 
 def test_reason_peer_timed_out_names_it_with_the_misses() -> None:
@@ -81,7 +85,7 @@ def test_reason_peer_timed_out_names_it_with_the_misses() -> None:
         answered([Outcome.HIT, Outcome.TIMEOUT])
     load.timer.ready(LoadedRun(0, [Outcome.TIMEOUT] * 4, [None] * 4, Tier.NVME, HOME))
     record = load.end()
-    assert record.reason == "waited 2.000 of 2.000 s for node host-2, which did not answer; not loaded: 4 timeout"
+    assert record.reason == "100 % of the time waiting for node host-2, which did not answer; not loaded: 4 timeout"
 
 
 def test_reason_peer_answered_is_not_blamed() -> None:
@@ -90,7 +94,7 @@ def test_reason_peer_answered_is_not_blamed() -> None:
         load.clock.advance(0.2)
         answered([Outcome.HIT, Outcome.MISS])
     load.clock.advance(0.5)
-    assert load.end().reason == "0.700 of 0.700 s not attributed to a tier, peer or engine"
+    assert load.end().reason == "100 % of the time outside of tiers, nodes and the engine"
 
 
 def test_reason_peer_lost_at_once_is_not_blamed() -> None:
@@ -99,14 +103,74 @@ def test_reason_peer_lost_at_once_is_not_blamed() -> None:
         load.clock.advance(0.1)
         raise Unavailable("connection refused")
     load.clock.advance(5.0)
-    assert load.end().reason == "5.100 of 5.100 s not attributed to a tier, peer or engine"
+    assert load.end().reason == "100 % of the time outside of tiers, nodes and the engine"
 
 
 def test_reason_delivery_of_the_last_part_is_the_engines() -> None:
     load = Load()
     load.ready()
     load.clock.advance(0.5)
-    assert load.end().reason == "waited 0.500 of 0.500 s for the engine and its connection"
+    assert load.end().reason == "100 % of the time delivering to the engine"
+
+
+def test_reason_slow_peer_is_named_with_an_action() -> None:
+    load = Load()
+    load.clock.advance(0.9)
+    load.timer.delivered(load.ready(node="host-2"))
+    load.clock.advance(0.1)
+    record = load.end()
+    assert record.reason == "90 % of the time reading from node host-2"
+    assert record.action.startswith("Node host-2 or the network to it is slow: ")
+
+
+def test_reason_several_peers_names_the_slowest() -> None:
+    load = Load()
+    for node, seconds in (("host-2", 0.1), ("host-3", 0.7), ("host-2", 0.1)):
+        load.clock.advance(seconds)
+        load.timer.delivered(load.ready(node=node))
+    load.clock.advance(0.1)
+    record = load.end()
+    assert record.reason == "90 % of the time reading from 2 other nodes, 70 % from node host-3"
+    assert record.action.startswith("Node host-3 or the network to it is slow: ")
+
+
+def test_reason_evenly_slow_peers_blames_the_network() -> None:
+    load = Load()
+    for number in range(2, 5):
+        load.clock.advance(0.3)
+        load.timer.delivered(load.ready(node=f"host-{number}"))
+    record = load.end()
+    assert record.reason == "100 % of the time reading from 3 other nodes, 33 % from node host-2"
+    assert record.action.startswith("The network limits: ")
+
+
+def test_reason_fast_load_needs_no_action() -> None:
+    load = Load()
+    load.clock.advance(0.01)
+    load.ready(Tier.NVME)
+    record = load.end()
+    assert (record.reason, record.action) == ("fast: no cause to look for", "")
+
+
+@pytest.mark.parametrize(("tier", "node"), [(Tier.DRAM, "host-2"), (Tier.NVME, HOME)])
+def test_slow_load_records_its_source(tier: Tier, node: str) -> None:
+    load = Load()
+    for _ in range(MIN_LOADS):
+        assert load.sources.found() == []
+        load.timer = load.timings.begin(4, 4096)
+        load.clock.advance(SLOW_S + 1)
+        load.ready(tier, node)
+        load.timer.close()
+    assert load.sources.found() == [SlowSource(NodeId(node), MIN_LOADS, SLOW_S + 1)]
+    load.clock.advance(60.0)
+    assert load.sources.found() == []
+
+
+def test_large_load_is_not_a_slow_source() -> None:
+    sources = SlowSources(HOME, ManualClock())
+    for _ in range(MIN_LOADS):
+        sources.record(NodeId("host-2"), 10.0, 10 * SLOW_BYTES_PER_S)
+    assert sources.found() == []
 
 
 def missed(load: Load) -> dict[str, int]:
@@ -160,6 +224,9 @@ def test_process_stall_adds_late_wake_ups() -> None:
     clock.advance(1.5)
     detector.wake()
     assert detector.stalled_s == pytest.approx(1.5 - INTERVAL_S)
+    assert detector.recent_s() == [pytest.approx(1.5 - INTERVAL_S)]
+    clock.advance(60.0)
+    assert detector.recent_s() == []
 
 
 def test_process_stall_detector_thread_ends() -> None:

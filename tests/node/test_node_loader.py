@@ -57,6 +57,21 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made.close()
 
 
+def test_load_resident_pins_all_blocks_or_none(node: Node) -> None:
+    request = node.request(node.chain[:4], WAIT_S)
+    assert node.loader.load_resident(request) is None
+    for run in node.loader.load(node.request(node.chain[:3], WAIT_S)):
+        node.table.unpin(run.pinned())
+    assert node.loader.load_resident(request) is None, "the last block is on the volume only"
+    assert not any(block.pins for block in node.table.snapshot())
+    for run in node.loader.load(request):
+        node.table.unpin(run.pinned())
+    run = node.loader.load_resident(request)
+    assert run is not None
+    assert [block.pins for block in run.pinned()] == [1] * 4
+    node.table.unpin(run.pinned())
+
+
 @pytest.mark.parametrize("slow", [0, 9, BLOCKS - 1])
 def test_load_slow_window_does_not_delay_others(node: Node, slow: int) -> None:
     node.slab.slow = frozenset((node.chain[slow],))

@@ -16,6 +16,7 @@ from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog, runs_of
 from kvstore.observe.counters import Counters
+from support.chains import key_of
 
 VOLUME = VolumeId("n/dram")
 SPACE = NamespaceId(bytes(16))
@@ -27,10 +28,6 @@ class Stored:
     parent: BlockKey | None
     depth: int
     namespace_id: NamespaceId = SPACE
-
-
-def key_of(number: int) -> BlockKey:
-    return BlockKey(xxhash.xxh3_128_digest(str(number).encode()))
 
 
 def block_of(number: int) -> Stored:

@@ -33,7 +33,7 @@ def held(node: QuotaNode, tenant: int = 0) -> tuple[int, int]:
 
 
 def press(node: QuotaNode, first: int) -> None:
-    """Store more blocks of other namespaces than there is room for. Blocks that find no room at once are skipped."""
+    """Store more blocks of other namespaces than there is space for. Blocks that find no space at once are skipped."""
     for chain in range(first, first + 40):
         node.store(chain, 0, 30, 1)
         node.write_back()
@@ -48,13 +48,13 @@ def test_ttl_unused_blocks_leave_every_tier_used_prefixes_stay(node: QuotaNode) 
     new = node.store_durably(2, 10)
     assert node.is_resident(old[:4], 0) == [True] * 4, "used again, the rest is not"
     node.clock.advance(30)
-    node.retainer.round()
+    node.enforcer.round()
     assert node.is_resident(old, 0) == [True] * 4 + [False] * 6
     assert node.is_resident(new, 0) == [True] * 10
     assert held(node) == (14, 14)
     assert node.is_resident(other, 1) == [True] * 10
     node.clock.advance(61)
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node) == (0, 0)
     assert held(node, 1) == (10, 10)
     assert node.counters.get("evicted_unused_blocks_total") == 20
@@ -67,7 +67,7 @@ def test_ttl_use_of_descendant_keeps_ancestors(node: QuotaNode) -> None:
     node.clock.advance(50)
     assert node.is_resident(keys[5:], 0) == [True], "as of a load whose head another node serves"
     node.clock.advance(50)
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node) == (6, 6)
 
 
@@ -77,11 +77,11 @@ def test_ttl_blocks_in_use_or_in_write_back_stay(node: QuotaNode) -> None:
     pinned = node.table.pin_resident(node.namespaces[0], keys[2:3])
     node.store(2, 0, 4)
     node.clock.advance(61)
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node) == (7, 3), "the block in use with those before it, and those that are not written yet"
     node.table.unpin([block for block in pinned if block is not None])
     node.write_back()
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node) == (0, 0)
 
 
@@ -93,7 +93,7 @@ def test_ttl_read_from_volume_counts_as_use(node: QuotaNode) -> None:
     claim = node.table.claim(node.namespaces[0], keys[:2])
     node.table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
     node.clock.advance(50)
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node) == (0, 2)
 
 
@@ -105,7 +105,7 @@ def test_ttl_lifted_or_changed_applies_at_once(node: QuotaNode) -> None:
     assert held(node) == (4, 4)
     node.set_rules()
     node.clock.advance(10_000)
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node) == (4, 4)
     assert node.namespaces[0].dram_orders == node.namespaces[0].nvme_orders == ()
 
@@ -146,7 +146,7 @@ def test_pins_take_at_most_half_under_pressure(node: QuotaNode) -> None:
         assert node.store_durably(chain, 12)
     assert held(node)[0] > HALF_DRAM - 12, "with nobody else there they may"
     press(node, 100)
-    assert node.held(1, Tier.DRAM) >= 30, "others find room"
+    assert node.held(1, Tier.DRAM) >= 30, "others find space"
     assert node.held(1, Tier.NVME) >= 30
     dram, nvme = held(node)
     assert HALF_DRAM - 12 <= dram <= HALF_DRAM
@@ -160,14 +160,14 @@ def test_pin_protects_from_quota_and_ttl(node: QuotaNode) -> None:
     told = Retention()
     told.shares.add(tenant="acme", dram_bytes=4 * BLOCK, nvme_bytes=4 * BLOCK)
     told.rules.add(namespace_id=node.namespaces[0].namespace_id, ttl_ms=60_000, pinned=True)
-    node.retainer.apply(told)
+    node.enforcer.apply(told)
     node.clock.advance(100)
-    node.retainer.round()
+    node.enforcer.round()
     assert node.is_resident(kept, 0) == [True] * 10
     assert node.store(2, 0, 4) == [SKIPPED] * 4, "the quota is full of what cannot leave"
 
 
-def test_pinned_blocks_everywhere_leave_room_for_other_sizes(node: QuotaNode) -> None:
+def test_pinned_blocks_everywhere_leave_space_for_other_sizes(node: QuotaNode) -> None:
     large = CacheSpec(model="large", block_tokens=16, layers=1, layer_block_bytes=16 * BLOCK, tenant="acme")
     for chain in range(HALF_NVME * 2 // 8):  # in every span of both tiers, one block in eight is pinned
         node.store_durably(100 + chain, 1, 0)
@@ -183,7 +183,7 @@ def test_pinned_blocks_everywhere_leave_room_for_other_sizes(node: QuotaNode) ->
     assert node.held(len(node.namespaces) - 1, Tier.NVME) >= 1
     left = [was - now for was, now in zip(before, held(node), strict=True)]
     assert 0 < left[0] <= 16
-    assert 0 < left[1] <= 32, "one place of each tier; then the size makes room among its own"
+    assert 0 < left[1] <= 32, "one place of each tier; then the size makes space among its own"
     assert node.counters.get("evicted_pinned_blocks_total") == sum(left)
 
 
@@ -194,7 +194,7 @@ def test_rules_restart_without_metadata_server_keeps_them(tmp_path: Path) -> Non
     node.set_rules((0, 0, True), (1, 60, False))
     node.close()
     again = QuotaNode(tmp_path / "slab")
-    again.retainer.recall()
+    again.enforcer.recall()
     assert again.namespaces[0].kept, "before anybody is served"
     press(again, 100)
     assert again.held(0, Tier.NVME) == 10
@@ -204,7 +204,7 @@ def test_rules_restart_without_metadata_server_keeps_them(tmp_path: Path) -> Non
     again.set_rules()
     again.close()
     third = QuotaNode(tmp_path / "slab")
-    third.retainer.recall()
+    third.enforcer.recall()
     assert not third.namespaces[0].kept, "lifted"
     third.close()
 
@@ -233,7 +233,7 @@ def test_rules_file_damaged_is_ignored(tmp_path: Path) -> None:
         file.unlink()
         write()
         again = QuotaNode(tmp_path / "slab")
-        again.retainer.recall()
+        again.enforcer.recall()
         assert not again.namespaces[0].kept
         assert again.counters.get("retention_rules_unreadable_total") == 1
         again.close()
@@ -248,12 +248,12 @@ def test_rules_file_write_fails_is_retried(tmp_path: Path) -> None:
     file = tmp_path / "slab" / "rules"
     file.mkdir()
     node.set_rules((0, 0, True))
-    node.retainer.round()
+    node.enforcer.round()
     assert node.namespaces[0].kept
     assert node.counters.get("retention_rules_unwritten_total") == 1, "not at every round"
     file.rmdir()
     node.clock.advance(60)
-    node.retainer.round()
+    node.enforcer.round()
     assert file.is_file()
     node.close()
 
@@ -290,7 +290,7 @@ class RuleMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         """After a round, no block remains that expired together with all its descendants, unless it is pinned."""
         self.node.write_back()
-        self.node.retainer.round()
+        self.node.enforcer.round()
         now_s = self.node.clock.now_s()
         for tenant, (ttl_s, pinned) in enumerate(self.wanted):
             uses = self.node.namespaces[tenant].uses

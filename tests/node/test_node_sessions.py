@@ -13,7 +13,7 @@ from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS, TENANT_SHARE
 from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
 from kvstore.node.rpc.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
-from kvstore.rpc.auth import interceptor
+from kvstore.rpc.auth.interceptor import set_caller
 from kvstore.rpc.auth.tokens import AccessRole, Principal
 from support.node_harness import SHAPE, NodeHarness
 
@@ -266,7 +266,7 @@ def test_sessions_over_tcp_are_at_most_half(node: Node) -> None:
 
 def test_sessions_over_tcp_of_a_tenant_have_a_limit(node: Node) -> None:
     context = copy_context()
-    context.run(interceptor._caller.set, Principal("acme", AccessRole.TENANT))
+    context.run(set_caller, Principal("acme", AccessRole.TENANT))
     open_far = partial(node.sessions.open, node.namespace, "far", remote=True, over_tcp=True)
     mine = [context.run(open_far) for _ in range(MAX_SESSIONS // 2 // TENANT_SHARE)]
     with pytest.raises(CapacityExceeded, match="tenant limit"):

@@ -11,7 +11,7 @@ import pytest
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.types import BlockRun, NodeId, Tier
 from kvstore.node.control.admission_gate import AdmissionGate
-from kvstore.node.control.pull import Puller
+from kvstore.node.control.pull import FreeShares, Puller
 from kvstore.node.eviction import quotas as tenants
 from kvstore.node.eviction.execution import evict_from_volume
 from kvstore.node.eviction.quotas import beyond_kept, mark_coldest_evicting, over_share, release_durable, reserve_durable
@@ -35,7 +35,7 @@ def held(node: QuotaNode) -> tuple[int, int]:
 def told_of(node: QuotaNode) -> dict[tuple[bool, str], int]:
     """The next heartbeat response: bytes on NVMe per tenant."""
     beat = HeartbeatRequest()
-    node.retainer.report(beat)
+    node.enforcer.report(beat)
     return {(one.unknown, one.tenant): one.nvme_bytes // BLOCK for one in beat.tenants}
 
 
@@ -48,20 +48,20 @@ def test_share_without_knowledge_of_found_blocks_evicts_none(tmp_path: Path) -> 
     assert told_of(node) == {(True, ""): 20}
     node.set_shares(("acme", None, 4), report=1)  # no node seems to hold blocks of the tenant here, so the server grants little
     node.clock.advance(60)
-    node.retainer.round()
+    node.enforcer.round()
     assert node.namespaces[0].account is not None, "whose they are is known now"
-    node.retainer.round()
+    node.enforcer.round()
     assert told_of(node) == {(False, "acme"): 20}
     node.set_shares(("acme", None, 5), report=1)  # a response from the server's cache
     assert node.store_durably(2, 3), "nor are stores held to it"
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node)[1] == 23
     node.set_shares(("acme", None, 18), report=2)
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node)[1] == 18, "now it counts"
     node.set_shares(("acme", None, 1), report=1)  # a stale response
     node.set_shares(("acme", None, 1), report=99)  # for another boot of this node
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node)[1] == 18
     node.table.validate()
     node.close()
@@ -76,11 +76,11 @@ def test_share_namespace_opened_by_engine_counts_at_once(node: QuotaNode) -> Non
 def test_drain_blocks_evicted_for_quota_need_no_durability(node: QuotaNode) -> None:
     node.store_durably(1, 20)
     node.set_shares(("acme", None, 5))
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node) == (20, 5)
     assert node.table.not_durable() == 0, "a drain has nothing to wait for"
     node.store_durably(2, 5)
-    assert held(node) == (25, 5), "its own made room"
+    assert held(node) == (25, 5), "its own made space"
     assert node.table.not_durable() == 0
     node.set_shares()
     kept = node.keys(1, 20)
@@ -105,29 +105,30 @@ def test_drain_applies_rules_only_and_evicts_nothing(node: QuotaNode) -> None:
     node.store_durably(1, 20)
     node.set_shares(("acme", 8, 10))
     node.set_shares()
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node) == (20, 20)
 
 
 def test_drain_pull_stops_at_free_share(node: QuotaNode) -> None:
-    unused: Any = None  # the transport to the other node: not reached
-    puller = Puller(node.table, unused, unused, AdmissionGate(node.table, node.counters), node.counters)
+    shares = FreeShares(node.table)
     namespace = node.namespaces[0]
     here = node.store_durably(1, 6)
 
     def run(chain: int, count: int) -> BlockRun:
         return BlockRun(namespace.namespace_id, None, 0, tuple(node.keys(chain, count)))
 
-    with puller._within_share(namespace, run(2, 1000)) as fits:
+    with shares.reserve(namespace, run(2, 1000)) as fits:
         assert fits, "no quota"
     node.set_shares(("acme", None, 10))
-    with puller._within_share(namespace, run(2, 3)) as fits, puller._within_share(namespace, run(3, 2)) as more:
+    with shares.reserve(namespace, run(2, 3)) as fits, shares.reserve(namespace, run(3, 2)) as more:
         assert (fits, more) == (True, False), "another run that comes meanwhile counts"
-    with puller._within_share(namespace, run(1, 6 + 4)) as fits:
-        assert fits, "what is here takes no more room"
-    with puller._within_share(namespace, run(3, 5)) as fits:
+    with shares.reserve(namespace, run(1, 6 + 4)) as fits:
+        assert fits, "what is here takes no more space"
+    with shares.reserve(namespace, run(3, 5)) as fits:
         assert not fits
     node.set_shares(("acme", None, 6))
+    unused: Any = None  # the transport to the other node: not reached
+    puller = Puller(node.table, unused, unused, AdmissionGate(node.table, node.counters), node.counters)
     (outcomes, why) = puller.pull(namespace, [run(3, 5)], PeerAddress(NodeId("x"), "", ""), node.clock.now_s())
     assert (outcomes, why) == ([SKIPPED] * 5, "no free space in the tenant's quota here")
     assert node.table.are_durable(here) == [True] * 6
@@ -137,7 +138,7 @@ def test_drain_pull_stops_at_free_share(node: QuotaNode) -> None:
 def test_excess_does_not_count_evictions_in_progress(node: QuotaNode) -> None:
     node.store_durably(1, 20)
     node.set_shares(("acme", None, 12))
-    node.retainer._join_all()
+    node.enforcer.join_orders()
     table = node.table
     with table.residency.lock:
         ((order, excess),) = over_share(table.residency, Tier.NVME)
@@ -158,7 +159,7 @@ def test_excess_does_not_count_evictions_in_progress(node: QuotaNode) -> None:
 def test_excess_counts_blocks_that_could_not_leave(node: QuotaNode) -> None:
     node.store_durably(1, 20)
     node.set_shares(("acme", None, 12))
-    node.retainer._join_all()
+    node.enforcer.join_orders()
     table = node.table
     with table.residency.lock:
         ((order, excess),) = over_share(table.residency, Tier.NVME)
@@ -187,7 +188,7 @@ def test_pinned_blocks_are_skipped_until_unpinned(node: QuotaNode, monkeypatch: 
         node.store_durably(chain, 1)
     node.set_rules((0, 0, True))
     node.set_shares(("acme", 4, 4))
-    node.retainer._join_all()
+    node.enforcer.join_orders()
     asked = []
     rule = tenants._may_leave_dram
 
@@ -196,15 +197,15 @@ def test_pinned_blocks_are_skipped_until_unpinned(node: QuotaNode, monkeypatch: 
         return rule(*arguments)
 
     monkeypatch.setattr(tenants, "_may_leave_dram", counting)
-    node.retainer._bring_down()
+    node.enforcer.enforce_quotas()
     assert len(asked) == 30
-    node.retainer._bring_down()
+    node.enforcer.enforce_quotas()
     assert len(asked) == 30, "nothing was looked at"
     assert held(node) == (30, 30)
     node.set_shares(("acme", 4, 4))
     node.set_rules()
     node.set_shares(("acme", 4, 4))
-    node.retainer.round()
+    node.enforcer.round()
     assert held(node) == (4, 4)
 
 
@@ -224,7 +225,7 @@ def test_share_full_of_pinned_blocks_fails_without_waiting(node: QuotaNode, monk
     assert not waits
     node.set_rules()
     node.set_shares(("acme", 8, None))
-    node.retainer._join_all()
+    node.enforcer.join_orders()
     used = node.table.pin_resident(node.namespaces[0], node.keys(1, 8))
     assert node.prepare(2, 0, 4).outcomes == [SKIPPED] * 4
     assert waits, "its own come free one day"

@@ -17,7 +17,8 @@ from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.nvme.slab import NvmeSlab
-from support.session_harness import SessionHarness, key_of
+from support.chains import key_of
+from support.session_harness import SessionHarness
 
 POLICIES = ("reuse-distance", "s3-fifo", "lru")
 DEADLINE_S = 60.0
@@ -127,7 +128,7 @@ def test_flush_full_volume_evicts_nothing(tmp_path: Path) -> None:
     node.close()
 
 
-def test_flush_pending_blocks_evict_to_make_room(tmp_path: Path) -> None:
+def test_flush_pending_blocks_evict_to_make_space(tmp_path: Path) -> None:
     """A pending write-back was promised, so it may evict blocks."""
     node = SessionHarness(tmp_path, "lru", (SMALL,))
     for chain in range(12):

@@ -23,7 +23,7 @@ from support.chains import key_of, payload_of
 from support.node_harness import DRAM, NodeHarness, volume_id
 
 SHAPES = (BlockShape(2, 2048), BlockShape(3, 4096))
-ARENA_BYTES = 1 << 19  # room for 128 small blocks: everything competes
+ARENA_BYTES = 1 << 19  # space for 128 small blocks: everything competes
 SLAB_BYTES = 1 << 20
 NVME = volume_id(0)
 
@@ -97,7 +97,7 @@ def test_writeback_pending_stays_and_full_queue_skips_stores(node: Node) -> None
     stored = outcomes.count(StoreOutcome.STORED)
     assert StoreOutcome.SKIPPED in outcomes
     assert node.table.counts() == (stored, stored)
-    assert node.counters.snapshot()["store_skipped_no_room_blocks_total"] == outcomes.count(StoreOutcome.SKIPPED)
+    assert node.counters.snapshot()["store_skipped_no_space_blocks_total"] == outcomes.count(StoreOutcome.SKIPPED)
 
 
 def test_grants_are_prefix_first(node: Node) -> None:
@@ -151,7 +151,7 @@ def test_block_without_nvme_replica_is_rewritten_before_eviction(tmp_path: Path)
 
 def test_staging_dram_durable_unused_blocks_leave(tmp_path: Path) -> None:
     node = Node(tmp_path / "slab")
-    node.table.keep_loaded = False
+    node.table.cache_loads = False
     node.store(1, 0, 3)
     used, *others = node.table.pin_resident(node.namespaces[0], [key_of(2, depth) for depth in range(3)])
     node.table.unpin(block for block in others if block is not None)
@@ -241,8 +241,8 @@ class TableMachine(RuleBasedStateMachine):
 
     # ---- blocks that arrive layer by layer ----
     @rule(keep=st.booleans())
-    def keep_loaded(self, keep: bool) -> None:
-        self.node.table.keep_loaded = keep
+    def cache_loads(self, keep: bool) -> None:
+        self.node.table.cache_loads = keep
 
     @rule(chain=st.integers(0, 5), count=st.integers(1, 12), namespace=st.integers(0, 1))
     def begin_to_arrive(self, chain: int, count: int, namespace: int) -> None:

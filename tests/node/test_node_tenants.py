@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import Tier
-from kvstore.node.control.retention import Retainer
+from kvstore.node.control.retention import RetentionEnforcer
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, TenantLedger
 from support.quota_node import BLOCK, SKIPPED, STORED, TENANTS, QuotaNode, spec_of
@@ -65,7 +65,7 @@ def test_store_larger_than_share_keeps_its_head(node: QuotaNode) -> None:
 def test_share_reduced_evicts_the_coldest(node: QuotaNode) -> None:
     old, new, other = node.store_durably(1, 20), node.store_durably(2, 20), node.store_durably(9, 20, 1)
     node.set_shares(("acme", 25, 10))
-    node.retainer.round()
+    node.enforcer.round()
     assert (node.held(0, Tier.DRAM), node.held(0, Tier.NVME)) == (25, 10)
     assert node.is_resident(new, 0) == [True] * 20
     assert node.is_resident(old, 0) == [True] * 5 + [False] * 15
@@ -76,10 +76,10 @@ def test_share_reduced_evicts_the_coldest(node: QuotaNode) -> None:
     assert node.namespaces[0].dram_orders == node.namespaces[0].nvme_orders == ()
 
 
-def test_room_needed_evicts_tenants_over_share_first(node: QuotaNode) -> None:
+def test_space_needed_evicts_tenants_over_share_first(node: QuotaNode) -> None:
     mine, other = node.store_durably(1, 50), node.store_durably(9, 60, 1)
     node.set_shares(("acme", 40, None))
-    node.retainer._join_all()  # and not evicted yet
+    node.enforcer.join_orders()  # and not evicted yet
     assert node.store(8, 0, 20, namespace=2) == [STORED] * 20
     assert node.held(0, Tier.DRAM) <= 40
     assert node.is_resident(other, 1) == [True] * 60, "though it is as cold"
@@ -89,7 +89,7 @@ def test_room_needed_evicts_tenants_over_share_first(node: QuotaNode) -> None:
 def test_load_beyond_share_is_granted_and_evicted_soon(node: QuotaNode) -> None:
     keys = node.store_durably(1, 12)
     node.set_shares(("acme", 4, None))
-    node.retainer.round()
+    node.enforcer.round()
     assert node.held(0, Tier.DRAM) == 4
     claim = node.table.claim(node.namespaces[0], keys)
     slots = node.table.reserve(node.namespaces[0].shape, len(claim.durable), node.clock.now_s(), node.namespaces[0])
@@ -97,10 +97,10 @@ def test_load_beyond_share_is_granted_and_evicted_soon(node: QuotaNode) -> None:
     for block, slot in zip(claim.durable.values(), slots, strict=True):
         node.table.finish_promotion(block, slot, bytes(8 * block.namespace.shape.layers))
     assert node.held(0, Tier.DRAM) == 12
-    node.retainer.round()
+    node.enforcer.round()
     assert node.held(0, Tier.DRAM) == 12, "in use"
     node.table.unpin([*claim.durable.values(), *claim.resident.values()])
-    node.retainer.round()
+    node.enforcer.round()
     assert node.held(0, Tier.DRAM) == 4
 
 
@@ -123,9 +123,9 @@ def test_namespace_without_spec_has_no_tenant_until_known(node: QuotaNode, tmp_p
     assert strange.account is None
     fresh = NamespaceRegistry(TenantLedger())
     found = fresh.of_shape(spec_of("acme").namespace, node.namespaces[0].shape)
-    retainer = Retainer(node.table, fresh, node.specs, node.counters)
+    enforcer = RetentionEnforcer(node.table, fresh, node.specs, node.counters)
     node.clock.advance(60)
-    retainer.round()
+    enforcer.round()
     assert found.account is not None
     assert found.account.tenant == "acme"
 
@@ -134,11 +134,11 @@ def test_usage_is_reported_by_tenant(node: QuotaNode) -> None:
     node.store_durably(1, 3)
     node.store_durably(9, 5, 1)
     beat = HeartbeatRequest()
-    node.retainer.report(beat)
+    node.enforcer.report(beat)
     told = {one.tenant: (one.dram_bytes // BLOCK, one.nvme_bytes // BLOCK) for one in beat.tenants}
     assert told == {"acme": (3, 3), "beta": (5, 5)}
     (dram,) = [
-        one for one in node.retainer.by_tenant(node.table.residency.arena_evictor.held_blocks, Tier.DRAM) if one.tenant == "beta"
+        one for one in node.enforcer.by_tenant(node.table.residency.arena_evictor.held_blocks, Tier.DRAM) if one.tenant == "beta"
     ]
     assert (dram.dram_bytes, dram.nvme_bytes) == (5 * BLOCK, 0)
 
@@ -154,7 +154,7 @@ def test_quota_of_one_tenant_keeps_order_of_others(tmp_path: Path) -> None:
             node.store(chain, 0, 1 + chain % 7, 1 + chain % 2)
             node.write_back()
             node.is_resident(node.keys(chain // 3, 3, 1 + chain % 2), 1 + chain % 2)
-        node.retainer.round()
+        node.enforcer.round()
         left.append({(block.key, block.dram is not None, block.nvme is not None) for block in node.table.snapshot()})
         node.close()
     assert left[0] == left[1]
@@ -201,9 +201,9 @@ class TenantMachine(RuleBasedStateMachine):
         while self.pinned:
             self.unpin()
         self.node.write_back()
-        self.node.retainer.round()
+        self.node.enforcer.round()
         self.node.write_back()  # blocks that had to be written first
-        self.node.retainer.round()
+        self.node.enforcer.round()
         for tenant, (dram, nvme) in self.shares.items():
             position = TENANTS.index(tenant)
             assert dram is None or self.node.held(position, Tier.DRAM) <= dram, (tenant, dram)

@@ -99,7 +99,7 @@ CASES: dict[str, list[Case]] = {
             },
         )
     ],
-    "KVStoreStoresSkipped": [counter("kvstore_store_skipped_no_room_blocks_total", 6)],
+    "KVStoreStoresSkipped": [counter("kvstore_store_skipped_no_space_blocks_total", 6)],
     "KVStoreNodeRefused": [gauge("kvstore_metadata_node_refused", 1, 0, f'{ON},node="host-1"')],
     "KVStoreNodeSilent": [gauge("kvstore_metadata_node_heartbeat_age_seconds", 60, 0.4, f'{ON},node="host-1"')],
     "KVStoreProcessDown": [
@@ -151,7 +151,7 @@ CASES: dict[str, list[Case]] = {
     "KVStoreLoadsFail": [
         *(
             share(MISSED, "kvstore_node_load_blocks_total", 6, 4, f',reason="{reason}"')
-            for reason in ("corrupt", "unavailable", "timeout", "no_room", "abandoned")
+            for reason in ("corrupt", "unavailable", "timeout", "no_space", "abandoned")
         ),
         Case(
             {f'{MISSED}{{{ON},reason="timeout"}}': grows(6), f"kvstore_node_load_blocks_total{{{ON}}}": grows(100)},

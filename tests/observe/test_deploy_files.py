@@ -107,7 +107,7 @@ def test_dashboard_and_alerts_need_no_client_metrics() -> None:
     asked = [target["expr"] for _, _, target in targets()] + [str(rule["expr"]) for rule in alerts()]
     assert [one for one in asked if "kvstore_client_" in one] == []
     assert {row for row, _, target in targets() if VLLM_PREFIX in target["expr"]} == {
-        "vLLM engines (where Prometheus scrapes their /metrics)"
+        "vLLM engines (if Prometheus scrapes their /metrics)"
     }
     for rule in alerts():
         branches = re.split(r"\bor\b", str(rule["expr"]))

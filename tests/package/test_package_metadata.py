@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 import tomllib
 
+import pytest
 import yaml
 from bare_environment import REPOSITORY
 
 import kvstore
+from kvstore.core.errors import install_command
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS_PAGE = REPOSITORY / "docs" / "reference" / "packages.md"
@@ -17,6 +21,14 @@ EXTRAS_PAGE = REPOSITORY / "docs" / "reference" / "packages.md"
 def test_extras_page_lists_every_extra() -> None:
     rows = re.findall(r"^\| (`.+?`) \|", EXTRAS_PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(re.findall(r"`([^`]+)`", " ".join(rows))) == sorted(PROJECT["project"]["optional-dependencies"])
+
+
+def test_install_command_searches_no_index_for_the_package() -> None:
+    """pip finds the extra in the installed package; its libraries are part of the test environment."""
+    pytest.importorskip("pip")
+    command = [*shlex.split(install_command("admin")), "--no-index", "--dry-run", "--quiet"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_version_of_chart_and_project_are_one() -> None:

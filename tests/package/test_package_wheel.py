@@ -46,6 +46,7 @@ def test_wheel_contains_runtime_files_alone(packages: tuple[Path, Path]) -> None
         names = set(wheel.namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"kvstore", "kvclient", "kvproto"}
     assert not any(name.startswith("kvstore/lab/") for name in names)
+    assert "kvstore/admin/alerts.md" in names
     for root, prefix in (("kvstore", "kvstore"), ("clients/kvclient", "kvclient")):
         for path in (REPOSITORY / root).rglob("*"):
             if path.suffix in {".py", ".html", ".js", ".css", ".typed"} and "lab" not in path.parts:

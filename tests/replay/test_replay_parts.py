@@ -13,7 +13,7 @@ from rich.console import Console
 from kvstore.core.errors import CapacityExceeded, InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.replay import capacity
-from kvstore.replay.capacity import StoreCapacity, parse_capacity, room_for
+from kvstore.replay.capacity import StoreCapacity, parse_capacity, space_for
 from kvstore.replay.demo import DemoPlan, read_turns
 from kvstore.replay.engine import ReplayTotals
 from kvstore.replay.plan import read_workload
@@ -58,17 +58,17 @@ def test_capacity_below_one_block_names_the_minimum(text: str, given: str, least
     parse_capacity("dram=8KiB").check(SHAPE)
 
 
-def test_room_for_prefers_memory_then_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_for_prefers_memory_then_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = BlockShape(1, 1 << 20)
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 8 << 30)
-    assert room_for(1000, block, tmp_path).nvme_bytes == 0
+    assert space_for(1000, block, tmp_path).nvme_bytes == 0
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 1 << 30)
-    on_disk = room_for(1000, block, tmp_path)
+    on_disk = space_for(1000, block, tmp_path)
     assert on_disk.nvme_bytes > 1000 << 20
     assert on_disk.dram_bytes == 128 << 20
     assert on_disk.blocks(block) >= 1000
     with pytest.raises(CapacityExceeded, match="--capacity"):
-        room_for(1 << 40, block, tmp_path)
+        space_for(1 << 40, block, tmp_path)
 
 
 def test_available_memory_is_positive() -> None:

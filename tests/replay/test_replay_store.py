@@ -16,7 +16,7 @@ from kvstore.cli.app import root
 from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.replay import plan
-from kvstore.replay.capacity import StoreCapacity, room_for
+from kvstore.replay.capacity import StoreCapacity, space_for
 from kvstore.replay.demo import DemoPlan, run_demo
 from kvstore.replay.engine import ReplayTotals, RequestRunner
 from kvstore.replay.plan import Workload, read_workload
@@ -43,12 +43,12 @@ def small_workload(sessions: int = 4, block_bytes: int = 4096, layers: int = 2) 
 
 def test_replay_on_used_folder_is_rejected(tmp_path: Path) -> None:
     workload = small_workload(sessions=1)
-    room = StoreCapacity(4 << 20, 16 << 20, limited=True)
-    first = replay(workload, room, "lru", tmp_path)
+    space = StoreCapacity(4 << 20, 16 << 20, limited=True)
+    first = replay(workload, space, "lru", tmp_path)
     assert first.best is not None
     assert first.tally.blocks_hit <= first.best.hit_blocks <= workload.unbounded.hit_blocks
     with pytest.raises(InvalidArgument, match=r"would count as hits.*volume="):
-        replay(workload, room, "lru", tmp_path)
+        replay(workload, space, "lru", tmp_path)
 
 
 def test_replay_with_too_many_distinct_blocks_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_replay_with_full_capacity_has_exact_hits(tmp_path: Path) -> None:
     done: list[int] = []
     shown = replay(
         workload,
-        room_for(workload.unique_blocks, workload.spec.shape, tmp_path),
+        space_for(workload.unique_blocks, workload.spec.shape, tmp_path),
         "s3-fifo",
         tmp_path,
         report=lambda count, _note, _total=None: done.append(count),
@@ -173,7 +173,7 @@ def test_replay_part_of_public_trace_is_exact(traces: Path, tmp_path: Path) -> N
     for name in ("mooncake_conversation.jsonl.zst", "weka_smoke_20s.rle.jsonl.zst"):
         source = open_trace(traces / name)
         workload = read_workload(source.info, source, 4096, 1, 150)
-        shown = replay(workload, room_for(workload.unique_blocks, workload.spec.shape, tmp_path), "s3-fifo")
+        shown = replay(workload, space_for(workload.unique_blocks, workload.spec.shape, tmp_path), "s3-fifo")
         assert shown.exact, name
         assert shown.tally.wrong_bytes == 0
 
@@ -183,5 +183,5 @@ def test_replay_part_of_public_trace_is_exact(traces: Path, tmp_path: Path) -> N
 def test_replay_whole_public_trace_is_exact(traces: Path, tmp_path: Path) -> None:
     source = open_trace(traces / "weka_smoke_20s.rle.jsonl.zst")
     workload = read_workload(source.info, source, 4096, 1, None)
-    shown = replay(workload, room_for(workload.unique_blocks, workload.spec.shape, tmp_path), "s3-fifo")
+    shown = replay(workload, space_for(workload.unique_blocks, workload.spec.shape, tmp_path), "s3-fifo")
     assert (shown.tally.blocks_hit, shown.tally.wrong_bytes) == (408_206, 0)

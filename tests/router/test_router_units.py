@@ -35,7 +35,7 @@ def test_inflight_tokens_are_the_sum_of_entries(events: list[tuple[str, int, Inf
     for kind, attempt, entry in events:
         key = (attempt, entry.engine)
         if kind == "b":
-            fields = (entry.engine, entry.prompt_tokens, entry.cached_tokens, entry.room_tokens, entry.decoding)
+            fields = (entry.engine, entry.prompt_tokens, entry.cached_tokens, entry.kv_tokens, entry.decoding)
             inflight.begin(str(attempt), InflightEntry(*fields))
             model[key] = InflightEntry(*fields)
         elif kind == "d":
@@ -47,7 +47,7 @@ def test_inflight_tokens_are_the_sum_of_entries(events: list[tuple[str, int, Inf
             model.pop(key, None)
         for engine in ENGINES:
             mine = [one for (_, where), one in model.items() if where == engine]
-            expected = EngineWork(len(mine), sum(one.cost for one in mine), sum(one.room_tokens for one in mine))
+            expected = EngineWork(len(mine), sum(one.cost for one in mine), sum(one.kv_tokens for one in mine))
             assert inflight.work(engine) == expected
             assert all(one.cost >= 1 for one in mine)
     for attempt, engine in model:

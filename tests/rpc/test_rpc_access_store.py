@@ -30,6 +30,7 @@ from kvstore.rpc.auth.interceptor import GRANTED, REQUIRED, Permission
 from kvstore.rpc.auth.tokens import AccessRole, TokenSource
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_to_proto
+from support.client_parts import session_of
 from support.wait import wait_until
 
 WAIT_S = 30.0
@@ -210,8 +211,7 @@ def test_other_tenant_is_denied_on_every_interface(store: Store) -> None:
     with store.client("acme", ACME) as engine:
         keys, _ = filled(engine, 3)
         packed = b"".join(keys)
-        session = engine._context.local.session() if engine._context.local is not None else None
-        assert session is not None
+        session = session_of(engine)
         metadata = metadata_pb2_grpc.MetadataStub(store.channel("metadata", OTHER))
         node = node_pb2_grpc.NodeStub(store.channel("a", OTHER))
         operation = secrets.token_bytes(16)
@@ -278,9 +278,11 @@ def test_tenant_cannot_publish_old_bytes_of_others(store: Store) -> None:
 
 def test_tenant_subscriptions_are_limited_to_its_share(store: Store) -> None:
     request = metadata_pb2.WatchBlocksRequest(namespace_ids=[spec("other").namespace])
+    channels: list[grpc.Channel] = []
 
     def watch(token: str) -> Any:
-        stream = metadata_pb2_grpc.MetadataStub(store.channel("metadata", token)).WatchBlocks(request, timeout=WAIT_S)
+        channels.append(store.channel("metadata", token))  # a stream ends with its channel
+        stream = metadata_pb2_grpc.MetadataStub(channels[-1]).WatchBlocks(request, timeout=WAIT_S)
         next(stream)
         return stream
 
@@ -349,8 +351,7 @@ def test_node_token_is_sent_to_nodes_only(store: Store) -> None:
     server.start()
     try:
         with store.client("acme", ACME) as engine:
-            session = engine._context.local.session() if engine._context.local is not None else None
-            assert session is not None
+            session = session_of(engine)
             stub = node_pb2_grpc.NodeStub(connect(store.cluster.node("a").local_socket, token=TokenSource(ACME)))
             source = node_pb2.LoadSource(
                 start=0, count=1, node_id="b", control_address=f"127.0.0.1:{port}", data_address=f"127.0.0.1:{port}"

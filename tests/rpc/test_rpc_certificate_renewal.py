@@ -104,10 +104,10 @@ def test_replaced_certificate_is_presented(server: object, files: CertificateFil
 async def test_replaced_certificate_is_presented_over_http(files: CertificateFiles, tmp_path: Path) -> None:
     fresh = make_certificates(tmp_path / "fresh", authority=files)
     tls = TlsConfig(cert=files.cert, key=files.key)
-    door, answer = http_server.bind("127.0.0.1:0", "admin.listen"), PlainTextResponse("ok")
-    port = door.getsockname()[1]
+    listener, answer = http_server.bind("127.0.0.1:0", "admin.listen"), PlainTextResponse("ok")
+    port = listener.getsockname()[1]
     serving = asyncio.create_task(
-        http_server.serve(answer, door, tls=tls, stop_grace_s=1.0, ready_file=None, malformed=lambda: answer)
+        http_server.serve(answer, listener, tls=tls, stop_grace_s=1.0, ready_file=None, malformed=lambda: answer)
     )
     try:
         assert await asyncio.to_thread(presented, port) == content(files.cert)
@@ -117,7 +117,7 @@ async def test_replaced_certificate_is_presented_over_http(files: CertificateFil
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        door.close()
+        listener.close()
 
 
 def test_unfitting_pair_is_logged_once(files: CertificateFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

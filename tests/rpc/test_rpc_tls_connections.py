@@ -19,7 +19,7 @@ from kvstore.process.tls import TlsConfig
 from kvstore.rpc import tls_connections
 from kvstore.rpc.client import call_aio, connect_aio
 from kvstore.rpc.server import build_aio_server
-from kvstore.rpc.tls_connections import TlsConnections
+from kvstore.rpc.tls_connections import TlsConnections, parse_peer, peers_of_port
 
 WAIT_S = 20.0
 UNUSED = "rpc_tls_connections_without_call_total"
@@ -102,7 +102,7 @@ def test_peers_of_a_port_are_those_connected(host: str) -> None:
         with socket.create_connection((host, port)) as client:
             accepted, _ = listener.accept()
             with accepted:
-                assert set(tls_connections._peers_of(port)) == {(host, client.getsockname()[1])}
+                assert set(peers_of_port(port)) == {(host, client.getsockname()[1])}
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_peers_of_a_port_are_those_connected(host: str) -> None:
     ],
 )
 def test_peer_of_grpc_is_read(peer: str, expected: tuple[str, int]) -> None:
-    assert tls_connections._as_peer(peer) == expected
+    assert parse_peer(peer) == expected

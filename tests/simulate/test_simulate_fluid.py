@@ -39,18 +39,18 @@ capacities = st.lists(st.floats(0.5, 50), min_size=LINKS, max_size=LINKS)
 
 
 @given(capacities, st.lists(routes, min_size=1, max_size=14))
-def test_fluid_rates_match_naive_solver(rooms: list[float], flows: list[Route]) -> None:
-    network = FluidNetwork(rooms)
+def test_fluid_rates_match_naive_solver(spaces: list[float], flows: list[Route]) -> None:
+    network = FluidNetwork(spaces)
     for count, path in enumerate(flows, start=1):
         network.start(path, 1e12, 0.0, lambda: None)
-        expected = naive(rooms, flows[:count])
+        expected = naive(spaces, flows[:count])
         for other, rate in zip(flows[:count], expected, strict=True):
             assert network.rate(other) == pytest.approx(rate, rel=1e-6)
 
 
 @given(capacities, st.lists(st.tuples(routes, st.floats(0.1, 100), st.floats(0, 3)), min_size=1, max_size=12))
-def test_fluid_every_byte_arrives_at_fair_rates(rooms: list[float], flows: list[tuple[Route, float, float]]) -> None:
-    network = FluidNetwork(rooms)
+def test_fluid_every_byte_arrives_at_fair_rates(spaces: list[float], flows: list[tuple[Route, float, float]]) -> None:
+    network = FluidNetwork(spaces)
     running: dict[int, Route] = {}
     now = 0.0
     coming = sorted(enumerate(flows), key=lambda entry: entry[1][2])
@@ -66,14 +66,14 @@ def test_fluid_every_byte_arrives_at_fair_rates(rooms: list[float], flows: list[
             now = end
             for flow in network.take_ended(now):
                 flow.ended()
-        expected = naive(rooms, list(running.values()))
+        expected = naive(spaces, list(running.values()))
         for path, rate in zip(running.values(), expected, strict=True):
             assert network.rate(path) == pytest.approx(rate, rel=1e-6)
     network.settle(now)
     for link in range(LINKS):
         asked = sum(nbytes * dict(path).get(link, 0) for path, nbytes, _ in flows)
         assert network.moved[link] == pytest.approx(asked, rel=1e-6, abs=1e-6)
-        assert network.moved[link] <= rooms[link] * now * (1 + 1e-6)
+        assert network.moved[link] <= spaces[link] * now * (1 + 1e-6)
 
 
 def test_fluid_two_flows_share_a_link() -> None:

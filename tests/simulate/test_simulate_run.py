@@ -118,8 +118,8 @@ def test_simulate_oracle_is_a_lower_bound() -> None:
 
 def test_simulate_layerwise_needs_less_hbm() -> None:
     """Two requests of which only one fits: not layer-wise, the second's load waits for the first's push."""
-    room = uniform(MODEL, H100, ()).prefill.kv_room_bytes
-    tokens = int(room * 0.6 / MODEL.token_bytes) // 64 * 64
+    space = uniform(MODEL, H100, ()).prefill.kv_space_bytes
+    tokens = int(space * 0.6 / MODEL.token_bytes) // 64 * 64
     sessions = tuple(AgentSession(0.0, (SessionTurn(tokens, 256, 1),)) for _ in range(16))  # two an engine
     plenty = {"stage_bytes": 1e13}
     by = {

@@ -20,6 +20,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import FaultPlan, FaultyVolume
@@ -96,18 +97,17 @@ class NodeHarness:
                 volume.set_guard(self.counters, stall_s=stall_s, readers=2)
         self.log = ReplicaChangeLog([DRAM, *(one.volume_id for one in self.slabs)], self.counters, self.clock, keep=publishes)
         self.registry = registry or NamespaceRegistry()
-        self.table = BlockTable(
+        residency = Residency(
             self.arena,
             make_policy(policy),
             self.volumes,
             self.log,
             self.counters,
             self.clock,
-            writes_back=bool(volumes),
-            keep_loaded=cache_loads,
             make_durable_policy=partial(make_policy, policy),
-            **({} if registry is None else {"accounts": registry.accounts}),
+            accounts=None if registry is None else registry.accounts,
         )
+        self.table = BlockTable(residency, writes_back=bool(volumes), cache_loads=cache_loads)
         self.recovered = 0
         for volume in self.volumes:
             for slot, record in volume.volume.recover():

@@ -8,7 +8,7 @@ from kvproto.v1.common_pb2 import CacheSpec as SpecMessage
 from kvproto.v1.metadata_pb2 import Retention
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import StoreOutcome, Tier
-from kvstore.node.control.retention import Retainer
+from kvstore.node.control.retention import RetentionEnforcer
 from kvstore.node.eviction.quotas import held_bytes
 from kvstore.node.state.namespaces import NamespaceRegistry, TenantLedger
 from kvstore.rpc.codec import spec_to_proto
@@ -42,7 +42,7 @@ class QuotaNode(NodeHarness):
             publishes=True,
         )
         self.rules_file = folder / "rules"
-        self.retainer = Retainer(self.table, self.registry, self.specs, self.counters, self.rules_file)
+        self.enforcer = RetentionEnforcer(self.table, self.registry, self.specs, self.counters, self.rules_file)
 
     def specs(self) -> list[SpecMessage]:
         return [spec_to_proto(spec_of(tenant)) for tenant in TENANTS]
@@ -56,15 +56,15 @@ class QuotaNode(NodeHarness):
                 share.dram_bytes = dram * BLOCK
             if nvme is not None:
                 share.nvme_bytes = nvme * BLOCK
-        self.retainer.apply(retention)
+        self.enforcer.apply(retention)
 
     def set_rules(self, *rules: tuple[int, float, bool]) -> None:
         """Set retention rules: position of the tenant, time to live in seconds, pinned."""
         retention = Retention()
         for tenant, ttl_s, pinned in rules:
             retention.rules.add(namespace_id=self.namespaces[tenant].namespace_id, ttl_ms=int(ttl_s * 1000), pinned=pinned)
-        self.retainer.apply(retention)
-        self.retainer.round()
+        self.enforcer.apply(retention)
+        self.enforcer.round()
 
     def held(self, tenant: int, tier: Tier) -> int:
         """Return how many blocks a tenant holds."""

@@ -14,21 +14,27 @@ from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
+from support.chains import key_of
 
 SHAPE = BlockShape(2, 2048)
 BATCH = 8
 
 
 class FailingSlab(NvmeSlab):
-    """A volume whose commits fail while ``fails`` is set."""
+    """A volume whose commits fail while ``fails`` is set, and that becomes read-only on command."""
 
     fails = False
+
+    def make_read_only(self, reason: str | None) -> None:
+        """Accept no changes any more; None: accept them again."""
+        self._read_only = reason
 
     def commit(self, added: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
         if self.fails and (added or removed):
@@ -53,16 +59,16 @@ class SessionHarness:
         ]
         for slab in self.slabs:
             assert list(slab.recover()) == []
-        self.table = BlockTable(
+        residency = Residency(
             self.arena,
             make_policy(policy),
             [NodeVolume(slab) for slab in self.slabs],
             log,
             counters,
             self.clock,
-            writes_back=True,
             make_durable_policy=partial(make_policy, policy),
         )
+        self.table = BlockTable(residency, writes_back=True)
         self.target = LocalTarget(self.table, counters, self.clock)
         self.namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), shape)
         self.lengths: dict[int, int] = {}
@@ -112,7 +118,3 @@ class SessionHarness:
 
     def blocks_on(self) -> list[int]:
         return [slab.usage().blocks for slab in self.slabs]
-
-
-def key_of(chain: int, depth: int) -> BlockKey:
-    return BlockKey(hashlib.sha256(f"{chain}/{depth}".encode()).digest()[:16])

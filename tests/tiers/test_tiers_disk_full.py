@@ -182,7 +182,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Make the catalog reject commits, as a full disk does."""
 
     def full(*_args: object) -> None:
-        raise CapacityExceeded("no room for the catalog", reason=os.strerror(errno.ENOSPC))
+        raise CapacityExceeded("no space for the catalog", reason=os.strerror(errno.ENOSPC))
 
     return lambda: monkeypatch.setattr(Catalog, "commit", full)
 

@@ -115,7 +115,7 @@ def agentic_hit_ratio(policy: EvictionPolicy, capacity: int, *, sessions: int = 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_hit_ratio_on_an_agentic_workload(name: str) -> None:
-    """More room never costs much, and enough room reaches what is possible. Random choice would stay near the shared prompt."""
+    """More space never costs much, and enough space reaches what is possible. Random choice would stay near the shared prompt."""
     small, middle, large = (agentic_hit_ratio(make_policy(name), capacity) for capacity in (600, 1800, 4000))
     unbounded = agentic_hit_ratio(make_policy(name), 1 << 30)
     assert unbounded > 0.9

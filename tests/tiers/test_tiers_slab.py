@@ -175,7 +175,7 @@ def test_failed_sync_stops_further_stores(folder: Path, monkeypatch: pytest.Monk
 
 def test_full_disk_at_catalog_is_reported(slab: NvmeSlab, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_args: object) -> None:
-        raise CapacityExceeded("no room for the catalog")
+        raise CapacityExceeded("no space for the catalog")
 
     items = items_for(slab.allocate(SHAPE, 1) or [], [1], SHAPE)
     slab.write(items)
@@ -197,7 +197,7 @@ def test_full_disk_at_creation_leaves_no_files(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "told\n"
     assert not list(folder.glob("slab.kv*"))
-    open_slab(folder).close()  # and it can be made once there is room
+    open_slab(folder).close()  # and it can be made once there is space
 
 
 def test_volume_beyond_address_space_names_size(folder: Path) -> None:

@@ -364,8 +364,8 @@ def test_fetch_into_unregistered_memory_is_refused() -> None:
     options = {"transports": "tcp", "mode": "push"}
     with child("serve", json.dumps(options), "0") as server:
         address = heard(server)
-        room = np.zeros(2 * SHAPE.block_bytes, np.uint8)
-        region = Region(room.ctypes.data, room.nbytes)
+        space = np.zeros(2 * SHAPE.block_bytes, np.uint8)
+        region = Region(space.ctypes.data, space.nbytes)
         port = NixlAgent(NixlOptions(transports="tcp"), name="intruder-reads", regions=[region])
         _, mine = port.metadata()
         read = frames.ReadFrame(NAMESPACE, [block_key(0)], SHAPE, 0, 1, 0, 20_000)

@@ -27,6 +27,7 @@ from kvstore.transport.shaping.rate_limit import (
     MAX_PIECE_BYTES,
     MIN_PIECE_BYTES,
     PIECE_S,
+    SMALL_BYTES,
     RateLimitedWire,
     RateLimiter,
     RateSchedule,
@@ -111,8 +112,8 @@ def connected(serves: KvTraffic, reads: KvTraffic, blocks: int = 16) -> Iterator
 
 
 def read(peer: TcpPeer, keys: list[BlockKey], deadline_s: float = 30.0) -> list[Outcome]:
-    room = DenseBlocks(np.zeros((len(keys), SHAPE.layers, SHAPE.layer_block_bytes), np.uint8))
-    return peer.read(ReadRequest(NAMESPACE, keys, 0, SHAPE.layers, 0, time.monotonic() + deadline_s), room).outcomes
+    space = DenseBlocks(np.zeros((len(keys), SHAPE.layers, SHAPE.layer_block_bytes), np.uint8))
+    return peer.read(ReadRequest(NAMESPACE, keys, 0, SHAPE.layers, 0, time.monotonic() + deadline_s), space).outcomes
 
 
 def test_cap_of_sender_limits_read_and_marks_sockets() -> None:
@@ -216,16 +217,35 @@ def test_limiter_small_messages_are_booked_without_wait() -> None:
     limiter = RateLimiter(1_000.0, Counters())
     for _ in range(100):
         limiter.acquire(100, time.monotonic() - 1)
-    assert limiter.booked_bytes == 10_000
     with pytest.raises(DeadlineExceeded):
         limiter.acquire(10_000, time.monotonic() + 1)
-    assert limiter.booked_bytes == 10_000
+
+
+def test_limiter_refused_bytes_are_not_booked() -> None:
+    limiter = RateLimiter(1e6, Counters())
+    for _ in range(100):
+        limiter.acquire(1_000, 0.0)
+    with pytest.raises(DeadlineExceeded):
+        limiter.acquire(1_000_000_000, time.monotonic())
+    limiter.acquire(SMALL_BYTES, time.monotonic() + 30)  # would be refused after the other's 1000 seconds
+
+
+class CountingLimiter(RateLimiter):
+    """A limiter that lists the sizes that it let through."""
+
+    def __init__(self, rate: float | None, counters: Counters) -> None:
+        super().__init__(rate, counters)
+        self.sizes: list[int] = []
+
+    def acquire(self, size: int, deadline_s: float) -> None:
+        super().acquire(size, deadline_s)
+        self.sizes.append(size)
 
 
 @given(st.lists(st.integers(0, 300_000), min_size=1, max_size=30), st.floats(1e9, 1e11))
 def test_limited_wire_moves_bytes_unchanged(sizes: list[int], rate: float) -> None:
     near, far = socket.socketpair()
-    limiter = RateLimiter(rate, Counters())
+    limiter = CountingLimiter(rate, Counters())
     data = np.random.default_rng(1).integers(0, 256, sum(sizes), np.uint8)
     got = np.zeros_like(data)
     cuts = np.cumsum(sizes)[:-1]
@@ -238,7 +258,7 @@ def test_limited_wire_moves_bytes_unchanged(sizes: list[int], rate: float) -> No
     sender.close()
     receiver.close()
     assert np.array_equal(data, got)
-    assert limiter.booked_bytes == 2 * len(data)
+    assert sum(limiter.sizes) == 2 * len(data)
 
 
 # ---------------------------------------------------------------- network interfaces

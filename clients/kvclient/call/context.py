@@ -41,3 +41,14 @@ class ClientContext:
     """Threads for the parts of planned loads and for prompts that are awaited."""
     pool: PoolNamespace | None = None
     """The engine's own pool, nearer than any node."""
+
+    def close(self) -> None:
+        """End the threads and close all connections."""
+        self.part_threads.close()  # parts end soon after their scopes
+        self.remote_sessions.close()
+        self.peers.close()
+        if self.local is not None:
+            self.local.close()
+        if self.metadata is not None:
+            self.metadata.close()
+        self.liveness.close()

@@ -134,7 +134,7 @@ class DeviceBlocks(DeviceBuffer):
             self._host = np.empty((self.count, self._shape.block_bytes), np.uint8)
         return self._host
 
-    def landed(self, positions: Positions, first_layer: int, layer_count: int) -> None:
+    def host_copy_ready(self, positions: Positions, first_layer: int, layer_count: int) -> None:
         with self._lock:
             by_host = positions[self._by_host[positions]]
             begin = np.clip(self._sent[by_host], first_layer, first_layer + layer_count)
@@ -285,7 +285,7 @@ class DeviceBlocks(DeviceBuffer):
             self._copier.keep(host)  # copies that did not end may still access it
             raise
 
-    def follow(self, layer: int) -> None:
+    def wait_on_stream(self, layer: int) -> None:
         with self._lock:
             events = list(self._arrival.get(layer, ()))
         for event in events:
@@ -316,17 +316,11 @@ class DeviceBlocks(DeviceBuffer):
         return rows
 
 
-class BlockSource(DeviceBuffer):
-    """Read-only view of blocks. Their bytes are copied to host memory at the first access."""
+class _View(DeviceBuffer):
+    """Another buffer's blocks, seen in another way. Copies and streams are those of the buffer."""
 
     def __init__(self, blocks: DeviceBlocks) -> None:
         self._blocks = blocks
-        self._rows: npt.NDArray[np.uint8] | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def count(self) -> int:
-        return self._blocks.count
 
     @property
     def shape(self) -> BlockShape:
@@ -334,6 +328,28 @@ class BlockSource(DeviceBuffer):
 
     def check(self, spec: CacheSpec) -> None:
         self._blocks.check(spec)
+
+    def pool_gap(self, memory: PoolMemory) -> str:
+        return self._blocks.pool_gap(memory)
+
+    def drain(self) -> None:
+        self._blocks.drain()
+
+    def wait_on_stream(self, layer: int) -> None:
+        self._blocks.wait_on_stream(layer)
+
+
+class BlockSource(_View):
+    """Read-only view of blocks. Their bytes are copied to host memory at the first access."""
+
+    def __init__(self, blocks: DeviceBlocks) -> None:
+        super().__init__(blocks)
+        self._rows: npt.NDArray[np.uint8] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def count(self) -> int:
+        return self._blocks.count
 
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
         with self._lock:
@@ -348,23 +364,14 @@ class BlockSource(DeviceBuffer):
     def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
         self._blocks.write_arena(arena, offsets)
 
-    def pool_gap(self, memory: PoolMemory) -> str:
-        return self._blocks.pool_gap(memory)
-
     def read_pool(self, *_: object) -> None:
         raise InvalidArgument("a source is read-only")
 
     def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
         self._blocks.write_pool(memory, offsets)
 
-    def landed(self, *_: object) -> None:
+    def host_copy_ready(self, *_: object) -> None:
         raise InvalidArgument("a source is read-only")
-
-    def drain(self) -> None:
-        self._blocks.drain()
-
-    def follow(self, layer: int) -> None:
-        self._blocks.follow(layer)
 
     def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _PickedSource(self, self._blocks, np.asarray(blocks, np.intp))
@@ -373,23 +380,16 @@ class BlockSource(DeviceBuffer):
         return self
 
 
-class _Picked(DeviceBuffer):
+class _Picked(_View):
     """Some blocks of a buffer, without a copy."""
 
     def __init__(self, blocks: DeviceBlocks, which: Positions) -> None:
-        self._blocks = blocks
+        super().__init__(blocks)
         self._which = which
 
     @property
     def count(self) -> int:
         return len(self._which)
-
-    @property
-    def shape(self) -> BlockShape:
-        return self._blocks.shape
-
-    def check(self, spec: CacheSpec) -> None:
-        self._blocks.check(spec)
 
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
         return self._blocks.segments(int(self._which[block]), first_layer, layer_count)
@@ -400,23 +400,14 @@ class _Picked(DeviceBuffer):
     def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
         self._blocks.write_at(arena, offsets, self._which)
 
-    def pool_gap(self, memory: PoolMemory) -> str:
-        return self._blocks.pool_gap(memory)
-
     def read_pool(self, memory: PoolMemory, offsets: Offsets, first: int) -> None:
         self._blocks.read_pool_at(memory, offsets, self._which[first : first + len(offsets)])
 
     def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
         self._blocks.write_pool_at(memory, offsets, self._which)
 
-    def landed(self, positions: Positions, first_layer: int, layer_count: int) -> None:
-        self._blocks.landed(self._which[positions], first_layer, layer_count)
-
-    def drain(self) -> None:
-        self._blocks.drain()
-
-    def follow(self, layer: int) -> None:
-        self._blocks.follow(layer)
+    def host_copy_ready(self, positions: Positions, first_layer: int, layer_count: int) -> None:
+        self._blocks.host_copy_ready(self._which[positions], first_layer, layer_count)
 
     def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         return _Picked(self._blocks, self._which[np.asarray(blocks, np.intp)])

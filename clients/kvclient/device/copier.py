@@ -258,7 +258,7 @@ class DeviceCopier:
             stuck = list(self._stuck)
         for event in stuck:
             if not _done(event):
-                self.device.follow(event)
+                self.device.wait_event(event)
 
         def zero() -> None:
             there = uploaded(ids, self.cache.device)
@@ -416,7 +416,7 @@ class DeviceCopier:
 
     def wait_on_stream(self, event: Event) -> None:
         """Let the caller's current stream wait for an event."""
-        self.device.follow(event)
+        self.device.wait_event(event)
 
     def keep(self, memory: npt.NDArray[np.uint8] | None) -> None:
         """Keep host memory for the life of the process, because copies that did not end may still access it."""

@@ -156,7 +156,7 @@ class StagedCopy:
         self._codec = codec
         self._device = device
         self._row = codec.coded_bytes(cache.row_bytes) if codec is not None else cache.row_bytes
-        self._room = max(staging_bytes, self._row)
+        self._space = max(staging_bytes, self._row)
         self._copies = device.stream()
         self._moves = device.stream()
         self._slots: list[_StagingBuffer] = []
@@ -164,10 +164,10 @@ class StagedCopy:
     def load(self, blocks: CopyRequest, on_layer: OnLayer) -> None:
         ids = self._ids(blocks)
         runs = runs_of(blocks.starts, blocks.pitch)
-        group = min(layers_at_once(blocks.layers, len(blocks), runs), max(1, self._room // self._row))
+        group = min(layers_at_once(blocks.layers, len(blocks), runs), max(1, self._space // self._row))
         for first in range(0, blocks.layers, group):
             layers = range(first, min(first + group, blocks.layers))
-            step = max(1, self._room // (len(layers) * self._row))
+            step = max(1, self._space // (len(layers) * self._row))
             for begin in range(0, len(blocks), step):
                 end = min(begin + step, len(blocks))
                 with self._using(self._copies, self._moves) as slot:
@@ -182,10 +182,10 @@ class StagedCopy:
     def store(self, blocks: CopyRequest) -> None:
         ids = self._ids(blocks)
         # whole blocks if they fit: these are contiguous in host memory
-        group = min(blocks.layers, max(1, self._room // self._row))
+        group = min(blocks.layers, max(1, self._space // self._row))
         for first in range(0, blocks.layers, group):
             layers = range(first, min(first + group, blocks.layers))
-            step = max(1, self._room // (len(layers) * self._row))
+            step = max(1, self._space // (len(layers) * self._row))
             for begin in range(0, len(blocks), step):
                 end = min(begin + step, len(blocks))
                 with self._using(self._moves, self._copies) as slot:
@@ -223,7 +223,7 @@ class StagedCopy:
     def _slot(self) -> _StagingBuffer:
         if not self._slots:
             self._slots = [
-                _StagingBuffer(torch.empty(self._room, dtype=torch.uint8, device=self._cache.device)) for _ in range(2)
+                _StagingBuffer(torch.empty(self._space, dtype=torch.uint8, device=self._cache.device)) for _ in range(2)
             ]
             ready = self._device.mark()  # earlier users of the memory may still run
             self._copies.wait(ready)

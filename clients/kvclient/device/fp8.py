@@ -1,7 +1,7 @@
 """Quantisation of a 16-bit cache to 8-bit floats in the store: half the bytes in every tier and on every network.
 
-Off by default, because it changes the model's output: an element by at most a sixteenth of its value (see ``error_bound``). A
-Layer block then consists of
+Off by default, because it changes the model's output: an element by at most a sixteenth of its value. A layer block then consists
+of
 
     elements    float8 e4m3fn, in the order of the row
     scales      float32 little-endian, one per group (K and V of each page apart, if the layout distinguishes them)
@@ -90,14 +90,3 @@ class Fp8Codec:
     @property
     def _scales_end(self) -> int:
         return self._elements + self._groups * _SCALE_BYTES
-
-
-def error_bound(values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Bound of the decoding error of finite values: half a step of a float8 with three mantissa bits.
-
-    Args:
-        values: float32.
-        largest: the largest finite magnitude in each value's group, broadcastable.
-    """
-    scale = torch.clamp(2 * largest / LARGEST, min=_LEAST)  # at most twice the exact scale
-    return torch.maximum(values.abs() * 2.0**-4, scale * 2.0**-10)

@@ -97,11 +97,11 @@ class CacheLayer:
         pages = tensor.shape[page_axis]
         part_bytes = inner * size
         steps = sorted([(stride, pages)] + ([(split, 2)] if kind == "split" else []))
-        room = part_bytes
+        space = part_bytes
         for step, count in steps:  # each axis must step over all bytes that the finer axes cover
-            if count > 1 and step < room:
+            if count > 1 and step < space:
                 raise InvalidArgument("pages of the KV cache overlap", shape=tuple(tensor.shape), strides=tensor.stride())
-            room = step * (count - 1) + room
+            space = step * (count - 1) + space
         self.tensor = tensor
         self.order = tuple(axis - lead for axis in order)
         """Axes of a page by their order in memory, outermost first."""

@@ -76,7 +76,7 @@ class Device(Protocol):
     def mark(self) -> Event:
         """Return an event after all work on the caller's current stream."""
 
-    def follow(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         """Let later work on the caller's current stream begin after an event. Does not wait."""
 
     def run(self, work: Callable[[], None]) -> None:
@@ -169,7 +169,7 @@ class CudaDevice:
         event.record(torch.cuda.current_stream(self.memory))
         return _CudaEvent(event)
 
-    def follow(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
         torch.cuda.current_stream(self.memory).wait_event(event.event)
 
@@ -224,7 +224,7 @@ class CpuDevice:
     def mark(self) -> _Done:
         return _Done()
 
-    def follow(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         assert event.done()
 
     def run(self, work: Callable[[], None]) -> None:

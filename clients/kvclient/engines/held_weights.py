@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from kvclient import InvalidArgument
+from kvclient.engines.torch_private import script_type
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.qscheme)
 _SAMPLE_BYTES = 4096
@@ -77,7 +78,7 @@ def _pieces(value: object, *, whole: bool | None) -> Iterator[Piece]:
         for part in value:
             yield from _pieces(part, whole=whole)
     elif isinstance(value, torch.ScriptObject):  # parameters packed for a kernel: hash their saved form
-        yield f"|packed {value._type()}".encode()
+        yield f"|packed {script_type(value)}".encode()
         yield from _pieces(value.__getstate__(), whole=whole)
     else:
         raise TypeError(f"neither a tensor nor made of tensors: {type(value).__name__}")

@@ -4,9 +4,9 @@
     client = KVClient.connect("127.0.0.1:7400", layout.spec("my-model"))
     client.store(client.keys(token_ids), export_blocks(layers, layout))
 
-    room = layout.room(lookup.hit_blocks)
-    result = client.load(lookup, room)
-    layers = import_blocks(room[: result.hit_blocks], layout)
+    memory = layout.allocate(lookup.hit_blocks)
+    result = client.load(lookup, memory)
+    layers = import_blocks(memory[: result.hit_blocks], layout)
 
 A layer block is the keys of one layer, ``[heads, block_tokens, key_dim]``, then its values, ``[heads, block_tokens, value_dim]``,
 both contiguous and in the dtype of the cache. Keys are copied as they are in the cache: with positions applied if the model
@@ -154,7 +154,7 @@ class KVLayout:
             layout_version=LAYOUT_VERSION,
         )
 
-    def room(self, blocks: int) -> torch.Tensor:
+    def allocate(self, blocks: int) -> torch.Tensor:
         """Allocate uninitialized memory for blocks: uint8 ``[blocks, block_bytes]`` on the CPU."""
         return torch.empty((blocks, self.block_bytes), dtype=torch.uint8)
 
@@ -237,15 +237,15 @@ def export_blocks(
     end = first_token + count * layout.block_tokens
     if count < 0 or end > tokens:
         raise InvalidArgument("the cache has fewer tokens than wanted", tokens=tokens, wants=end)
-    room = layout.room(count) if out is None else out
-    if room.shape[0] != count:
-        raise InvalidArgument("the memory is for another number of blocks", got=room.shape[0], wants=count)
-    for pair, places in zip(layers, layout.pieces(room), strict=True):
+    memory = layout.allocate(count) if out is None else out
+    if memory.shape[0] != count:
+        raise InvalidArgument("the memory is for another number of blocks", got=memory.shape[0], wants=count)
+    for pair, places in zip(layers, layout.pieces(memory), strict=True):
         for tensor, place in zip(pair, places, strict=True):
             heads, dim = tensor.shape[1], tensor.shape[3]
             part = tensor.detach()[row, :, first_token:end].view(heads, count, layout.block_tokens, dim)
             place.copy_(part.transpose(0, 1))
-    return room
+    return memory
 
 
 def import_blocks(

@@ -1,1 +1,1 @@
-"""Hand-over of a prompt from a prefill engine to the host of a decode engine."""
+"""Handoff of a prompt from a prefill engine to the host of a decode engine."""

@@ -14,7 +14,7 @@ from kvclient.call.context import ClientContext
 from kvclient.call.scope import CallScope
 from kvclient.load.sink import BlockSink, spans
 from kvclient.memory.buffers import as_block_buffer
-from kvclient.nodes.local_session import Session, means_lost, new_operation_id
+from kvclient.nodes.local_session import Session, is_session_lost, new_operation_id
 from kvclient.options import VERIFY_CHOICES, Verify
 from kvclient.results import PATH_LOCAL, LoadResult
 from kvproto.v1 import node_pb2
@@ -94,7 +94,7 @@ class PromptReceiver:
                 self._sink.record_error(self._scope.error())
             else:
                 self._sink.record_error(why)
-                if means_lost(why):
+                if is_session_lost(why):
                     local.lost(session, why)
         except KVStoreError as error:
             self._sink.record_error(error)
@@ -194,12 +194,12 @@ class PromptReceiver:
 
     def _copy(self, session: Session, blocks: BlockBuffer, start: int, stop: int, skip: int, *, verify: bool) -> None:
         layers = self._context.shape.layers
-        session.arena.copy_out(self._offsets[start:stop], blocks, start - skip, 0, layers, _COPY_THREADS)
+        expected = None
         if verify:
             sums = np.frombuffer(b"".join(self._checksums[at] for at in range(start, stop)), np.uint64)
-            wanted = sums.reshape(stop - start, layers)
-            bad = session.arena.differing(self._offsets[start:stop], blocks, start - skip, 0, wanted)
-            self._sink.outcomes[start + np.flatnonzero(bad)] = Outcome.CORRUPT
+            expected = sums.reshape(stop - start, layers)
+        good = session.arena.copy_out(self._offsets[start:stop], blocks, start - skip, 0, layers, _COPY_THREADS, expected)
+        self._sink.outcomes[start + np.flatnonzero(~good)] = Outcome.CORRUPT
 
     def cancel(self) -> None:
         """Cancel the wait and release the space.

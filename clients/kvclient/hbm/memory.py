@@ -84,7 +84,7 @@ def pool_bytes(device: torch.device, capacity_bytes: int | None, share: float | 
     return capacity_bytes
 
 
-def check_room(device: torch.device, capacity_bytes: int, held_bytes: int) -> None:
+def check_space(device: torch.device, capacity_bytes: int, held_bytes: int) -> None:
     """Check that a pool of another size may fit, before its blocks are evicted for it.
 
     Args:

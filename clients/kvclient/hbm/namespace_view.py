@@ -235,7 +235,7 @@ class NamespaceView:
         return len(blocks)
 
     # ---- copies into the pool ----
-    def keep(
+    def insert(
         self,
         keys: Sequence[BlockKey],
         parent: BlockKey | None,
@@ -261,7 +261,7 @@ class NamespaceView:
 
         return self._insert(keys, parent, depth, move, scope)
 
-    def keep_tensor(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, source: torch.Tensor) -> int:
+    def insert_tensor(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, source: torch.Tensor) -> int:
         """Copy blocks from memory on the pool's device into the pool, like ``keep``, but without checksums.
 
         Args:
@@ -323,12 +323,12 @@ class NamespaceView:
             with parts.guarded("write to"):
                 if wanted and (wanted[0] == 0 or wanted[0] - 1 in claim.resident):  # no gaps within a run
                     wanted = wanted[: next((at for at, one in enumerate(wanted) if one != wanted[0] + at), len(wanted))]
-                    wait_s = parts.room_wait_s if scope is None else min(parts.room_wait_s, scope.left_s())
+                    wait_s = parts.space_wait_s if scope is None else min(parts.space_wait_s, scope.left_s())
                     deadline_s = parts.clock.now_s() + wait_s
                     while done < len(wanted) and not (scope is not None and scope.ended):
-                        slots = self._room(min(len(wanted) - done, piece or min(PIECE_BLOCKS, self._step)), deadline_s)
+                        slots = self._space(min(len(wanted) - done, piece or min(PIECE_BLOCKS, self._step)), deadline_s)
                         if not slots:
-                            parts.counters.add(device_metrics.HBM_NO_ROOM_BLOCKS, len(wanted) - done)
+                            parts.counters.add(device_metrics.HBM_NO_SPACE_BLOCKS, len(wanted) - done)
                             break
                         inserted = self._piece(keys, parent, depth, wanted[done : done + len(slots)], slots, move)
                         held += inserted
@@ -350,7 +350,7 @@ class NamespaceView:
                 if not block.checksums:
                     block.checksums = _packed(block_checksums(buffer, (at,))[0])
 
-    def _room(self, count: int, deadline_s: float) -> list[Slot]:
+    def _space(self, count: int, deadline_s: float) -> list[Slot]:
         """Reserve slots for up to ``count`` blocks; none if there is no space in time."""
         table, shape = self._parts.table, self._namespace.shape
         try:

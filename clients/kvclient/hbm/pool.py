@@ -25,6 +25,7 @@ from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
@@ -59,7 +60,7 @@ class HbmPool:
         tokens_file: accepted tokens (``kvstore.rpc.auth.tokens``), in the format of nodes; None: any caller.
         policy: eviction policy; see ``kvstore.tiers.eviction.policy``.
         demote: offer evicted blocks to the tiers below first; False: drop them.
-        room_wait_s: how long a copy into the pool waits for space (until blocks are demoted); then it is skipped.
+        space_wait_s: how long a copy into the pool waits for space (until blocks are demoted); then it is skipped.
         anti_entropy_interval_s: how often the index is compared with the pool.
         gds: whether blocks on the local node's volumes are read directly into the pool; see ``gds_reader.GdsMode``. The engine
             needs permission to read the volumes' folders.
@@ -86,7 +87,7 @@ class HbmPool:
         tls: TlsConfig | None = None,
         policy: str = "reuse-distance",
         demote: bool = True,
-        room_wait_s: float = 0.02,
+        space_wait_s: float = 0.02,
         anti_entropy_interval_s: float = 60.0,
         gds: GdsMode = "auto",
         gds_in_flight: int = 8,
@@ -97,7 +98,7 @@ class HbmPool:
         where = memory.find_device(device)
         capacity = memory.pool_bytes(where, capacity_bytes, share)
         self.node_id = check_node_id(node_id or _own_name(str(where)))
-        room_wait_s = check_seconds("room_wait_s", room_wait_s, zero=True)
+        space_wait_s = check_seconds("space_wait_s", space_wait_s, zero=True)
         self._counters = Counters()
         self._clock = MonotonicClock()
         self.namespaces = NamespaceRegistry()
@@ -109,17 +110,9 @@ class HbmPool:
         self._volume = HbmVolume(volume_id, where, capacity, counters=self._counters)
         self._log = ReplicaChangeLog([volume_id], self._counters, self._clock, keep=metadata is not None)
         # the table only allocates from the volume; a node's loader, provider, write-back and migrations need views
-        self._table = BlockTable(
-            self._volume,  # type: ignore[arg-type]
-            chosen,
-            [],
-            self._log,
-            self._counters,
-            self._clock,
-            writes_back=demote,
-            cascades_chains=True,
-        )
-        self.state = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, room_wait_s, demote=demote)
+        residency = Residency(self._volume, chosen, [], self._log, self._counters, self._clock)  # type: ignore[arg-type]
+        self._table = BlockTable(residency, writes_back=demote, cascades_chains=True)
+        self.state = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, space_wait_s, demote=demote)
         """Shared state; for benchmarks and tests."""
         self.gds_reader = GdsReader(self.state, gds, gds_in_flight)
         self._demoter = Demoter(self.state, self._targets)
@@ -172,7 +165,7 @@ class HbmPool:
         return NamespaceView(self.state, self.gds_reader, namespace, detach)
 
     def blocks(self, spec: CacheSpec) -> NamespaceView:
-        """Return a namespace for an engine's own copies on its device (``copy_to_tensor``, ``keep_tensor``, ``pinned``).
+        """Return a namespace for an engine's own copies on its device (``copy_to_tensor``, ``insert_tensor``, ``pinned``).
 
         Raises:
             InvalidArgument: the pool is closed, or too small for a block of this namespace.
@@ -235,7 +228,7 @@ class HbmPool:
         with self._sizing:
             if self.state.closed:
                 return False
-            memory.check_room(self._volume.device, capacity_bytes, self._volume.usage().capacity_bytes)
+            memory.check_space(self._volume.device, capacity_bytes, self._volume.usage().capacity_bytes)
             self.state.resizing = True
             try:
                 self.evict(demote=demote, timeout_s=timeout_s / 2)

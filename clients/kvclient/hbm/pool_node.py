@@ -197,7 +197,7 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
         if self._namespaces.find(namespace_id) is None:  # a pool has only the namespaces of its engine
             raise NotFound("unknown namespace of this pool", namespace=namespace_id.hex())
         ticket = self._authority.issue(namespace_id, TICKET_VALID_S)
-        return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
+        return node_pb2.IssueTicketResponse(ticket=ticket, boot_id=self._info.boot_id)
 
     async def GetNodeStats(  # noqa: N802
         self,
@@ -267,7 +267,7 @@ class _ControlServer:
         except KVStoreError as error:
             self._failed = error
         except Exception as error:  # noqa: BLE001  # edge of this thread: start() raises it, or it is logged
-            self._counters.add(device_metrics.HBM_CONTROL_DOOR_FAILED)
+            self._counters.add(device_metrics.HBM_CONTROL_SERVER_FAILED)
             _log.exception("failed control server of the pool")
             self._failed = Unavailable("the control server of the pool did not start", listen=self._listen, error=error)
         finally:

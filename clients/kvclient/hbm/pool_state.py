@@ -34,7 +34,7 @@ class PoolState:
         table: BlockTable,
         counters: Counters,
         clock: Clock,
-        room_wait_s: float,
+        space_wait_s: float,
         *,
         demote: bool,
     ) -> None:
@@ -43,7 +43,7 @@ class PoolState:
         self.table = table
         self.counters = counters
         self.clock = clock
-        self.room_wait_s = room_wait_s
+        self.space_wait_s = space_wait_s
         self.demote = demote
         self.closed = False
         self.resizing = False

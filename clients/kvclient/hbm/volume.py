@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,14 +17,14 @@ import torch
 
 from kvclient.hbm import memory
 from kvclient.hbm.tensors import stretches, until_done
-from kvstore.core import checksum
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
-from kvstore.core.types import BlockShape, Outcome, Tier, VolumeId
+from kvstore.core.types import BlockShape, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
-from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.slot_pool import PooledVolume, SlotPool
+from kvstore.tiers.contract import Slot
+from kvstore.tiers.memory_volume import MemoryVolume
+from kvstore.tiers.slot_pool import SlotPool
 from kvstore.transport.copy import copy_from_arena, copy_to_arena
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ STAGING_BYTES = 16 << 20
 COPY_THREADS = 2
 
 
-class HbmVolume(PooledVolume):
+class HbmVolume(MemoryVolume):
     """Blocks in the memory of one device. Thread-safe.
 
     Args:
@@ -48,6 +48,8 @@ class HbmVolume(PooledVolume):
     Raises:
         CapacityExceeded: the device refused the allocation.
     """
+
+    _corrupt_event = device_metrics.HBM_CORRUPT_BLOCKS
 
     def __init__(
         self, volume_id: VolumeId, device: torch.device, capacity_bytes: int, *, counters: Counters | None = None
@@ -84,10 +86,6 @@ class HbmVolume(PooledVolume):
         return view
 
     # ---- slots ----
-    @staticmethod
-    def _slot_bytes(shape: BlockShape) -> int:
-        return shape.block_bytes
-
     def check_fits(self, shape: BlockShape) -> None:
         """Check that a block would fit if the volume were empty.
 
@@ -208,37 +206,11 @@ class HbmVolume(PooledVolume):
             return torch.empty(nbytes, dtype=torch.uint8)
 
     # ---- one block at a time: the Volume contract ----
-    def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
-        results: list[Exception | None] = []
-        for slot, record, payload in items:
-            size = record.shape.block_bytes
-            if payload.nbytes != size or size > slot.size:
-                results.append(
-                    InvalidArgument("a payload must be one full block that fits its slot", bytes=payload.nbytes, expected=size)
-                )
-            elif not self.slot_pool.holds(slot):
-                results.append(Internal("a write into a slot that is not reserved", slot=slot))
-            else:
-                self.copy_in(np.array([slot.offset]), _as_block(payload, record.shape))
-                results.append(None)
-        return results
+    def _copy_in(self, slot: Slot, shape: BlockShape, payload: memoryview) -> None:
+        self.copy_in(np.array([slot.offset]), _as_block(payload, shape))
 
-    def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
-        """See the contract. The slot is checked again after the copy: a slot that was reused during the copy is a miss."""
-        outcomes: list[Outcome] = []
-        for slot, record, destination in items:
-            size = record.shape.block_bytes
-            if destination.nbytes != size or size > slot.size:
-                raise InvalidArgument("a destination must be one full block", bytes=destination.nbytes, expected=size)
-            outcome = Outcome.CORRUPT
-            if self.slot_pool.holds(slot):
-                self.copy_out(np.array([slot.offset]), _as_block(destination, record.shape), 0)
-                if (not verify or checksum.verify(destination, record.shape, record.checksums)) and self.slot_pool.holds(slot):
-                    outcome = Outcome.HIT
-            if outcome is Outcome.CORRUPT:
-                self._counters.add(device_metrics.HBM_CORRUPT_BLOCKS)
-            outcomes.append(outcome)
-        return outcomes
+    def _copy_out(self, slot: Slot, shape: BlockShape, destination: memoryview) -> None:
+        self.copy_out(np.array([slot.offset]), _as_block(destination, shape), 0)
 
     def close(self) -> None:
         """Release the memory after its last use."""

@@ -48,7 +48,7 @@ _OUTCOME_REASONS: Final = {
     Outcome.CORRUPT: "corrupt",
     Outcome.UNAVAILABLE: "node_lost",
     Outcome.TIMEOUT: "deadline",
-    Outcome.NO_ROOM: "capacity",
+    Outcome.NO_SPACE: "capacity",
 }
 
 

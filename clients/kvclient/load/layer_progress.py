@@ -35,7 +35,7 @@ class LayerTracker:
         """Record layers that are in the buffer, verified. Layers above a gap do not count until the gap is filled."""
         if self._device is not None and len(positions):
             try:
-                self._device.landed(positions, first_layer, layer_count)
+                self._device.host_copy_ready(positions, first_layer, layer_count)
             except KVStoreError:  # the flush at the end of the load meets the same error and records it
                 self.mark_failed(positions)
                 return

@@ -65,10 +65,10 @@ class LoadHandle(CallHandle[LoadResult]):
         barrier: LayerBarrier,
         future: Future[LoadResult],
         layers: int,
-        follow: Callable[[int], None] | None = None,
+        wait_on_stream: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(scope, future)
-        self._follow = follow
+        self._wait_on_stream = wait_on_stream
         self._barrier = barrier
         self._layers = layers
 
@@ -100,8 +100,8 @@ class LoadHandle(CallHandle[LoadResult]):
         arrived = self._barrier.wait(
             layer, left_s if timeout_s is None else min(check_seconds("timeout_s", timeout_s, zero=True), left_s)
         )
-        if arrived and self._follow is not None:
-            self._follow(layer)
+        if arrived and self._wait_on_stream is not None:
+            self._wait_on_stream(layer)
         return arrived
 
 

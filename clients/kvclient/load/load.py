@@ -113,7 +113,7 @@ class Load:
         fetch_from(sources if pool_source is None else [pool_source, *sources], request, sink)
         sink.flush_to_device()
         if pool_source is not None:
-            pool_source.keep(request, sink)
+            pool_source.insert(request, sink)
         sink.drop_incomplete()
         result = sink.result(context.shape.block_bytes)
         result.seconds = self.scope.elapsed_s()

@@ -22,7 +22,7 @@ from kvclient.load.paths import Paths, Plan, PlannedPart, largest_ranges
 from kvclient.load.request import LoadRequest, LoadSource, fetch_from
 from kvclient.load.sink import BlockSink, Mask, Positions, spans
 from kvclient.load.sources.storage_path import PrefillPath, RemotePath, StoragePathSource
-from kvclient.nodes.local_session import LocalNode, Session, means_lost
+from kvclient.nodes.local_session import LocalNode, Session, is_session_lost
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.results import PATH_PREFILL, Run, outcome_table
 from kvstore.core.errors import KVStoreError, Unavailable
@@ -31,7 +31,7 @@ from kvstore.observe.metric_definitions import client as client_metrics
 
 _WATCH_S = 0.05
 """Interval of the checks for stalls, and of progress reports."""
-_RETRIED = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM)
+_RETRIED = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_SPACE)
 """Outcomes after which another path is tried. MISS and CORRUPT in storage are the same over every path; damage between another
 host's node and this one is reported as UNAVAILABLE."""
 
@@ -212,7 +212,7 @@ class _PlannedLoad:
             return
         if source.error is not None:
             sink.record_error(source.error)
-            if source.on_this_host and means_lost(source.error) and not self._session.server.hung:
+            if source.on_this_host and is_session_lost(source.error) and not self._session.server.hung:
                 self._local.lost(self._session, source.error)
         if source.error is not None or source.scope.ended:  # never answered: a failure, not a miss
             sink.outcomes[left[sink.outcomes[left] == Outcome.MISS]] = Outcome.UNAVAILABLE

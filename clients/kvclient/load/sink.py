@@ -124,7 +124,7 @@ class BlockSink:
             return
         hits = np.flatnonzero(self.outcomes == Outcome.HIT)
         try:
-            self._device.landed(hits, 0, self._layers)
+            self._device.host_copy_ready(hits, 0, self._layers)
             self._device.drain()
         except KVStoreError as error:
             self.outcomes[hits] = Outcome.UNAVAILABLE

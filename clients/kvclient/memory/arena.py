@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvclient.memory.buffers import LayersOf
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
 from kvstore.core.buffers import BlockBuffer, ScatteredBlocks
-from kvstore.core.checksum import block_checksums
+from kvstore.core.checksum import ChecksumArray, block_checksums
 from kvstore.core.errors import Internal, KVStoreError
 from kvstore.core.types import BlockShape, SessionId
 from kvstore.transport.copy import copy_from_arena, copy_to_arena
@@ -29,6 +29,7 @@ MADV_POPULATE_WRITE = 23
 """Since Linux 5.14; the mmap module does not define it."""
 
 Offsets = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
 
 
 class ClientArena:
@@ -94,24 +95,68 @@ class ClientArena:
         return self._mapping.alive
 
     def copy_out(
-        self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int, threads: int
-    ) -> None:
-        """Copy layers of blocks from the arena to blocks ``[first, first + len(offsets))`` of a buffer."""
-        self.begin_copy_out(offsets, buffer, first, first_layer, layer_count, threads)
+        self,
+        offsets: Offsets,
+        buffer: BlockBuffer,
+        first: int,
+        first_layer: int,
+        layer_count: int,
+        threads: int,
+        expected: ChecksumArray | None = None,
+    ) -> Mask:
+        """Copy layers of blocks from the arena to blocks ``[first, first + len(offsets))`` of a buffer.
+
+        Args:
+            offsets: of the blocks in the arena.
+            buffer: the destination.
+            first: its first block.
+            first_layer: first layer to copy.
+            layer_count: number of layers to copy.
+            threads: at most so many copy.
+            expected: checksums ``[blocks, layer_count]``; None: not compared.
+
+        Returns:
+            Which blocks match ``expected``; all without it.
+        """
+        good = self.begin_copy_out(offsets, buffer, first, first_layer, layer_count, threads, expected)
         if isinstance(buffer, DeviceBuffer):
             buffer.drain()
+        return good
 
     def begin_copy_out(
-        self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int, threads: int
-    ) -> None:
-        """Copy as ``copy_out``, but do not wait for a device: its ``drain`` must return before the lease ends."""
+        self,
+        offsets: Offsets,
+        buffer: BlockBuffer,
+        first: int,
+        first_layer: int,
+        layer_count: int,
+        threads: int,
+        expected: ChecksumArray | None = None,
+    ) -> Mask:
+        """Copy as ``copy_out``, but do not wait for a device: its ``drain`` must return before the lease ends.
+
+        Checksums are computed of the bytes that are copied, in the same pass. A device's copy cannot be read here, so the blocks
+        in the arena are checked instead.
+        """
         if isinstance(buffer, DeviceBuffer):
             buffer.read_arena(self._mapping.view, offsets, first, first_layer, layer_count)
-            return
-        blocks = np.arange(first, first + len(offsets), dtype=np.int64)
+            if expected is None:
+                return np.ones(len(offsets), bool)
+            blocks = self.blocks(offsets, buffer.shape)
+            layers = blocks if layer_count == buffer.shape.layers else LayersOf(blocks, first_layer, layer_count)
+            return matches(block_checksums(layers, range(len(offsets))), expected)
+        found = None if expected is None else np.empty((len(offsets), layer_count), np.uint64)
         copy_from_arena(
-            self._mapping.view, offsets, buffer, blocks, first_layer=first_layer, layer_count=layer_count, threads=threads
+            self._mapping.view,
+            offsets,
+            buffer,
+            np.arange(first, first + len(offsets), dtype=np.int64),
+            first_layer=first_layer,
+            layer_count=layer_count,
+            threads=threads,
+            checksums=found,
         )
+        return np.ones(len(offsets), bool) if found is None or expected is None else matches(found, expected)
 
     def copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
         """Copy all blocks of a buffer to the arena, each to its offset. Return checksums of the bytes, ``[blocks, layers]``."""
@@ -133,17 +178,6 @@ class ClientArena:
                 raise
         return block_checksums(self.blocks(offsets, buffer.shape), range(len(offsets)))
 
-    def differing(
-        self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, checksums: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.bool_]:
-        """Return which copied blocks differ from their checksums ``[blocks, layers]``.
-
-        If a device has the copies, the blocks in the arena are checked instead.
-        """
-        if isinstance(buffer, DeviceBuffer):
-            return mismatches(self.blocks(offsets, buffer.shape), 0, len(offsets), first_layer, checksums)
-        return mismatches(buffer, first, len(offsets), first_layer, checksums)
-
     def blocks(self, offsets: Offsets, shape: BlockShape) -> BlockBuffer:
         """Return blocks in the arena as a buffer. No bytes are copied. Drop it before the session ends."""
         view, size = self._mapping.view, shape.block_bytes
@@ -163,21 +197,7 @@ class ClientArena:
             _log.error("arena not unmapped: %s", error)
 
 
-def mismatches(
-    buffer: BlockBuffer, first: int, count: int, first_layer: int, checksums: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.bool_]:
-    """Return which of blocks ``[first, first + count)`` of a buffer differ from their checksums.
-
-    Args:
-        buffer: the copied blocks.
-        first: the first block.
-        count: number of blocks.
-        first_layer: layer of ``checksums[:, 0]``.
-        checksums: ``[count, layers]``.
-    """
-    layer_count = checksums.shape[1]
-    if layer_count != buffer.shape.layers:
-        buffer = LayersOf(buffer, first_layer, layer_count)
-    found = block_checksums(buffer, range(first, first + count))
-    differs: npt.NDArray[np.bool_] = (found != checksums).any(axis=1)
-    return differs
+def matches(found: ChecksumArray, expected: ChecksumArray) -> Mask:
+    """Return which blocks have the expected checksums in all layers; both arrays are ``[blocks, layers]``."""
+    good: Mask = (found == expected).all(axis=1)
+    return good

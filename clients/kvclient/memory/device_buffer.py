@@ -106,7 +106,7 @@ class DeviceBuffer(ABC):
         """Copy all blocks into a pool's memory on the device, and wait for the copies. See ``read_pool``."""
 
     @abstractmethod
-    def landed(self, positions: npt.NDArray[np.intp], first_layer: int, layer_count: int) -> None:
+    def host_copy_ready(self, positions: npt.NDArray[np.intp], first_layer: int, layer_count: int) -> None:
         """Start to copy layers of some blocks to the device, because they are complete in ``segments``. No effect on others.
 
         Raises:
@@ -123,7 +123,7 @@ class DeviceBuffer(ABC):
         """
 
     @abstractmethod
-    def follow(self, layer: int) -> None:
+    def wait_on_stream(self, layer: int) -> None:
         """Make the next work that the caller enqueues on its device wait, on the device, for the copies of a layer."""
 
     @abstractmethod

@@ -60,7 +60,7 @@ class PoolNamespace(Protocol):
             Number of leading blocks that are in the buffer now.
         """
 
-    def keep(
+    def insert(
         self,
         keys: Sequence[BlockKey],
         parent: BlockKey | None,

@@ -287,12 +287,6 @@ class LocalNode:
         except KVStoreError as error:
             self._incidents.report(client_metrics.SESSION_REFUSED, "session with the local node not opened", error)
 
-    def wait_reopened(self, timeout_s: float) -> None:
-        """Wait for an attempt under way in the background, if there is one; for tests."""
-        thread = self._reopening
-        if thread is not None:
-            thread.join(timeout_s)
-
     def close(self) -> None:
         """End the session. Copies under way finish first, in their threads."""
         with self._lock:
@@ -317,7 +311,7 @@ def _stored_volumes(answered: Sequence[node_pb2.StoredVolume]) -> tuple[StoredVo
     return volumes
 
 
-def means_lost(error: KVStoreError) -> bool:
+def is_session_lost(error: KVStoreError) -> bool:
     """Whether to drop the session after an error of one of its calls: it has ended, or its node is unreachable."""
     return isinstance(error, LeaseLost | Unavailable | NotFound)
 

@@ -20,10 +20,10 @@ from kvclient.options import ClientOptions
 from kvclient.scheduling.types import (
     Assignment,
     EngineFigures,
+    EngineGroupState,
     EngineRequest,
     EngineRole,
-    GroupBook,
-    GroupNews,
+    GroupUpdates,
     assign_to_proto,
     assignment_from_proto,
 )
@@ -122,10 +122,10 @@ class SchedulerClient:
                 cancellations.add_done_callback(self._cancellations.discard)
             raise
 
-    def again(self, request: EngineRequest, lost: Assignment, deadline_s: float) -> Assignment:
+    def reassign(self, request: EngineRequest, lost: Assignment, deadline_s: float) -> Assignment:
         """Wait until a request whose engine seems to have died was given to other engines.
 
-            assignment = scheduler.again(request, assignment, deadline_s=5.0)
+            assignment = scheduler.reassign(request, assignment, deadline_s=5.0)
 
         Raises:
             DeadlineExceeded: it was not: the engines of ``lost`` may be alive, or no engine has space; call again.
@@ -152,7 +152,7 @@ class SchedulerClient:
 
         Example: ``leader = scheduler.leader("prefill-0", "prefill")``
         """
-        return GroupLeader(self, GroupBook(group, role))
+        return GroupLeader(self, EngineGroupState(group, role))
 
     def close(self) -> None:
         """Close the channel. Calls under way fail."""
@@ -199,7 +199,7 @@ class SchedulerClient:
 class GroupLeader:
     """Reports of one engine group, one at a time."""
 
-    def __init__(self, client: SchedulerClient, book: GroupBook) -> None:
+    def __init__(self, client: SchedulerClient, book: EngineGroupState) -> None:
         self._client = client
         self._book = book
 
@@ -210,7 +210,7 @@ class GroupLeader:
         prefilled: Iterable[int] = (),
         finished: Iterable[int] = (),
         deadline_s: float = 1.0,
-    ) -> GroupNews:
+    ) -> GroupUpdates:
         """Report the load of all engines of the group and fetch their work. To be called every few to 100 ms, also without news.
 
             updates = leader.report([EngineFigures("e0", "node-a")])
@@ -263,10 +263,10 @@ class AsyncSchedulerClient:
             task.add_done_callback(self._cancellations.discard)
             raise
 
-    async def again(self, request: EngineRequest, lost: Assignment, deadline_s: float) -> Assignment:
-        """See ``SchedulerClient.again``.
+    async def reassign(self, request: EngineRequest, lost: Assignment, deadline_s: float) -> Assignment:
+        """See ``SchedulerClient.reassign``.
 
-        Example: ``assignment = await scheduler.again(request, assignment, deadline_s=5.0)``
+        Example: ``assignment = await scheduler.reassign(request, assignment, deadline_s=5.0)``
         """
         return await self._assign(request, lost.generation, deadline_s)
 
@@ -297,7 +297,7 @@ class AsyncSchedulerClient:
 
         Example: ``leader = scheduler.leader("decode-0", "decode")``
         """
-        return AsyncGroupLeader(self, GroupBook(group, role))
+        return AsyncGroupLeader(self, EngineGroupState(group, role))
 
     async def close(self) -> None:
         """Close the channel after the cancellations under way. Other calls fail."""
@@ -360,7 +360,7 @@ class AsyncSchedulerClient:
 class AsyncGroupLeader:
     """``GroupLeader`` for asyncio."""
 
-    def __init__(self, client: AsyncSchedulerClient, book: GroupBook) -> None:
+    def __init__(self, client: AsyncSchedulerClient, book: EngineGroupState) -> None:
         self._client = client
         self._book = book
 
@@ -371,7 +371,7 @@ class AsyncGroupLeader:
         prefilled: Iterable[int] = (),
         finished: Iterable[int] = (),
         deadline_s: float = 1.0,
-    ) -> GroupNews:
+    ) -> GroupUpdates:
         """See ``GroupLeader.report``.
 
         Example: ``updates = await leader.report(engines)``

@@ -25,7 +25,8 @@ class EngineRequest:
         prompt_tokens: length of the prompt, which is the measure of its cost.
         hit_tokens: tokens of it that are in the store according to a lookup; passed on to the engines.
         expected_output_tokens: an estimate, for space on the decode engine; 0: only the prompt must fit.
-        near: by prefill engine: tokens of the prompt that it has cached; such an engine may have a longer queue by that many.
+        cached_tokens: by prefill engine: tokens of the prompt that it has cached. The queue of such an engine may be longer by
+            that many tokens.
         operation_id: distinguishes this submission from others of the same name; keep the default.
     """
 
@@ -33,7 +34,7 @@ class EngineRequest:
     prompt_tokens: int
     hit_tokens: int = 0
     expected_output_tokens: int = 0
-    near: Mapping[str, int] = field(default_factory=dict)
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
     operation_id: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)
 
     def __post_init__(self) -> None:
@@ -41,8 +42,8 @@ class EngineRequest:
             _check_number(name, getattr(self, name), _MAX_U32)
         if not isinstance(self.request_id, str) or self.prompt_tokens < 1 or self.hit_tokens > self.prompt_tokens:
             raise InvalidArgument("a request requires a name, a prompt, and hits within the prompt", request=self.request_id)
-        for tokens in self.near.values():
-            _check_number("near", tokens, self.prompt_tokens)
+        for tokens in self.cached_tokens.values():
+            _check_number("cached_tokens", tokens, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +119,11 @@ class Assigned:
     expected_output_tokens: int
     prefill: EnginePlace | None
     decode: EnginePlace | None
-    near_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Revoked:
+class RevokedRequest:
     """Cancelled work: this generation of the request and earlier ones. A later generation, sent before or after, remains."""
 
     request_id: str
@@ -130,18 +131,17 @@ class Revoked:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupNews:
+class GroupUpdates:
     """Answer to a report.
 
     Attributes:
         events: in order.
-        anew: the server knows the group only since this report, because it is the first one, the server was restarted, or the
-            group was considered dead. Requests assigned before were assigned to other groups or are unknown; reports on them have
-            no effect.
+        first_report: this is the first report of the group that the server knows: the group is new or was considered dead, or
+            the server was restarted. Requests assigned before are now other groups' or unknown; reports on them have no effect.
     """
 
-    events: tuple[Assigned | Revoked, ...]
-    anew: bool
+    events: tuple[Assigned | RevokedRequest, ...]
+    first_report: bool
 
     @property
     def assigned(self) -> list[Assigned]:
@@ -159,12 +159,12 @@ class GroupNews:
         return list(work.values())
 
     @property
-    def revoked(self) -> list[Revoked]:
+    def revoked(self) -> list[RevokedRequest]:
         """Return the cancellations. Each is valid up to its generation; a later one of the same request may remain."""
-        return [event for event in self.events if isinstance(event, Revoked)]
+        return [event for event in self.events if isinstance(event, RevokedRequest)]
 
 
-class GroupBook:
+class EngineGroupState:
     """State of a group's leader between reports. Facts that a failed call did not report go into the next report."""
 
     def __init__(self, group: str, role: EngineRole) -> None:
@@ -202,15 +202,15 @@ class GroupBook:
             acknowledged=self._acknowledged,
         )
 
-    def take(self, request: pb.ReportEnginesRequest, answer: pb.ReportEnginesResponse) -> GroupNews:
+    def take(self, request: pb.ReportEnginesRequest, answer: pb.ReportEnginesResponse) -> GroupUpdates:
         """Take over the answer to a report."""
         for generations, unreported in ((request.prefilled, self._prefilled), (request.finished, self._finished)):
             for generation in generations:
                 unreported.pop(generation, None)
-        anew = answer.membership != self._membership
-        if anew:
+        first_report = answer.membership != self._membership
+        if first_report:
             self._membership, self._acknowledged = answer.membership, 0
-        events: list[Assigned | Revoked] = []
+        events: list[Assigned | RevokedRequest] = []
         for event in answer.events:
             if event.number <= self._acknowledged:
                 continue
@@ -218,8 +218,8 @@ class GroupBook:
             if event.HasField("assigned"):
                 events.append(_assigned(event.assigned))
             elif event.HasField("revoked"):
-                events.append(Revoked(event.revoked.request_id, event.revoked.generation))
-        return GroupNews(tuple(events), anew)
+                events.append(RevokedRequest(event.revoked.request_id, event.revoked.generation))
+        return GroupUpdates(tuple(events), first_report)
 
 
 def assign_to_proto(request: EngineRequest, budget_s: float, after_generation: int) -> pb.AssignRequestRequest:
@@ -232,7 +232,7 @@ def assign_to_proto(request: EngineRequest, budget_s: float, after_generation: i
         expected_output_tokens=request.expected_output_tokens,
         budget_ms=max(1, int(budget_s * 1000)),
         after_generation=after_generation,
-        near=[pb.NearPrefix(engine=engine, tokens=tokens) for engine, tokens in request.near.items()],
+        cached_prefixes=[pb.CachedPrefix(engine=engine, tokens=tokens) for engine, tokens in request.cached_tokens.items()],
     )
 
 
@@ -270,7 +270,7 @@ def _assigned(work: pb.ScheduledRequest) -> Assigned:
         work.expected_output_tokens,
         _place(work.prefill) if work.HasField("prefill") else None,
         _place(work.decode) if work.HasField("decode") else None,
-        work.near_tokens,
+        work.cached_tokens,
     )
 
 

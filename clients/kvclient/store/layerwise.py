@@ -19,7 +19,7 @@ from kvclient.call.context import ClientContext
 from kvclient.call.scope import CallScope
 from kvclient.load.sink import spans
 from kvclient.memory.buffers import as_block_buffer, pick_blocks
-from kvclient.nodes.local_session import Session, means_lost
+from kvclient.nodes.local_session import Session, is_session_lost
 from kvclient.results import StoreResult
 from kvclient.store.store import Store, StoreGrant, count_store
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
@@ -167,7 +167,7 @@ class LayerwiseStore:
         for start, stop in spans(grant.positions):
             blocks = session.arena.blocks(grant.offsets[done : done + stop - start], self._context.shape)
             part = self._chain.part(start, stop)
-            pool.keep(part.keys, part.parent, part.depth, blocks, self._scope, checksums=checksums)
+            pool.insert(part.keys, part.parent, part.depth, blocks, self._scope, checksums=checksums)
             done += stop - start
 
     def _commit_staged(self, staging: npt.NDArray[np.uint8]) -> StoreResult:
@@ -190,7 +190,7 @@ class LayerwiseStore:
         if self._result.error is None:
             self._result.error = error
         self._context.incidents.report(client_metrics.STORE_FAILED, "store ended early", error)
-        if self._session is not None and means_lost(error) and self._context.local is not None:
+        if self._session is not None and is_session_lost(error) and self._context.local is not None:
             self._context.local.lost(self._session, error)
         self._clean_up()
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvclient.call.context import ClientContext
 from kvclient.call.scope import CallScope, call_within
 from kvclient.memory.buffers import pick_blocks
-from kvclient.nodes.local_session import Session, means_lost, new_operation_id
+from kvclient.nodes.local_session import Session, is_session_lost, new_operation_id
 from kvclient.results import HELD, Outcomes, StoreResult
 from kvproto.v1 import common_pb2, node_pb2
 from kvstore.core.buffers import BlockBuffer
@@ -80,7 +80,7 @@ class StoreGrant:
             blocks=common_pb2.BlockRun(
                 namespace_id=chain.namespace, parent=chain.parent or b"", depth=chain.depth, keys=chain.packed
             ),
-            wait_ms=int(min(context.options.room_wait_s, left_s * _WAIT_SHARE) * 1000),
+            wait_ms=int(min(context.options.space_wait_s, left_s * _WAIT_SHARE) * 1000),
             heads=heads,
         )
         try:
@@ -211,7 +211,7 @@ class Store:
             context.store_nodes.forget()
         if self._keep_in_pool and context.pool is not None and not self.scope.ended:  # also blocks that the node rejected
             chain, checksums = self._chain, context.options.verify == "always"
-            context.pool.keep(chain.keys, chain.parent, chain.depth, self._buffer, self.scope, checksums=checksums)
+            context.pool.insert(chain.keys, chain.parent, chain.depth, self._buffer, self.scope, checksums=checksums)
         return result
 
     def refused(self, error: KVStoreError) -> StoreResult:
@@ -238,7 +238,7 @@ class Store:
                 if self._store_chunks(size, lambda start, stop: self._store_chunk(session, start, stop)) and self._durable:
                     self._flush(session)
         except KVStoreError as error:
-            if means_lost(error) and not session.server.hung:
+            if is_session_lost(error) and not session.server.hung:
                 local.lost(session, error)
             raise
 

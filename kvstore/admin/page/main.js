@@ -118,7 +118,7 @@ function awayWords(error) {
 
 function showFresh() {
   const looks = role !== null && role !== "operator" ? ` · role ${role}: changes require operator` : "";
-  show($("fresh"), heardAt === null ? "" : `${held ? "paused, " : ""}as of ${clock(heardAt)}${looks}`);
+  show($("fresh"), heardAt === null ? "" : `${held ? "paused, " : ""}updated ${clock(heardAt)}${looks}`);
 }
 
 ACTS.again = again;

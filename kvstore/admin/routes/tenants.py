@@ -80,7 +80,7 @@ class Tenants:
         """Replace the quota over all nodes. It survives restarts. Nodes receive it with their next heartbeat.
 
         If a tenant exceeds its quota, its coldest blocks that are not in use are evicted at once. Its later stores evict its own
-        blocks to make room, and blocks without room are skipped. Stores do not raise an error for this.
+        blocks to free space, and blocks without space are skipped. Stores do not raise an error for this.
         """
         return await self._set(request, response, tenant, wanted, if_match, "tenant.quota.set")
 

@@ -126,7 +126,11 @@ class Changes:
             methods=["GET"],
             tags=["nodes"],
             summary="KV traffic limit of a node",
-            responses={**TAGGED, **NODE, 409: {"description": "the node was started without a cap, and cannot be given one"}},
+            responses={
+                **TAGGED,
+                **NODE,
+                409: {"description": "the node was started without node.compute_cap, which a cap requires"},
+            },
         )
         add(
             "/nodes/{node_id}/traffic-cap",
@@ -138,7 +142,7 @@ class Changes:
                 **TAGGED,
                 **NODE,
                 **STATE,
-                409: {"description": "the node was started without a cap, and cannot be given one"},
+                409: {"description": "the node was started without node.compute_cap, which a cap requires"},
             },
         )
         add(

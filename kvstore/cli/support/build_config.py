@@ -15,7 +15,7 @@ from kvstore.config.model import Config
 from kvstore.config.node import NodeConfig, NodeSection
 from kvstore.config.router import RouterConfig
 from kvstore.config.sources import Provenance, leaves
-from kvstore.core.errors import InvalidArgument
+from kvstore.core.errors import InvalidArgument, install_command
 from kvstore.observe import tracing
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.auth.tokens import TokenSource
@@ -120,7 +120,7 @@ def set_up_traces(config: Config, service: str, **attributes: str) -> None:
             attributes=attributes,
         )
     except ModuleNotFoundError as error:
-        raise InvalidArgument(f"observe.traces: {error.name} is missing: pip install 'kvstore-dualpath[observe]'") from error
+        raise InvalidArgument(f"observe.traces: {error.name} is missing: {install_command('observe')}") from error
     except (ValueError, OSError) as error:
         raise InvalidArgument(f"observe.traces: {error}") from error
 

@@ -147,7 +147,7 @@ async def _ask(config: Config, question: Callable[[StoreConnection], Awaitable[T
 def _advice(config: Config, error: KVStoreError) -> str:
     """Advice on a metadata server that was not reached."""
     if "TLS" in error.message or "certificate" in error.message:
-        return "TLS settings: docs/how-to/security.md. Another address: --metadata HOST:PORT."
+        return "`kvstore config show` prints the TLS settings (client.tls). Another address: --metadata HOST:PORT."
     here = "`kvstore up` starts a store on this machine. " if config.client.metadata == ClientSection().metadata else ""
     return f"Is it running there? `kvstore health metadata` on that host tells. {here}Another address: --metadata HOST:PORT."
 

@@ -174,8 +174,8 @@ def _draw(found: Figures | None, order: str, said: str) -> None:
     if found is not None:
         cells = [HEADING, *([output.clean(cell) or output.NOTHING for cell in row] for row in rows(found, order))]
         table = [line[:columns] for line in output.aligned(cells)]
-        room = max(lines - len(shown) - 2, 1)
-        shown += ["", _INVERSE + table[0].ljust(columns) + _PLAIN, *table[1:room]]
+        space = max(lines - len(shown) - 2, 1)
+        shown += ["", _INVERSE + table[0].ljust(columns) + _PLAIN, *table[1:space]]
     shown = shown[: max(lines - 1, 0)]
     shown += [""] * (lines - 1 - len(shown))
     frame = "\x1b[H" + "".join(f"{line}\x1b[K\r\n" for line in shown) + _BOLD + foot + _PLAIN + "\x1b[K"

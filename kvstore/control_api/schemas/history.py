@@ -73,4 +73,7 @@ class FiguresOfLastHour(ResponseModel):
     now_s: float = Field(description="present time of this server, Unix time", examples=[1_764_000_004.2])
     points: list[HistoryEntry] = Field(description="one entry per recorded interval, oldest first")
     faults: list[FaultEntry] = Field(description="newest first, at most 500")
+    load_by_node: dict[str, LatencyPercentiles] = Field(
+        description="durations of loads in the last minute of these figures, by node; a node without loads is left out"
+    )
     unreached: list[Unreached] = Field(description="nodes that did not answer and are not included")

@@ -620,7 +620,10 @@ class SlowLoad(ResponseModel):
     hit_blocks: Count = Field(description="blocks loaded")
     reason: str = Field(
         description="main cause of the duration, or of missing blocks",
-        examples=["waited 0.120 of 0.134 s for other nodes"],
+        examples=["90 % of the time reading from node host-2"],
+    )
+    action: str | None = Field(
+        description="what to do about the cause; null: nothing", examples=["Check node host-2: its process."]
     )
     figures: dict[str, float] = Field(description="wait times and blocks by source", examples=[{"peer_wait_s": 0.12}])
 

@@ -38,14 +38,11 @@ class _Usage:
     def __init__(self) -> None:
         self._held: Counter[tuple[str, Tier]] = Counter()
         self.nodes: Counter[str] = Counter()
-        self.unknown: Counter[Tier] = Counter()
-        """Usage of namespaces whose tenant is unknown."""
 
     def add(self, report: HeartbeatRequest) -> None:
         """Add a node."""
         for usage in report.tenants:
             if usage.unknown:
-                self.unknown.update({Tier.DRAM: usage.dram_bytes, Tier.NVME: usage.nvme_bytes})
                 continue
             self._held.update({(usage.tenant, Tier.DRAM): usage.dram_bytes, (usage.tenant, Tier.NVME): usage.nvme_bytes})
             self.nodes[usage.tenant] += 1
@@ -132,8 +129,6 @@ class RetentionPolicies:
         selected = [request.tenant] if request.HasField("tenant") else sorted(quotas.keys() | usage.nodes.keys())
         return pb.DescribeTenantsResponse(
             tenants=[usage.of(tenant, quotas.get(tenant, QuotaSetting())) for tenant in selected],
-            unknown_dram_bytes=usage.unknown[Tier.DRAM],
-            unknown_nvme_bytes=usage.unknown[Tier.NVME],
         )
 
     def with_quota(self) -> list[pb.TenantDescription]:
@@ -178,7 +173,7 @@ class RetentionPolicies:
         settings, changed = await self._writes.run(self._store.change, edit)
         before = settings.quotas.get(tenant, QuotaSetting())
         if settings != changed:
-            self._counters.add(metadata_metrics.ORDERS_CHANGED)
+            self._counters.add(metadata_metrics.SETTINGS_CHANGED)
             logger.warning("quota changed: tenant %r (%s; before: %s)", tenant, format_quota(quota), format_quota(before))
         return pb.SetTenantQuotaResponse(quota=quota_to_proto(quota), before=quota_to_proto(before))
 
@@ -226,7 +221,7 @@ class RetentionPolicies:
         settings, changed = await self._writes.run(self._store.change, edit)
         before = settings.rules.get(namespace, RuleSetting())
         if settings != changed:
-            self._counters.add(metadata_metrics.ORDERS_CHANGED)
+            self._counters.add(metadata_metrics.SETTINGS_CHANGED)
             logger.warning("rule changed: namespace %s (%s; before: %s)", namespace.hex(), format_rule(rule), format_rule(before))
         return pb.SetNamespaceRuleResponse(rule=rule_to_proto(namespace, rule), before=rule_to_proto(namespace, before))
 

@@ -29,7 +29,7 @@ VERSION: Final = 1
 MAX_FILE_BYTES: Final = 4 << 20
 """Several times the size of the maximum number of quotas and rules."""
 NAMESPACE_BYTES: Final = 16
-_NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,8 @@ class SettingsStore:
                     write_atomically(self.path, after.encode())
                 return before, after
         except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise CapacityExceeded("no room on disk for the settings file", path=self.path) from error
+            if error.errno in _DISK_FULL:
+                raise CapacityExceeded("no space on disk for the settings file", path=self.path) from error
             raise Unavailable("the settings file cannot be written", path=self.path, reason=error) from error
 
     @contextmanager

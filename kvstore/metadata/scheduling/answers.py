@@ -46,7 +46,7 @@ class RequestNotifier:
             expected_output_tokens=request.message.expected_output_tokens,
             prefill=self._groups.ref(request.prefill),
             decode=self._groups.ref(request.decode),
-            near_tokens=request.ask.spared(engine),
+            cached_tokens=request.ask.cached_on(engine),
         )
         group.outbox.put(pb.SchedulerEvent(assigned=assigned), engine.engine, work)
 

@@ -27,11 +27,11 @@ from kvstore.rpc.codec import check_id, check_name
 
 ENDED_KEPT: Final = 65_536
 """Ended operations that are remembered, so that late retries get the same answer."""
-MAX_NEAR: Final = 1_024
+MAX_CACHED_PREFIXES: Final = 1_024
 """Maximum number of engines that a request may name as holding a part of its prompt."""
 REQUEST_BYTES: Final = 2_048
 """Estimated memory of a request without engine names, in messages and tables. Measured: 1.6 KB."""
-NEAR_BYTES: Final = 192
+CACHED_PREFIX_BYTES: Final = 192
 """Estimated memory per named engine, in addition to the name."""
 _SPARE_DEADLINES: Final = 1_024
 
@@ -41,7 +41,7 @@ class RouterRequest:
     """One request in progress.
 
     Attributes:
-        message: the router's request, without ``near`` and unknown fields.
+        message: the router's request, without ``cached_prefixes`` and unknown fields.
         ask: the same request for the scheduler.
         bytes: estimated memory.
         generation: the current attempt, as it is sent to engines and routers.
@@ -215,12 +215,12 @@ class RequestTable:
 def ask_of(call: pb.AssignRequestRequest) -> Ask:
     """A router's request for the scheduler. KV memory is counted in tokens; all engines use the same unit."""
     hbm_tokens = call.prompt_tokens + call.expected_output_tokens
-    return Ask(call.request_id, call.prompt_tokens, hbm_tokens, {near.engine: near.tokens for near in call.near})
+    return Ask(call.request_id, call.prompt_tokens, hbm_tokens, {one.engine: one.tokens for one in call.cached_prefixes})
 
 
 def request_bytes(call: pb.AssignRequestRequest) -> int:
     """Estimated memory of a request, as the message of its call or in the tables. Rounded up from measurements."""
-    return REQUEST_BYTES + call.ByteSize() + len(call.near) * NEAR_BYTES
+    return REQUEST_BYTES + call.ByteSize() + len(call.cached_prefixes) * CACHED_PREFIX_BYTES
 
 
 def check_request(call: pb.AssignRequestRequest) -> int:
@@ -240,12 +240,14 @@ def check_request(call: pb.AssignRequestRequest) -> int:
             prompt_tokens=call.prompt_tokens,
             hit_tokens=call.hit_tokens,
         )
-    if len(call.near) > MAX_NEAR or any(near.tokens > call.prompt_tokens for near in call.near):
-        raise InvalidArgument("near names too many engines, or more tokens than the prompt has", limit=MAX_NEAR)
-    for near in call.near:
-        check_name(near.engine, "engine")
-    if sum(len(near.engine) for near in call.near) > limits.MAX_NEAR_NAMES:
-        raise InvalidArgument("the engine names in near are too long in total", limit=limits.MAX_NEAR_NAMES)
+    if len(call.cached_prefixes) > MAX_CACHED_PREFIXES or any(one.tokens > call.prompt_tokens for one in call.cached_prefixes):
+        raise InvalidArgument(
+            "cached_prefixes names too many engines, or more tokens than the prompt has", limit=MAX_CACHED_PREFIXES
+        )
+    for one in call.cached_prefixes:
+        check_name(one.engine, "engine")
+    if sum(len(one.engine) for one in call.cached_prefixes) > limits.MAX_CACHED_PREFIX_NAMES:
+        raise InvalidArgument("the engine names in cached_prefixes are too long in total", limit=limits.MAX_CACHED_PREFIX_NAMES)
     if call.budget_ms < 1:
         raise InvalidArgument("budget_ms must be positive: it limits how long the request waits for engines", got=call.budget_ms)
     return call.budget_ms

@@ -19,7 +19,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, KVStoreError, NotFound
 from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.queues import ReadQueues
-from kvstore.dualpath.scheduler import Fetched, GivenBack, Scheduler, SchedulerLimits
+from kvstore.dualpath.scheduler import Fetched, Requeued, Scheduler, SchedulerLimits
 from kvstore.metadata.scheduling.answers import RequestNotifier
 from kvstore.metadata.scheduling.engine_reports import check_report, figures_of, ref_of
 from kvstore.metadata.scheduling.groups import GroupTable, ReportingGroup
@@ -53,7 +53,7 @@ class SchedulerService:
         request_ttl_s: age at which a request is forgotten even if engines never report it as finished.
         counters: counters of this process.
         clock: clock.
-        shut_nodes: returns the draining nodes, whose engines get no new requests.
+        draining_nodes: returns the draining nodes, whose engines get no new requests.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SchedulerService:
         request_ttl_s: float,
         counters: Counters,
         clock: Clock,
-        shut_nodes: Callable[[], frozenset[str]] = frozenset,
+        draining_nodes: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self._scheduler = Scheduler(rules)
         self._queues = queues
@@ -73,7 +73,7 @@ class SchedulerService:
         self._request_ttl_s = request_ttl_s
         self._counters = counters
         self._clock = clock
-        self._shut_nodes = shut_nodes
+        self._draining_nodes = draining_nodes
         self._groups = GroupTable()
         self._requests = RequestTable(clock)
         self._notifier = RequestNotifier(self._groups)
@@ -170,13 +170,13 @@ class SchedulerService:
         """
         requests = 0
         for name in names:
-            given_back = self._scheduler.remove_engine(name)
+            requeued = self._scheduler.remove_engine(name)
             engine = self._groups.remove_engine(group, name)
-            for back in given_back:
+            for one in requeued:
                 if name in moved:
-                    self._notifier.revoke(self._requests[back.request_id], engine)
-                self._requeue(back)
-            requests += len(given_back)
+                    self._notifier.revoke(self._requests[one.request_id], engine)
+                self._requeue(one)
+            requests += len(requeued)
         self._counters.add(metadata_metrics.ENGINES_LOST, len(names))
         self._counters.add(metadata_metrics.REQUESTS_GIVEN_BACK, requests)
         return requests
@@ -203,7 +203,7 @@ class SchedulerService:
             return pending[node]
 
         figures = figures_of(request, group, pending_tokens)
-        self._scheduler.shut(self._shut_nodes())
+        self._scheduler.exclude_nodes(self._draining_nodes())
         if len(group.outbox) < EVENTS_AT_ONCE:
             self._assign(group, self._scheduler.fetch(group.name, figures))
         else:
@@ -390,17 +390,17 @@ class SchedulerService:
         )
 
     # ---- changes of one request ----
-    def _requeue(self, back: GivenBack) -> None:
+    def _requeue(self, requeued: Requeued) -> None:
         """A request lost an engine: it waits again, for as long as it could wait at first."""
-        request = self._requests[back.request_id]
-        left_kind = back.left.role if back.left is not None else None
-        self._requests.begin_attempt(request, back.generation, keep_earlier=left_kind is EngineKind.DECODE)
-        request.prefill = back.left if left_kind is EngineKind.PREFILL else None
-        request.decode = back.left if left_kind is EngineKind.DECODE else None
+        request = self._requests[requeued.request_id]
+        remaining_kind = requeued.remaining.role if requeued.remaining is not None else None
+        self._requests.begin_attempt(request, requeued.generation, keep_earlier=remaining_kind is EngineKind.DECODE)
+        request.prefill = requeued.remaining if remaining_kind is EngineKind.PREFILL else None
+        request.decode = requeued.remaining if remaining_kind is EngineKind.DECODE else None
         request.prefilled = False
         self._requests.set_deadline(request, self._clock.now_s() + min(request.message.budget_ms / 1000, MAX_BUDGET_S))
-        if back.left is not None:
-            self._notifier.announce(back.left, request)
+        if requeued.remaining is not None:
+            self._notifier.announce(requeued.remaining, request)
 
     def _drop_late(self, request: RouterRequest, error: DeadlineExceeded) -> None:
         self._drop(request, error)

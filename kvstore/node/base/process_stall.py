@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Final
 
 from kvstore.core.clock import Clock
@@ -10,6 +11,8 @@ from kvstore.core.clock import Clock
 INTERVAL_S: Final = 0.1
 TOLERANCE_S: Final = 0.1
 """A wake-up that is later than this is a stall. Less is usual on a busy machine."""
+WINDOW_S: Final = 60.0
+"""``recent_s`` returns the stalls of this time."""
 
 
 class ProcessStallDetector:
@@ -27,6 +30,8 @@ class ProcessStallDetector:
         self._last_s = clock.now_s()
         self.stalled_s = 0.0
         """Total time in which the process did not run."""
+        self._recent: deque[tuple[float, float]] = deque(maxlen=int(WINDOW_S / INTERVAL_S))
+        """When each of the last stalls ended, and its length."""
         self._thread = threading.Thread(target=self._run, name="kvstore-stall-detector", daemon=True)
 
     def start(self) -> None:
@@ -46,7 +51,13 @@ class ProcessStallDetector:
         late_s = now_s - self._last_s - self._interval_s
         if late_s > TOLERANCE_S:
             self.stalled_s += late_s
+            self._recent.append((now_s, late_s))
         self._last_s = now_s
+
+    def recent_s(self) -> list[float]:
+        """Return the lengths of the stalls that ended within the last minute, in seconds."""
+        since_s = self._clock.now_s() - WINDOW_S
+        return [late_s for ended_s, late_s in list(self._recent) if ended_s > since_s]
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):

@@ -31,6 +31,37 @@ log = logging.getLogger(__name__)
 _limited = LimitedLog(log)
 
 
+class FreeShares:
+    """Free shares of tenants, less what concurrent pulls will take. Thread-safe.
+
+    Args:
+        table: the blocks of this node.
+    """
+
+    def __init__(self, table: BlockTable) -> None:
+        self._table = table
+        self._lock = threading.Lock()
+        self._pulling: Counter[TenantAccount | None] = Counter()
+        """Bytes of pulls in progress per tenant with a quota."""
+
+    @contextmanager
+    def reserve(self, namespace: NodeNamespace, run: BlockRun) -> Iterator[bool]:
+        """Yield whether a run fits in its tenant's free share, and keep its bytes reserved meanwhile."""
+        size = self._table.volumes_of(namespace, run.keys).count(None) * namespace.shape.block_bytes
+        account = namespace.account
+        with self._lock:
+            free = free_durable(self._table.residency, namespace)
+            fits = not size or free is None or self._pulling[account] + size <= free
+            if fits:
+                self._pulling[account] += size
+        try:
+            yield fits
+        finally:
+            if fits:
+                with self._lock:
+                    self._pulling[account] -= size
+
+
 class Puller:
     """Pulls blocks from draining nodes. Thread-safe."""
 
@@ -40,9 +71,7 @@ class Puller:
         self._peers = peers
         self._gate = gate
         self._counters = counters
-        self._lock = threading.Lock()
-        self._pulling: Counter[TenantAccount | None] = Counter()
-        """Bytes of pulls in progress per tenant with a quota."""
+        self._free_shares = FreeShares(table)
 
     def pull(
         self, namespace: NodeNamespace, runs: Sequence[BlockRun], source: PeerAddress, deadline_s: float
@@ -56,7 +85,7 @@ class Puller:
         why = ""
         for run in runs:
             refusal = self._refusal(namespace, run)
-            with self._within_share(namespace, run) as fits:
+            with self._free_shares.reserve(namespace, run) as fits:
                 if refusal or not fits:
                     pulled, reason = [StoreOutcome.SKIPPED] * len(run.keys), refusal or "no free space in the tenant's quota here"
                 else:
@@ -83,23 +112,6 @@ class Puller:
         ):
             return "no free space on a volume of this node"
         return ""
-
-    @contextmanager
-    def _within_share(self, namespace: NodeNamespace, run: BlockRun) -> Iterator[bool]:
-        """Yield whether a run fits in its tenant's free share, together with concurrent pulls."""
-        size = self._table.volumes_of(namespace, run.keys).count(None) * namespace.shape.block_bytes
-        account = namespace.account
-        with self._lock:
-            free = free_durable(self._table.residency, namespace)
-            fits = not size or free is None or self._pulling[account] + size <= free
-            if fits:
-                self._pulling[account] += size
-        try:
-            yield fits
-        finally:
-            if fits:
-                with self._lock:
-                    self._pulling[account] -= size
 
     def _pull(
         self, namespace: NodeNamespace, run: BlockRun, source: PeerAddress, deadline_s: float

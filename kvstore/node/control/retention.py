@@ -1,4 +1,4 @@
-"""Enforces tenants' quotas, and namespaces' times to live and pins.
+"""Enforces tenants' quotas, and namespaces' times to live and whether they are kept.
 
 The settings arrive with responses of the metadata server (``apply``). Heartbeats report what tenants hold (``report``). A thread
 runs a round every ``TICK_S``: it adds namespaces to their tenants' orders of eviction, applies and saves the rules, evicts blocks
@@ -57,8 +57,8 @@ ASK_S: Final = 5.0
 """Interval of requests for specs that the metadata server does not know either."""
 
 
-class Retainer:
-    """Enforces quotas, times to live and pins. ``report`` and ``apply`` from one thread; ``start`` and ``stop`` once each.
+class RetentionEnforcer:
+    """Enforces quotas and rules of namespaces. ``report`` and ``apply`` from one thread; ``start`` and ``stop`` once each.
 
     Args:
         table: the blocks of this node.
@@ -124,11 +124,11 @@ class Retainer:
         rules = self._rules
         if self._rules_file is None or rules == self._saved or now_s < self._keep_at_s:
             return
-        told = (
+        messages = (
             NamespaceRule(namespace_id=one, ttl_ms=round(ttl_s * 1000), pinned=pinned) for one, (ttl_s, pinned) in rules.items()
         )
         try:
-            write_rules(self._rules_file, told)
+            write_rules(self._rules_file, messages)
         except OSError as error:
             self._keep_at_s = now_s + KEEP_S
             self._counters.add(node_metrics.RETENTION_RULES_UNWRITTEN)
@@ -175,19 +175,19 @@ class Retainer:
         The same thread calls this and ``apply``.
         """
         joining = [namespace for namespace in self._namespaces.all() if namespace.account is not None and not namespace.counted]
-        told = []  # counts may be slightly old: a block that moves now is in the next heartbeat
+        usages = []  # counts may be slightly old: a block that moves now is in the next heartbeat
         for account in self._namespaces.accounts.all():
             dram, nvme = (held_bytes(self._table.residency, account.namespaces, tier) for tier in TIERS)
-            told.append(TenantUsage(tenant=account.tenant, dram_bytes=dram, nvme_bytes=nvme))
+            usages.append(TenantUsage(tenant=account.tenant, dram_bytes=dram, nvme_bytes=nvme))
         unattributed = [namespace for namespace in self._namespaces.all() if namespace.account is None]
         dram, nvme = (held_bytes(self._table.residency, unattributed, tier) for tier in TIERS)
-        told.append(TenantUsage(unknown=True, dram_bytes=dram, nvme_bytes=nvme))
-        told = [one for one in told if one.dram_bytes or one.nvme_bytes]
-        told.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
-        left_out = {one.tenant for one in told[MAX_TENANTS_TOLD:]}
+        usages.append(TenantUsage(unknown=True, dram_bytes=dram, nvme_bytes=nvme))
+        usages = [one for one in usages if one.dram_bytes or one.nvme_bytes]
+        usages.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
+        left_out = {one.tenant for one in usages[MAX_TENANTS_TOLD:]}
         self._reported += 1
         heartbeat.report = self._reported
-        heartbeat.tenants.extend(told[:MAX_TENANTS_TOLD])
+        heartbeat.tenants.extend(usages[:MAX_TENANTS_TOLD])
         for namespace in joining:
             if namespace.account is not None and namespace.account.tenant not in left_out:
                 self._joining.setdefault(namespace, self._reported)
@@ -214,16 +214,16 @@ class Retainer:
             OSError: see ``KVStoreError``.
         """
         if any(self._namespaces.accounts.limited.values()):
-            self._join_all()
+            self.join_orders()
         if self._rules or self._with_rules:
             self._apply_rules()
         self._keep_rules()
-        self._bring_down()
+        self.enforce_quotas()
         self._drop_expired()
         self._learn_specs()
 
-    def _join_all(self) -> None:
-        """Add namespaces to their tenant's orders if they are new, or their tenant has a new quota."""
+    def join_orders(self) -> None:
+        """Add namespaces to their tenant's orders if they are new, or their tenant has a new quota. Part of ``round``."""
         table = self._table
         fresh = []
         for account in self._namespaces.accounts.all():
@@ -243,7 +243,7 @@ class Retainer:
         return held
 
     def _apply_rules(self) -> None:
-        """Apply new and ended times to live and pins, also to namespaces opened since the last round."""
+        """Apply new and ended rules (time to live, kept), also to namespaces opened since the last round."""
         table = self._table
         begun: list[tuple[NodeNamespace, dict[Tier, EvictionOrder]]] = []
         unpinned = []
@@ -286,7 +286,12 @@ class Retainer:
                     table.residency.volume_evictor.restore(namespace, keys[first : first + MOST_GIVEN])
         self._with_rules = {namespace for namespace in self._namespaces.all() if namespace.kept or namespace.uses is not None}
 
-    def _bring_down(self) -> None:
+    def enforce_quotas(self) -> None:
+        """Evict blocks beyond the shares, in batches. Part of ``round``.
+
+        Raises:
+            KVStoreError, OSError: as ``round``.
+        """
         table = self._table
         for _ in range(BATCHES):
             with table.residency.lock:
@@ -344,8 +349,8 @@ class Retainer:
         if not unknown or now_s < self._specs_asked_s + ASK_S:
             return
         self._specs_asked_s = now_s
-        for told in self._specs():
-            spec = spec_from_proto(told)
+        for message in self._specs():
+            spec = spec_from_proto(message)
             if spec.namespace in unknown:
                 self._namespaces.of_spec(spec)
 
@@ -363,6 +368,6 @@ class Retainer:
         ]
 
 
-def _rules_of(told: Iterable[NamespaceRule]) -> dict[NamespaceId, tuple[float, bool]]:
-    """Per namespace: time to live in seconds (0: none), and whether it is pinned."""
-    return {NamespaceId(one.namespace_id): (one.ttl_ms / 1000, one.pinned) for one in told}
+def _rules_of(rules: Iterable[NamespaceRule]) -> dict[NamespaceId, tuple[float, bool]]:
+    """Per namespace: time to live in seconds (0: none), and whether it is kept."""
+    return {NamespaceId(one.namespace_id): (one.ttl_ms / 1000, one.pinned) for one in rules}

@@ -1,4 +1,4 @@
-"""The last retention rules of a node, in a file on its first volume: after a restart, pins hold without the metadata server.
+"""The last retention rules of a node, in a file on its first volume: after a restart, they apply without the metadata server.
 
 Quota shares are not kept: they depend on the blocks that all nodes hold, and may have changed.
 

@@ -4,7 +4,7 @@
 2. ``recover`` reads each catalog. An entry was committed only after its slot was written and synced, so every entry names a block
    that survived ``kill -9``. Header and checksums verify the bytes when they are read.
 3. A key that two volumes hold (after a crash between a commit on one and the removal from the other) stays on the first.
-4. The rules of namespaces (pins, times to live) are read after that: ``kvstore.node.control.retention.Retainer.recall``.
+4. The rules of namespaces are read after that: ``kvstore.node.control.retention.RetentionEnforcer.recall``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 
 ARENA_PART = 4
-"""``requeue_dram_only`` sends at most this fraction (1/n) of the arena, so that new stores find room in the queue."""
+"""``requeue_dram_only`` sends at most this fraction (1/n) of the arena, so that new stores find space in the queue."""
 
 
 def by_namespace(blocks: Iterable[Block]) -> list[tuple[NodeNamespace, list[BlockKey]]]:
@@ -44,12 +44,12 @@ def requeue_dram_only(table: BlockTable) -> int:
     """Send DRAM-only blocks to write-back again, after a volume did not answer. Returns how many such blocks there were."""
     volumes = table.node_volumes
     dram_only = [block for block in table.snapshot() if is_dram_only(block) and not block.writing and fits_some(block, volumes)]
-    room = table.dram.usage().capacity_bytes // ARENA_PART
+    space = table.dram.usage().capacity_bytes // ARENA_PART
     sent: list[Block] = []
     for block in in_chains(sorted(dram_only, key=lambda block: block.depth)):
-        if room <= 0:
+        if space <= 0:
             break
         sent.append(block)
-        room -= block.nbytes
+        space -= block.nbytes
     requeue(table, sent)
     return len(dram_only)

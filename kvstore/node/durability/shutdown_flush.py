@@ -3,7 +3,7 @@
 1. Pending write-backs are finished: they were promised.
 2. DRAM-only blocks (write-back gave them up, or a volume evicted them) are written hottest first, by the DRAM eviction policy.
    Parents are hotter than their children, so a chain is written from its head.
-3. From then on nothing is evicted from a volume to make room. A block size that finds no free slot is given up.
+3. From then on nothing is evicted from a volume to free space. A block size that finds no free slot is given up.
 4. While no volume (or storage node) takes blocks, one block is tried at a time until the deadline.
 """
 
@@ -30,7 +30,7 @@ RETRY_S = 0.25
 def flush_on_shutdown(
     table: BlockTable, clock: Clock, deadline_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[bool, int]:
-    """Write back as many blocks as there is room for.
+    """Write back as many blocks as there is space for.
 
     Args:
         table: the node's blocks; its write-back threads run.
@@ -70,9 +70,9 @@ def flush_on_shutdown(
 
 
 def _hottest_first(table: BlockTable) -> list[Block]:
-    """DRAM-only blocks that fit some volume, hottest first, parents before children; those of pinned namespaces first.
+    """DRAM-only blocks that fit some volume, hottest first, parents before children; those of kept namespaces first.
 
-    The policy may leave out blocks of pinned namespaces. Parents may form a ring, as clients choose the keys.
+    The policy may leave out blocks of kept namespaces. Parents may form a ring, as clients choose the keys.
     """
     volumes = table.node_volumes
     dram_only = {
@@ -96,7 +96,7 @@ def _hottest_first(table: BlockTable) -> list[Block]:
 
 
 def _takes_blocks(table: BlockTable, clock: Clock, batch: list[Block]) -> bool:
-    """Whether blocks are refused for lack of room, not because all volumes that could hold them fail."""
+    """Whether blocks are refused for lack of space, not because all volumes that could hold them fail."""
     if any(block.durable for block in batch):
         return True
     now_s = clock.now_s()

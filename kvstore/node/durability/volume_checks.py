@@ -163,7 +163,7 @@ class VolumeChecks:
     def _run(self, node_volume: NodeVolume, check: Check) -> None:
         name = node_volume.volume_id
         try:
-            blocks = self._held(node_volume)
+            blocks = held_blocks(self._table, node_volume)
             check.blocks, check.state = len(blocks), CheckState.RUNNING
             log.info("check started: volume %s (blocks=%d, bytes_per_s=%d)", name, len(blocks), check.bytes_per_s)
             self._check(node_volume, blocks, check)
@@ -182,16 +182,6 @@ class VolumeChecks:
             name, end.value, check.checked_blocks, check.blocks, check.good, check.bad, check.rewritten_blocks, check.unreadable,
             check.gone,
         )  # fmt: skip
-
-    def _held(self, node_volume: NodeVolume) -> list[Block]:
-        """Return the blocks that the volume holds, in the order of their slots."""
-        # the lock is held for a copy only; blocks that are evicted or moved later are recognised when they are pinned
-        found = [
-            (slot.offset, block)
-            for block in self._table.snapshot()
-            if block.nvme_volume is node_volume and (slot := block.nvme) is not None
-        ]
-        return [block for _, block in sorted(found, key=lambda pair: pair[0])]
 
     def _check(self, node_volume: NodeVolume, blocks: Sequence[Block], check: Check) -> None:
         largest = max((block.nbytes for block in blocks), default=0)
@@ -240,6 +230,17 @@ class VolumeChecks:
         quarantine(self._table, node_volume, block, slot, self._counters)
         # after the quarantine: its commit would also remove the new copy from the catalog
         check.rewritten_blocks += self._table.requeue_writeback(block.namespace, [block.key])
+
+
+def held_blocks(table: BlockTable, node_volume: NodeVolume) -> list[Block]:
+    """Return the blocks that a volume holds, in the order of their slots."""
+    # the lock is held for a copy only; blocks that are evicted or moved later are recognised when they are pinned
+    found = [
+        (slot.offset, block)
+        for block in table.snapshot()
+        if block.nvme_volume is node_volume and (slot := block.nvme) is not None
+    ]
+    return [block for _, block in sorted(found, key=lambda pair: pair[0])]
 
 
 def pin_held(table: BlockTable, node_volume: NodeVolume, batch: Sequence[Block]) -> list[tuple[Block, Slot]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -24,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from kvstore.core.buffers import ScatteredBlocks
-from kvstore.core.checksum import verify
+from kvstore.core.checksum import block_checksums
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, KVStoreError
 from kvstore.core.types import StoreOutcome
@@ -48,8 +47,6 @@ _limited = LimitedLog(log)
 
 BATCH_BLOCKS = 1024
 BATCH_BYTES = 32 << 20
-PAUSE_EVERY_BYTES = 1 << 20
-PAUSE_S = 1e-5
 WRITERS = 3
 """Batches written at once."""
 BACKOFF_S = 2.0
@@ -378,30 +375,19 @@ class WriteBack:
                 self._table.writeback_failed(block)
 
     def _verified(self, blocks: Sequence[Block]) -> list[Block]:
-        """Return the blocks whose bytes match their checksums.
-
-        A thread that hashes short layer blocks releases the interpreter lock and takes it again before another thread wakes up,
-        so the writers would get it only every few milliseconds. A short pause hands it over. Measured: durable stores are 14 %
-        faster.
-        """
+        """Return the blocks, all of one namespace, whose bytes match their producers' checksums. The others are dropped."""
+        if not blocks:
+            return []
+        shape = blocks[0].namespace.shape
+        views = [self._table.dram.view(block.dram, shape.block_bytes) for block in blocks if block.dram is not None]
+        assert len(views) == len(blocks), "dirty blocks are not evicted from DRAM"
+        found = block_checksums(ScatteredBlocks(views, shape), range(len(blocks))).astype("<u8", copy=False)
         valid = []
-        since_pause = 0
-        for block in blocks:
-            if since_pause >= PAUSE_EVERY_BYTES:
-                time.sleep(PAUSE_S)
-                since_pause = 0
-            since_pause += block.namespace.shape.block_bytes
-            if self._is_valid(block):
+        for block, checksums in zip(blocks, found, strict=True):
+            if checksums.tobytes() == block.checksums:
                 valid.append(block)
+                continue
+            self._counters.add(node_metrics.WRITE_BACK_CORRUPT_BLOCKS)
+            log.error("block dropped: corrupt in DRAM (key=%s)", block.key.hex())
+            self._table.writeback_failed(block, corrupt=True)
         return valid
-
-    def _is_valid(self, block: Block) -> bool:
-        """Return whether the bytes in DRAM match the producer's checksums. If not, the block is dropped."""
-        shape = block.namespace.shape
-        assert block.dram is not None
-        if verify(self._table.dram.view(block.dram, shape.block_bytes), shape, block.checksums):
-            return True
-        self._counters.add(node_metrics.WRITE_BACK_CORRUPT_BLOCKS)
-        log.error("block dropped: corrupt in DRAM (key=%s)", block.key.hex())
-        self._table.writeback_failed(block, corrupt=True)
-        return False

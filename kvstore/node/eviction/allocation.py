@@ -12,16 +12,16 @@ from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import Slot
 
 PIECE_BLOCKS: Final = 64
-"""Maximum number of blocks to make room for in one step: enough for contiguous slots, and few enough to grant what is free."""
+"""Maximum number of blocks to free space for in one step: enough for contiguous slots, and few enough to grant what is free."""
 
 
 def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascades_chains: bool) -> list[Slot] | None:
-    """Allocate slots for ``count`` blocks. None: no room can be made now.
+    """Allocate slots for ``count`` blocks. None: no space can be freed now.
 
-    Dirty blocks that occupy the room are sent to write-back, so that they can be evicted later.
+    Dirty blocks that occupy the space are sent to write-back, so that they can be evicted later.
     """
     while (slots := residency.dram.allocate(shape, count)) is None:
-        if residency.accounts.in_force and evict_over_quota(residency):
+        if residency.accounts.has_rules and evict_over_quota(residency):
             continue
         victims, dirty = residency.arena_evictor.victims(shape, count)
         if cascades_chains:

@@ -13,7 +13,7 @@ from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Slot
 
 CASCADE_AT_ONCE = 256
-"""Maximum number of dirty blocks that one search for room sends to write-back."""
+"""Maximum number of dirty blocks that one search for space sends to write-back."""
 
 
 _CLEAN: Final = int(DramState.CLEAN)
@@ -79,7 +79,7 @@ class ArenaEvictor:
         return self.reclaimer.held.get(namespace, 0)
 
     def every(self) -> Iterator[BlockKey]:
-        """All keys, coldest first, children before parents; those of pinned namespaces may be left out."""
+        """All keys, coldest first, children before parents; those of kept namespaces may be left out."""
         self.version += 1
         return self._policy.coldest(lambda _key: True)
 
@@ -98,7 +98,7 @@ class ArenaEvictor:
             yield key, slot
 
     def victims(self, shape: BlockShape, count: int) -> tuple[list[Block], list[Block]]:
-        """Blocks to evict for ``count`` slots or some of them (none: no room can be made), and dirty blocks to write back.
+        """Blocks to evict for ``count`` slots or some of them (none: no space can be freed), and dirty blocks to write back.
 
         The latter are colder, or in the same span: at most ``CASCADE_AT_ONCE``.
         """

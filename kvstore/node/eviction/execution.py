@@ -1,6 +1,6 @@
 """Eviction on request: a volume down to a fill level, or a namespace.
 
-The table makes room without requests; these are requests of operators. The table's rules hold: no block in use is evicted,
+The table frees space without requests; these are requests of operators. The table's rules hold: no block in use is evicted,
 children are evicted before their parents, and a block leaves the catalog of its volume before its slot is used again. To *evict*
 keeps dirty blocks in DRAM. To *invalidate* drops them too, because the blocks are wrong.
 

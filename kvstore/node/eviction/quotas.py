@@ -1,7 +1,7 @@
 """Tenants' quotas on this node: the usage of each tenant, and its limit here.
 
 1. A quota holds for the whole cluster. The metadata server sends each node its *share* with every heartbeat. A store beyond the
-   share evicts its own tenant's coldest blocks, and is skipped as far as none can be evicted. If room is needed, tenants over
+   share evicts its own tenant's coldest blocks, and is skipped as far as none can be evicted. If space is needed, tenants over
    their share are evicted first. A tenant that is over it for another reason (a smaller share, or loads, which are never
    refused) is brought down soon after. No engine sees an error.
 2. Usage is counted in blocks per namespace and volume (``SpaceReclaimer.held``), with or without quotas. Only tenants with a
@@ -41,7 +41,7 @@ def count_kept(residency: Residency, victims: Sequence[Block]) -> None:
     """Count blocks of kept namespaces among victims (``SpaceReclaimer.among_kept``)."""
     if residency.accounts.kept and (kept := sum(block.namespace.kept for block in victims)):
         residency.counters.add(node_metrics.EVICTED_PINNED_BLOCKS, kept)
-        _limited.warning("blocks of pinned namespaces evicted: their size had no slot at all (blocks=%d)", kept)
+        _limited.warning("blocks of kept namespaces evicted: their size had no slot at all (blocks=%d)", kept)
 
 
 def held_bytes(residency: Residency, namespaces: Iterable[NodeNamespace], tier: Tier) -> int:
@@ -91,7 +91,7 @@ def join(residency: Residency, namespace: NodeNamespace, *, empty: bool = False)
 
 
 def reserve_in_quota(residency: Residency, namespace: NodeNamespace, count: int) -> bool:
-    """Whether a tenant's share has room for ``count`` more blocks in DRAM; evicts its own coldest blocks for them."""
+    """Whether a tenant's share has space for ``count`` more blocks in DRAM; evicts its own coldest blocks for them."""
     account, share = namespace.account, _limit(namespace, Tier.DRAM)
     if account is None or share is None:
         return True
@@ -120,7 +120,7 @@ def share_below_one_block(namespace: NodeNamespace) -> bool:
 def space_may_free_up(residency: Residency, waiting: SlotGrant, *, own: bool) -> bool:
     """Whether space in DRAM may free up: blocks are being written, read, stored or pinned by others.
 
-    ``own``: the tenant's share is full, so only its own blocks of namespaces that are not pinned can make room.
+    ``own``: the tenant's share is full, so only its own blocks of namespaces that are not kept can free space.
     """
     account = waiting.namespace.account
     if own and account is not None:
@@ -271,7 +271,7 @@ class WriteAllowance(NamedTuple):
 
 
 def reserve_durable(residency: Residency, namespace: NodeNamespace, count: int) -> WriteAllowance:
-    """Reserve room for ``count`` blocks of a namespace on durable volumes, or some, within its tenant's share; takes the lock."""
+    """Reserve space for ``count`` blocks on durable volumes, or some, within the share of the tenant; takes the lock."""
     if _limit(namespace, Tier.NVME) is None:
         return WriteAllowance(count)
     size = namespace.shape.block_bytes

@@ -1,14 +1,14 @@
-"""Room on one volume for slots of one size. Called under the table's lock.
+"""Space on one volume for slots of one size. Called under the table's lock.
 
 1. The coldest blocks are evicted in the order of the policy until slots are free. Blocks of other sizes that are colder are
    evicted with them. Their slots help only once a whole span is empty, so the search passes at most ``OTHERS_LIMIT`` of them.
-2. If that gives no room, or costs more per slot, the coldest span (or run of spans, for a large slot) is emptied: the one with
+2. If that gives no space, or costs more per slot, the coldest span (or run of spans, for a large slot) is emptied: the one with
    the largest fraction of the blocks that the search has passed. Descendants of its blocks are evicted with them, on any
    volume. A span is skipped if one of these blocks may not be evicted.
-3. If only a span gives room, those with few descendants (``MOST_LEAVING``) come first: in mixed chains, all descendants of a
+3. If only a span gives space, those with few descendants (``MOST_LEAVING``) come first: in mixed chains, all descendants of a
    span can be most of the volume.
 
-A caller that needs more room asks again.
+A caller that needs more space asks again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SpaceReclaimer:
         slot_of: Callable[[Block], Slot | None],
         may_leave: Callable[[BlockKey], bool | None],
     ) -> list[Block]:
-        """Return blocks to evict for a number of slots, or for some of them; children before parents. Empty: no room can be made.
+        """Return blocks to evict for a number of slots, or for some; children before parents. Empty: no space can be freed.
 
         Args:
             shape: of the new blocks.
@@ -95,8 +95,8 @@ class SpaceReclaimer:
             return prefix or span
         passed = {block.key for block in met}
         cost = sum(block.nbytes * (1 if block.key in passed else WARM) for block in span)
-        room = sum(slot.size for block in span if (slot := slot_of(block)) is not None)
-        slots = min(count, max(1, room // shape.block_bytes))
+        freed = sum(slot.size for block in span if (slot := slot_of(block)) is not None)
+        slots = min(count, max(1, freed // shape.block_bytes))
         return span if cost / slots < others_bytes / count else prefix
 
     def coldest_span(

@@ -2,8 +2,8 @@
 
 The blocks of a chain are spread over all volumes of a node, so that one load reads from all of them. Therefore one order covers
 all volumes: children are evicted before their parents on any volume, so every block that stays can be found by lookups. To make
-room on one volume, the coldest blocks are evicted until that volume has enough; colder blocks of other volumes are evicted with
-them, which makes room there for the next batches. ``kvstore.node.eviction.space`` handles blocks of other sizes.
+space on one volume, the coldest blocks are evicted until that volume has enough; colder blocks of other volumes are evicted with
+them, which frees space there for the next batches. ``kvstore.node.eviction.space`` handles blocks of other sizes.
 
 A volume that rejects changes (read-only, or backing off after an error) does not delay the others: its blocks are skipped and
 left out of the order until it accepts changes again.
@@ -112,12 +112,12 @@ class VolumeEvictor:
     def victims(
         self, node_volume: NodeVolume, shape: BlockShape, counts: Sequence[int], *may_leave: Callable[[Block], bool]
     ) -> list[Block]:
-        """Return blocks to evict, from all volumes, for slots on one volume. Empty: no room can be made.
+        """Return blocks to evict, from all volumes, for slots on one volume. Empty: no space can be freed.
 
         Args:
             node_volume: the volume.
             shape: of the new blocks.
-            counts: numbers of slots, by preference: the first for which room can be made.
+            counts: numbers of slots, by preference: the first for which space can be freed.
             may_leave: rules, by preference: all counts are tried with the first rule before the next one.
         """
         self._take_back()

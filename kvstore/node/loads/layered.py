@@ -237,7 +237,7 @@ class LayeredLoader:
         with self._budget.admission(size, request.deadline_s, tenant()) as admitted:
             slots = table.reserve(shape, len(indices), request.deadline_s, request.namespace) if admitted else None
             if slots is None:
-                yield from self._failed_runs(indices, Outcome.NO_ROOM)
+                yield from self._failed_runs(indices, Outcome.NO_SPACE)
                 return
             claim = table.claim(request.namespace, [request.chain.key(index) for index in indices])
             mine = [indices[number] for number in claim.claimed_absent]

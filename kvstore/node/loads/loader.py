@@ -379,7 +379,7 @@ class Loader:
         slots = self._reserve(request, len(todo))
         if slots is None:
             for offset, _ in todo:
-                run.outcomes[offset] = Outcome.NO_ROOM
+                run.outcomes[offset] = Outcome.NO_SPACE
             return
         by_volume: dict[int, list[int]] = {}
         for number, (_, block) in enumerate(todo):
@@ -448,7 +448,7 @@ class Loader:
             slots = self._reserve(request, len(missing))
             if slots is None:
                 for offset in missing:
-                    run.outcomes[offset] = Outcome.NO_ROOM
+                    run.outcomes[offset] = Outcome.NO_SPACE
                 break
             missing = self._read_peer(request, missing, slots, run, source)
         for mount in self._mounts:

@@ -50,7 +50,7 @@ class NixlAgents:
         if not config.nixl_trusted_network:
             raise InvalidArgument(NEEDS_TRUST, option="node.nixl", needs="node.nixl_trusted_network=true")
         options = NixlOptions(
-            mode=config.nixl_way,
+            mode=config.nixl_mode,
             service_level=config.nixl_service_level,
             devices=_devices(config),
             transports=config.nixl_transports,

@@ -56,7 +56,7 @@ class PromptWaits:
         with self._transfer_scope(namespace, transfer_id) as scope:
             context = scope.context()
             if not context.run(self._budget.admit, size, request.deadline_s, of_tenant):
-                yield LoadedRun(0, [Outcome.NO_ROOM] * count, [None] * count, Tier.DRAM, self._node_id)
+                yield LoadedRun(0, [Outcome.NO_SPACE] * count, [None] * count, Tier.DRAM, self._node_id)
                 return
             try:
                 blocks = context.run(self._gather, request)

@@ -8,6 +8,8 @@ from typing import Final
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import NodeId, Outcome, Tier
+from kvstore.node.base.load_causes import Cause, find_cause
+from kvstore.node.base.slow_sources import SlowSources
 from kvstore.node.loads.peer_waits import PeerWaits
 from kvstore.node.loads.runs import LoadedRun
 from kvstore.observe import tracing
@@ -20,9 +22,6 @@ from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 limited = LimitedLog(logging.getLogger(__name__), interval_s=1.0)
 
-_MIN_SHARE: Final = 0.5
-"""A node without an answer is the reason if the wait for it takes this share of the unexplained time."""
-_MISSING: Final = "blocks that were not loaded"
 _REACHES: Final = ("none", "dram", "nvme", "peer")
 """Nearest first."""
 _SECONDS: Final = {reach: node_metrics.LOAD_SECONDS[reach] for reach in _REACHES}
@@ -42,14 +41,18 @@ class LoadTimings:
         slow_s: a load that takes longer is logged.
         counters: metrics.
         recent: keeps the last loads.
+        sources: keeps what slow loads waited for.
         clock: time.
     """
 
-    def __init__(self, node_id: NodeId, slow_s: float, counters: Counters, recent: RecentLoads, clock: Clock) -> None:
+    def __init__(
+        self, node_id: NodeId, slow_s: float, counters: Counters, recent: RecentLoads, sources: SlowSources, clock: Clock
+    ) -> None:
         self.node_id = node_id
         self.slow_s = slow_s
         self.counters = counters
         self.recent = recent
+        self.sources = sources
         self.clock = clock
 
     def begin(self, blocks: int, block_bytes: int, *, first_layer: int = 0, draining: bool = False) -> LoadTimer:
@@ -76,6 +79,8 @@ class LoadTimer:
         self._began_s = self._delivered_s = timings.clock.now_s()
         self._hits = dict.fromkeys(_REACHES, 0)
         self._waited_s = dict.fromkeys(_REACHES, 0.0)
+        self._by_peer_s: dict[NodeId, float] = {}
+        """Seconds waited for each other node that delivered blocks."""
         self._misses: dict[Outcome, int] = {}
         self._engine_s = 0.0
         self._ready_s: float | None = None
@@ -94,7 +99,10 @@ class LoadTimer:
             elif counts:
                 self._misses[outcome] = self._misses.get(outcome, 0) + count
         self._ready_s = self._timings.clock.now_s()
-        self._waited_s[reach] += self._ready_s - self._delivered_s
+        waited_s = self._ready_s - self._delivered_s
+        self._waited_s[reach] += waited_s
+        if reach == "peer":
+            self._by_peer_s[run.node] = self._by_peer_s.get(run.node, 0.0) + waited_s
 
     def delivered(self, since_s: float) -> None:
         """Note that the engine took a run whose delivery began at ``since_s``."""
@@ -115,18 +123,22 @@ class LoadTimer:
         make_record = partial(self._record, request_id.get(), seconds)
         timings.recent.add(seconds, make_record)
         if tracing.on():
-            tracing.note(blocks=self._blocks, hit_blocks=sum(self._hits.values()), reason=self._reason(seconds))
+            tracing.note(blocks=self._blocks, hit_blocks=sum(self._hits.values()), reason=self._reason(self._cause(seconds)))
         if seconds > timings.slow_s:
             timings.counters.add(node_metrics.SLOW_LOADS)
             record = make_record()
             limited.warning(
-                "slow load: %.3f s, %d of %d blocks; %s; %s",
+                "slow load: %.3f s, %d of %d blocks; %s; to do: %s; %s",
                 seconds,
                 record.hit_blocks,
                 self._blocks,
                 record.reason,
+                record.action or "nothing",
                 record.parts,
             )
+            source = self._cause(seconds).source
+            if source is not None:
+                timings.sources.record(source, seconds, record.hit_blocks * self._block_bytes)
 
     def _count(self) -> None:
         """Count blocks and bytes of the load. A block without an outcome is abandoned: the load ended before."""
@@ -152,34 +164,14 @@ class LoadTimer:
             "engine_s": round(self._engine_s, 6),
             "other_s": round(max(0.0, seconds - sum(self._waited_s.values()) - self._engine_s), 6),
         }
-        hits = sum(self._hits.values())
-        return LoadRecord(name, round(seconds, 6), self._blocks, hits, self._reason(seconds), parts)
+        hits, cause = sum(self._hits.values()), self._cause(seconds)
+        return LoadRecord(name, round(seconds, 6), self._blocks, hits, self._reason(cause), parts, action=cause.action)
 
-    def _reason(self, seconds: float) -> str:
-        """Return what took most of the time; unexplained time counts as one of the candidates."""
-        waits = {
-            "DRAM and its table": self._waited_s["dram"],
-            "this node's volumes": self._waited_s["nvme"],
-            "other nodes": self._waited_s["peer"],
-            _MISSING: self._waited_s["none"],
-            "the engine and its connection": self._engine_s,
-        }
-        rest_s = max(0.0, seconds - sum(waits.values()))
-        longest = max(waits, key=lambda name: waits[name])
-        longest_s = waits[longest]
-        # the wait for a node that does not answer ends without a run, or in runs of blocks that were not loaded
-        unexplained_s = rest_s + waits[_MISSING]
-        explained_s = max(waited for name, waited in waits.items() if name != _MISSING)
-        peer = self.peers.slowest()
-        if peer is not None and unexplained_s > explained_s and peer[1] >= unexplained_s * _MIN_SHARE:
-            text = _waited(min(peer[1], seconds), seconds, f"node {peer[0]}, which did not answer")
-        elif rest_s > longest_s:
-            text = f"{rest_s:.3f} of {seconds:.3f} s not attributed to a tier, peer or engine"
-        else:
-            text = _waited(longest_s, seconds, longest)
+    def _cause(self, seconds: float) -> Cause:
+        waited_s = {**self._waited_s, "engine": self._engine_s}
+        return find_cause(seconds, waited_s, self._by_peer_s, self.peers.slowest(), self._timings.node_id)
+
+    def _reason(self, cause: Cause) -> str:
+        """Return the cause, and the blocks that were not loaded."""
         missing = ", ".join(f"{count} {outcome.name.lower()}" for outcome, count in self._misses.items())
-        return f"{text}; not loaded: {missing}" if missing else text
-
-
-def _waited(for_s: float, of_s: float, what: str) -> str:
-    return f"waited {for_s:.3f} of {of_s:.3f} s for {what}"
+        return f"{cause.reason}; not loaded: {missing}" if missing else cause.reason

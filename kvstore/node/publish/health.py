@@ -7,11 +7,13 @@ from typing import Final, NamedTuple
 
 from kvstore.core.clock import Clock
 from kvstore.core.limits import MAX_NODE_FINDINGS, MAX_REASON
-from kvstore.core.types import VolumeId
+from kvstore.core.types import NodeId, VolumeId
 from kvstore.health import codes
 from kvstore.health.cluster import size
 from kvstore.health.findings import HealthFinding, by_severity
 from kvstore.health.host_reports import CertificateWatch
+from kvstore.node.base.process_stall import ProcessStallDetector
+from kvstore.node.base.slow_sources import SlowSources
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
@@ -21,6 +23,9 @@ QUARANTINE_REPORT_S: Final = 600.0
 """How long a corrupt replica is reported."""
 BEHIND_S: Final = 15.0
 """Publication is behind if nothing has been acknowledged for this long while changes wait."""
+MIN_STALLS: Final = 3
+STALLED_S: Final = 10.0
+"""A process is slow that stalled this often, and for this long in total, in the last minute. One long stall is a hung node."""
 _WRITES_FAIL: Final = "writes fail and are retried: "
 
 
@@ -40,6 +45,8 @@ class HealthReporter:
         clock: time.
         storage_node: failures of write-back to another node.
         certificate: expiry of the node's certificate; None: it has none.
+        sources: what slow loads waited for; None: nothing is reported.
+        stalls: times in which the process did not run; None: nothing is reported.
     """
 
     def __init__(
@@ -49,12 +56,16 @@ class HealthReporter:
         clock: Clock,
         storage_node: FailureTracker,
         certificate: CertificateWatch | None = None,
+        sources: SlowSources | None = None,
+        stalls: ProcessStallDetector | None = None,
     ) -> None:
         self._table = table
         self._log = replica_log
         self._clock = clock
         self._storage_node = storage_node
         self._certificate = certificate or CertificateWatch(None, "")
+        self._sources = sources or SlowSources(NodeId(""), clock)
+        self._stalls = stalls or ProcessStallDetector(clock)
         self._publishing = FailureTracker()
         self._acknowledged_s = clock.now_s()
         self._seen: dict[VolumeId, tuple[int, int, float, float]] = {}
@@ -105,8 +116,25 @@ class HealthReporter:
             found.append(HealthFinding(codes.STORAGE_NODE_FAILS, "", f"The storage node does not accept blocks: {why}"))
         for node_volume in self._table.node_volumes:
             found += self._of_volume(node_volume, now_s)
+        found += self._slow()
         found += self._certificate.findings()
         return by_severity(found)[:MAX_NODE_FINDINGS]
+
+    def _slow(self) -> Iterator[HealthFinding]:
+        """Report what makes loads of this node slow: its process, its volumes or another node."""
+        stalls_s = self._stalls.recent_s()
+        if len(stalls_s) >= MIN_STALLS and sum(stalls_s) >= STALLED_S:
+            facts = f"The process of node {self._sources.node_id} did not run for {sum(stalls_s):.0f} s of the last minute."
+            yield HealthFinding(codes.NODE_SLOW, "", facts)
+            return  # its loads wait for this process, whatever they seem to wait for
+        for one in self._sources.found():
+            volumes = one.node_id == self._sources.node_id
+            what = "its volumes" if volumes else f"node {one.node_id}"
+            facts = (
+                f"Loads at node {self._sources.node_id} wait for {what}:"
+                f" {one.loads} slow loads in the last minute, the longest {one.longest_s:.1f} s."
+            )
+            yield HealthFinding(codes.VOLUME_SLOW if volumes else codes.NODE_SLOW, "" if volumes else one.node_id, facts)
 
     def _of_volume(self, node_volume: NodeVolume, now_s: float) -> Iterator[HealthFinding]:
         volume_id = node_volume.volume_id

@@ -314,7 +314,7 @@ class IndexPublisher:
                     self._unacknowledged.append((message, events))
                 alive = send(message)
         finally:
-            while True:  # the outbox is bounded: make room for the end marker
+            while True:  # the outbox is bounded: free space for the end marker
                 try:
                     outbox.put_nowait(None)
                     break

@@ -16,7 +16,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.base.buffer_budget import BufferBudget
-from kvstore.node.control.retention import Retainer
+from kvstore.node.control.retention import RetentionEnforcer
 from kvstore.node.durability.volume_checks import Check, CheckState, VolumeChecks
 from kvstore.node.eviction.execution import EvictionResult, evict_down_to, evict_namespace, invalidate
 from kvstore.node.publish.health import HealthReporter
@@ -69,11 +69,11 @@ class AdminParts:
     """Return the publisher. None: the node runs without a metadata server."""
     io_engines: Callable[[], Sequence[str]]
     clock: Clock
-    in_force: Sequence[EffectiveSetting]
+    settings: Sequence[EffectiveSetting]
     counters: Counters
     links: Links
     checks: VolumeChecks
-    retainer: Retainer
+    enforcer: RetentionEnforcer
     health: HealthReporter
     history: History
 
@@ -114,7 +114,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             io_engines=list(parts.io_engines()),
             settings=[
                 pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
-                for one in parts.in_force
+                for one in parts.settings
             ],
             links=[
                 pb.LinkTraffic(network=network, received_bytes=received, sent_bytes=sent)
@@ -124,7 +124,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         )
 
     def _volumes(self) -> list[pb.VolumeDescription]:
-        table, by_tenant = self._parts.table, self._parts.retainer.by_tenant
+        table, by_tenant = self._parts.table, self._parts.enforcer.by_tenant
         described = [_volume(table.dram)]
         described[0].tenants.extend(by_tenant(table.residency.arena_evictor.held_blocks, Tier.DRAM))
         for node_volume in table.node_volumes:
@@ -176,6 +176,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
                     reason=record.reason,
                     figures={name: float(value) for name, value in record.parts.items() if isinstance(value, int | float)},
                     ago_seconds=record.ago_s,
+                    action=record.action,
                 )
                 for record in records
             ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -28,7 +28,7 @@ from kvstore.node.loads.locate import located_runs, pin_stored
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.loads.prompt_wait import PromptWaits
 from kvstore.node.loads.runs import BlockRequest, Runs, SourceRange
-from kvstore.node.loads.timings import LoadTimings
+from kvstore.node.loads.timings import LoadTimer, LoadTimings
 from kvstore.node.rpc.load_stream import LoadStreams
 from kvstore.node.rpc.sessions import Session, Sessions
 from kvstore.node.rpc.wait_threads import WaitThreads
@@ -167,7 +167,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         require_tenant(spec.tenant)
         namespace = self._namespaces.of_spec(spec)
         ticket = self._authority.issue(namespace.namespace_id, TICKET_VALID_S)
-        return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
+        return node_pb2.IssueTicketResponse(ticket=ticket, boot_id=self._info.boot_id)
 
     async def OpenSession(  # noqa: N802
         self,
@@ -236,13 +236,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Load(self, request: node_pb2.LoadRequest, context: Context) -> AsyncIterator[node_pb2.LoadProgress]:  # noqa: N802
         session = self._session(request.session_id)
         blocks = self._block_request(session, request, self._deadline_s(context))
-        timer = self._timings.begin(
-            len(blocks.chain),
-            session.namespace.shape.block_bytes,
-            first_layer=request.first_layer,
-            draining=self._gate.closed,
-        )
-        try:
+        with closing(self._timer(session, request, blocks)) as timer:
             resident = self._loader.load_resident(blocks)
             if resident is not None:  # all in DRAM: the load needs no thread
                 timer.ready(resident)
@@ -251,8 +245,20 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             runs, threads = self._begin_load(blocks)
             async for message in self._streams.stream(session, runs, threads, timer, want_checksums=request.want_checksums):
                 yield message
-        finally:
-            timer.close()
+
+    async def LoadResident(self, request: node_pb2.LoadRequest, context: Context) -> node_pb2.LoadProgress:  # noqa: N802
+        session = self._session(request.session_id)
+        blocks = self._block_request(session, request, self._deadline_s(context))
+        resident = self._loader.load_resident(blocks)
+        if resident is None:
+            return node_pb2.LoadProgress()
+        with closing(self._timer(session, request, blocks)) as timer:
+            timer.ready(resident)
+            return self._streams.message(session, resident, want_checksums=request.want_checksums)
+
+    def _timer(self, session: Session, request: node_pb2.LoadRequest, blocks: BlockRequest) -> LoadTimer:
+        block_bytes = session.namespace.shape.block_bytes
+        return self._timings.begin(len(blocks.chain), block_bytes, first_layer=request.first_layer, draining=self._gate.closed)
 
     def _begin_load(self, blocks: BlockRequest) -> tuple[Runs, WaitThreads]:
         """Return the runs of a load, and the threads that wait for them."""

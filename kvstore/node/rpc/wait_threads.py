@@ -32,11 +32,6 @@ class WaitThreads:
         self._shares = TenantLimit(name, count, counters.add)
         self._in_use = 0
 
-    @property
-    def in_use(self) -> int:
-        """Number of calls that hold a thread; for tests."""
-        return self._in_use
-
     def acquire(self) -> Callable[[], None]:
         """Reserve a thread.
 

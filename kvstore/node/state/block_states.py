@@ -45,7 +45,7 @@ class VolumeReplica(IntEnum):
     REMOTE = 2
     """On the storage node."""
     EVICTING = 4
-    """Being evicted, to make room or on an operator's request. No new read may begin."""
+    """Being evicted, to free space or on an operator's request. No new read may begin."""
     EVICTING_FOR_QUOTA = 8
     """As ``EVICTING``, because its tenant holds more than its share: the block need not become durable again."""
 

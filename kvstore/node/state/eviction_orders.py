@@ -31,7 +31,7 @@ class EvictionOrder:
     def __init__(self, policy: EvictionPolicy, *, of_kept: bool = False) -> None:
         self.policy = policy
         self.of_kept = of_kept
-        """Whether it is the order of a pinned namespace, which ignores that namespace's pin."""
+        """Whether it is the order of a kept namespace, which ignores that the namespace is kept."""
         self.keys: set[BlockKey] = set()
         self.entering = 0
         """Namespaces whose earlier blocks are still being inserted. Nothing is evicted until then, as a parent may look like a

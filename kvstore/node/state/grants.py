@@ -24,7 +24,7 @@ class SlotGrant:
     tail: BlockKey | None = None
     """Key of the partial last block, which is handed over to waiting callers and neither written back nor kept; None: none."""
     guarded: Block | None = None
-    """The parent of the run if it has a replica in one tier only: pinned, so that its eviction does not make room for its
+    """The parent of the run if it has a replica in one tier only: pinned, so that its eviction does not free space for its
     children."""
 
 

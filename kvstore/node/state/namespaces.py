@@ -61,7 +61,8 @@ class NodeNamespace:
         fields except the id, shape, spec and account are."""
         self.nvme_orders: tuple[EvictionOrder, ...] = ()
         self.kept = False
-        """Whether an operator pinned it: its blocks are evicted last, up to a bound (``kvstore.node.eviction.quotas``)."""
+        """Whether an operator's rule keeps it (``kvstore namespaces pin``): its blocks are evicted last, up to a bound
+        (``kvstore.node.eviction.quotas``)."""
         self.kept_orders: dict[Tier, EvictionOrder] = {}
         """Its own orders while it is kept."""
         self.uses: TtlOrder | None = None
@@ -132,13 +133,13 @@ class TenantLedger:
         self._lock = threading.Lock()
         self._accounts: dict[str, TenantAccount] = {}
         self.kept: tuple[NodeNamespace, ...] = ()
-        """Pinned namespaces."""
+        """Kept namespaces: see ``NodeNamespace.kept``."""
         self.limited: dict[Tier, tuple[TenantAccount, ...]] = dict.fromkeys(TIERS, ())
         """Tenants with a quota in a tier."""
 
     @property
-    def in_force(self) -> bool:
-        """Whether there are quotas or pins."""
+    def has_rules(self) -> bool:
+        """Whether any tenant has a quota or any namespace is kept."""
         return bool(self.kept or any(self.limited.values()))
 
     def of(self, namespace: NodeNamespace, tenant: str) -> TenantAccount:

@@ -24,6 +24,7 @@ from kvstore.node.state.writeback_queue import WritebackQueue
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Rows, Slot
+from kvstore.tiers.eviction.policy import LruPolicy
 
 _ABSENT: Final = DramState.ABSENT
 _VOLUME_MASK: Final = STATE_MASK << VOLUME_SHIFT
@@ -40,7 +41,7 @@ class Residency:
         counters: events.
         clock: time.
         make_durable_policy: makes the order in which blocks leave the volumes.
-        accounts: the tenants.
+        accounts: the tenants; None: none has a quota.
     """
 
     def __init__(
@@ -51,18 +52,19 @@ class Residency:
         log: ReplicaChangeLog,
         counters: Counters,
         clock: Clock,
-        make_durable_policy: Callable[[Rows], EvictionPolicy],
-        accounts: TenantLedger,
+        *,
+        make_durable_policy: Callable[[Rows], EvictionPolicy] = LruPolicy,
+        accounts: TenantLedger | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        """Room or residency may have changed."""
+        """Space or residency may have changed."""
         self.has_writes = threading.Condition(self.lock)
         """Blocks wait for write-back."""
         self.dram = dram
         self.dram_policy = dram_policy
         self.node_volumes = list(node_volumes)
-        self.accounts = accounts
+        self.accounts = accounts or TenantLedger()
         self.counters = counters
         self.clock = clock
         self.blocks: dict[BlockKey, Block] = {}
@@ -77,7 +79,7 @@ class Residency:
         self.waiters: dict[BlockKey, list[KeyWaiter]] = {}
         self.writes = WritebackQueue()
         self.evicts_nvme = True
-        """Whether blocks may leave a volume to make room for others."""
+        """Whether blocks may leave a volume to free space for others."""
         self.story = Story()
         self._record = self.story.entries.append
         self._log = log

@@ -40,12 +40,12 @@ class WritebackQueue:
     def take(self, max_blocks: int, max_bytes: int) -> list[Block]:
         """Take the oldest blocks, all of one namespace; at least one, if there is one."""
         taken: list[Block] = []
-        room = max_bytes
-        while self._waiting and len(taken) < max_blocks and (room > 0 or not taken):
+        space = max_bytes
+        while self._waiting and len(taken) < max_blocks and (space > 0 or not taken):
             if taken and self._waiting[0].namespace is not taken[0].namespace:
                 break
             block = self._waiting.popleft()
-            room -= block.namespace.shape.block_bytes
+            space -= block.namespace.shape.block_bytes
             taken.append(block)
         self.in_write += len(taken)
         return taken

@@ -23,7 +23,7 @@ HBM_KEPT_BLOCKS: Final = group.counter("hbm_kept_blocks_total", "blocks inserted
 HBM_BY_HOST_BLOCKS: Final = group.counter(
     "hbm_by_host_blocks_total", "blocks copied between the pool and the engine's pages through host memory"
 )
-HBM_NO_ROOM_BLOCKS: Final = group.counter("hbm_no_room_blocks_total", "blocks not inserted because the pool was full")
+HBM_NO_SPACE_BLOCKS: Final = group.counter("hbm_no_space_blocks_total", "blocks not inserted because the pool was full")
 HBM_NOT_REGISTERED_AT_START: Final = group.counter(
     "hbm_not_registered_at_start_total", "pools that could not register with the metadata server when they started"
 )
@@ -33,8 +33,8 @@ HBM_RESIZE_REFUSED: Final = group.counter(
 HBM_CLOSED_IN_USE: Final = group.counter(
     "hbm_closed_in_use_total", "pools closed during reads; their memory was freed after the last read"
 )
-HBM_CONTROL_DOOR_FAILED: Final = group.counter(
-    "hbm_control_door_failed_total", "control servers of pools that ended unexpectedly: a bug"
+HBM_CONTROL_SERVER_FAILED: Final = group.counter(
+    "hbm_control_server_failed_total", "control servers of pools that ended unexpectedly: a bug"
 )
 HBM_FAILED_OPERATIONS: Final = group.counter(
     "hbm_failed_operations_total", "failed copies to or from the pool on a working device"

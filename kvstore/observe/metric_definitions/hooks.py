@@ -41,8 +41,8 @@ SGLANG_BROKE: Final = group.counter_family(
 SGLANG_COPIED_POOLS: Final = group.counter(
     "sglang_copied_pools_total", "SGLang pools whose pages are copied because they cannot be accessed in place"
 )
-SGLANG_PREFIXES_AS_TOLD: Final = group.counter(
-    "sglang_prefixes_as_told_total", "backends that use the prefixes as SGLang reports them"
+SGLANG_PREFIXES_AS_REPORTED: Final = group.counter(
+    "sglang_prefixes_as_reported_total", "backends that use the prefixes as SGLang reports them"
 )
 SGLANG_WEIGHTS_UNKNOWN: Final = group.counter(
     "sglang_weights_unknown_total", "pools without a name for the weights, from SGLang or from the configuration"

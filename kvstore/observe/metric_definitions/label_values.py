@@ -24,7 +24,7 @@ MISS_REASONS: Final = ("unknown", "evicted", "index_down", "node_lost", "corrupt
 * ``other``: the client was closed, or a bug.
 """
 BUFFERS: Final = ("prefill_buffer", "decode_buffer")
-OUTCOMES: Final = ("miss", "corrupt", "unavailable", "timeout", "no_room")
+OUTCOMES: Final = ("miss", "corrupt", "unavailable", "timeout", "no_space")
 STORE_OUTCOMES: Final = ("stored", "exists", "in_progress", "skipped", "corrupt", "lost")
 KERNELS: Final = ("avx2", "neon", "portable", "python")
 ERRORS: Final = (
@@ -35,8 +35,8 @@ METHODS: Final = (
     "RegisterNode", "Heartbeat", "CompareDigests", "RepairRange", "RegisterNamespace", "ListNamespaces", "ListNodes", "Lookup",
     "PlanLoad", "ReportLoads", "ReplanLoad", "ReportEngines", "AssignRequest", "CancelRequest", "GetStats",
     "UnregisterNode", "DrainNode", "UndrainNode", "RemoveNode", "LocateBlocks", "PullBlocks",
-    "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "Locate", "AwaitPrompt", "AbandonPrompt",
-    "Release", "Flush", "Evict", "GetNodeStats",
+    "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "LoadResident", "Locate",
+    "AwaitPrompt", "AbandonPrompt", "Release", "Flush", "Evict", "GetNodeStats",
     "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",
     "DescribeTenants", "ListNamespaceRules", "SetTenantQuota", "SetNamespaceRule",
     "DescribeNode", "DescribeUsage", "ListSlowLoads", "EvictBlocks", "InvalidateNamespace", "SetTrafficCap", "CompareIndex",

@@ -114,7 +114,7 @@ REQUESTS_FORGOTTEN: Final = group.counter(
     "metadata_requests_forgotten_total", "requests dropped because their engines never reported an end"
 )
 SCHEDULER_VOID_REPORTS: Final = group.counter("metadata_scheduler_void_reports_total", "reports on unknown requests")
-ORDERS_CHANGED: Final = group.counter("metadata_orders_changed_total", "changes of quotas, times to live and pins")
+SETTINGS_CHANGED: Final = group.counter("metadata_settings_changed_total", "changes of quotas, times to live and pins")
 QUOTA_SHARE_FAILURES: Final = group.counter(
     "metadata_quota_share_failures_total", "divisions of quotas that failed with an unexpected exception: a bug"
 )

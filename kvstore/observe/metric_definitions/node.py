@@ -80,8 +80,8 @@ SLOW_LOADS: Final = group.counter(
 LOCATED_BLOCKS: Final = group.counter(
     "located_blocks_total", "blocks whose position on a volume was sent to an engine of this host for direct reads"
 )
-LOAD_NO_ROOM_BLOCKS: Final = group.counter(
-    "load_no_room_blocks_total", "blocks not loaded because DRAM for them was not available in time"
+LOAD_NO_SPACE_BLOCKS: Final = group.counter(
+    "load_no_space_blocks_total", "blocks not loaded because DRAM for them was not available in time"
 )
 NVME_READ_FAILED_BLOCKS: Final = group.counter_family(
     "nvme_read_failed_blocks_total",
@@ -148,8 +148,8 @@ STORE_WITHOUT_ARENA: Final = group.counter(
 STORE_NOT_YET_VISIBLE: Final = group.counter(
     "store_not_yet_visible_total", "stores whose blocks were not in the index within the requested time"
 )
-STORE_SKIPPED_NO_ROOM_BLOCKS: Final = group.counter(
-    "store_skipped_no_room_blocks_total", "blocks not stored because DRAM was full"
+STORE_SKIPPED_NO_SPACE_BLOCKS: Final = group.counter(
+    "store_skipped_no_space_blocks_total", "blocks not stored because DRAM was full"
 )
 STORE_SKIPPED_QUOTA_BLOCKS: Final = group.counter(
     "store_skipped_quota_blocks_total", "blocks not stored because their tenant's quota is full of pinned or leased blocks"
@@ -162,7 +162,7 @@ EVICTED_UNUSED_BLOCKS: Final = group.counter(
 )
 EVICTED_PINNED_BLOCKS: Final = group.counter(
     "evicted_pinned_blocks_total",
-    "blocks of pinned namespaces evicted: pins beyond half of a tier, or no other block could be evicted; see how-to/operate",
+    "blocks of kept namespaces evicted: more than half of a tier was kept, or no other block was evictable; see how-to/operate",
 )
 EVICTED_QUOTA_BLOCKS: Final = group.counter(
     "evicted_quota_blocks_total", "blocks evicted because their tenant exceeded its quota"

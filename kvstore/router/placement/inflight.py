@@ -22,14 +22,14 @@ class InflightEntry:
         engine: the engine.
         prompt_tokens: length of the prompt.
         cached_tokens: prompt tokens in the engine's cache or close to it.
-        room_tokens: tokens of KV that decoding needs on the engine.
+        kv_tokens: tokens of KV that decoding needs on the engine.
         decoding: the prompt is computed.
     """
 
     engine: str
     prompt_tokens: int
     cached_tokens: int = 0
-    room_tokens: int = 0
+    kv_tokens: int = 0
     decoding: bool = False
 
     @property
@@ -46,7 +46,7 @@ class EngineWork:
 
     sequences: int = 0
     tokens: int = 0
-    room_tokens: int = 0
+    kv_tokens: int = 0
 
 
 class InflightTokens:
@@ -84,4 +84,4 @@ class InflightTokens:
         work = self._work[entry.engine]
         work.sequences += sign
         work.tokens += sign * entry.cost
-        work.room_tokens += sign * entry.room_tokens
+        work.kv_tokens += sign * entry.kv_tokens

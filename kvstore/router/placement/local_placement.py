@@ -54,12 +54,12 @@ class LocalPlacement:
     def register(self, placed: PlacedRequest, request: PlacementRequest) -> PlacedRequest:
         """Add a placed request to the engines' work in flight."""
         inflight, cached = self._context.inflight, request.cached_tokens
-        room, prompt = request.prompt_tokens + request.output_tokens, request.prompt_tokens
+        space, prompt = request.prompt_tokens + request.output_tokens, request.prompt_tokens
         if placed.prefill is None:
-            inflight.begin(placed.attempt_id, InflightEntry(placed.engine, prompt, cached.get(placed.engine, 0), room))
+            inflight.begin(placed.attempt_id, InflightEntry(placed.engine, prompt, cached.get(placed.engine, 0), space))
         else:
             inflight.begin(placed.attempt_id, InflightEntry(placed.prefill, prompt, cached.get(placed.prefill, 0)))
-            inflight.begin(placed.attempt_id, InflightEntry(placed.engine, prompt, 0, room, decoding=True))
+            inflight.begin(placed.attempt_id, InflightEntry(placed.engine, prompt, 0, space, decoding=True))
         return placed
 
     def prefilled(self, placed: PlacedRequest) -> None:

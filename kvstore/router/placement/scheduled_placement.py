@@ -181,7 +181,7 @@ class ScheduledPlacement:
             prompt,
             hit_tokens=min(request.hit_tokens, prompt),
             expected_output_tokens=output,
-            near={self.reporter.name_of(engine): min(tokens, prompt) for engine, tokens in longest},
+            cached_tokens={self.reporter.name_of(engine): min(tokens, prompt) for engine, tokens in longest},
         )
 
     def _placed(self, request: PlacementRequest, assignment: Assignment) -> PlacedRequest | None:

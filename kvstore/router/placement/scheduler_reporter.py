@@ -23,7 +23,7 @@ from kvclient import (
     AsyncSchedulerClient,
     EngineFigures,
     EngineRequest,
-    GroupNews,
+    GroupUpdates,
     KVStoreError,
 )
 from kvstore.core.errors import Conflict, Unavailable
@@ -254,7 +254,7 @@ class SchedulerReporter:
         )
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         for answer in answers:
-            if isinstance(answer, GroupNews):
+            if isinstance(answer, GroupUpdates):
                 self._apply(answer)
         self._context.counters.add(router_metrics.REPORTS)
         if failures:
@@ -298,7 +298,7 @@ class SchedulerReporter:
                 continue
             work, metrics = context.work(name), context.metrics.get(name)
             capacity = metrics.capacity_tokens if metrics is not None and metrics.capacity_tokens else _UNLIMITED_TOKENS
-            used = max(work.room_tokens, metrics.used_tokens if metrics is not None else 0)
+            used = max(work.kv_tokens, metrics.used_tokens if metrics is not None else 0)
             yield EngineFigures(
                 self.name_of(name),
                 engine.config.node or name,
@@ -310,7 +310,7 @@ class SchedulerReporter:
             )
 
     # ---- announced assignments
-    def _apply(self, news: GroupNews) -> None:
+    def _apply(self, news: GroupUpdates) -> None:
         for event in news.events:
             if isinstance(event, Assigned):
                 self._apply_assigned(event)
@@ -334,8 +334,8 @@ class SchedulerReporter:
             known = self._known[event.request_id] = _KnownRequest(event.generation, self._context.now_s())
         known.engines.add(engine)
         decoding = self._context.health.engines[engine].config.role is Role.DECODE
-        room = event.prompt_tokens + event.expected_output_tokens if decoding else 0
-        entry = InflightEntry(engine, event.prompt_tokens, event.near_tokens, room, decoding)
+        space = event.prompt_tokens + event.expected_output_tokens if decoding else 0
+        entry = InflightEntry(engine, event.prompt_tokens, event.cached_tokens, space, decoding)
         self._context.inflight.begin(event.request_id, entry)
 
     def _apply_reassigned(self, event: Assigned) -> None:

@@ -98,6 +98,7 @@ _NODE: Final = {
     "Complete": Permission.DATA,
     "Abort": Permission.DATA,
     "Load": Permission.DATA,
+    "LoadResident": Permission.DATA,
     "Locate": Permission.DATA,
     "AwaitPrompt": Permission.DATA,
     "AbandonPrompt": Permission.DATA,
@@ -155,6 +156,17 @@ _caller: ContextVar[Principal | None] = ContextVar("kvstore_caller", default=Non
 
 _on_behalf: ContextVar[str] = ContextVar("kvstore_on_behalf", default="")
 """Name of the person for whom the caller acts; empty: for none."""
+
+
+def set_caller(caller: Principal | None, person: str = "") -> None:
+    """Declare who makes the call of the current context.
+
+    Args:
+        caller: owner of the call's token; None: the server does not use tokens.
+        person: for whom the caller acts; empty: for none.
+    """
+    _caller.set(caller)
+    _on_behalf.set(person)
 
 
 def tenant() -> str | None:
@@ -235,8 +247,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         try:
             # gRPC runs each call, its handler included, in one task with its own context
             caller = self.admit(handler_call_details.method, handler_call_details.invocation_metadata)
-            _caller.set(caller)
-            _on_behalf.set(_person(caller, handler_call_details.invocation_metadata))
+            set_caller(caller, _person(caller, handler_call_details.invocation_metadata))
         except KVStoreError as refused:
             handler = await continuation(handler_call_details)
             return handler if handler is None else self._refusing(handler, refused, handler_call_details)

@@ -33,9 +33,9 @@ class Dispatch(Protocol):
 class TakeTurns:
     """Round robin, independent of the load; a decode engine without space is skipped."""
 
-    def __init__(self, prefill_engines: int, decode_room: Sequence[float], paired: Paired) -> None:
+    def __init__(self, prefill_engines: int, decode_space: Sequence[float], paired: Paired) -> None:
         self._prefill_engines = prefill_engines
-        self._room = list(decode_room)
+        self._space = list(decode_space)
         self._paired = paired
         self._next_prefill = self._next_decode = 0
         self._waiting: deque[tuple[Job, float]] = deque()
@@ -48,23 +48,23 @@ class TakeTurns:
         pass
 
     def finished(self, job: Job, hbm_bytes: float) -> None:
-        self._room[job.decode] += hbm_bytes
+        self._space[job.decode] += hbm_bytes
         self._serve()
 
     def _serve(self) -> None:
         while self._waiting:
             job, need = self._waiting[0]
-            for turn in range(len(self._room)):
-                decode = (self._next_decode + turn) % len(self._room)
-                if self._room[decode] >= need:
+            for turn in range(len(self._space)):
+                decode = (self._next_decode + turn) % len(self._space)
+                if self._space[decode] >= need:
                     break
             else:
                 return
             self._waiting.popleft()
-            self._room[decode] -= need
+            self._space[decode] -= need
             prefill = self._next_prefill
             self._next_prefill = (prefill + 1) % self._prefill_engines
-            self._next_decode = (decode + 1) % len(self._room)
+            self._next_decode = (decode + 1) % len(self._space)
             self._paired(job, prefill, decode)
 
 
@@ -139,11 +139,11 @@ class ByScheduler:
                 self._paired(running.job, self._places[pair.prefill.engine], self._places[pair.decode.engine])
 
 
-def check_fits(need: float, room: float, what: str) -> None:
+def check_fits(need: float, space: float, what: str) -> None:
     """Refuses what could never be served.
 
     Raises:
         InvalidArgument: it needs more than there is.
     """
-    if need > room:
-        raise InvalidArgument(f"a request needs more {what} than there is", need_bytes=round(need), room_bytes=round(room))
+    if need > space:
+        raise InvalidArgument(f"a request needs more {what} than there is", need_bytes=round(need), space_bytes=round(space))

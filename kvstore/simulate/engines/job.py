@@ -62,8 +62,8 @@ class Job:
         return self.prompt_tokens + self.turn.out
 
 
-class Room:
-    """Bounded space, granted in order and as a whole, so that no request holds a part while it waits for the rest."""
+class SpaceQueue:
+    """Queue for bounded space. Requests get all their space at once and in order, so none holds a part while it waits."""
 
     def __init__(self, size: float) -> None:
         self.size = size
@@ -72,13 +72,13 @@ class Room:
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
 
     def take(self, amount: float, granted: Callable[[], None]) -> None:
-        """Calls ``granted`` when ``amount`` is there; more than the whole room counts as the whole room."""
+        """Call ``granted`` once ``amount`` is available. An amount above ``size`` counts as ``size``."""
         self._waiting.append((min(amount, self.size), granted))
         self._serve()
         self.most_waiting = max(self.most_waiting, len(self._waiting))
 
     def give(self, amount: float) -> None:
-        """Gives back what was taken."""
+        """Return space that was taken."""
         self.used -= min(amount, self.size)
         self._serve()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.dualpath.compute_budget import PromptChunk, fill_batch
 from kvstore.roofline.engine_model import EngineModel, PrefillChunk
-from kvstore.simulate.engines.job import Job, Room
+from kvstore.simulate.engines.job import Job, SpaceQueue
 from kvstore.simulate.network.event_loop import EventLoop
 
 _LOOK_AHEAD = 256
@@ -17,7 +17,7 @@ _LOOK_AHEAD = 256
 class PrefillEngine:
     """One engine's queue of requests whose KV is there."""
 
-    def __init__(self, index: int, hbm: Room) -> None:
+    def __init__(self, index: int, hbm: SpaceQueue) -> None:
         self.index = index
         self.hbm = hbm
         self.ready: deque[Job] = deque()

@@ -207,20 +207,20 @@ class FluidNetwork:
 
     def _fill(self, reach: dict[_Class, None]) -> tuple[dict[_Class, float], dict[int, float]]:
         """Max-min fair rates of the classes within reach, over what the others leave; and the level of each link that is full."""
-        room: dict[int, float] = {}
+        space: dict[int, float] = {}
         weight_of: dict[int, float] = {}
         for cls in reach:
             for link, weight in cls.route:
                 if self.capacities[link] < math.inf:
-                    if link not in room:
-                        room[link], weight_of[link] = self.capacities[link] - self._load[link], 0.0
-                    room[link] += cls.rate * weight * cls.count
+                    if link not in space:
+                        space[link], weight_of[link] = self.capacities[link] - self._load[link], 0.0
+                    space[link] += cls.rate * weight * cls.count
                     weight_of[link] += weight * cls.count
         rates: dict[_Class, float] = {}
         levels: dict[int, float] = {}
         open_links = {link for link, weight in weight_of.items() if weight > 0}
         while open_links:
-            level, tightest = min((max(0.0, room[link]) / weight_of[link], link) for link in open_links)
+            level, tightest = min((max(0.0, space[link]) / weight_of[link], link) for link in open_links)
             levels[tightest] = level
             for cls in self._users[tightest]:
                 if cls in rates or cls not in reach:
@@ -228,7 +228,7 @@ class FluidNetwork:
                 rates[cls] = level
                 for link, weight in cls.route:
                     if link in open_links:
-                        room[link] -= level * weight * cls.count
+                        space[link] -= level * weight * cls.count
                         weight_of[link] -= weight * cls.count
             open_links.discard(tightest)
             open_links = {link for link in open_links if weight_of[link] > _CLOSE}

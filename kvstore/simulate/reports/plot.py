@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.errors import Unsupported
+from kvstore.core.errors import Unsupported, install_command
 from kvstore.simulate.cluster import SimConfig
 from kvstore.simulate.result import SimResult
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def require_matplotlib() -> None:
-    """Says how to get it.
+    """Check that matplotlib is installed.
 
     Raises:
         Unsupported: it is not installed.
@@ -26,7 +26,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise Unsupported("plots take matplotlib: pip install 'kvstore-dualpath[plots]'") from error
+        raise Unsupported(f"plots require matplotlib: {install_command('plots')}") from error
     mpl.use("Agg")
 
 

@@ -47,7 +47,7 @@ def soak(driver: HookDriver, seeds: Sequence[int], options: dict[str, object], f
                 try:
                     report = run_seeded(seed, engine, store, talk)
                 except WrongTokensError as error:
-                    print(f"seed {seed}, room {dram >> 20}+{nvme >> 20} MiB: WRONG TOKENS: {error}")
+                    print(f"seed {seed}, space {dram >> 20}+{nvme >> 20} MiB: WRONG TOKENS: {error}")
                     return 1
                 finally:
                     faulthandler.cancel_dump_traceback_later()

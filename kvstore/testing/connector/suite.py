@@ -112,7 +112,7 @@ class ConnectorSuite(ABC):
             kit.talk.ask(engine, kit.talk.prompts)
 
     @pytest.mark.parametrize("restarted", [(NODE,), (METADATA,), (METADATA, NODE)], ids=lambda names: "+".join(names))
-    def test_restarts_between_store_and_load(self, kit: Kit, store: FaultyStore, restarted: tuple[str, ...]) -> None:
+    def test_load_engine_restarted_is_cached(self, kit: Kit, store: FaultyStore, restarted: tuple[str, ...]) -> None:
         prompts = kit.talk.prompts[:8]
         with kit.open(store.address) as engine:
             kit.talk.ask(engine, prompts)
@@ -126,7 +126,7 @@ class ConnectorSuite(ABC):
         with kit.open(store.address) as engine:
             assert kit.talk.ask(engine, [longest])[0].loaded_tokens == kit.whole_blocks(longest)
 
-    def test_several_processes_at_once(self, kit: Kit, store: FaultyStore, other: EngineProcess) -> None:
+    def test_engines_concurrent_compute_the_same(self, kit: Kit, store: FaultyStore, other: EngineProcess) -> None:
         with kit.open(store.address) as engine:
             for turn in range(4):
                 theirs = kit.talk.some(2 * turn, 6)
@@ -137,7 +137,7 @@ class ConnectorSuite(ABC):
                 engine.forget()
 
     # ---- wrong bytes ----
-    def test_wrong_bytes_would_be_seen(self, kit: Kit, store: FaultyStore) -> None:
+    def test_wrong_bytes_without_checks_change_tokens(self, kit: Kit, store: FaultyStore) -> None:
         """The negative control: with checksums off, bytes in the wrong places change the answer."""
         prompts = [prompt for prompt in kit.talk.prompts if len(prompt) > 4 * kit.driver.block_tokens]
         with kit.open(store.address, verify="never") as engine:
@@ -150,7 +150,7 @@ class ConnectorSuite(ABC):
             wrong = [answer.tokens != kit.talk.answers[prompt] for prompt, answer in zip(prompts, answers, strict=True)]
             assert all(wrong)
 
-    def test_wrong_bytes_in_memory_are_computed_anew(self, kit: Kit, store: FaultyStore) -> None:
+    def test_wrong_bytes_in_memory_are_recomputed(self, kit: Kit, store: FaultyStore) -> None:
         with kit.open(store.address, verify="always") as engine:
             kit.talk.ask(engine, kit.talk.prompts)
             assert engine.flush(FLUSH_S)
@@ -158,7 +158,7 @@ class ConnectorSuite(ABC):
             engine.forget()
             kit.talk.ask(engine, kit.talk.prompts)
 
-    def test_wrong_bytes_on_disk_are_computed_anew(self, kit: Kit, store: FaultyStore) -> None:
+    def test_wrong_bytes_on_disk_are_recomputed(self, kit: Kit, store: FaultyStore) -> None:
         with kit.open(store.address) as engine:
             kit.talk.ask(engine, kit.talk.prompts)
             assert engine.flush(FLUSH_S)
@@ -169,13 +169,13 @@ class ConnectorSuite(ABC):
             kit.talk.ask(engine, kit.talk.prompts)
 
     # ---- what fails ----
-    def test_without_a_store(self, kit: Kit) -> None:
+    def test_store_missing_computes_the_same(self, kit: Kit) -> None:
         nobody = StoreAddress(f"127.0.0.1:{free_port()}", "none")
         with kit.open(nobody, **SOON) as engine:
             kit.talk.ask(engine, kit.talk.prompts[:4])
             engine.flush(FLUSH_S)
 
-    def test_an_engine_that_is_killed_while_it_stores(self, kit: Kit, store: FaultyStore, other: EngineProcess) -> None:
+    def test_engine_killed_during_store_leaves_no_wrong_block(self, kit: Kit, store: FaultyStore, other: EngineProcess) -> None:
         """Nothing half-written is visible, and the others go on."""
         other.begin("generate", kit.talk.prompts, MOST_TOKENS)
         with kit.open(store.address) as engine:
@@ -185,7 +185,7 @@ class ConnectorSuite(ABC):
                 kit.talk.ask(engine, kit.talk.prompts)
                 engine.forget()
 
-    def test_a_store_with_hardly_any_room(self, kit: Kit, tmp_path: Path) -> None:
+    def test_store_almost_without_space_computes_the_same(self, kit: Kit, tmp_path: Path) -> None:
         """Blocks are evicted while they are wanted, and the disk is full."""
         with (
             FaultyStore(tmp_path / "small", dram_bytes=4 * MIB, nvme_bytes=4 * MIB) as store,

@@ -117,14 +117,14 @@ class IndexSuite:
             index.publish(volume_epoch, [CHAIN.run(0, 1)], [])
 
     # ---- lookups ----
-    def test_nothing_is_a_miss(self, index: PrefixIndex) -> None:
+    def test_lookup_empty_index_is_a_miss(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         assert ask(index, CHAIN, {volume_epoch}) == PrefixHit(0, ())
         assert index.lookup(NAMESPACE, b"", {volume_epoch}) == PrefixHit(0, ())
 
     @pytest.mark.parametrize("held", [1, 2, 3, 50, 99, 100])
     @pytest.mark.parametrize("asked", [1, 2, 64, 100])
-    def test_hits_are_exact(self, index: PrefixIndex, held: int, asked: int) -> None:
+    def test_lookup_hits_are_exact(self, index: PrefixIndex, held: int, asked: int) -> None:
         volume_epoch = begin(index)
         index.publish(volume_epoch, [CHAIN.run(0, held)], [])
         hit = min(held, asked)
@@ -139,7 +139,7 @@ class IndexSuite:
         assert ask(index, CHAIN, set()) == PrefixHit(0, ())
         assert ask(index, CHAIN, {other}) == PrefixHit(30, (ReplicaRun(0, 30, other),))
 
-    def test_namespaces_do_not_mix(self, index: PrefixIndex) -> None:
+    def test_lookup_other_namespace_is_a_miss(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         stranger = NamespaceId(b"o" * 16)
@@ -147,12 +147,12 @@ class IndexSuite:
         index.put_namespace(stranger, b"spec")
         assert index.lookup(stranger, CHAIN.packed, {volume_epoch}) == PrefixHit(0, ())
 
-    def test_a_key_is_a_hit_at_its_own_depth_alone(self, index: PrefixIndex) -> None:
+    def test_lookup_key_at_other_depth_is_a_miss(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         assert ask(index, Chain(NAMESPACE, CHAIN.keys[1:]), {volume_epoch}) == PrefixHit(0, ())
 
-    def test_a_key_at_two_places_stays_at_the_first(self, index: PrefixIndex) -> None:
+    def test_publish_key_at_second_depth_keeps_the_first(self, index: PrefixIndex) -> None:
         volume_epoch, other = begin(index), begin(index, "w")
         index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         stranger = NamespaceId(b"o" * 16)
@@ -163,7 +163,7 @@ class IndexSuite:
         assert index.lookup(stranger, CHAIN.packed, {volume_epoch, other}) == PrefixHit(0, ())
         assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
 
-    def test_a_run_behind_its_parent_mends_a_forgotten_one(self, index: PrefixIndex) -> None:
+    def test_publish_run_after_parent_repairs_a_wrong_depth(self, index: PrefixIndex) -> None:
         """Another node published the rest as a separate chain, and continues to do so."""
         volume_epoch, other = begin(index), begin(index, "w")
         slip = BlockRun(NAMESPACE, None, 0, CHAIN.keys[50:])
@@ -177,13 +177,13 @@ class IndexSuite:
         index.publish(other, [], slip.keys)
         assert ask(index, CHAIN, {volume_epoch, other}).blocks == 100
 
-    def test_a_volume_that_holds_just_the_beginning_is_found(self, index: PrefixIndex) -> None:
+    def test_lookup_volume_with_first_blocks_only_is_found(self, index: PrefixIndex) -> None:
         nvme, dram = begin(index), begin(index, "dram")
         index.publish(nvme, [CHAIN.run(0, 100)], [])
         index.publish(dram, [CHAIN.run(0, 40)], [])
         assert ask(index, CHAIN, {nvme, dram}) == PrefixHit(100, (ReplicaRun(0, 100, nvme), ReplicaRun(0, 40, dram)))
 
-    def test_parts_in_different_volumes_make_one_hit(self, index: PrefixIndex) -> None:
+    def test_lookup_parts_in_different_volumes_make_one_hit(self, index: PrefixIndex) -> None:
         one, two, three = begin(index), begin(index, "two"), begin(index, "three")
         index.publish(one, [CHAIN.run(0, 33)], [])
         index.publish(two, [CHAIN.run(33, 70)], [])
@@ -192,13 +192,13 @@ class IndexSuite:
         assert ask(index, CHAIN, {one, two, three}) == PrefixHit(100, runs)
         assert ask(index, CHAIN, {one, three}) == PrefixHit(33, runs[:1])
 
-    def test_runs_published_in_parts_are_one(self, index: PrefixIndex) -> None:
+    def test_lookup_run_published_in_parts_is_one_run(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         for start in range(0, 100, 7):
             index.publish(volume_epoch, [CHAIN.run(start, min(start + 7, 100))], [])
         assert ask(index, CHAIN, {volume_epoch}) == PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
 
-    def test_every_second_block_elsewhere(self, index: PrefixIndex) -> None:
+    def test_lookup_alternating_volumes_is_one_hit(self, index: PrefixIndex) -> None:
         volume_epochs = [begin(index), begin(index, "w")]
         for at in range(100):
             index.publish(volume_epochs[at % 2], [CHAIN.run(at, at + 1)], [])
@@ -206,7 +206,7 @@ class IndexSuite:
         assert hit == PrefixHit(100, tuple(ReplicaRun(at, 1, volume_epochs[at % 2]) for at in range(100)))
 
     # ---- publishing ----
-    def test_holders_are_told_key_by_key(self, index: PrefixIndex) -> None:
+    def test_holders_are_listed_per_key(self, index: PrefixIndex) -> None:
         first, second = begin(index, "a"), begin(index, "b")
         index.publish(first, [CHAIN.run(0, 3)], [])
         index.publish(second, [CHAIN.run(2, 5)], [])
@@ -223,14 +223,14 @@ class IndexSuite:
         with pytest.raises(InvalidArgument):
             index.holders(NAMESPACE, [BlockKey(b"short")])
 
-    def test_removed_goes_first_then_stored_in_order(self, index: PrefixIndex) -> None:
+    def test_batch_removed_is_applied_before_stored(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         index.publish(volume_epoch, [CHAIN.run(0, 10)], list(CHAIN.keys[:10]))
         assert ask(index, CHAIN, {volume_epoch}).blocks == 10
         index.publish(volume_epoch, [CHAIN.run(8, 9), CHAIN.run(9, 12)], list(CHAIN.keys[8:10]))
         assert ask(index, CHAIN, {volume_epoch}) == PrefixHit(12, (ReplicaRun(0, 12, volume_epoch),))
 
-    def test_a_batch_again_changes_nothing(self, index: PrefixIndex) -> None:
+    def test_batch_repeated_changes_nothing(self, index: PrefixIndex) -> None:
         volume_epoch, other = begin(index), begin(index, "w")
         index.publish(other, [CHAIN.run(0, 50)], [])
         # out of order on purpose: a child before its parent
@@ -242,7 +242,7 @@ class IndexSuite:
             )
             assert index.stats().blocks == 50
 
-    def test_removed_leaves_are_gone(self, index: PrefixIndex) -> None:
+    def test_removed_leaf_blocks_are_misses(self, index: PrefixIndex) -> None:
         volume_epoch, other = begin(index), begin(index, "w")
         index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
         index.publish(other, [CHAIN.run(0, 60)], [])
@@ -253,7 +253,7 @@ class IndexSuite:
         )
         assert index.stats().blocks == 60
 
-    def test_a_refused_batch_leaves_nothing(self, index: PrefixIndex) -> None:
+    def test_batch_rejected_changes_nothing(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         index.publish(volume_epoch, [CHAIN.run(0, 10)], [])
         with pytest.raises(InvalidArgument):
@@ -262,7 +262,7 @@ class IndexSuite:
             )
         assert ask(index, CHAIN, {volume_epoch}).blocks == 10
 
-    def test_a_hole_only_shortens_the_hit(self, index: PrefixIndex) -> None:
+    def test_lookup_gap_shortens_the_hit(self, index: PrefixIndex) -> None:
         volume_epoch, other = begin(index), begin(index, "w")
         index.publish(volume_epoch, [CHAIN.run(0, 30), CHAIN.run(31, 100)], [])
         model = IndexModel({volume_epoch: {}, other: {}})
@@ -288,13 +288,13 @@ class IndexSuite:
         ],
         ids=range(8),
     )
-    def test_malformed_runs_are_refused(self, index: PrefixIndex, run: BlockRun) -> None:
+    def test_batch_malformed_run_is_rejected(self, index: PrefixIndex, run: BlockRun) -> None:
         volume_epoch = begin(index)
         with pytest.raises(InvalidArgument):
             index.publish(volume_epoch, [run], [])
         assert index.stats().blocks == 0
 
-    def test_malformed_calls_are_refused(self, index: PrefixIndex) -> None:
+    def test_lookup_malformed_call_is_rejected(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         with pytest.raises(InvalidArgument):
             index.lookup(NAMESPACE, b"x" * 17, {volume_epoch})
@@ -317,7 +317,7 @@ class IndexSuite:
         with pytest.raises(InvalidArgument):
             index.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.DRAM, BootId(b"short"))
 
-    def test_the_longest_call(self, index: PrefixIndex) -> None:
+    def test_lookup_longest_call_is_answered(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         size = limits.MAX_KEYS_PER_CALL
         packed = os.urandom(16 * size)
@@ -326,7 +326,7 @@ class IndexSuite:
         assert index.lookup(NAMESPACE, packed, {volume_epoch}) == PrefixHit(size, (ReplicaRun(0, size, volume_epoch),))
 
     # ---- who listens, and the whole ----
-    def test_a_listener_is_told_what_took_effect(self, index: PrefixIndex) -> None:
+    def test_listener_gets_effective_changes(self, index: PrefixIndex) -> None:
         told = Told()
         index.listen(told)
         volume_epoch, other = begin(index), begin(index, "w")
@@ -359,7 +359,7 @@ class IndexSuite:
         index.close_volume_epoch(volume_epoch)
         assert told.heard == [volume_epoch]
 
-    def test_the_whole_in_parts(self, index: PrefixIndex) -> None:
+    def test_inventory_in_parts_is_complete(self, index: PrefixIndex) -> None:
         assert index.blocks_from(None, 10) == ([], None)
         volume_epoch, other = begin(index), begin(index, "w")
         index.publish(volume_epoch, [CHAIN.run(0, 5)], [])
@@ -381,7 +381,7 @@ class IndexSuite:
             index.blocks_from(None, 0)
 
     # ---- anti-entropy ----
-    def test_inventory_by_range(self, index: PrefixIndex) -> None:
+    def test_inventory_by_range_is_exact(self, index: PrefixIndex) -> None:
         volume_epoch, other = begin(index), begin(index, "w")
         # crowded ranges at both ends of key space, and the rest of the chain anywhere
         ends = [
@@ -423,7 +423,7 @@ class IndexSuite:
         assert index.stats().blocks == 0
 
     # ---- looking ----
-    def test_a_key_is_described(self, index: PrefixIndex) -> None:
+    def test_describe_key_names_its_holders(self, index: PrefixIndex) -> None:
         """Position and holders with their run starts; closed epochs are shown until they are swept."""
         first, second = self.volume_epochs_for_describe(index)
         index.publish(first, [CHAIN.run(0, 4)], [])
@@ -454,7 +454,7 @@ class IndexSuite:
         return one, index.open_volume_epoch(VolumeId("b/dram"), NodeId("b"), Tier.DRAM, BootId(b"b" * 16))
 
     # ---- namespaces, notes, revision ----
-    def test_namespaces_in_order_of_arrival(self, index: PrefixIndex) -> None:
+    def test_namespaces_are_listed_in_order_of_arrival(self, index: PrefixIndex) -> None:
         names = [NamespaceId(bytes([number]) * 16) for number in (7, 3, 9)]
         for name in names:
             index.put_namespace(name, b"spec of " + name)
@@ -465,7 +465,7 @@ class IndexSuite:
         assert index.spec_of(names[1]) == b"spec of " + names[1]
         assert index.spec_of(NamespaceId(b"none" * 4)) is None
 
-    def test_blocks_may_arrive_before_their_namespace(self, index: PrefixIndex) -> None:
+    def test_batch_before_its_namespace_is_accepted(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         index.publish(volume_epoch, [CHAIN.run(0, 10)], [])
         assert index.namespaces() == []
@@ -476,7 +476,7 @@ class IndexSuite:
         assert index.spec_of(NAMESPACE) == b""
         assert ask(index, CHAIN, {volume_epoch}).blocks == 10
 
-    def test_notes(self, index: PrefixIndex) -> None:
+    def test_notes_are_stored_and_removed(self, index: PrefixIndex) -> None:
         long = "node/" + "ü" * 600
         index.put_note("a", b"1")
         index.put_note(long, b"")
@@ -489,7 +489,7 @@ class IndexSuite:
         assert index.note("a") is None
         assert index.notes() == {long: b""}
 
-    def test_revision_moves_with_what_is_announced_alone(self, index: PrefixIndex) -> None:
+    def test_revision_changes_only_with_announced_changes(self, index: PrefixIndex) -> None:
         seen = [index.revision]
 
         def moved() -> bool:
@@ -516,7 +516,7 @@ class IndexSuite:
         assert not moved()
 
     # ---- the whole ----
-    def test_sizes(self, index: PrefixIndex) -> None:
+    def test_sizes_match_the_content(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         assert index.stats().blocks == 0
         index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
@@ -524,7 +524,7 @@ class IndexSuite:
         assert index.stats().bytes > 0
         assert len(index.epoch) == 16
 
-    def test_after_closing(self, index: PrefixIndex) -> None:
+    def test_index_closed_rejects_calls(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         index.close()
         index.close()
@@ -533,7 +533,7 @@ class IndexSuite:
         with pytest.raises(Unavailable):
             index.publish(volume_epoch, [], [])
 
-    def test_many_threads(self, index: PrefixIndex) -> None:
+    def test_index_many_threads_stays_consistent(self, index: PrefixIndex) -> None:
         """Readers and writers at once: every answer is one that was true at some moment."""
         chains = [Chain.of(NAMESPACE, [thread, *range(99)]) for thread in range(4)]
         volume_epochs = [begin(index, f"v{thread}") for thread in range(4)]
@@ -562,7 +562,7 @@ class IndexSuite:
         if failures:
             raise failures[0]
 
-    def test_everything_is_there_again_after_closing(self, index: PrefixIndex, place: Path) -> None:
+    def test_index_reopened_has_everything(self, index: PrefixIndex, place: Path) -> None:
         if not self.persistent:
             pytest.skip("the backend keeps nothing")
         volume_epoch, dead = begin(index), begin(index, "w")
@@ -593,7 +593,7 @@ class IndexSuite:
             again.close()
 
     # ---- several processes ----
-    def test_what_another_process_writes_is_seen_at_once(self, index: PrefixIndex, other_process: IndexProcess) -> None:
+    def test_writes_of_other_process_are_visible_at_once(self, index: PrefixIndex, other_process: IndexProcess) -> None:
         assert other_process.call("epoch") == index.epoch
         revision = index.revision
         volume_epoch = other_process.call("open_volume_epoch", "v", "n", Tier.DRAM, b"b" * 16)
@@ -611,7 +611,7 @@ class IndexSuite:
         other_process.close()
         assert begin(index, "v") != volume_epoch
 
-    def test_two_processes_write_at_once(self, index: PrefixIndex, other_process: IndexProcess) -> None:
+    def test_writes_of_two_processes_are_all_applied(self, index: PrefixIndex, other_process: IndexProcess) -> None:
         chains = [Chain.of(NAMESPACE, [process, *range(999)]) for process in range(2)]
         ours, theirs = begin(index), begin(index, "w")
         for start in range(0, 1_000, 50):
@@ -622,7 +622,7 @@ class IndexSuite:
         for chain, volume_epoch in zip(chains, (ours, theirs), strict=True):
             assert ask(index, chain, {ours, theirs}) == PrefixHit(1_000, (ReplicaRun(0, 1_000, volume_epoch),))
 
-    def test_a_killed_process_leaves_whole_batches(self, index: PrefixIndex, other_process: IndexProcess) -> None:
+    def test_process_killed_leaves_whole_batches(self, index: PrefixIndex, other_process: IndexProcess) -> None:
         volume_epoch = begin(index)
         sent = 200
         for at in range(sent):

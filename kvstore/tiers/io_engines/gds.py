@@ -70,7 +70,7 @@ class GdsFile(IoEngine):
         self._counters = counters
         self._now_s = now_s
         self._lock = threading.Lock()
-        self._room = threading.BoundedSemaphore(in_flight)
+        self._free_slots = threading.BoundedSemaphore(in_flight)
         self._began_s: dict[object, float] = {}  # running calls, oldest first
         self._failures = 0
         self._paused_until_s: float | None = None
@@ -160,7 +160,7 @@ class GdsFile(IoEngine):
         if not self._may_try():
             yield False
             return
-        if self._stalled() or not self._room.acquire(timeout=STALLED_S):
+        if self._stalled() or not self._free_slots.acquire(timeout=STALLED_S):
             self._counters.add(volumes_metrics.GDS_STALLED)
             _limited.warning("kvikio read stalled: %s (seconds=%.0f); read by posix", self._posix.path, STALLED_S)
             yield False
@@ -173,7 +173,7 @@ class GdsFile(IoEngine):
         finally:
             with self._lock:
                 del self._began_s[call]
-            self._room.release()
+            self._free_slots.release()
 
     def _stalled(self) -> bool:
         with self._lock:

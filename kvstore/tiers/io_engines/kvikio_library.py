@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvstore.core.errors import Unsupported
+from kvstore.core.errors import Unsupported, install_command
 from kvstore.tiers.io_engines.contract import DeviceMemory
 
 _log = logging.getLogger(__name__)
 
 CUDA_DRIVER = "libcuda.so.1"
-INSTALL_KVIKIO = "pip install 'kvstore-dualpath[gds-cu12]'   # or gds-cu13, as nvidia-smi names the driver's CUDA version"
+INSTALL_KVIKIO = f"{install_command('gds-cu12')}   # or gds-cu13, as nvidia-smi names the driver's CUDA version"
+UPGRADE_KVIKIO = "pip install --upgrade kvikio-cu12   # or kvikio-cu13, as nvidia-smi names the driver's CUDA version"
 
 KVIKIO_ERRORS = (MemoryError, TypeError, ValueError, OSError, IndexError, ArithmeticError, RuntimeError)
 """Exceptions of kvikio: C++ exceptions, converted by Cython."""

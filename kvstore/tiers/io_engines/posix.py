@@ -119,17 +119,17 @@ def _in_steps(call: Callable[[int, list[memoryview], int], int], fd: int, pieces
     size = round_up(-(-total // max(1, total // STEP_BYTES)))
     done = 0
     step: list[memoryview] = []
-    room = size
+    space = size
     for piece in pieces:
         at = 0
         while at < piece.nbytes:
-            part = piece[at : at + room]
+            part = piece[at : at + space]
             step.append(part)
             at += part.nbytes
-            room -= part.nbytes
-            if room == 0:
+            space -= part.nbytes
+            if space == 0:
                 if call(fd, step, position + done) != size:
                     return -1
                 done += size
-                step, room = [], size
+                step, space = [], size
     return done + (call(fd, step, position + done) if step else 0)

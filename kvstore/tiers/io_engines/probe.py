@@ -25,7 +25,7 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.process.run_with_timeout import CommandResult, run_with_timeout
-from kvstore.tiers.io_engines.kvikio_library import CUDA_DRIVER, FORCE_COMPAT, INSTALL_KVIKIO, Kvikio, load_kvikio
+from kvstore.tiers.io_engines.kvikio_library import CUDA_DRIVER, FORCE_COMPAT, INSTALL_KVIKIO, UPGRADE_KVIKIO, Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 
 _log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def _judge(facts: Mapping[str, Any], ran: CommandResult, timeout_s: float) -> tu
         return GdsPath.COMPAT, f"{FORCE_COMPAT} makes libcufile read through host memory", f"unset {FORCE_COMPAT}"
     if not isinstance(carried, dict):
         why = f"kvikio {facts.get('kvikio')} does not report how it reads; version 26.10 or later does"
-        return GdsPath.COMPAT, why, INSTALL_KVIKIO.replace("install", "install --upgrade")
+        return GdsPath.COMPAT, why, UPGRADE_KVIKIO
     if carried.get(_GDS_BACKEND, 0) >= 2 * PROBE_BYTES:  # both passes of the probe, all of it
         return GdsPath.GDS, f"kvikio {facts.get('kvikio')}, libcufile {facts.get('libcufile')}, {rate} measured", None
     available = "GDS works, but not for this file" if facts.get("gds_available") else "no GDS"

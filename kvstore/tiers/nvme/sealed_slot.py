@@ -22,7 +22,7 @@ class SealedSlotIO(SlotIO):
         volume_uid: uid of the volume.
         slot: the slot.
         span: first chunk and number of chunks of its span.
-        header_room: bytes of the header in the slot.
+        header_space: bytes of the header in the slot.
         record: record of the block, with a seal.
         payload: destination of the payload.
     """
@@ -30,9 +30,9 @@ class SealedSlotIO(SlotIO):
     __slots__ = ("generation", "span", "volume_uid")
 
     def __init__(
-        self, volume_uid: bytes, slot: Slot, span: tuple[int, int], header_room: int, record: BlockRecord, payload: memoryview
+        self, volume_uid: bytes, slot: Slot, span: tuple[int, int], header_space: int, record: BlockRecord, payload: memoryview
     ) -> None:
-        super().__init__(slot.offset, slot.size, bytes(FIXED_BYTES + 8 * record.shape.layers), header_room, record, payload)
+        super().__init__(slot.offset, slot.size, bytes(FIXED_BYTES + 8 * record.shape.layers), header_space, record, payload)
         self.volume_uid = volume_uid
         self.generation = slot.generation
         self.span = span

@@ -302,10 +302,10 @@ class NvmeSlab(PooledVolume, DurableVolume):
         return self._place_io(slot, record, payload)
 
     def _place_io(self, slot: Slot, record: BlockRecord, payload: memoryview) -> SlotIO:
-        room = header_bytes(record.shape.layers)
+        space = header_bytes(record.shape.layers)
         if record.seal is not None:
-            return SealedSlotIO(self._uid, slot, self.slot_pool.span_at(slot.offset), room, record, payload)
-        return SlotIO(slot.offset, slot.size, self._header(slot, record), room, record, payload)
+            return SealedSlotIO(self._uid, slot, self.slot_pool.span_at(slot.offset), space, record, payload)
+        return SlotIO(slot.offset, slot.size, self._header(slot, record), space, record, payload)
 
     def _header(self, slot: Slot, record: BlockRecord) -> bytes:
         first_chunk, chunks = self.slot_pool.span_at(slot.offset)

@@ -67,13 +67,15 @@ _Piece = TypeVar("_Piece")
 class SlotIO:
     """One slot to read or write: its slab offset, its header, the memory of its payload, and the result."""
 
-    __slots__ = ("direct", "error", "header", "header_room", "offset", "outcome", "payload", "record", "size")
+    __slots__ = ("direct", "error", "header", "header_space", "offset", "outcome", "payload", "record", "size")
 
-    def __init__(self, offset: int, size: int, header: bytes, header_room: int, record: BlockRecord, payload: memoryview) -> None:
+    def __init__(
+        self, offset: int, size: int, header: bytes, header_space: int, record: BlockRecord, payload: memoryview
+    ) -> None:
         self.offset = offset
         self.size = size
         self.header = header
-        self.header_room = header_room
+        self.header_space = header_space
         self.record = record
         self.payload = payload
         self.direct = False
@@ -388,11 +390,11 @@ class SlabFile:
 
     def _fill_device(self, slot: SlotIO, memory: DeviceMemory, image: memoryview, verify: bool) -> None:
         position = DATA_START + slot.offset
-        slot.payload = image[slot.header_room : slot.header_room + memory.nbytes]
+        slot.payload = image[slot.header_space : slot.header_space + memory.nbytes]
         # not among the requests in flight: if the driver never answers, the others' turns must come all the same
-        straight = self._reader.read_device(memory, position + slot.header_room)
+        straight = self._reader.read_device(memory, position + slot.header_space)
         with self._in_flight:
-            whole = image[: slot.header_room] if straight else image
+            whole = image[: slot.header_space] if straight else image
             done = self._timed(self._posix.read, [whole], position)
         if done != whole.nbytes:
             raise OSError(errno.EIO, "short read", str(self.path))
@@ -418,15 +420,15 @@ def _merge(slots: Sequence[SlotIO], direct: bool) -> list[list[SlotIO]]:
     """Cuts slots, in order of place, into runs of neighbours that one system call can take."""
     runs: list[list[SlotIO]] = []
     end = -1
-    room = pieces = 0
+    space = pieces = 0
     for slot in sorted(slots, key=lambda slot: slot.offset):
         # small payloads: two copies in memory cost less than pieces; unaligned ones: the device could not write there
         slot.direct = slot.payload.nbytes > SCRATCH_PAYLOAD_BYTES and (not direct or _aligned(slot.payload))
-        room -= slot.size
+        space -= slot.size
         pieces -= _PIECES_PER_SLOT if slot.direct else 1
-        if slot.offset != end or room < 0 or pieces < 0:
+        if slot.offset != end or space < 0 or pieces < 0:
             runs.append([])
-            room = MERGE_BYTES - slot.size
+            space = MERGE_BYTES - slot.size
             pieces = _MAX_PIECES - _PIECES_PER_SLOT
         runs[-1].append(slot)
         end = slot.offset + slot.size
@@ -436,15 +438,15 @@ def _merge(slots: Sequence[SlotIO], direct: bool) -> list[list[SlotIO]]:
 def _pieces_to_write(run: list[SlotIO], scratch: _Scratch) -> list[memoryview]:
     pieces: list[memoryview] = []
     for slot in run:
-        room = slot.header_room
+        space = slot.header_space
         header = slot.header
         body = slot.payload.nbytes // ALIGNMENT * ALIGNMENT if slot.direct else 0
-        front = scratch.take(room if slot.direct else slot.size)
+        front = scratch.take(space if slot.direct else slot.size)
         front[: len(header)] = header
-        front[len(header) : room] = bytes(room - len(header))
+        front[len(header) : space] = bytes(space - len(header))
         if not slot.direct:
-            end = room + slot.payload.nbytes
-            front[room:end] = slot.payload
+            end = space + slot.payload.nbytes
+            front[space:end] = slot.payload
             front[end:] = bytes(slot.size - end)
         pieces.append(front)
         if body:
@@ -467,15 +469,15 @@ def _pieces_to_read(run: list[SlotIO], scratch: _Scratch) -> tuple[list[memoryvi
     headers: list[memoryview] = []
     late: list[_Copies] = []
     for slot in run:
-        room = slot.header_room
+        space = slot.header_space
         total = slot.payload.nbytes
         if not slot.direct:
             image = scratch.take(slot.size)
             pieces.append(image)
             headers.append(image[: len(slot.header)])
-            late.append(((slot.payload, image[room : room + total]),))
+            late.append(((slot.payload, image[space : space + total]),))
             continue
-        front = scratch.take(room)
+        front = scratch.take(space)
         body = total // ALIGNMENT * ALIGNMENT
         pieces += [front, slot.payload[:body]]
         headers.append(front[: len(slot.header)])

@@ -61,7 +61,7 @@ class SlotHeader(NamedTuple):
 
 
 def header_bytes(layers: int) -> int:
-    """Room that a header takes in a slot: whole pages."""
+    """Space that a header takes in a slot: whole pages."""
     return round_up(FIXED_BYTES + 8 * layers)
 
 

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.core.errors import InvalidArgument, Unsupported, install_command
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.nixl.address_table import Rows
@@ -510,7 +510,7 @@ def load() -> Any:  # noqa: ANN401 - NIXL is untyped
             return importlib.import_module(f"{module}._api")
         except ImportError as error:
             problems.append(str(error))
-    raise Unsupported("NIXL is not installed: pip install 'kvstore-dualpath[nixl-cu12]'", tried="; ".join(problems))
+    raise Unsupported(f"NIXL is not installed: {install_command('nixl-cu12')}", tried="; ".join(problems))
 
 
 def _release(handle: Any) -> None:  # noqa: ANN401 - NIXL is untyped

@@ -22,7 +22,6 @@ from kvstore.transport.nixl.address_table import Addresses, AddressTable
 from kvstore.transport.tcp import frames
 from kvstore.transport.tcp.frames import HEAD_BYTES, BadFrame, DataFrame, FrameKind, ReadFrame
 
-HOST_BYTES = 16
 MAX_ADDRESS = 1 << 57
 """End of the largest user address space of x86-64 and AArch64: addresses below it cannot overflow when lengths are added."""
 _ATTACH = struct.Struct("<16sBBHI")  # host, requested mode, has RDMA, zero, bytes of the agent's metadata

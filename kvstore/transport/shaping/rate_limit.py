@@ -66,12 +66,6 @@ class RateLimiter:
         self._lock = threading.Lock()
         self._schedule = RateSchedule(rate)
         self._counters = counters
-        self._booked = 0
-
-    @property
-    def booked_bytes(self) -> int:
-        """Total of booked bytes; for tests."""
-        return self._booked
 
     @property
     def rate(self) -> float | None:
@@ -101,7 +95,6 @@ class RateLimiter:
             if waits and self._schedule.rate is not None and self._schedule.free_s > deadline_s:
                 raise DeadlineExceeded("the bandwidth cap leaves no time before the deadline", bytes=size)
             wait_s = self._schedule.book(size, now_s) - now_s
-            self._booked += size
         if waits and wait_s > 0:
             self._counters.add(transport_metrics.CAP_WAIT_SECONDS, int(wait_s * 1e6))
             time.sleep(wait_s)

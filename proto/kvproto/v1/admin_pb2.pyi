@@ -432,14 +432,10 @@ class DescribeTenantsRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
 class DescribeTenantsResponse(_message.Message):
-    __slots__ = ("tenants", "unknown_dram_bytes", "unknown_nvme_bytes")
+    __slots__ = ("tenants",)
     TENANTS_FIELD_NUMBER: _ClassVar[int]
-    UNKNOWN_DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    UNKNOWN_NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantDescription]
-    unknown_dram_bytes: int
-    unknown_nvme_bytes: int
-    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantDescription, _Mapping]]] = ..., unknown_dram_bytes: _Optional[int] = ..., unknown_nvme_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantDescription, _Mapping]]] = ...) -> None: ...
 
 class ListNamespaceRulesRequest(_message.Message):
     __slots__ = ()
@@ -626,7 +622,7 @@ class ListSlowLoadsResponse(_message.Message):
     def __init__(self, loads: _Optional[_Iterable[_Union[SlowLoad, _Mapping]]] = ...) -> None: ...
 
 class SlowLoad(_message.Message):
-    __slots__ = ("request_id", "seconds", "blocks", "hit_blocks", "reason", "figures", "ago_seconds")
+    __slots__ = ("request_id", "seconds", "blocks", "hit_blocks", "reason", "figures", "ago_seconds", "action")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -641,6 +637,7 @@ class SlowLoad(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     AGO_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     seconds: float
     blocks: int
@@ -648,7 +645,8 @@ class SlowLoad(_message.Message):
     reason: str
     figures: _containers.ScalarMap[str, float]
     ago_seconds: float
-    def __init__(self, request_id: _Optional[str] = ..., seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ..., ago_seconds: _Optional[float] = ...) -> None: ...
+    action: str
+    def __init__(self, request_id: _Optional[str] = ..., seconds: _Optional[float] = ..., blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ..., ago_seconds: _Optional[float] = ..., action: _Optional[str] = ...) -> None: ...
 
 class EvictBlocksRequest(_message.Message):
     __slots__ = ("operation_id", "volume_id", "namespace_id", "down_to_bytes")

@@ -22,7 +22,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_CORRUPT: _ClassVar[Outcome]
     OUTCOME_UNAVAILABLE: _ClassVar[Outcome]
     OUTCOME_TIMEOUT: _ClassVar[Outcome]
-    OUTCOME_NO_ROOM: _ClassVar[Outcome]
+    OUTCOME_NO_SPACE: _ClassVar[Outcome]
 
 class StoreOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -59,7 +59,7 @@ OUTCOME_MISS: Outcome
 OUTCOME_CORRUPT: Outcome
 OUTCOME_UNAVAILABLE: Outcome
 OUTCOME_TIMEOUT: Outcome
-OUTCOME_NO_ROOM: Outcome
+OUTCOME_NO_SPACE: Outcome
 STORE_OUTCOME_UNSPECIFIED: StoreOutcome
 STORE_OUTCOME_STORED: StoreOutcome
 STORE_OUTCOME_EXISTS: StoreOutcome

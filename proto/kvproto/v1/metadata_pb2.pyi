@@ -592,7 +592,7 @@ class SchedulerEvent(_message.Message):
     def __init__(self, number: _Optional[int] = ..., assigned: _Optional[_Union[ScheduledRequest, _Mapping]] = ..., revoked: _Optional[_Union[RevokedRequest, _Mapping]] = ...) -> None: ...
 
 class ScheduledRequest(_message.Message):
-    __slots__ = ("request_id", "generation", "engine", "prompt_tokens", "hit_tokens", "expected_output_tokens", "prefill", "decode", "near_tokens")
+    __slots__ = ("request_id", "generation", "engine", "prompt_tokens", "hit_tokens", "expected_output_tokens", "prefill", "decode", "cached_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
@@ -601,7 +601,7 @@ class ScheduledRequest(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
-    NEAR_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     generation: int
     engine: str
@@ -610,8 +610,8 @@ class ScheduledRequest(_message.Message):
     expected_output_tokens: int
     prefill: EngineRef
     decode: EngineRef
-    near_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[int] = ..., engine: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., prefill: _Optional[_Union[EngineRef, _Mapping]] = ..., decode: _Optional[_Union[EngineRef, _Mapping]] = ..., near_tokens: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[int] = ..., engine: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., prefill: _Optional[_Union[EngineRef, _Mapping]] = ..., decode: _Optional[_Union[EngineRef, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class RevokedRequest(_message.Message):
     __slots__ = ("request_id", "generation")
@@ -634,7 +634,7 @@ class EngineRef(_message.Message):
     def __init__(self, engine: _Optional[str] = ..., node: _Optional[str] = ..., group: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class AssignRequestRequest(_message.Message):
-    __slots__ = ("operation_id", "request_id", "prompt_tokens", "hit_tokens", "expected_output_tokens", "budget_ms", "after_generation", "near")
+    __slots__ = ("operation_id", "request_id", "prompt_tokens", "hit_tokens", "expected_output_tokens", "budget_ms", "after_generation", "cached_prefixes")
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -642,7 +642,7 @@ class AssignRequestRequest(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     AFTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
-    NEAR_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     operation_id: bytes
     request_id: str
     prompt_tokens: int
@@ -650,10 +650,10 @@ class AssignRequestRequest(_message.Message):
     expected_output_tokens: int
     budget_ms: int
     after_generation: int
-    near: _containers.RepeatedCompositeFieldContainer[NearPrefix]
-    def __init__(self, operation_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., budget_ms: _Optional[int] = ..., after_generation: _Optional[int] = ..., near: _Optional[_Iterable[_Union[NearPrefix, _Mapping]]] = ...) -> None: ...
+    cached_prefixes: _containers.RepeatedCompositeFieldContainer[CachedPrefix]
+    def __init__(self, operation_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., budget_ms: _Optional[int] = ..., after_generation: _Optional[int] = ..., cached_prefixes: _Optional[_Iterable[_Union[CachedPrefix, _Mapping]]] = ...) -> None: ...
 
-class NearPrefix(_message.Message):
+class CachedPrefix(_message.Message):
     __slots__ = ("engine", "tokens")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]

@@ -18,14 +18,12 @@ class IssueTicketRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ...) -> None: ...
 
 class IssueTicketResponse(_message.Message):
-    __slots__ = ("ticket", "valid_for_ms", "boot_id")
+    __slots__ = ("ticket", "boot_id")
     TICKET_FIELD_NUMBER: _ClassVar[int]
-    VALID_FOR_MS_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
-    valid_for_ms: int
     boot_id: bytes
-    def __init__(self, ticket: _Optional[bytes] = ..., valid_for_ms: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
     __slots__ = ("client_name", "spec", "remote")

@@ -71,6 +71,11 @@ class NodeStub:
                 request_serializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
                 _registered_method=True)
+        self.LoadResident = channel.unary_unary(
+                '/kvstore.v1.Node/LoadResident',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
+                _registered_method=True)
         self.Locate = channel.unary_unary(
                 '/kvstore.v1.Node/Locate',
                 request_serializer=kvstore_dot_v1_dot_node__pb2.LocateRequest.SerializeToString,
@@ -165,6 +170,14 @@ class NodeServicer:
     def Load(self, request, context):
         """Loads blocks into the arena and leases them to the session, from this node's volumes or, for the others, from the given sources.
         Streams progress in the order in which blocks become ready. Each block is reported exactly once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadResident(self, request, context):
+        """Leases blocks that are all in the arena, as Load does, in one response, which is cheaper than a stream. Without runs: some block
+        is not in the arena, and nothing was leased.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,6 +278,11 @@ def add_NodeServicer_to_server(servicer, server):
             ),
             'Load': grpc.unary_stream_rpc_method_handler(
                     servicer.Load,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.SerializeToString,
+            ),
+            'LoadResident': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadResident,
                     request_deserializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.SerializeToString,
             ),
@@ -497,6 +515,33 @@ class Node:
             request,
             target,
             '/kvstore.v1.Node/Load',
+            kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadResident(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Node/LoadResident',
             kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
             kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
             options,

@@ -138,7 +138,7 @@ def test_store_absent_at_the_start(frail: LocalCluster) -> None:
 
 
 def test_a_full_node_evicts_and_serves_on(tmp_path: Path) -> None:
-    """Twice as many pages as there is room for: some leave, none is wrong."""
+    """Twice as many pages as there is space for: some leave, none is wrong."""
     with LocalCluster([NodeSpec("n", dram_bytes=16 * MIB)], tmp_path) as cluster:
         pool = host_pool("page_first", tokens=1024, page=PAGE, heads=4, head_dim=128)
         backend = opened(cluster, pool)

@@ -57,7 +57,7 @@ class KVStoreHiCache(HiCacheStorage):
         self._activity = BackendStats()
         self._pools = Pools(options, storage_config, _cache_dtype(), self._activity)
         if self._chained and options.mend_prefixes and not tell_whole_prefixes():
-            self._activity.incidents.counters.add(hooks_metrics.SGLANG_PREFIXES_AS_TOLD)
+            self._activity.incidents.counters.add(hooks_metrics.SGLANG_PREFIXES_AS_REPORTED)
         self._trailing: set[str] = set()
         self._has_kv = False
 

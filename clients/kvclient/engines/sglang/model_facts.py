@@ -43,14 +43,14 @@ def server_arguments() -> Any:  # noqa: ANN401  # SGLang's ServerArgs
         return None
 
 
-def model_text(arguments: Any, *, draft: bool, sample: bool, nobody_elses: Callable[[], str]) -> str:  # noqa: ANN401
+def model_text(arguments: Any, *, draft: bool, sample: bool, make_unique: Callable[[], str]) -> str:  # noqa: ANN401
     """Digest the model and the adapters that SGLang was started with, because its hashes contain only their names and paths.
 
     Args:
         arguments: SGLang's arguments, or None.
         draft: include the draft model, if there is one: additional pools may hold its KV.
         sample: read the weight files; False if the user names the weights.
-        nobody_elses: makes a text that no other engine has, for weights that cannot be identified.
+        make_unique: makes a text that no other engine has, for weights that cannot be identified.
 
     Returns:
         Empty if nothing is known.
@@ -60,16 +60,16 @@ def model_text(arguments: Any, *, draft: bool, sample: bool, nobody_elses: Calla
     """
     if arguments is None:
         return ""
-    told: dict[str, Any] = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
-    told["model"] = _of_files(arguments, "", sample=sample, nobody_elses=nobody_elses)
+    facts: dict[str, Any] = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
+    facts["model"] = _of_files(arguments, "", sample=sample, make_unique=make_unique)
     if draft and getattr(arguments, f"{_DRAFT}model_path", None):
-        told["draft"] = _of_files(arguments, _DRAFT, sample=sample, nobody_elses=nobody_elses)
-        told["draft_quantization"] = getattr(arguments, f"{_DRAFT}model_quantization", None)
-    told["adapters"] = sorted(_of_adapter(path, nobody_elses) for path in _adapter_paths(getattr(arguments, "lora_paths", None)))
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:_DIGEST_CHARS]
+        facts["draft"] = _of_files(arguments, _DRAFT, sample=sample, make_unique=make_unique)
+        facts["draft_quantization"] = getattr(arguments, f"{_DRAFT}model_quantization", None)
+    facts["adapters"] = sorted(_of_adapter(path, make_unique) for path in _adapter_paths(getattr(arguments, "lora_paths", None)))
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:_DIGEST_CHARS]
 
 
-def _of_files(arguments: Any, whose: str, *, sample: bool, nobody_elses: Callable[[], str]) -> list[object]:  # noqa: ANN401
+def _of_files(arguments: Any, whose: str, *, sample: bool, make_unique: Callable[[], str]) -> list[object]:  # noqa: ANN401
     """Configuration and weights of the model, or of the draft model."""
 
     def own(name: str) -> Any:  # noqa: ANN401
@@ -91,7 +91,7 @@ def _of_files(arguments: Any, whose: str, *, sample: bool, nobody_elses: Callabl
         config = None
     if isinstance(config, dict):
         config = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
-    return [config, source.weights_digest(nobody_elses) if sample else source.load_options]
+    return [config, source.weights_digest(make_unique) if sample else source.load_options]
 
 
 def _adapter_paths(given: Any) -> Iterator[str]:  # noqa: ANN401  # as it was typed, or as SGLang understood it
@@ -101,13 +101,13 @@ def _adapter_paths(given: Any) -> Iterator[str]:  # noqa: ANN401  # as it was ty
         yield str(path).rpartition("=")[2]
 
 
-def _of_adapter(path: str, nobody_elses: Callable[[], str]) -> str:
+def _of_adapter(path: str, make_unique: Callable[[], str]) -> str:
     """Return a digest of an adapter's weights and configuration."""
     config = Path(path) / "adapter_config.json"
     if not config.is_file() or not (weights := sampled_digest(Path(path))):
-        return f"{path}:{nobody_elses()}"  # a hub name, for example
-    told = f"{path}:{weights}:{hashlib.sha256(config.read_bytes()[:_MOST_CONFIG_BYTES]).hexdigest()}"
+        return f"{path}:{make_unique()}"  # a hub name, for example
+    identity = f"{path}:{weights}:{hashlib.sha256(config.read_bytes()[:_MOST_CONFIG_BYTES]).hexdigest()}"
     if (newer := replaced_path(Path(path))) is None:
-        return told
+        return identity
     _log.warning("adapter not identified: %s: replaced after the process started: %s; no KV is shared", path, newer)
-    return f"{path}:{nobody_elses()}"
+    return f"{path}:{make_unique()}"

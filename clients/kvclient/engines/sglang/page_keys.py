@@ -62,7 +62,8 @@ class Prefix:
 
     def __init__(self, hashes: Sequence[str] | None) -> None:
         self.hashes: Sequence[str] = hashes or ()
-        self.told = hashes is not None
+        self.is_known = hashes is not None
+        """Whether SGLang passed the hashes."""
 
     @property
     def depth(self) -> int:

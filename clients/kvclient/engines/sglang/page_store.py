@@ -73,7 +73,7 @@ class ChainedPages:
         return flags
 
     def store(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:
-        if not prefix.told:
+        if not prefix.is_known:
             return [False] * len(hashes)  # at a guessed position the page would block the correct one
         parent = self._keys.of(prefix.hashes[-1:])
         result = self._client.store(

@@ -51,7 +51,7 @@ class OpenPool:
         """Store pages. Return which the store holds."""
         if not hashes or not self.stores:
             return [False] * len(hashes)
-        if isinstance(self.store, ChainedPages) and not prefix.told:
+        if isinstance(self.store, ChainedPages) and not prefix.is_known:
             self.activity.incidents.report(
                 hooks_metrics.SGLANG_SET_WITHOUT_PREFIX_PAGES,
                 "pages are not stored, since SGLang does not tell what comes before them: set hicache_storage_pass_prefix_keys "
@@ -120,7 +120,7 @@ class Pools:
             self._activity.incidents.counters.add(hooks_metrics.SGLANG_COPIED_POOLS)
             _log.info("pages copied: host pool %s does not report their addresses in this layout", name)
         sample = not hook.weights_epoch
-        model = model_text(server_arguments(), draft=name != KV, sample=sample, nobody_elses=self._generation)
+        model = model_text(server_arguments(), draft=name != KV, sample=sample, make_unique=self._generation)
         if sample and not model:
             self._activity.incidents.report(
                 hooks_metrics.SGLANG_WEIGHTS_UNKNOWN,

@@ -300,7 +300,7 @@ class StoredCache(DynamicCache):
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return an independent copy with its own tensors, connected to the same store."""
         self.commit()  # the writer updates its chain state per cache; the copy would miss the updates
-        other = type(self)(self._store, self._prompts, self._extras)
+        other: Self = type(self)(self._store, self._prompts, self._extras)
         other.layers = copy.deepcopy(self.layers, memo)
         other._fed = copy.deepcopy(self._fed, memo)
         other._recorders = copy.deepcopy(self._recorders, memo)

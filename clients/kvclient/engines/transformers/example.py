@@ -117,9 +117,9 @@ def answer(model: Decoder, client: KVClient, layout: KVLayout, prompt: torch.Ten
     # Look up and load all full blocks before the last token, whose logits are required.
     keys = client.keys(prompt[0, :-1].numpy().astype(np.uint32))
     lookup = client.lookup(keys)
-    room = layout.room(lookup.hit_blocks)
-    hit = client.load(lookup, room).hit_blocks
-    cache = import_blocks(room[:hit], layout) if hit else []
+    memory = layout.allocate(lookup.hit_blocks)
+    hit = client.load(lookup, memory).hit_blocks
+    cache = import_blocks(memory[:hit], layout) if hit else []
     print(f"store:   {hit} of {len(keys)} blocks loaded, {hit * layout.block_tokens} of {prompt.shape[1]} tokens")
 
     # Prefill: compute the tokens that the store did not have, in one pass.

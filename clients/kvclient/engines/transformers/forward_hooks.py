@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
+
+from kvclient.engines import torch_private
 
 ForwardObserver = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]
 """Called before a forward pass with its arguments; returns replacement arguments, or None to keep them."""
@@ -73,15 +74,15 @@ class ForwardHooks:
 
 def _places(model: torch.nn.Module) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     """Yield everything that can alter the forward pass, with the module that owns it."""
-    yield "all modules", torch_module._global_forward_pre_hooks
-    yield "all modules", torch_module._global_forward_hooks
+    for hooks in torch_private.global_forward_hooks():
+        yield "all modules", hooks
     for module in model.modules():
         kind = type(module).__name__
-        yield kind, module._forward_pre_hooks
-        yield kind, module._forward_hooks
-        parametrized = module._modules.get("parametrizations")  # a weight that is recomputed in each pass
+        for hooks in torch_private.forward_hooks(module):
+            yield kind, hooks
+        parametrized = torch_private.parametrizations(module)
         if parametrized is not None:
-            yield kind, parametrized._modules
+            yield kind, parametrized
 
 
 def _is_harmless(hook: object) -> bool:

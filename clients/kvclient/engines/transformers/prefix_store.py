@@ -200,11 +200,11 @@ class PrefixStore:
         if not columns:
             return
         needed = [-(-max(0, columns - int(begins)) // tokens) for begins in prompts.pads]
-        rooms = self._load_rows(lookups, chains, needed)
+        memories = self._load_rows(lookups, chains, needed)
         columns = common_columns(prompts, [chain.stored for chain in chains], tokens)
         if not columns:
             return
-        cache.fill(self._join(rooms, prompts, columns), columns, chains)
+        cache.fill(self._join(memories, prompts, columns), columns, chains)
         count(hooks_metrics.HOOK_LOADED_TOKENS, sum(cache.hit_tokens))
 
     def _look_up(self, chain: StoredChain) -> Lookup:
@@ -216,25 +216,25 @@ class PrefixStore:
 
     def _load_rows(self, lookups: Sequence[Lookup], chains: Sequence[StoredChain], needed: Sequence[int]) -> list[torch.Tensor]:
         """Load the first blocks of each row, several rows concurrently; ``StoredChain.stored`` says how many were loaded."""
-        rooms = [self.facts.layout.room(blocks) for blocks in needed]
+        memories = [self.facts.layout.allocate(blocks) for blocks in needed]
         end_s = self._clock.now_s() + self.options.load_deadline_s
-        for first in range(0, len(rooms), _LOADS_AT_ONCE):
-            some = range(first, min(len(rooms), first + _LOADS_AT_ONCE))
+        for first in range(0, len(memories), _LOADS_AT_ONCE):
+            some = range(first, min(len(memories), first + _LOADS_AT_ONCE))
             handles: list[tuple[int, LoadHandle]] = []
             for row in some:
                 if needed[row]:
                     part = lookups[row].part(0, needed[row])
                     deadline_s = max(_LEAST_S, end_s - self._clock.now_s())
-                    handles.append((row, self._client.start_load(part, rooms[row], deadline_s=deadline_s, layerwise=False)))
+                    handles.append((row, self._client.start_load(part, memories[row], deadline_s=deadline_s, layerwise=False)))
             for row, handle in handles:
                 chains[row].stored = handle.result().hit_blocks
-        return rooms
+        return memories
 
-    def _join(self, rooms: Sequence[torch.Tensor], prompts: Prompts, columns: int) -> list[KV]:
+    def _join(self, memories: Sequence[torch.Tensor], prompts: Prompts, columns: int) -> list[KV]:
         """Combine the rows' blocks to ``[rows, heads, columns, dim]`` per layer, with zeros at padding."""
         rows: list[list[KV]] = []
-        for room, begins in zip(rooms, np.minimum(prompts.pads, columns).tolist(), strict=True):
-            layers = import_blocks(room, self.facts.layout, tokens=columns - begins, devices=self.facts.devices)
+        for memory, begins in zip(memories, np.minimum(prompts.pads, columns).tolist(), strict=True):
+            layers = import_blocks(memory, self.facts.layout, tokens=columns - begins, devices=self.facts.devices)
             rows.append([(_padded(keys, begins), _padded(values, begins)) for keys, values in layers])
         if len(rows) == 1:
             return rows[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import xxhash
 
+from kvclient.engines import torch_private
 from kvclient.engines.held_weights import held_digest
 
 _SAMPLES = 3
@@ -35,10 +36,8 @@ def fingerprint(model: torch.nn.Module) -> str:
         packed = module.__dict__.get("_packed_params")  # quantized modules replace the tensor as a whole
         if packed is not None:
             digest.update(b"packed %d" % id(packed))
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is None:
-                continue
-            written = 0 if tensor.is_inference() else tensor._version
+        for tensor in torch_private.own_tensors(module):
+            written = torch_private.write_count(tensor)
             digest.update(f"{tensor.dtype}{tensor.device}{tuple(tensor.shape)}{written}".encode())
             if type(tensor) in {torch.Tensor, torch.nn.Parameter} and tensor.device.type != "meta" and not tensor.is_quantized:
                 digest.update(b"%d" % tensor.data_ptr())

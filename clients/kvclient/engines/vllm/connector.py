@@ -60,19 +60,19 @@ _SOURCES = {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """A step's plan, as vLLM carries it to the workers."""
+    """The plan of a step, which vLLM sends from the scheduler to the workers."""
 
     plan: StepPlan
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """A worker's answer, as vLLM carries it back."""
+    """The output of a worker, which vLLM sends to the scheduler after a step."""
 
     answer: WorkerOutput
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
-        """Another worker's, added."""
+        """Merge the output of another worker. vLLM combines all workers before the scheduler gets the output."""
         self.answer.merge(other.answer)
         return self
 
@@ -89,12 +89,12 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """A connector to the tiered store."""
+    """vLLM's KV connector to the tiered store. Methods without underscore are hooks that vLLM calls."""
 
     options_class: type[ConnectorOptions] = ConnectorOptions
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
-        """Made by vLLM.
+        """Create one side of the connector. vLLM does this once in the scheduler and once in each worker.
 
         Raises:
             InvalidArgument: an impossible option, or a model or way of running it that the connector cannot serve.
@@ -133,7 +133,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- start: worker, then scheduler ----
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """The worker's pages exist: their namespaces are known, and clients are made."""
+        """Connect to the store. vLLM calls this in a worker after it allocated the KV cache, which defines the namespaces."""
         config = self._kv_cache_config
         pages = self._pages = self._make_pages([[kv_caches[name] for name in group.layers] for group in self._groups])
         weights = ModelWeights.of_caller(self._vllm_config.model_config.dtype)
@@ -161,7 +161,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.wait_pinned()  # vLLM captures graphs next; the driver may refuse to pin during that
 
     def _make_pages(self, groups: Sequence[Sequence[Any]]) -> Sequence[Pages]:
-        """The pages of the worker's tensors, on the host or a device."""
+        """Return the pages of the worker's tensors, on the host or a device."""
         options = self._options
         strategy: Any = options.device_copies
         return make_pages(groups, self._kv_cache_config.num_blocks, strategy=strategy, staging_bytes=options.device_staging_bytes)
@@ -179,11 +179,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return replace(self._options.hook.client_options(), client_name="vllm-worker", max_pending=_MAX_PENDING)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """For the scheduler."""
+        """Return the namespaces of a worker's pages. vLLM sends them to the scheduler at start."""
         return Handshake(self._specs, self._whole_prompts_only)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        """All workers have said which namespaces they have. Ranks with the same pages name the same."""
+        """Receive the namespaces of all workers, in the scheduler. Ranks with equal pages have equal namespaces."""
         shards: list[list[CacheSpec]] = [[] for _ in self._groups]
         for _, handshake in sorted(metadata.items()):
             assert isinstance(handshake, Handshake)
@@ -196,7 +196,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._connect_scheduler()
 
     def _connect_scheduler(self) -> None:
-        """Lookups go to the namespaces of the current epoch; there are none where vLLM computes prompts only as a whole."""
+        """Look up prefixes in the namespaces of the current epoch, unless vLLM computes prompts only as a whole."""
         if self._whole_prompts_only:
             self._side.counters.add("whole_prompts_only")
             _log.warning("%s computes prompts only as a whole: nothing is loaded or stored", self._whole_prompts_only)
@@ -208,7 +208,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._side.connect(finder, self._epochs.number, name)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
-        """Where pages are pinned while they are read."""
+        """Receive vLLM's block pool, in which pages are pinned while they are stored. vLLM calls this in the scheduler."""
         self._side.bind_pool(gpu_block_pool)
         reset = gpu_block_pool.reset_prefix_cache
 
@@ -225,7 +225,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM has no hook before a reset, which fails if pages are pinned
 
     def _page_release(self) -> Callable[[], WorkerOutput] | None:
-        """A function that cancels the stores of this engine at once; None: its workers are in other processes."""
+        """Return a function that cancels all stores of this engine at once; None: its workers are in other processes."""
         if self._vllm_config.parallel_config.world_size > 1 or not has_kv_transfer_group():
             return None
         worker = getattr(get_kv_transfer_group(), "_worker", None)
@@ -233,20 +233,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
-        """A request arrived."""
+        """Start the lookup of a request that vLLM received."""
         self._side.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
-        """How many tokens of it can be loaded."""
+        """Return how many more tokens can be loaded, and whether asynchronously; vLLM asks before it schedules a request."""
         return self._side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
-        """Pages for it exist."""
+        """Record the pages that vLLM allocated for a request."""
         if num_external_tokens:
             self._side.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:  # noqa: ANN401
-        """By tier, as the index knows it."""
+        """Return the tokens of a hit by tier, according to the index, for vLLM's statistics."""
         if not num_external_tokens:
             return {}
         hits = self._side.hits_by_tier(request, num_external_tokens)
@@ -255,7 +255,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return {**sources, CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else sources
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
-        """Plan a step for the workers."""
+        """Return the plan of a step, which vLLM sends to the workers."""
         state = scheduler_output.kv_connector_block_state
         plan = self._side.build_step_plan(
             scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens, state.resolve_block_ids
@@ -263,7 +263,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return StepMetadata(plan)
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
-        """Handle the output of the workers."""
+        """Apply the output of the workers. vLLM calls this in the scheduler after each step."""
         invalid, failed = connector_output.invalid_block_ids, connector_output.failed_recving
         if invalid or failed:
             self._side.on_loads_failed(set(invalid or ()), set(failed or ()))
@@ -275,7 +275,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._end_weights_check()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ANN401
-        """The end of a request; its pages may go, but for those that are pinned."""
+        """Forget a request that has ended. vLLM may free its pages at once, except pinned ones (single KV cache group)."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -283,27 +283,27 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         request: Any,  # noqa: ANN401
         block_ids: tuple[list[int], ...],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, with several groups."""
+        """Forget a request that has ended. vLLM may free its pages at once, except pinned ones (several KV cache groups)."""
         self._side.request_finished(request)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting is better than preempting: pinned pages will be free soon."""
+        """Whether pinned pages will be free soon. vLLM then waits for them instead of preempting a request."""
         return self._side.has_pins
 
     def has_pending_push_work(self) -> bool:
-        """Whether steps go on without requests, so that pins are given back."""
+        """Whether pages are pinned. vLLM then runs steps even without requests, so that the pins are released."""
         return self._side.has_pins
 
     def reset_cache(self) -> bool | None:
-        """Begin an epoch, since the weights have probably changed: earlier KV is not found any more."""
+        """Begin a weights epoch, so that earlier KV is not found. vLLM calls this when its cache is reset."""
         self._side.counters.add("resets")
         self._begin_epoch()
         self._begun_by_reset = True
         return True
 
     def _begin_epoch(self, changed: str = "") -> None:
-        """KV of the epoch before is not found any more; see ``WeightsEpoch.begin``."""
+        """Begin an epoch in which earlier KV is not found; see ``WeightsEpoch.begin``."""
         self._epochs.begin(changed)
         self._connect_scheduler()
         _log.info("weights epoch began: %r", self._epochs.name)
@@ -324,30 +324,30 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- worker ----
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins."""
+        """Begin a step. vLLM passes the plan of the scheduler to each worker."""
         super().bind_connector_metadata(connector_metadata)
         self._raised_before = sys.exc_info()[1]
         self._worker_side.begin_step(self._plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """The loads of this step begin."""
+        """Start the loads of a step. vLLM calls this before the forward pass."""
         with unbound() if self._plan.loads else nullcontext():
             self._worker_side.begin_loads(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A layer is about to be used."""
+        """Wait for the loads of a layer. vLLM calls this before the attention of the layer."""
         self._worker_side.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """A layer of this step is complete: blocks are stored when all are."""
+        """Do nothing: blocks are stored when all layers are complete. vLLM calls this after the attention of a layer."""
 
     def wait_for_save(self) -> None:
-        """The forward pass is over, perhaps by an exception: vLLM calls this in both cases."""
+        """Start the stores of a step. vLLM calls this after the forward pass, also if it raised an exception."""
         raised = sys.exc_info()[1]
         self._worker_side.end_forward(self._plan, computed=raised is None or raised is self._raised_before)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that have ended."""
+        """Return the requests whose loads have ended or failed. vLLM calls this after each step."""
         self._completions = self._worker_side.take_completions(self._plan, finished_req_ids)
         return KVConnectorTransferResults(
             finished_recving=self._completions.received,
@@ -355,11 +355,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Pages that were not loaded. With several groups page ids say nothing: requests are named instead."""
+        """Return the pages that were not loaded, which vLLM recomputes.
+
+        With several groups, page ids are ambiguous, so ``get_transfer_results`` returns the requests instead.
+        """
         return self._completions.missing if len(self._groups) == 1 else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Stores that have ended."""
+        """Return the stores that have ended, which vLLM sends to the scheduler."""
         output = self._worker_side.take_output()
         return WorkerMetadata(output) if output is not None else None
 
@@ -376,7 +379,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- both ----
     def get_kv_connector_stats(self) -> StoreStats | None:
-        """Counts since the last call."""
+        """Return the counts since the last call, for vLLM's log line and metrics."""
         side = self._worker or self._scheduler
         if self._worker is not None:
             self._worker.count_device_copies()
@@ -385,31 +388,31 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats | None:
-        """Counts from their wire form."""
+        """Return counts that vLLM received from another process."""
         return StoreStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> StorePromMetrics:  # noqa: ANN401
-        """The counts on vLLM's metrics endpoint."""
+        """Return the Prometheus metrics of the counts for vLLM's metrics endpoint."""
         return StorePromMetrics(*args, **kwargs)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers that wait cannot be captured."""
+        """Whether vLLM must split CUDA graphs per layer, because each layer waits for its load."""
         return bool(extra_config.get("load_mode") == "layerwise")
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is dropped is a miss later on, nothing worse."""
+        """Whether stores must not be lost. They may: a dropped store is only a later miss."""
         return False
 
     def take_events(self) -> Iterable[Any]:
-        """Blocks that the store has got."""
+        """Return KV events for blocks stored since the last call. vLLM publishes them."""
         stored = self._side.take_stored_blocks()
         return stored_events(stored, self._groups[0].block_tokens, len(self._groups)) if stored else ()
 
     def shutdown(self) -> None:
-        """The end of the engine."""
+        """Close all connections. vLLM calls this when the engine stops."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

@@ -1,7 +1,7 @@
 """KV events: announce to vLLM's subscribers which blocks of this engine the store holds.
 
-They carry vLLM's block hashes and the medium ``KVSTORE``, one event per run of blocks and group. Evictions are not announced:
-it is not this engine's, and the store's index is there to be asked.
+Each event has vLLM's block hashes and the medium ``KVSTORE``; there is one per run of blocks and group. Evictions are not
+announced, because the store is shared: subscribe to the events of the store for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MEDIUM = "KVSTORE"
 
 
 def stored_events(stored: Iterable[StoredBlocks], block_tokens: int, groups: int) -> Sequence[Any]:
-    """Events for vLLM's publisher."""
+    """Return the events of stored blocks for vLLM's publisher."""
     events: list[Any] = []
     for blocks in stored:
         request = blocks.request

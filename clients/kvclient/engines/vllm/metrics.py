@@ -15,34 +15,34 @@ _LOGGED_MB = 1e6
 
 @dataclass
 class StoreStats(KVConnectorStats):
-    """Counts of one interval, of one worker or the scheduler; all of them add up."""
+    """Counts of one interval, from one worker or the scheduler. vLLM adds them up."""
 
     def reset(self) -> None:
-        """Forgets them."""
+        """Set all counts to zero. vLLM calls this after it logged them."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> StoreStats:
-        """Another's, added."""
+        """Add the counts of another worker or interval."""
         for name, value in other.data.items():
             self.data[name] = self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """As they are logged: volumes in MB and speeds besides the counts."""
+        """Return the counts and the mean speeds in MB/s for vLLM's log line."""
         shown: dict[str, int | float] = {name: value for name, value in self.data.items() if not name.endswith("_seconds")}
-        for way in ("load", "store"):
-            volume, seconds = self.data.get(f"{way}_bytes", 0), self.data.get(f"{way}_seconds", 0)
+        for direction in ("load", "store"):
+            volume, seconds = self.data.get(f"{direction}_bytes", 0), self.data.get(f"{direction}_seconds", 0)
             if seconds:
-                shown[f"{way} MB/s"] = round(volume / seconds / _LOGGED_MB, 1)
+                shown[f"{direction} MB/s"] = round(volume / seconds / _LOGGED_MB, 1)
         return shown
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Whether there are no counts."""
         return not self.data
 
 
 class StorePromMetrics(KVConnectorPromMetrics):
-    """``vllm:kvstore_<count>_total`` by engine."""
+    """Prometheus counters ``vllm:kvstore_<count>_total`` per engine."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class StorePromMetrics(KVConnectorPromMetrics):
                 self._counters[name, engine] = metric.labels(*values)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Adds one interval's."""
+        """Add the counts of one interval. vLLM calls this when it collects statistics."""
         for name, value in transfer_stats_data.items():
             counter = self._counters.get((name, engine_idx))
             if counter is not None:

@@ -10,9 +10,9 @@ from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 
 RECONNECT_S = 0.5
-"""How long a running engine waits for the connection of another namespace, which otherwise completes later."""
+"""Maximum time that a running engine waits for the connection of a new namespace. After it, the connection completes later."""
 RESET_GRACE_S = 0.5
-"""How long stores under way may go on when the engine wants their pages back, before they are given up."""
+"""Time that stores in progress get to complete before they are cancelled, if the engine needs their pages."""
 LOAD_MODES = ("async", "layerwise")
 DEVICE_COPIES = ("auto", "staged", "batched", "direct")
 _MS = 1_000
@@ -20,7 +20,7 @@ _MS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
-    """What ``kv_connector_extra_config`` may hold.
+    """Options of ``kv_connector_extra_config``.
 
     Attributes:
         hook: options common to all hooks.
@@ -74,10 +74,10 @@ class ConnectorOptions:
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> Self:
-        """Options from ``kv_connector_extra_config``.
+        """Return the options of ``kv_connector_extra_config``.
 
         Raises:
-            InvalidArgument: an unknown key, or a value that is no such thing.
+            InvalidArgument: an unknown key, or a value of the wrong type or range.
         """
         own = tuple(one.name for one in fields(cls) if one.name != "hook")
         hook = HookOptions.from_mapping(given, known_elsewhere=own)

@@ -1,7 +1,7 @@
 """The facade for engines that prefill for others, or decode what others have prefilled: ``KVStorePDConnector``.
 
-It is the connector, and beyond that it looks at each request's ``kv_transfer_params`` (``pd.params``). Without any, a request is
-served as by the connector itself, so an engine may do both.
+It extends the connector by the ``kv_transfer_params`` of requests (``pd.params``). A request without them is served as by the
+connector itself, so an engine may do both.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class PdStepMetadata(StepMetadata):
-    """A step's plan, with its hand-overs."""
+    """The plan of a step, including handoffs."""
 
     pd: PdPlan = field(default_factory=PdPlan)
 
 
 @dataclass
 class PdWorkerMetadata(WorkerMetadata):
-    """A worker's answer, and the same."""
+    """The output of a worker, including handoffs and received prompts."""
 
     pd: PdWorkerOutput = field(default_factory=PdWorkerOutput)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PdWorkerMetadata:
-        """Another worker's, added."""
+        """Merge the output of another worker. vLLM combines all workers before the scheduler gets the output."""
         assert isinstance(other, PdWorkerMetadata)
         self.answer.merge(other.answer)
         self.pd.merge(other.pd)
@@ -56,12 +56,12 @@ class PdWorkerMetadata(WorkerMetadata):
 
 
 class KVStorePDConnector(KVStoreConnector):
-    """A connector to the tiered store that hands prompts over between engines."""
+    """vLLM's KV connector to the tiered store, with handoffs of prompts between engines."""
 
     options_class = PdOptions
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
-        """Made by vLLM; errors as of ``KVStoreConnector``."""
+        """Create one side of the connector; see ``KVStoreConnector``."""
         super().__init__(vllm_config, role, kv_cache_config)
         if getattr(
             vllm_config.parallel_config, "use_ubatching", False
@@ -86,7 +86,7 @@ class KVStorePDConnector(KVStoreConnector):
 
     # ---- start ----
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """The worker's pages exist."""
+        """Connect to the store. vLLM calls this in a worker after it allocated the KV cache."""
         super().register_kv_caches(kv_caches)
         moves, options = self._worker_side, self._pd_options
         self._sender = Sender(moves.pages, moves.layer_positions, options.handoff_deadline_s, moves.counters)
@@ -94,17 +94,17 @@ class KVStorePDConnector(KVStoreConnector):
         self._receiver = Receiver(moves.pages, options.prompt_deadline_s, moves.counters, verify=verify)
 
     def _worker_options(self) -> ClientOptions:
-        """With a thread for each prompt that is waited for."""
+        """Return the client options of a worker, with a thread for each awaited prompt."""
         return replace(super()._worker_options(), part_workers=self._pd_options.max_prompts)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
-        """Where pages are pinned while they are read."""
+        """Receive vLLM's block pool, in which pages are pinned while they are stored or handed over."""
         super().bind_gpu_block_pool(gpu_block_pool)
         self._pd_side.bind_pool(gpu_block_pool)
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
-        """A request arrived. One whose prompt comes from elsewhere is not looked up: it will be here, or is looked up later."""
+        """Start a request that vLLM received. If another engine sends its prompt, it is looked up only if the prompt fails."""
         transfer = self._transfer_of(request)
         finder = self._side.prefix_lookup
         if transfer is None or finder is None:
@@ -128,7 +128,7 @@ class KVStorePDConnector(KVStoreConnector):
             return None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
-        """How many tokens of it can be loaded."""
+        """Return how many more tokens can be loaded, and whether asynchronously; vLLM asks before it schedules a request."""
         state = self._pd_side.state(request.request_id)
         if state is TransferState.AWAITED or self._side.is_checking_weights:
             return None, False
@@ -140,14 +140,14 @@ class KVStorePDConnector(KVStoreConnector):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
-        """Pages for it exist."""
+        """Record the pages that vLLM allocated for a request."""
         if self._pd_side.state(request.request_id) is TransferState.ARRIVED and num_external_tokens:
             self._pd_side.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
         else:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
-        """Plan a step for the workers."""
+        """Return the plan of a step, which vLLM sends to the workers."""
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, StepMetadata)
         for job in metadata.plan.loads:
@@ -162,7 +162,7 @@ class KVStorePDConnector(KVStoreConnector):
         return PdStepMetadata(metadata.plan, pd)
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
-        """Handle the output of the workers."""
+        """Apply the output of the workers. vLLM calls this in the scheduler after each step."""
         invalid, failed = connector_output.invalid_block_ids, connector_output.failed_recving
         if invalid or failed:
             self._pd_side.on_copies_failed(set(invalid or ()), set(failed or ()))
@@ -186,11 +186,11 @@ class KVStorePDConnector(KVStoreConnector):
         return delayed, for_decode if for_decode is not None else params
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting is better than preempting."""
+        """Whether pinned pages will be free soon. vLLM then waits for them instead of preempting a request."""
         return super().has_pending_block_frees() or self._pd_side.has_pins
 
     def has_pending_push_work(self) -> bool:
-        """Whether steps go on without requests."""
+        """Whether pins or abandoned transfers remain. vLLM then runs steps even without requests."""
         return super().has_pending_push_work() or self._pd_side.has_pins or self._pd_side.has_abandons
 
     def _begin_epoch(self, changed: str = "") -> None:
@@ -205,7 +205,7 @@ class KVStorePDConnector(KVStoreConnector):
 
     # ---- worker ----
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin the hand-overs of a step, and wait for the prompts that it awaits."""
+        """Begin the handoffs of a step, and wait for the prompts that it awaits."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PdStepMetadata)
         plan, pd, moves = connector_metadata.plan, connector_metadata.pd, self._worker_side
@@ -221,22 +221,22 @@ class KVStorePDConnector(KVStoreConnector):
             self._sender.abandon(pd.abandons, moves.clients)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """A layer of this step is complete."""
+        """Hand over a layer. vLLM calls this after the attention of the layer."""
         assert self._sender is not None
         self._sender.layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """The forward pass is over."""
+        """Start the stores, and complete the handoffs of a step. vLLM calls this after the forward pass."""
         super().wait_for_save()
         assert self._sender is not None
         self._sender.end_step(good=not self._worker_side.step_failed)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads and copies that have ended."""
+        """Return the requests whose loads or prompts have ended or failed. vLLM calls this after each step."""
         assert self._sender is not None
         assert self._receiver is not None
         if not self._plan.has_tokens:
-            self._rest()
+            self._wait_idle()
         results = super().get_transfer_results(finished_req_ids)
         taken = self._receiver.take_completions()
         self._completions.missing |= taken.missing
@@ -245,8 +245,8 @@ class KVStorePDConnector(KVStoreConnector):
             results.failed_recving = (results.failed_recving or set()) | taken.failed
         return results
 
-    def _rest(self) -> None:
-        """A step without tokens: not too fast."""
+    def _wait_idle(self) -> None:
+        """Wait briefly in a step without tokens, so that an idle engine does not spin."""
         assert self._sender is not None
         assert self._receiver is not None
         if self._receiver.is_busy:
@@ -255,7 +255,7 @@ class KVStorePDConnector(KVStoreConnector):
             self._sender.wait(self._options.idle_wait_s)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return what has ended since the last call."""
+        """Return the stores, handoffs and prompts that have ended, which vLLM sends to the scheduler."""
         assert self._sender is not None
         assert self._receiver is not None
         meta = super().build_connector_worker_meta()
@@ -267,8 +267,8 @@ class KVStorePDConnector(KVStoreConnector):
         return PdWorkerMetadata(meta.answer if meta is not None else WorkerOutput(), pd)
 
     def shutdown(self) -> None:
-        """The end of the engine."""
-        with ExitStack() as ends:  # all of them, also if one fails
+        """Close all connections. vLLM calls this when the engine stops."""
+        with ExitStack() as ends:  # call all, also if one fails
             ends.callback(super().shutdown)
             if self._sender is not None and self._receiver is not None:
                 ends.callback(self._receiver.close)

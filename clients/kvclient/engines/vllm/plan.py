@@ -33,7 +33,7 @@ class LoadJob:
     """A prefix to load for one request.
 
     Attributes:
-        request_id: whose.
+        request_id: the request to load.
         groups: one part per group with missing blocks.
         layerwise: the request is in this step's batch, and each layer waits.
         paths: the hosts whose storage links are used to read it; None: this host only.
@@ -51,11 +51,11 @@ class StoreJob:
 
     Attributes:
         job_id: id of the job in the output.
-        request_id: whose.
+        request_id: the request that computed the blocks.
         first_block: position of the first block in its chain.
         parent: key before the first block, None at the head of the chain.
         keys: keys of the blocks, concatenated, in the request's chain; ``NamespaceKeyMask`` makes those of a namespace.
-        block_ids: their pages, per group.
+        block_ids: pages of the blocks, per group.
         adapter: the weights that the keys name, if the request has an adapter.
     """
 

@@ -71,24 +71,30 @@ class PageLayout:
         Raises:
             InvalidArgument: not such a namespace, or its page format is not supported.
         """
-        said = dict(part.partition("=")[::2] for part in spec.layout.split(";"))
-        if said.get(_FAMILY) not in _ENGINE_LINES or spec.layout_version != _LAYOUT_VERSION:
-            raise InvalidArgument("not pages of a vLLM that is known here", layout=spec.layout, known=", ".join(_ENGINE_LINES))
-        if said.get("attention") != "CPU_ATTN" or said.get("isa") not in _READERS or "order" in said:
-            raise InvalidArgument("the arrangement within pages is not known for this kernel", layout=spec.layout)
-        if said.get("kind") != "full" or spec.shard_count != 1 or "order" in said:
-            raise InvalidArgument("only full attention, not spread over ranks or turned, can be read", layout=spec.layout)
+        fields = dict(part.partition("=")[::2] for part in spec.layout.split(";"))
+        if fields.get(_FAMILY) not in _ENGINE_LINES or spec.layout_version != _LAYOUT_VERSION:
+            raise InvalidArgument(
+                "the namespace does not hold pages of a supported vLLM version",
+                layout=spec.layout,
+                known=", ".join(_ENGINE_LINES),
+            )
+        if fields.get("attention") != "CPU_ATTN" or fields.get("isa") not in _READERS or "order" in fields:
+            raise InvalidArgument("the page format of this attention kernel is not supported", layout=spec.layout)
+        if fields.get("kind") != "full" or spec.shard_count != 1 or "order" in fields:
+            raise InvalidArgument("only full attention on a single rank can be read", layout=spec.layout)
         dtype = getattr(torch, spec.dtype, None)
-        shape = said.get("page", "").split("x")
+        shape = fields.get("page", "").split("x")
         if not isinstance(dtype, torch.dtype) or len(shape) != 3 or not all(part.isdecimal() for part in shape):
-            raise InvalidArgument("the namespace does not say what a page is", layout=spec.layout, dtype=spec.dtype)
+            raise InvalidArgument("the layout of the namespace has no valid page shape", layout=spec.layout, dtype=spec.dtype)
         heads, tokens, content = map(int, shape)
         size = heads * tokens * content * dtype.itemsize
         if tokens != spec.block_tokens or content % 2 or size != spec.layer_block_bytes:
-            raise InvalidArgument("the namespace's numbers do not fit each other", layout=spec.layout, block_tokens=tokens)
-        layout = cls(said["isa"], dtype, spec.layers, heads, tokens, content // 2)
+            raise InvalidArgument(
+                "the page shape does not match the block size of the namespace", layout=spec.layout, block_tokens=tokens
+            )
+        layout = cls(fields["isa"], dtype, spec.layers, heads, tokens, content // 2)
         if layout.isa == "amx" and (tokens % _TILE or layout.head_dim % _TILE):
-            raise InvalidArgument("tiles of 16 do not fit the page", layout=spec.layout)
+            raise InvalidArgument("the page is not a multiple of 16x16 tiles", layout=spec.layout)
         return layout
 
     @property
@@ -116,7 +122,7 @@ class PageLayout:
         layers = []
         for layer in range(self.layers):
             keys, values = read_keys(pages[:, layer, :, 0], tokens, dim), read_values(pages[:, layer, :, 1], tokens, dim)
-            layers.append((_in_a_row(keys), _in_a_row(values)))
+            layers.append((_concatenate(keys), _concatenate(values)))
         return layers
 
 
@@ -149,7 +155,7 @@ _READERS: dict[str, tuple[_Read, _Read]] = {
 }
 
 
-def _in_a_row(parts: torch.Tensor) -> torch.Tensor:
+def _concatenate(parts: torch.Tensor) -> torch.Tensor:
     """Copy ``[blocks, heads, tokens, dim]`` to new memory ``[1, heads, blocks * tokens, dim]``."""
     return parts.transpose(0, 1).contiguous().flatten(1, 2).clone()[None]
 
@@ -176,9 +182,7 @@ def find_pages(
         options: only the token is used.
 
     Raises:
-        InvalidArgument: none exists, none has a supported format, or several exist with different weights or configurations, so
-            that
-            the arguments must select one.
+        InvalidArgument: none exists, none has a supported format, or several exist, of which the arguments must select one.
         KVStoreError: the metadata server does not answer.
     """
     why: InvalidArgument | None = None
@@ -198,12 +202,12 @@ def find_pages(
     if found:
         names = ", ".join(f"{spec.namespace.hex()} (weights epoch {spec.weights_epoch!r})" for spec in found[:_MOST_NAMED])
         raise InvalidArgument(
-            "vLLM stored KV of several models of this name: say which by namespace, or weights_epoch",
+            "several namespaces match; select one with namespace or weights_epoch",
             model=model,
             there=len(found),
             the_latest=names,
         )
-    raise why or InvalidArgument("vLLM stored nothing of this model here", model=model, tenant=tenant)
+    raise why or InvalidArgument("no namespace of this model", model=model, tenant=tenant)
 
 
 class PageReader:
@@ -236,9 +240,9 @@ class PageReader:
         most = len(tokens) if most is None else min(most, len(tokens))
         keys = self._client.keys(tokens[: max(0, most) // self.layout.block_tokens * self.layout.block_tokens])
         found = self._client.lookup(keys, deadline_s=self._options.lookup_deadline_s)
-        room = torch.empty((found.hit_blocks, self.layout.block_bytes), dtype=torch.uint8)
-        hit = self._client.load(found, room, deadline_s=self._options.load_deadline_s).hit_blocks
-        return (self.layout.unpack(room[:hit]), hit * self.layout.block_tokens) if hit else ([], 0)
+        memory = torch.empty((found.hit_blocks, self.layout.block_bytes), dtype=torch.uint8)
+        hit = self._client.load(found, memory, deadline_s=self._options.load_deadline_s).hit_blocks
+        return (self.layout.unpack(memory[:hit]), hit * self.layout.block_tokens) if hit else ([], 0)
 
     def close(self) -> None:
         """Disconnect from the store."""

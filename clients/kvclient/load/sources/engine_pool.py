@@ -34,7 +34,7 @@ class EnginePoolSource:
                 if start == 0:
                     self._found = found
 
-    def keep(self, request: LoadRequest, sink: BlockSink) -> None:
+    def insert(self, request: LoadRequest, sink: BlockSink) -> None:
         """Copy leading hits that came from elsewhere into the pool. The caller must not change the buffer before that.
 
         The copy ends with the scope: it is not worth a deadline.
@@ -47,4 +47,4 @@ class EnginePoolSource:
             blocks = pick_blocks(source, np.arange(good))
             part = request.chain.part(0, good)
             checksums = request.verify == "always"
-            self._pool.keep(part.keys, part.parent, part.depth, blocks, request.scope, checksums=checksums)
+            self._pool.insert(part.keys, part.parent, part.depth, blocks, request.scope, checksums=checksums)

@@ -15,7 +15,7 @@ import numpy as np
 from kvclient.load.request import LoadRequest
 from kvclient.load.sink import BlockSink, Mask, Positions, spans
 from kvclient.memory.engine_pool import DiskLocations, PoolNamespace
-from kvclient.nodes.local_session import LocalNode, Session, means_lost
+from kvclient.nodes.local_session import LocalNode, Session, is_session_lost
 from kvclient.results import PATH_LOCAL
 from kvproto.v1 import node_pb2
 from kvstore.core.chain import ChainSlice
@@ -119,7 +119,7 @@ class _DiskLoad:
             self._failures = MAX_FAILURES
             failure = error if isinstance(error, KVStoreError) else None
             context.incidents.report(client_metrics.LOCATE_FAILED, "local node did not locate blocks", failure)
-            if failure is not None and means_lost(failure):
+            if failure is not None and is_session_lost(failure):
                 self._local.lost(session, failure)
         try:
             yield located

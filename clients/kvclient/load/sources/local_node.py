@@ -15,7 +15,7 @@ from kvclient.load.request import LoadRequest
 from kvclient.load.sink import BlockSink, Mask, Positions, spans
 from kvclient.load.sources.node_stream import NodeLoadStream, NodeMessage, NodeRun, copy_leased_blocks
 from kvclient.memory.device_buffer import DeviceBuffer
-from kvclient.nodes.local_session import LocalNode, Session, means_lost
+from kvclient.nodes.local_session import LocalNode, Session, is_session_lost
 from kvclient.results import PATH_LOCAL, PATH_PREFILL, Outcomes, outcome_table
 from kvstore.core.errors import DeadlineExceeded, KVStoreError
 from kvstore.core.types import Outcome, Tier
@@ -26,7 +26,7 @@ _LAYERWISE_ARENA_SHARE = 4
 is the rest of a load that has to wait: it, or another such load, may be waiting for the space that it holds."""
 COPY_THREADS = 2
 """For blocks that are in DRAM already: one thread reaches about half of the memory bandwidth."""
-RETRIED_ELSEWHERE = outcome_table(Outcome.UNAVAILABLE, Outcome.NO_ROOM)
+RETRIED_ELSEWHERE = outcome_table(Outcome.UNAVAILABLE, Outcome.NO_SPACE)
 """Outcomes of the local node after which another node is asked. It has asked the others itself before it answers MISS."""
 FINAL = outcome_table(Outcome.MISS, Outcome.CORRUPT, Outcome.TIMEOUT)
 
@@ -71,6 +71,11 @@ class _SessionLoad:
         self._session = session
         self._sink = sink
         self._runs = [run for run in request.runs if run.node_id != session.node_id]
+        self._resident = np.zeros(len(request.chain), bool)
+        """Blocks that the lookup saw in the arena of this node."""
+        for run in request.runs:
+            if run.node_id == session.node_id and run.tier is Tier.DRAM:
+                self._resident[run.start : run.end] = True
         self._device = request.buffer if isinstance(request.buffer, DeviceBuffer) else None
         self._verifies = session.verifies_copies(request.verify)
         self._step = max(1, self._context.options.copy_chunk_bytes // self._context.shape.block_bytes)
@@ -123,6 +128,7 @@ class _SessionLoad:
             self._runs,
             storage=False,
             want_checksums=self._verifies,
+            resident=None if self._scope.cancellable or not self._resident[start:stop].all() else self._scope,
         )
         try:
             with closing(iter(stream)) as messages:
@@ -149,7 +155,7 @@ class _SessionLoad:
             self._sink.record_error(self._scope.error())
             return
         self._sink.record_error(error)
-        if means_lost(error) and not self._session.server.hung:
+        if is_session_lost(error) and not self._session.server.hung:
             self._local.lost(self._session, error)
         else:
             self._context.incidents.report(client_metrics.LOCAL_LOAD_FAILED, "local node refused a load", error)

@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from kvclient.call.scope import CallScope, call_within
 from kvclient.load.request import LoadRequest
 from kvclient.load.sink import Mask
 from kvclient.nodes.lease_release import LeaseReleaser
@@ -99,6 +100,8 @@ class NodeLoadStream:
         want_checksums: the node is to answer with checksums.
         layer_group: layers that the node reads together; 0: whole blocks.
         first_layer: first layer to read.
+        resident: scope for blocks that are probably in the node's arena. They are first requested in one response, which is
+            cheaper than a stream.
     """
 
     def __init__(
@@ -114,7 +117,9 @@ class NodeLoadStream:
         want_checksums: bool,
         layer_group: int = 0,
         first_layer: int = 0,
+        resident: CallScope | None = None,
     ) -> None:
+        self._resident = resident
         self.error: KVStoreError | None = None
         """Why the stream ended early. None also if the scope ended it, which is not a failure of the node."""
         self._session = session
@@ -146,6 +151,14 @@ class NodeLoadStream:
             Internal: the node answers something impossible.
         """
         began_s = self._clock.now_s()
+        if self._resident is not None:
+            message = self._load_resident(self._resident)
+            if message is None:
+                return
+            if message.runs:
+                yield self._checked(message, began_s)
+                return
+            began_s = self._clock.now_s()
         try:
             call = self._session.stub.Load(self.message, timeout=max(_MIN_TIMEOUT_S, self._scope.left_s()), metadata=inject())
         except ValueError:  # the channel was closed
@@ -163,6 +176,18 @@ class NodeLoadStream:
                     self.error = from_rpc_error(cast("FailedCall", failed))
             finally:
                 call.cancel()  # no effect after the end of the call
+
+    def _load_resident(self, scope: CallScope) -> node_pb2.LoadProgress | None:
+        """Request the blocks in one response. It has no runs if some block is not in the arena. None: the call failed."""
+        session, timeout_s = self._session, max(_MIN_TIMEOUT_S, scope.left_s())
+        try:
+            message = call_within(scope, session.server, session.stub.LoadResident, self.message, timeout_s)
+            return cast("node_pb2.LoadProgress", message)
+        except ValueError:  # the channel was closed
+            self.error = LeaseLost("the session ended during the load")
+        except KVStoreError as error:
+            self.error = None if scope.ended else error
+        return None
 
     def _checked(self, message: node_pb2.LoadProgress, began_s: float) -> NodeMessage:
         lease_end_s = began_s + message.granted_ms / 1000 + self._lease_s
@@ -209,12 +234,9 @@ def copy_leased_blocks(
     """
     assert run.offsets is not None, "hits of the local node have offsets"
     offsets, first = run.offsets[part], run.start + part.start
-    session.arena.begin_copy_out(offsets, request.buffer, first, first_layer, layer_count, threads)
-    if run.checksums is None:
-        return np.ones(len(offsets), bool)
     at = first_layer - run.first_layer
-    expected = run.checksums[part, at : at + layer_count]
-    return ~session.arena.differing(offsets, request.buffer, first, first_layer, expected)
+    expected = None if run.checksums is None else run.checksums[part, at : at + layer_count]
+    return session.arena.begin_copy_out(offsets, request.buffer, first, first_layer, layer_count, threads, expected)
 
 
 def _sources(runs: Sequence[Run], start: int, stop: int, *, storage: bool) -> list[node_pb2.LoadSource]:

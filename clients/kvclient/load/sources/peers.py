@@ -19,7 +19,7 @@ from kvstore.transport.contract import LayerProgress, ReadControl, ReadRequest
 
 _FIRST_TRY_SHARE = 0.6
 """Share of the time left that a node may take if another one could be asked after it."""
-_RETRIED = outcome_table(Outcome.UNAVAILABLE, Outcome.NO_ROOM, Outcome.MISS, Outcome.CORRUPT)
+_RETRIED = outcome_table(Outcome.UNAVAILABLE, Outcome.NO_SPACE, Outcome.MISS, Outcome.CORRUPT)
 """Outcomes after which a second node is asked."""
 
 

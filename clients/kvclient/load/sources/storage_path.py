@@ -20,7 +20,7 @@ from kvclient.load.sink import BlockSink, Mask, Positions, spans
 from kvclient.load.sources.node_stream import NodeLoadStream, NodeRun, NodeSession, copy_leased_blocks
 from kvclient.memory.buffers import pick_blocks
 from kvclient.memory.device_buffer import DeviceBuffer
-from kvclient.nodes.local_session import Session, means_lost
+from kvclient.nodes.local_session import Session, is_session_lost
 from kvclient.results import NodeRef, Outcomes, outcome_table
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import KVStoreError, LeaseLost
@@ -248,7 +248,7 @@ class RemotePath(StoragePathSource):
         if self.error is None:
             return True
         ended = isinstance(self.error, LeaseLost) or not sessions.holds(session)  # another part has detected it
-        if ended or means_lost(self.error):
+        if ended or is_session_lost(self.error):
             sessions.lost(session)
         return not ended or self._received >= 0
 

@@ -2,7 +2,7 @@
 
 const SPARKS = 60;
 
-/** Draw received bytes as bars upwards and sent bytes as bars downwards, the newest on the right. */
+/** Draw sent bytes as bars upwards and received bytes as bars downwards, the newest on the right. */
 function spark(received, sent, most, label) {
   const wide = 100 / SPARKS;
   const drawn = [];
@@ -20,8 +20,8 @@ function spark(received, sent, most, label) {
         }),
       );
     });
-  side(received, "fill-in", true);
-  side(sent, "fill-out", false);
+  side(received, "fill-in", false);
+  side(sent, "fill-out", true);
   return svg(
     "svg",
     { class: "spark", viewBox: "0 0 100 22", preserveAspectRatio: "none", role: "img", "aria-label": label },

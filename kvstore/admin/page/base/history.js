@@ -1,6 +1,8 @@
 // Figures of the last hour of the whole store or of the node that is shown, and cluster events.
 
 const HISTORY_STEP_S = 10;
+/** The last minute is read again with each request: the latency of each node is that of its loads in this time. */
+const RECENT_S = 70;
 const MOST_EVENTS = 500;
 const history = { path: "", points: [], faults: [], events: [], offset_s: 0, askedAt: -Infinity };
 
@@ -13,7 +15,7 @@ async function readHistory() {
   if (path !== history.path) Object.assign(history, { path, points: [], faults: [] });
   history.askedAt = performance.now();
   if (shownNode !== null && !known.nodes?.items.some((one) => one.node_id === shownNode)) return; // unknown: its view says so
-  const known_s = history.points.length ? history.points[history.points.length - 1].at_s - 2 * HISTORY_STEP_S : 0;
+  const known_s = history.points.length ? history.points[history.points.length - 1].at_s - RECENT_S : 0;
   try {
     const found = await get(`${path}${path.includes("?") ? "&" : "?"}since=${known_s}`);
     if (path !== historyPath()) return;

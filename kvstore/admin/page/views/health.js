@@ -1,23 +1,5 @@
 // Present findings, and the figures of the whole store.
 
-const isAlive = (id) => known.nodes?.items.some((node) => node.node_id === id && node.alive) ?? false;
-
-/** Findings of the servers, and nodes that report but do not answer this server. */
-function findings() {
-  const found = [...known.cluster.findings];
-  for (const one of known.activity?.unreached ?? []) {
-    if (one.kind !== "unsupported" && isAlive(one.node_id) && !found.some((finding) => finding.subject === one.node_id))
-      found.push({
-        code: "NODE_NOT_QUERIED",
-        severity: "warning",
-        subject: one.node_id,
-        facts: `Node ${one.node_id} reports to the metadata server, but does not answer the admin server: ${one.detail}.`,
-        action: "Check the network from the admin server to the node's control address, and [client.tls] of the admin server.",
-      });
-  }
-  return found;
-}
-
 /** The code of a finding, as a link to its documentation, which this server has. */
 function findingCode(one) {
   if (!one.docs) return h("code", { class: "code" }, one.code);
@@ -36,7 +18,7 @@ function findingItem(one) {
 function showHealth() {
   const cluster = known.cluster;
   if (!cluster) return notYet("problems", "cluster");
-  const found = findings();
+  const found = cluster.findings;
   const well = `No problems: ${many(cluster.nodes_alive, "node answers", "nodes answer")}, and all volumes accept blocks.`;
   const start = "No node has registered yet. Start one on each host with `kvstore node`; it appears here within seconds.";
   show(
@@ -75,7 +57,7 @@ function showTiles(cluster) {
 }
 
 /** The interval of a figure: the last ten seconds, or an earlier time. */
-const asOf = (point) => (point.at_s > serverNow() - 25 ? "last 10 s" : `as of ${clock(new Date(point.at_s * 1000))}`);
+const asOf = (point) => (point.at_s > serverNow() - 25 ? "last 10 s" : `at ${clock(new Date(point.at_s * 1000))}`);
 
 function nodesTile(cluster) {
   if (failed.cluster) return ["?", `${many(cluster.nodes_alive, "was", "were")} alive`];

@@ -1,6 +1,7 @@
 // Charts of the last hour, and the timeline of events and faults.
 
 const TIMELINE_ROWS = 25;
+const NAMED_NODES = 3;
 const fillOf = (tier) => (tier === null ? null : tier.used_bytes / tier.capacity_bytes);
 const perSecond = (value, point) => value / Math.max(1, point.seconds);
 const percentiles = (name) => [
@@ -19,7 +20,13 @@ const CHARTS = [
     empty: "No lookups in the last hour. An engine looks up the prefix of each prompt; the ratio appears here within 10 s.",
     cluster: true,
   },
-  { id: "lookup", shown: seconds, series: percentiles("lookup"), empty: "No lookups in the last hour.", cluster: true },
+  {
+    id: "lookup",
+    shown: seconds,
+    series: percentiles("lookup"),
+    empty: "No lookups in the last hour. The duration of a lookup appears here within 10 s.",
+    cluster: true,
+  },
   {
     id: "latency",
     shown: seconds,
@@ -35,7 +42,7 @@ const CHARTS = [
       bytesOf("peer", "other nodes", "third"),
       bytesOf("data_plane", "sent to other hosts", "fourth"),
     ],
-    empty: "No bytes were loaded in the last hour.",
+    empty: "No bytes were loaded in the last hour. Bytes that engines load appear here within 10 s, by source.",
   },
   {
     id: "paths",
@@ -66,7 +73,7 @@ const CHARTS = [
       { name: "from DRAM", style: "in", of: (point) => perSecond(point.evicted_dram_blocks, point) },
       { name: "from NVMe", style: "out", of: (point) => perSecond(point.evicted_nvme_blocks, point) },
     ],
-    empty: "No evictions in the last hour.",
+    empty: "No evictions in the last hour. Blocks are evicted when a tier is full; their number appears here within 10 s.",
   },
 ];
 
@@ -78,19 +85,29 @@ function showCharts() {
   }
 }
 
-function drawChart({ id, top, shown, now = shown, series, empty }) {
+/** Nodes whose figures are missing in the charts of the whole store. */
+function missingNodes() {
+  const names = known.history.unreached.filter((one) => one.kind !== "unsupported").map((one) => one.node_id);
+  if (shownNode !== null || !names.length) return null;
+  const more = names.length > NAMED_NODES ? ` and ${count(names.length - NAMED_NODES)} more` : "";
+  return note(`without ${names.slice(0, NAMED_NODES).join(", ")}${more}`);
+}
+
+function drawChart({ id, top, shown, now = shown, series, empty, cluster }) {
   const points = history.points.map((point) => ({ at_s: point.at_s, values: series.map(({ of }) => of(point)) }));
   const worst = Math.max(0, ...points.flatMap((point) => point.values.map((value) => value ?? 0)));
   const any = points.some((point) => point.values.some((value) => value !== null)) && (top === 1 || worst > 0);
   const silent = known.history.unreached.some((one) => one.node_id === shownNode);
+  const missing = cluster ? null : missingNodes();
   if (!any && silent) return show($(id), quiet("Not known: the node does not answer."));
-  if (!any) return show($(id), quiet(empty), stale("history"));
+  if (!any) return show($(id), quiet(empty), missing, stale("history"));
   const last = [...points].reverse().find((point) => point.values.some((value) => value !== null));
   const drawn = series.map((one, which) => ({ ...one, now: last.values[which] === null ? "—" : now(last.values[which]) }));
   const label = drawn.map((one) => `${one.name} ${one.now}`).join(", ");
   const title = $(id).closest("section").querySelector("h2").firstChild.data.trim();
   const said = `${title}, last hour; at ${clock(new Date(last.at_s * 1000))}: ${label}`;
-  show($(id), chart(points, drawn, top ?? ceiling(worst), (value) => (value ? shown(value) : "0"), said, serverNow()), stale("history"));
+  const drawing = chart(points, drawn, top ?? ceiling(worst), (value) => (value ? shown(value) : "0"), said, serverNow());
+  show($(id), drawing, missing, stale("history"));
 }
 
 // ---- timeline ----

@@ -1,27 +1,6 @@
 // Slow loads with the cause of their duration and an action, and load decisions.
 
-const FAST_S = 0.02;
 const SLOW_ROWS = 10;
-const CAUSES = {
-  dram_wait_s: ["waiting for DRAM or the block table", "DRAM is short: raise node.dram, or look for leases that are not released."],
-  nvme_wait_s: ["reading from this node's volumes", "The drives limit: add DRAM (node.dram) or volumes, or use the path policy split."],
-  peer_wait_s: ["reading from other nodes", "The network limits: check its links and node.compute_cap, and the load of those nodes."],
-  none_wait_s: ["waiting for blocks that were not loaded", "See the missing blocks: a volume or node did not deliver them in time."],
-  engine_s: ["delivering to the engine", "The engine reads slowly: check the CPU of its host."],
-  other_s: ["outside of tiers, nodes and the engine", "The process may have waited for CPU: check the load of the host."],
-};
-
-/** Cause of a load's duration, and what to do: [sentence, action or null]. */
-function causeOf(load) {
-  const parts = Object.keys(CAUSES).map((name) => [load.figures[name] ?? 0, name]);
-  const [longest_s, name] = parts.reduce((one, other) => (other[0] > one[0] ? other : one));
-  const [words, action] = CAUSES[name];
-  const missing = load.blocks - load.hit_blocks;
-  const missed = missing > 0 ? `${many(missing, "block is a miss", "blocks are misses")}. ` : "";
-  if (load.seconds < FAST_S) return [`${missed}Fast: no cause to look for.`, null];
-  if (!longest_s || /did not answer/.test(load.reason)) return [`${missed}${load.reason}`, name === "none_wait_s" ? action : null];
-  return [`${missed}${percent(Math.min(1, longest_s / load.seconds))} of the time ${words}.`, action];
-}
 
 function showSlow() {
   if (!known.slow) return notYet("slow", "slow");
@@ -33,20 +12,17 @@ function showSlow() {
       ? table(
           "the slowest loads of the last minute",
           [["duration", "number"], ["ended", "number"], ["node"], ["blocks", "number"], ["cause and action", "wide"], ["request"]],
-          items.map((load, at) => {
-            const [words, action] = causeOf(load);
-            return {
-              key: `${load.node_id} ${load.request_id} ${at}`,
-              cells: [
-                h("b", {}, seconds(load.seconds)),
-                ago(load.ago_s),
-                load.node_id,
-                `${count(load.hit_blocks)} of ${count(load.blocks)}`,
-                [words, action ? second(action) : null],
-                h("code", {}, load.request_id || "—"),
-              ],
-            };
-          }),
+          items.map((load, at) => ({
+            key: `${load.node_id} ${load.request_id} ${at}`,
+            cells: [
+              h("b", {}, seconds(load.seconds)),
+              ago(load.ago_s),
+              load.node_id,
+              `${count(load.hit_blocks)} of ${count(load.blocks)}`,
+              [load.reason, load.action ? second(load.action) : null],
+              h("code", {}, load.request_id || "—"),
+            ],
+          })),
         )
       : quiet(
           known.slow.items.length

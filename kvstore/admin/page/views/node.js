@@ -35,14 +35,13 @@ function nodeCard(node, activity, volumes) {
   const id = node.node_id;
   const drains = node.drain !== null;
   const order = drains ? "Undrain" : "Drain";
-  const found = (known.cluster ? findings() : []).filter((one) => aboutNode(one, id));
+  const found = findingsOf(id);
   return h(
     "article",
     { class: node.alive ? "node" : "node off", "data-key": id, "aria-label": `node ${id}` },
     h(
       "div",
       { class: "head" },
-      h("h3", {}, id),
       h("span", { class: `badge ${tone}` }, state),
       h("span", { class: "quiet small" }, node.roles.join(" · ")),
       h("span", { class: "quiet small" }, node.control_address),
@@ -68,8 +67,16 @@ function nodeCard(node, activity, volumes) {
         flowHeads("network throughput, all traffic"),
         links(node, activity),
         flowHeads("KV data over the network"),
-        flowRow(`${id} readers`, "with readers", `node ${id} with engines and nodes that read from it or write to it`),
-        flowRow(`${id} peers`, "received from other nodes", `node ${id} with nodes that it reads from or writes to`),
+        flowRow(
+          `${id} readers`,
+          ["served to engines and nodes", second("in: written by them")],
+          `engines and nodes that read from node ${id} or write to it`,
+        ),
+        flowRow(
+          `${id} peers`,
+          ["peer traffic", second("in: read, out: written")],
+          `peer traffic of node ${id}: read from and written to other nodes`,
+        ),
         h("h4", {}, "loads of engines on this host, by source"),
         activity ? loadRows(id, activity) : h("p", { class: "quiet small" }, NO_FIGURES),
       ),

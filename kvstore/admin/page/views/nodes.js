@@ -68,12 +68,14 @@ function rowOfNode(node) {
     received: links.size ? sum("received") : null,
     sent: links.size ? sum("sent") : null,
     loaded,
-    found: known.cluster ? findings().filter((one) => aboutNode(one, id)).length : 0,
+    found: findingsOf(id).length,
+    p99: known.history?.load_by_node[id]?.p99_s ?? null,
   };
 }
 
 const activityOf = (id) => known.activity?.items.find((one) => one.node_id === id);
 const aboutNode = (finding, id) => finding.subject === id || Boolean(finding.subject?.startsWith(`${id}/`));
+const findingsOf = (id) => (known.cluster?.findings ?? []).filter((one) => aboutNode(one, id));
 const shareOf = (fill) => (fill?.capacity ? fill.used / fill.capacity : -1);
 
 const NODE_COLUMNS = [
@@ -85,6 +87,7 @@ const NODE_COLUMNS = [
   { name: "network in ↓", kind: "number", of: (row) => -(row.received ?? -1) },
   { name: "network out ↑", kind: "number", of: (row) => -(row.sent ?? -1) },
   { name: "loaded", kind: "number", of: (row) => -row.loaded },
+  { name: "p99 load", kind: "number", of: (row) => -(row.p99 ?? -1) },
 ];
 const nodeOrder = { column: "node", reverse: false };
 const NATURAL = new Intl.Collator("en", { numeric: true });
@@ -111,7 +114,20 @@ function showNodes() {
     known.nodes.hidden > 0
       ? note(`${many(known.nodes.hidden, "node is", "nodes are")} not shown. All nodes: /v1/nodes.`)
       : null,
+    notQueried(),
     stale("nodes", "activity", "volumes"),
+  );
+}
+
+/** Nodes that report to the metadata server and do not answer this server. */
+function notQueried() {
+  const alive = new Set(known.nodes.items.filter((one) => one.alive).map((one) => one.node_id));
+  const silent = (known.activity?.unreached ?? []).filter((one) => one.kind !== "unsupported" && alive.has(one.node_id));
+  if (!silent.length) return null;
+  const names = silent.map((one) => `${one.node_id} (${one.detail})`).join(", ");
+  return note(
+    `No figures of ${names}: no answer to the admin server. Check the network from it to the control address of the node,` +
+      " and [client.tls] of the admin server.",
   );
 }
 
@@ -139,6 +155,7 @@ function nodeRow(row) {
       rate(row.received),
       rate(row.sent),
       node.alive ? rate(row.loaded) : "—",
+      seconds(row.p99),
     ],
   };
 }

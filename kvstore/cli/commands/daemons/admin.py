@@ -10,6 +10,7 @@ from kvstore.cli.support.help import Command
 from kvstore.cli.support.logs import set_up_logs
 from kvstore.config.model import Config
 from kvstore.config.sources import Provenance
+from kvstore.core.errors import install_command
 
 
 @click.command(cls=Command)
@@ -39,6 +40,6 @@ def admin(config: Config, provenance: Provenance) -> None:
     try:
         from kvstore.admin.main import run  # a daemon imports only what it runs
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install 'kvstore-dualpath[admin]'") from error
+        raise click.ClickException(f"{error.name} is missing: {install_command('admin')}") from error
 
     run(admin_config(config, provenance))

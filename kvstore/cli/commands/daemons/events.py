@@ -14,6 +14,7 @@ from kvstore.cli.support.config_options import cluster_option, setting_option, w
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.result import item, output_option
 from kvstore.config.model import Config
+from kvstore.core.errors import install_command
 from kvstore.process.graceful_shutdown import exit_now
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def events(config: Config, *, output_format: str) -> None:
     try:
         from kvstore.events.main import run  # a daemon imports only what it runs
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install 'kvstore-dualpath[events]'") from error
+        raise click.ClickException(f"{error.name} is missing: {install_command('events')}") from error
 
     run(events_config(config, config.events.zmq))
 

@@ -8,6 +8,7 @@ from kvstore.cli.support.build_config import router_config
 from kvstore.cli.support.config_options import setting_option, with_config
 from kvstore.cli.support.help import Command
 from kvstore.config.model import Config
+from kvstore.core.errors import install_command
 
 
 @click.command(cls=Command)
@@ -44,6 +45,6 @@ def router(config: Config) -> None:
     try:
         from kvstore.router.main import run  # a daemon imports only what it runs
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install 'kvstore-dualpath[router]'") from error
+        raise click.ClickException(f"{error.name} is missing: {install_command('router')}") from error
 
     run(router_config(config))

@@ -19,7 +19,7 @@ from kvstore.cli.support.folders import short_run_dirs
 from kvstore.cli.support.help import Command
 from kvstore.config.base import TlsSection
 from kvstore.config.model import Config
-from kvstore.core.errors import Internal, KVStoreError
+from kvstore.core.errors import Internal, KVStoreError, install_command
 
 if TYPE_CHECKING:
     from kvstore.embedded.cluster import LocalCluster
@@ -136,7 +136,7 @@ def _start_admin(cluster: LocalCluster, config: Config) -> tuple[str, str]:
         return _without("admin.listen is none")
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        return _without(f"{missing[0]} is missing: pip install 'kvstore-dualpath[admin]'")
+        return _without(f"{missing[0]} is missing: {install_command('admin')}")
     try:
         address = cluster.start_admin(("listen", config.admin.listen)).address
     except KVStoreError as error:

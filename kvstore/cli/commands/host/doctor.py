@@ -90,11 +90,11 @@ def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
     ]
     warnings, missing = (sum(finding.level is level for finding in found) for level in (Level.WARNING, Level.MISSING))
     summary = verdict(found)
-    told = {name: {"error": section.error, **section.said} for name, section in facts.sections.items()}
-    said: dict[str, Any] = {"ok": healthy(found), "warnings": warnings, "missing": missing}
-    said |= {"verdict": summary.line, "actions": list(summary.actions)}
-    said |= {"findings": [asdict(finding) for finding in found], "facts": told}
-    said |= {"metadata_servers": [asdict(server) for server in servers], "nodes": [asdict(node) for node in nodes]}
+    section_facts = {name: {"error": one.error, **one.said} for name, one in facts.sections.items()}
+    document: dict[str, Any] = {"ok": healthy(found), "warnings": warnings, "missing": missing}
+    document |= {"verdict": summary.line, "actions": list(summary.actions)}
+    document |= {"findings": [asdict(finding) for finding in found], "facts": section_facts}
+    document |= {"metadata_servers": [asdict(server) for server in servers], "nodes": [asdict(node) for node in nodes]}
 
     def show() -> None:
         (_print_table if sys.stdout.isatty() else _print_lines)(found)
@@ -104,9 +104,9 @@ def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
             click.echo(f"  {number}. {action}")
 
     return (
-        CommandOutput(said, show)
+        CommandOutput(document, show)
         if healthy(found)
-        else CommandOutput(said, show, 1, "a requirement of the configuration is missing")
+        else CommandOutput(document, show, 1, "a requirement of the configuration is missing")
     )
 
 
@@ -186,8 +186,8 @@ def _ask_metadata(
         answer, why = _answered(error, address, section)
         return RunningMetadata(address=address, setting=setting, required=required, answer=answer, error=why), {}
     alive = {status.node.node_id: status.node.control_address for status in known if status.alive}
-    told = RunningMetadata(address=address, setting=setting, required=required, nodes=len(known), nodes_alive=len(alive))
-    return told, alive
+    running = RunningMetadata(address=address, setting=setting, required=required, nodes=len(known), nodes_alive=len(alive))
+    return running, alive
 
 
 def _answered(error: Exception, address: str, section: ClientSection | NodeSection) -> tuple[Answer, str]:

@@ -51,7 +51,7 @@ def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float |
 
     async def order(store: StoreConnection) -> CommandOutput:
         status = await store.rpc.drain_node(node, move=move)
-        return await _await_drained(store, node, timeout) if wait else _told(status)
+        return await _await_drained(store, node, timeout) if wait else _drain_report(status)
 
     return ask(config, order)
 
@@ -65,7 +65,7 @@ def undrain(config: Config, *, node: str) -> CommandOutput:
     Examples:
       kvstore nodes undrain host-3
     """
-    return _told(ask(config, lambda store: store.rpc.undrain_node(node)))
+    return _drain_report(ask(config, lambda store: store.rpc.undrain_node(node)))
 
 
 @click.command(cls=Command)
@@ -85,7 +85,7 @@ def remove(config: Config, *, node: str, force: bool) -> CommandOutput:
     return result.line({"node_id": node, "removed": True}, f"{node}: removed")
 
 
-def _told(status: metadata_pb2.NodeStatus, exit_code: int = 0) -> CommandOutput:
+def _drain_report(status: metadata_pb2.NodeStatus, exit_code: int = 0) -> CommandOutput:
     from kvstore.control_api import serializers
 
     return CommandOutput(serializers.participation(status), lambda: click.echo(describe(status)), exit_code)
@@ -128,9 +128,9 @@ async def _await_drained(store: StoreConnection, node: str, timeout_s: float | N
                 raise click.ClickException(f"{describe(status)}: it drains once it is back")
             late = deadline_s is not None and time.monotonic() > deadline_s
             if status.state == common_pb2.NODE_STATE_DRAINED:
-                return _told(status)
+                return _drain_report(status)
             if final or late:
-                return _told(status, EXIT_BLOCKED if final else EXIT_TIMEOUT)
+                return _drain_report(status, EXIT_BLOCKED if final else EXIT_TIMEOUT)
             show(describe(status))
             await asyncio.sleep(_POLL_S)
 

@@ -130,18 +130,21 @@ _SOURCES: Final = {
 }
 
 
-def _reckoned(bytes_per_s: float, source: str | None) -> str:
-    return _SOURCES[source].format(output.rate(bytes_per_s))
-
-
 def _planned(nic: Nic) -> str:
     """Bandwidth that the planner assumes for a link."""
     mark = "(assumed)" if nic.planned_source == "assumed" else ""
     return f"{output.rate(nic.planned_bytes_per_s or 0)}{mark}"
 
 
+def _bandwidth(nic: Nic) -> str:
+    """Bandwidth that the planner assumes for a link, with its source."""
+    if nic.planned_bytes_per_s is None:
+        return "no loads planned over it: the planner does not know the node"
+    return "bandwidth " + _SOURCES[nic.planned_source].format(output.rate(nic.planned_bytes_per_s))
+
+
 def _facts(node: NodeDetail) -> list[tuple[str, str]]:
-    told = [
+    rows = [
         ("node", node.node_id),
         ("state", state_of(node)),
         ("drain", drain_of(node)),
@@ -152,13 +155,7 @@ def _facts(node: NodeDetail) -> list[tuple[str, str]]:
         *(
             (
                 f"{nic.network} link",
-                f"{nic.address}, planned with "
-                + (
-                    "nothing"
-                    if nic.planned_bytes_per_s is None
-                    else _SOURCES[nic.planned_source].format(output.rate(nic.planned_bytes_per_s))
-                )
-                + f", {output.size(nic.pending_bytes)} waiting",
+                f"{nic.address}, {_bandwidth(nic)}, {output.size(nic.pending_bytes)} waiting",
             )
             for nic in node.nics
         ),
@@ -166,11 +163,11 @@ def _facts(node: NodeDetail) -> list[tuple[str, str]]:
         ("mounts", ", ".join(node.mounts)),
     ]
     if node.process is None:
-        return [*told, ("does not answer", node.unreached or "")]
+        return [*rows, ("does not answer", node.unreached or "")]
     process = node.process
     cap = process.traffic_cap_bytes_per_s
     return [
-        *told,
+        *rows,
         ("version", process.version),
         ("up", output.duration(process.uptime_s)),
         ("sessions", str(process.sessions)),
@@ -178,6 +175,9 @@ def _facts(node: NodeDetail) -> list[tuple[str, str]]:
         ("to become durable", f"{process.write_back_waiting_blocks:,} blocks"),
         ("to be published", f"{process.publish_waiting_events:,} changes"),
         *((one.name, f"{output.size(one.used_bytes)} used, {one.waiting_loads} loads wait") for one in process.staging),
-        ("traffic cap", "cannot be given one" if cap is None else output.rate(cap) if cap else "none"),
+        (
+            "traffic cap",
+            "none; requires node.compute_cap at the start of the node" if cap is None else output.rate(cap) if cap else "none",
+        ),
         ("I/O", "; ".join(process.io_engines)),
     ]

@@ -95,7 +95,7 @@ def loads() -> None:
 @click.option("--limit", type=click.IntRange(1, MOST_LOADS), default=20, show_default=True, help="Number of loads.")
 @store_query
 def list_loads(config: Config, *, limit: int) -> CommandOutput:
-    """List the slowest loads of the last minute on any node, slowest first, with the cause of their duration.
+    """List the slowest loads of the last minute on any node, slowest first, with the cause of their duration and what to do.
 
     Examples:
       kvstore loads list
@@ -105,7 +105,7 @@ def list_loads(config: Config, *, limit: int) -> CommandOutput:
     tell_unreached(found.unreached)
     return result.table(
         found,
-        ("took", "ago", "node", "request", "blocks", "reason"),
+        ("took", "ago", "node", "request", "blocks", "reason", "to do"),
         [
             (
                 output.duration(one.seconds),
@@ -114,6 +114,7 @@ def list_loads(config: Config, *, limit: int) -> CommandOutput:
                 one.request_id,
                 f"{one.hit_blocks}/{one.blocks}",
                 one.reason,
+                one.action or "",
             )
             for one in found.items
         ],

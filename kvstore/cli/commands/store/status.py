@@ -12,6 +12,7 @@ from kvstore.cli.support.help import Command
 from kvstore.cli.support.result import CommandOutput
 from kvstore.cli.support.store_client import EXIT_REFUSED, StoreConnection, ask, store_query
 from kvstore.config.model import Config
+from kvstore.health.codes import METADATA_UNREACHABLE
 
 EXIT_DEGRADED: Final = 5
 """Exit code: the store answers, and at least one finding is present."""
@@ -19,14 +20,13 @@ _HEALTH_WORDS: Final = {"ok": "HEALTH_OK", "warning": "HEALTH_WARN", "error": "H
 
 
 @click.command(cls=Command)
-@click.option("--detail", is_flag=True, help="Print what each finding means, what to do, and its page in the documentation.")
+@click.option("--detail", is_flag=True, help="Print what each finding means and what to do.")
 @store_query
 def status(config: Config, *, detail: bool) -> CommandOutput:
     """Show health, nodes, volumes and usage as the metadata server knows them.
 
     The first line is HEALTH_OK, HEALTH_WARN or HEALTH_ERR with the number of findings; a line per finding follows, with its code
-    and the facts. Exit code 5: the store answers, and something is wrong or will be soon. docs/reference/health has a page per
-    code.
+    and the facts. Exit code 5: the store answers, and something is wrong or will be soon.
 
     JSON: health (ok, warning, error), findings (code, severity, subject, facts, title, meaning, action, docs), metadata (its
     address), blocks and index_bytes of the index, counters of the metadata server by name; namespaces, each with id, model,
@@ -44,7 +44,7 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
         found = ask(config, lambda store: fetch_status(config, store))
     except click.ClickException as error:
         if error.exit_code != EXIT_REFUSED and click.get_current_context().params["output_format"] == "table":
-            output.line("HEALTH_ERR  METADATA_UNREACHABLE")
+            output.line(f"{_HEALTH_WORDS['error']}  {METADATA_UNREACHABLE.name}")
         raise
 
     def show() -> None:
@@ -138,7 +138,6 @@ def _print_health(found: dict[str, Any], *, detail: bool) -> None:
         if detail:
             output.line(f"    meaning: {one['meaning']}")
             output.line(f"    action:  {one['action']}")
-            output.line(f"    see:     {one['docs']}")
     if found["findings"] and not detail:
         output.line("  `kvstore status --detail` prints what to do.")
 
@@ -151,7 +150,7 @@ def _print(found: dict[str, Any]) -> None:
     for namespace in found["namespaces"]:
         size = show_bytes(namespace["block_bytes"])
         output.line(f"namespace {namespace['id']}")
-        output.line(f"  {namespace['model']}: {namespace['block_tokens']} tokens and {size} a block")
+        output.line(f"  {namespace['model']}: {namespace['block_tokens']} tokens and {size} per block")
     for node in found["nodes"]:
         state = "alive" if node["alive"] else f"silent for {node['heartbeat_age_ms'] / 1000:.1f} s"
         if node["stopped"]:
@@ -166,7 +165,7 @@ def _print(found: dict[str, Any]) -> None:
             fill = f"{show_bytes(volume['used_bytes']):>10} of {show_bytes(volume['capacity_bytes']):>10}"
             output.line(f"  {volume['id']:<{width}}  {volume['tier']:<4}  {fill}  {volume['blocks']:>11,} blocks")
             if volume["read_only"]:
-                output.line(f"    takes no blocks, serves what it holds: {volume['read_only']}")
+                output.line(f"    accepts no blocks, serves its present ones: {volume['read_only']}")
         if node["drain"] is not None and node["drain"]["why"]:
             output.line(f"  waits for: {node['drain']['why']}; {node['drain']['not_durable_blocks']:,} blocks would be lost now")
         for mount in node["mounts"]:

@@ -201,18 +201,18 @@ def _summary(done: VolumeCheck) -> str:
     """State of a check in one line."""
     if done.state == "none":
         return f"{done.volume_id}: no check since the node started"
-    told = [f"{done.volume_id}: {done.state}", f"{done.checked_blocks:,} of {done.blocks:,} blocks checked"]
+    phrases = [f"{done.volume_id}: {done.state}", f"{done.checked_blocks:,} of {done.blocks:,} blocks checked"]
     if done.bad_blocks:
-        told.append(f"{done.bad_blocks:,} corrupt and removed")
+        phrases.append(f"{done.bad_blocks:,} corrupt and removed")
     if done.rewritten_blocks:
-        told.append(f"{done.rewritten_blocks:,} of them written again from DRAM")
+        phrases.append(f"{done.rewritten_blocks:,} of them written again from DRAM")
     if done.unreadable_blocks:
-        told.append(f"{done.unreadable_blocks:,} unreadable")
+        phrases.append(f"{done.unreadable_blocks:,} unreadable")
     if done.gone_blocks:
-        told.append(f"{done.gone_blocks:,} evicted meanwhile")
+        phrases.append(f"{done.gone_blocks:,} evicted meanwhile")
     if done.checked_bytes:
-        told.append(f"{output.size(done.checked_bytes)} read in {output.duration(done.took_s)}")
-    return ", ".join([*told, *([done.why] if done.why else [])])
+        phrases.append(f"{output.size(done.checked_bytes)} read in {output.duration(done.took_s)}")
+    return ", ".join([*phrases, *([done.why] if done.why else [])])
 
 
 def _parts(volume: str) -> tuple[str, str]:

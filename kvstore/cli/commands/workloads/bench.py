@@ -28,7 +28,7 @@ _VERDICTS: Final = {True: "met", False: "not met", None: ""}
 @click.option("--quick", is_flag=True, help="Fewer and smaller measurements.")
 @result.prints
 def bench(*, names: tuple[str, ...], only_list: bool, quick: bool) -> CommandOutput:
-    """Run benchmarks by name, or all of them, and build the table of their records.
+    """Run benchmarks by name, or without names those of the store itself, and build the table of their records.
 
     They are in benchmarks/ of a source checkout, not in the installed package. Progress goes to standard error, the measured
     figures to standard output. JSON: items, the records that the run added to benchmarks/results, or with --list the
@@ -52,7 +52,7 @@ def bench(*, names: tuple[str, ...], only_list: bool, quick: bool) -> CommandOut
         command += ["--only", *names]
     if quick:
         command.append("--quick")
-    output.note(_ahead(len(names) or len(known), whole=not names, quick=quick, folder=folder))
+    output.note(_ahead(len(names), quick=quick, folder=folder))
     before = _sizes(folder)
     failed = subprocess.run(command, check=False, stdout=_STDERR).returncode != 0
     records = _added(folder, before)
@@ -81,16 +81,17 @@ def _row(record: Mapping[str, Any]) -> list[str]:
     return [record["figure"], parameters, f"{record['median']:.3f}", record["unit"], _VERDICTS[record["passed"]]]
 
 
-def _ahead(count: int, *, whole: bool, quick: bool, folder: Path) -> str:
-    """Message before the run: the suite runs for minutes and writes files to the checkout."""
+def _ahead(count: int, *, quick: bool, folder: Path) -> str:
+    """Message before the run: it takes minutes and writes files to the checkout."""
     if quick:
         takes = "--quick keeps each short"
-    elif whole:
-        takes = "all of them take 15 to 30 minutes on a machine of two cores, --quick is shorter"
+    elif not count:
+        takes = "they take up to 15 minutes on a machine of two cores, --quick is shorter"
     else:
         takes = "each takes from some seconds to several minutes, --quick is shorter"
+    which = f"{count} benchmarks" if count else "the benchmarks of the store"
     return (
-        f"Running {count} benchmarks, one after the other: {takes}. Their records are added to {folder / 'results'}, and "
+        f"Running {which}, one after the other: {takes}. Their records are added to {folder / 'results'}, and "
         "RESULTS.md beside it is written anew. Ctrl-C stops."
     )
 

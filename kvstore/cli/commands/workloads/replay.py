@@ -60,10 +60,10 @@ def replay(
 
     Exit code 1: a byte was wrong, or hits are missing although every block fits.
     """
-    refuse_unused("a replay starts a store of its own; its room is --capacity", "node.policy", "log.")
+    refuse_unused("a replay starts a store of its own; its space is --capacity", "node.policy", "log.")
     from rich.console import Console
 
-    from kvstore.replay.capacity import room_for
+    from kvstore.replay.capacity import space_for
     from kvstore.replay.plan import read_workload
     from kvstore.replay.progress import progress
     from kvstore.replay.report import print_summary
@@ -73,10 +73,10 @@ def replay(
 
     source = open_trace(trace)
     workload = read_workload(source.info, source, block_bytes, layers, limit)
-    room = capacity or room_for(workload.unique_blocks, workload.spec.shape, data_dir or Path(tempfile.gettempdir()))
-    room.check(workload.spec.shape)
+    space = capacity or space_for(workload.unique_blocks, workload.spec.shape, data_dir or Path(tempfile.gettempdir()))
+    space.check(workload.spec.shape)
     with orderly_exit(), progress(f"replay {source.info.name}", len(workload.chains)) as report:
-        result = run(workload, room, policy or config.node.policy, data_dir, report)
+        result = run(workload, space, policy or config.node.policy, data_dir, report)
     problem = verdict(result)
 
     def show() -> None:

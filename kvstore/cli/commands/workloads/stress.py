@@ -77,7 +77,7 @@ def stress(
     """Measure a running store under load: a cold pass stores, a warm pass loads, and every loaded byte is checked.
 
     The clients are processes of this host and use the store as engines do. Their blocks are in a namespace of their own
-    (kvstore-stress-HOST), and are removed at the end. A full store evicts other blocks to make room for them, so keep --size
+    (kvstore-stress-HOST), and are removed at the end. A full store evicts other blocks to free space for them, so keep --size
     small on a store in use. Each client needs memory of four requests.
 
     Throughput is the sum of the clients' rates while a call runs; making and checking the bytes does not count. The limit is
@@ -198,7 +198,7 @@ def _print(result: StressResult) -> None:
         ("by node", _shares(warm.by_node)),
     ]
     if skipped := result.cold.outcomes["skipped"]:
-        facts.append(("not stored", f"{skipped:,} blocks: no room, or the node drains"))
+        facts.append(("not stored", f"{skipped:,} blocks: no space, or the node drains"))
     if errors := result.cold.errors + warm.errors:
         facts.append(("failures", ", ".join(f"{kind}: {count}" for kind, count in errors.items())))
     if result.removed_blocks is not None:

@@ -42,7 +42,7 @@ class GroupView:
 
     @property
     def window(self) -> int:
-        """How many tokens it looks back; 0: all."""
+        """Number of tokens that the attention looks back; 0: all."""
         windows = [int(one.partition(":")[2] or 0) for one in self.kind.split("+")]
         return max(windows) if all(windows) else 0
 

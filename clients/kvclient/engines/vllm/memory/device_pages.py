@@ -184,7 +184,7 @@ class DevicePages:
             for block in range(len(ids)):
                 (piece,) = loaded.segments(block, 0, self.shape.layers)
                 piece[:] = other[block].tobytes()
-            loaded.landed(np.arange(len(ids)), 0, self.shape.layers)
+            loaded.host_copy_ready(np.arange(len(ids)), 0, self.shape.layers)
             loaded.drain()
             good = good and holds(other) and np.array_equal(copier.blocks(ids).gather().reshape(other.shape), other)
         except RuntimeError as error:  # torch's current stream of the device
@@ -202,7 +202,7 @@ class DevicePages:
             raise Internal(
                 "copies to and from this device bring other bytes: another strategy may not",
                 device=cache.device,
-                way=copier.strategy,
+                strategy=copier.strategy,
             )
         self._tried = {name: count for name, count in self.counts().items() if name.endswith("_bytes")}
         _log.info("copies between host memory and %s were tried out: %s", cache.device, copier.strategy)

@@ -15,7 +15,7 @@ class PdOptions(ConnectorOptions):
 
     Attributes:
         prompt_deadline_s: how long a decode engine waits for a prompt. Then it loads what the store has, and computes the rest.
-        handoff_deadline_s: bound of the hand-over of one step of a prefill engine.
+        handoff_deadline_s: bound of the handoff of one step of a prefill engine.
         path_policy: over which hosts' storage links a prefill engine reads, by name: ``split``, ``shorter_queue``,
             ``round_robin``, ``prefill_only``; empty: the metadata server's choice.
         path_layer_group: layers that are read together over all blocks; 0: whole blocks. With ``load_mode`` ``layerwise`` it lets

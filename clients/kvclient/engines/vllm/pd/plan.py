@@ -85,7 +85,7 @@ class PdPlan:
     """The transfers of one step.
 
     Attributes:
-        sends: hand-overs of this step.
+        sends: handoffs of this step.
         awaits: prompts to wait for from now on.
         copies: prompts to copy.
         drops: requests whose prompts are no longer awaited.
@@ -107,7 +107,7 @@ class PdWorkerOutput:
     """What workers have finished since their last output.
 
     Attributes:
-        sent: as ``WorkerOutput`` says it of stores: hand-overs that are over, and those among them that failed.
+        sent: as ``WorkerOutput`` says it of stores: handoffs that are over, and those among them that failed.
         known: per request, the number of workers that know the outcome of its prompt.
         incomplete: requests whose prompt is incomplete on at least one worker.
     """

@@ -38,7 +38,7 @@ class Prompt:
 
     @property
     def done(self) -> bool:
-        """Whether the outcome is known."""
+        """Whether it is known if the prompt arrives."""
         return all(part.done for part in self.parts)
 
     def whole(self) -> bool:
@@ -179,6 +179,6 @@ class Receiver:
             unfinished[0].wait(timeout_s)
 
     def close(self) -> None:
-        """Cancel everything."""
+        """Cancel all awaited prompts and copies."""
         self.drop([*self._waiting, *self._complete])
         self._threads.shutdown(wait=True)

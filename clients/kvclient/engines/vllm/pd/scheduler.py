@@ -34,11 +34,11 @@ from kvclient.engines.vllm.scheduler.scheduler_connector import BlockPool
 
 _log = logging.getLogger(__name__)
 _SEND_FAILURES = 2
-"""Hand-overs of a request that may fail before no more of it is handed over."""
+"""Handoffs of a request that may fail before no more of it is handed over."""
 
 
 class TransferState(Enum):
-    """State of an awaited prompt; see the module."""
+    """State of an awaited prompt; see the docstring of the module."""
 
     AWAITED = auto()
     ARRIVED = auto()
@@ -55,7 +55,7 @@ class Sending:
     keys: RequestKeys
     adapter: AdapterWeights | None = None
     sent_blocks: int = 0
-    """Leading full blocks that are handed over or under way."""
+    """Number of leading full blocks that are handed over or in progress."""
     tail_sent: bool = False
     failures: int = 0
     abandoned: bool = False
@@ -73,12 +73,12 @@ class Receiving:
     answers: int = 0
     whole: bool = True
     pages: set[int] = field(default_factory=set)
-    """Those being filled."""
+    """Pages that the prompt is being copied to."""
 
 
 @dataclass(slots=True)
 class PromptPins:
-    """Pages that a hand-over reads, and how many workers have not answered yet."""
+    """Pages that a handoff reads, and the number of workers that have not reported its end."""
 
     request_id: str
     transfer: Transfer
@@ -94,7 +94,7 @@ class PdScheduler:
     Args:
         block_tokens: tokens of a page.
         windows: by group: tokens that it looks back; 0: all.
-        pinned_share: the part of the engine's pages that may wait to be handed over; one hand-over may be larger.
+        pinned_share: the part of the engine's pages that may wait to be handed over; one handoff may be larger.
         workers: how many workers answer each job.
         counters: the connector's counters.
         null_block: id of the null page.
@@ -149,18 +149,18 @@ class PdScheduler:
         self._plan.awaits.append(job)
 
     def transfer_from_here(self, request_id: str) -> Transfer | None:
-        """The transfer of a request that is handed over from here."""
+        """Return the transfer of a request that this engine hands over; None: another request."""
         sending = self._sending.get(request_id)
         return sending.transfer if sending is not None else None
 
     def state(self, request_id: str) -> TransferState:
-        """How far the prompt of a request is."""
+        """Return the state of a request's prompt; ENDED also if none is awaited."""
         receiving = self._receiving.get(request_id)
         return receiving.state if receiving is not None else TransferState.ENDED
 
     # ---- the decode engine ----
     def pop_given_up(self, request_id: str) -> bool:
-        """Whether a prompt is not coming; said once: from then on the request is as any other."""
+        """Return whether a request's prompt will not arrive. True once per request, which is then served like any other."""
         receiving = self._receiving.get(request_id)
         if receiving is None or receiving.state is not TransferState.ENDED:
             return False
@@ -168,11 +168,11 @@ class PdScheduler:
         return True
 
     def get_num_new_matched_tokens(self, request: VllmRequest, computed_tokens: int) -> int:
-        """How many tokens of a prompt that has ARRIVED can be loaded beyond those computed."""
+        """Return how many tokens of an ARRIVED prompt can be copied beyond the computed ones."""
         return max(0, request.num_prompt_tokens - computed_tokens)
 
     def update_state_after_alloc(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """Pages exist for a prompt that has ARRIVED."""
+        """Record the pages that vLLM allocated for an ARRIVED prompt."""
         receiving = self._receiving[request.request_id]
         start = (request.num_prompt_tokens - external_tokens) // self._block_tokens
         stop = len(receiving.job.keys)
@@ -216,7 +216,7 @@ class PdScheduler:
     ) -> PdPlan:
         """Plan the transfers of a step; arguments as for ``SchedulerConnector.build_step_plan``.
 
-        With ``hold`` the hand-overs of this step go with the next one, unless ``drop_deferred`` is called before.
+        With ``hold`` the handoffs of this step go with the next one, unless ``drop_deferred`` is called before.
         """
         sends = list(self._completed(scheduled, drafts, resolve)) if self._pool is not None else []
         held, self._deferred = self._deferred, sends if hold else []
@@ -237,7 +237,7 @@ class PdScheduler:
                 yield job
 
     def _plan_send(self, sending: Sending, computed: int, resolve: Callable[[str], Any]) -> SendJob | None:
-        """Pins what a step completes of a prompt, and plans its hand-over."""
+        """Pin the pages of a prompt that a step completes, and plan their handoff."""
         request, first = sending.request, sending.sent_blocks
         full = computed // self._block_tokens
         last = computed == request.num_prompt_tokens
@@ -275,13 +275,13 @@ class PdScheduler:
 
     # ---- answers ----
     def drop_deferred(self) -> None:
-        """Drop the deferred hand-overs: their blocks may be wrong, since a load of their step failed."""
+        """Drop the deferred handoffs: their blocks may be wrong, since a load of their step failed."""
         held, self._deferred = self._deferred, []
         jobs = [job.job_id for job in held]
         self.on_worker_output(PdWorkerOutput(WorkerOutput(dict.fromkeys(jobs, self._workers), set(jobs))))
 
     def on_worker_output(self, answer: PdWorkerOutput) -> None:
-        """Handle the workers' output about hand-overs and prompts."""
+        """Handle the workers' output about handoffs and prompts."""
         for job_id in answer.sent.stores_failed:
             pins = self._pins[job_id]
             if not pins.failed:
@@ -305,7 +305,7 @@ class PdScheduler:
                 self._on_prompt_known(receiving)
 
     def _on_prompt_known(self, receiving: Receiving) -> None:
-        """All workers know what became of a prompt."""
+        """Set the state of a prompt after all workers reported its outcome."""
         if receiving.whole:
             receiving.state = TransferState.ARRIVED
             return

@@ -1,8 +1,8 @@
 """The prefill engine's worker: sends computed blocks to the decode engine's host, layer by layer, while the step computes.
 
-A hand-over has a thread for as long as it lasts; the model's thread only says which layers are complete. Nothing counts on the
+A handoff has a thread for as long as it lasts; the model's thread only says which layers are complete. Nothing counts on the
 other side before the whole step has turned out well: blocks computed after a load that failed are never handed over. Pages are
-pinned until their job is answered: so a hand-over that failed, because the other host did not answer for a moment, is tried
+pinned until their job is answered: so a handoff that failed, because the other host did not answer for a moment, is tried
 again a few times within its deadline, by threads that no first try waits for.
 """
 
@@ -37,7 +37,7 @@ Layer = tuple[int, int]
 
 
 class PromptHandoff:
-    """One hand-over: the model's thread calls ``layer`` and ``end``, other threads ``run`` and ``again``."""
+    """One handoff: the model's thread calls ``layer`` and ``end``, other threads ``run`` and ``again``."""
 
     def __init__(
         self, job: SendJob, chain: bytes, clients: Sequence[KVClient], pages: Sequence[Pages], deadline_s: float
@@ -89,7 +89,7 @@ class PromptHandoff:
             raise DeadlineExceeded("the step that computes a prompt has not ended in time") from None
 
     def again(self, counters: ConnectorCounters) -> bool:
-        """Retry the hand-over after the step. Return whether the decode host has all blocks.
+        """Retry the handoff after the step. Return whether the decode host has all blocks.
 
         Blocks that another sender has announced do not count: most likely that sender is the failed previous attempt.
         """
@@ -99,7 +99,7 @@ class PromptHandoff:
 
     @contextmanager
     def _handoffs(self) -> Iterator[list[PromptSender]]:
-        """Begin one hand-over per group; leaving the context before their commit cancels them."""
+        """Begin one handoff per group; leaving the context before their commit cancels them."""
         job = self.job
         with ExitStack() as stack:
             handoffs = []
@@ -144,12 +144,12 @@ class PromptHandoff:
 
 
 class Sender:
-    """Hand-overs of a worker. Called by the worker's one thread.
+    """Handoffs of a worker. Called by the worker's one thread.
 
     Args:
         pages: memory per group.
         layer_positions: group and number of each layer, by its name.
-        deadline_s: deadline of one hand-over, including retries.
+        deadline_s: deadline of one handoff, including retries.
         counters: the connector's counters.
     """
 
@@ -172,7 +172,7 @@ class Sender:
         """Begin a step that completes some blocks.
 
         Args:
-            jobs: its hand-overs.
+            jobs: its handoffs.
             chain: the namespace whose chain the keys are of.
             clients: clients per group.
         """
@@ -191,13 +191,13 @@ class Sender:
                 send.layer(position, after)
 
     def end_step(self, *, good: bool) -> None:
-        """End the hand-overs of a step; not ``good``: some of its blocks are wrong."""
+        """End the handoffs of a step; not ``good``: some of its blocks are wrong."""
         sends, self._step_handoffs = self._step_handoffs, []
         after: Mark = None
         computed = False
         try:
             if good and sends:
-                after = self._pages[0].mark()  # fails if the device failed; the hand-overs must still end
+                after = self._pages[0].mark()  # fails if the device failed; the handoffs must still end
             computed = good
         finally:
             for send in sends:
@@ -255,23 +255,23 @@ class Sender:
             self._changed.notify_all()
 
     def take(self) -> WorkerOutput:
-        """Return the hand-overs that have ended since the last call."""
+        """Return the handoffs that have ended since the last call."""
         with self._changed:
             answer, self._answer = self._answer, WorkerOutput()
             return answer
 
     @property
     def is_busy(self) -> bool:
-        """Whether hand-overs are under way."""
+        """Whether handoffs are under way."""
         return self._pending > 0
 
     def wait(self, timeout_s: float) -> None:
-        """Wait briefly for a hand-over to end, if any is pending."""
+        """Wait briefly for a handoff to end, if any is pending."""
         with self._changed:
             self._changed.wait_for(lambda: self._answer.stores_done or not self._pending, timeout_s)
 
     def close(self) -> None:
-        """Cancel all hand-overs."""
+        """Cancel all handoffs."""
         self._closing.set()
         self.end_step(good=False)
         self._threads.shutdown(wait=True)

@@ -48,10 +48,10 @@ class BlockPool(Protocol):
     blocks: Sequence[Any]
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """One more user of each."""
+        """Increase the use count of blocks."""
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """One user less of each."""
+        """Decrease the use count of blocks."""
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Remove blocks from the prefix cache; requests that use them keep them."""
@@ -68,7 +68,7 @@ class StoredBlocks:
 
 @dataclass(slots=True)
 class RequestState:
-    """One request from its arrival to its end."""
+    """State of one request, from its arrival to its end."""
 
     request: VllmRequest
     keys: RequestKeys
@@ -77,9 +77,9 @@ class RequestState:
     found: PrefixMatch = NOTHING
     preemptions: int = 0
     first_offered: int = 0
-    """The first block that a load would bring."""
+    """Position of the first block that a load would fill."""
     loading: dict[int, list[int]] = field(default_factory=dict)
-    """By group: pages that a load fills, until it is known what became of it."""
+    """By group: pages that a load fills, until its outcome is known."""
     load_failed: bool = False
     stored_blocks: int = 0
     """Leading blocks that the store holds, or will hold when pending stores succeed."""
@@ -153,7 +153,7 @@ class SchedulerConnector:
         self._weights_changed = False
 
     def connect(self, finder: BackgroundLookup, epoch: int, weights_epoch: str) -> None:
-        """Which namespaces there are is known, or they have changed with the weights.
+        """Look up in these namespaces from now on, after start or after a change of the weights.
 
         Requests that hold KV of other weights are no longer loaded or stored; the others are looked up again.
         """
@@ -170,11 +170,11 @@ class SchedulerConnector:
 
     @property
     def prefix_lookup(self) -> BackgroundLookup | None:
-        """The lookup service, if connected."""
+        """The prefix lookup; None: not connected yet."""
         return self._prefix_lookup
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """The engine's block pool; without it nothing is stored."""
+        """Receive the engine's block pool. Without it, nothing is stored."""
         self._pool = pool
 
     # ---- weights ----
@@ -185,7 +185,7 @@ class SchedulerConnector:
 
     @property
     def is_checking_weights(self) -> bool:
-        """Whether a check of the weights is under way."""
+        """Whether a check of the weights is in progress."""
         return self._checking
 
     def take_weights_check(self) -> tuple[bool, list[str]] | None:
@@ -459,14 +459,14 @@ class SchedulerConnector:
             self._pool.evict_blocks(spoiled)
 
     def on_loads_finished(self, request_ids: Iterable[str]) -> None:
-        """Loads outside of the batch that have ended, well or not."""
+        """Record that asynchronous loads of these requests have ended, successfully or not."""
         for request_id in request_ids:
             state = self._requests.get(request_id)
             if state is not None:
                 state.loading = {}
 
     def take_stored_blocks(self) -> list[StoredBlocks]:
-        """Blocks that were stored since the last call."""
+        """Return the blocks that were stored since the last call."""
         taken, self._stored = self._stored, []
         return taken
 
@@ -491,15 +491,15 @@ class SchedulerConnector:
 
     @property
     def pinned_pages(self) -> set[int]:
-        """Pages that wait to be stored."""
+        """Ids of the pages that wait to be stored."""
         return {block.block_id for pins in self._pins.values() for block in pins.blocks}
 
     @property
     def has_pins(self) -> bool:
-        """Whether pages wait to be stored: steps go on until they are, and they will be free soon."""
+        """Whether pages wait to be stored. The engine runs steps until they are stored."""
         return bool(self._pins)
 
     def close(self) -> None:
-        """Ends it."""
+        """Close the prefix lookup."""
         if self._prefix_lookup is not None:
             self._prefix_lookup.close()

@@ -37,7 +37,7 @@ class _QueuedStore:
 
 @dataclass(frozen=True, slots=True)
 class _RetiredClients:
-    """Clients to close after all earlier jobs."""
+    """Queue entry: clients to close after all earlier jobs."""
 
     clients: Sequence[KVClient]
 
@@ -61,15 +61,15 @@ class StoreWorker:
         self._pending = 0
         self._added = 0
         self._cancelled_up_to = 0
-        """Jobs up to this number are no longer stored."""
+        """Number of the last cancelled job; earlier jobs are cancelled too."""
         self._handle: StoreHandle | None = None
-        """The current store."""
+        """Handle of the store in progress; None: none."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
         self._thread.start()
 
     def add(self, chain: bytes, jobs: Sequence[StoreJob], clients: Sequence[KVClient], after: Mark = None) -> None:
-        """Add jobs.
+        """Queue jobs to store.
 
         Args:
             chain: the namespace whose chain the jobs' keys are of.

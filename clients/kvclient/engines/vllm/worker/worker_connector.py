@@ -51,7 +51,7 @@ class InflightGroupLoad:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the load of this group has ended."""
         return self._handle is None or self._handle.done
 
     def wait_layer(self, layer: int) -> None:
@@ -65,17 +65,17 @@ class InflightGroupLoad:
             self._handle.cancel()  # the engine computes these pages, so nothing else may write to them
 
     def wait(self, timeout_s: float) -> None:
-        """Waits a moment for its end."""
+        """Wait up to ``timeout_s`` for the load to end."""
         if self._handle is not None:
             self._handle.wait_layer(self._pages.shape.layers - 1, timeout_s)
 
     def cancel(self) -> None:
-        """Gives it up. When this has returned, nothing touches the pages any more."""
+        """Cancel the load. Afterwards nothing writes to its pages."""
         if self._handle is not None:
             self._handle.cancel()
 
     def end_in_step(self, counters: ConnectorCounters) -> list[int]:
-        """The same as ``end``, of a layer-wise load: it fails if the forward pass has not waited for each layer."""
+        """End a layer-wise load; see ``end``. The load fails if the forward pass did not wait for each layer."""
         if not self._spoiled and len(self._waited) < self._pages.shape.layers:
             self._spoiled = True
             counters.add("bugs")
@@ -83,7 +83,7 @@ class InflightGroupLoad:
         return self.end(counters)
 
     def end(self, counters: ConnectorCounters) -> list[int]:
-        """Waits for the end and counts it; the pages that may not be used, in which nothing of it is left."""
+        """Wait for the end of the load, count it, and return the pages that were not loaded. These pages are cleared."""
         result = self._handle.result() if self._handle is not None else None
         good = 0 if result is None or self._spoiled else result.hit_blocks
         if result is not None:
@@ -97,7 +97,7 @@ class InflightGroupLoad:
 
 @dataclass(slots=True)
 class InflightLoad:
-    """A load under way."""
+    """A load of one request in progress."""
 
     request_id: str
     parts: list[InflightGroupLoad]
@@ -108,7 +108,7 @@ class InflightLoad:
         return all(part.done for part in self.parts)
 
     def cancel(self) -> None:
-        """Gives all parts up."""
+        """Cancel all parts."""
         for part in self.parts:
             part.cancel()
 
@@ -182,7 +182,7 @@ class WorkerConnector:
         self._output = WorkerOutput()
         self._before: Mark = None
         self._copied: dict[str, int] = {}
-        """What ``count_copies`` has counted."""
+        """Totals of the device copies that are already in ``counters``."""
 
     def wait_pinned(self) -> None:
         """Wait until the host memory of the copies is pinned, if it is to be. Bounded."""
@@ -196,7 +196,7 @@ class WorkerConnector:
 
     # ---- loads ----
     def begin_step(self, plan: StepPlan) -> None:
-        """A step begins: sees whether the weights are others since the last one.
+        """Begin a step, and begin its weights epoch if it is a new one.
 
         Earlier users of the pages to be loaded have submitted their last work by now, so asynchronous loads start after the mark
         made here and need not wait for the computation of this step.
@@ -205,7 +205,7 @@ class WorkerConnector:
         self._before = self.pages[0].mark() if plan.loads else None
 
     def begin_loads(self, plan: StepPlan) -> None:
-        """Begins the loads of a step."""
+        """Start the loads of a step."""
         after, self._before = self._before, None
         if after is None and plan.loads:
             after = self.pages[0].mark()
@@ -308,7 +308,7 @@ class WorkerConnector:
                 self.counters.add("loads_aborted")
                 flight.cancel_soon()
         if not plan.has_tokens:
-            self._rest()
+            self._wait_idle()
         for flight in [flight for flight in self._loads_in_flight if flight.done]:
             self._loads_in_flight.remove(flight)
             missing = [page for part in flight.parts for page in part.end(self.counters)]
@@ -319,8 +319,8 @@ class WorkerConnector:
         found, self._completions = self._completions, LoadCompletions()
         return found
 
-    def _rest(self) -> None:
-        """An engine without tokens to compute steps again and again until loads and stores are over: not too fast."""
+    def _wait_idle(self) -> None:
+        """Wait briefly in a step without tokens, so that an engine that waits for loads and stores does not spin."""
         unfinished = next((part for flight in self._loads_in_flight for part in flight.parts if not part.done), None)
         if unfinished is not None:
             unfinished.wait(self._options.idle_wait_s)
@@ -366,17 +366,8 @@ class WorkerConnector:
                 self.counters.add(name, more)
         self._copied = totals
 
-    @property
-    def client_stats(self) -> dict[str, int]:
-        """Totals of the clients of this epoch, added up."""
-        totals: dict[str, int] = {}
-        for client in self.clients:
-            for name, value in client.stats().items():
-                totals[name] = totals.get(name, 0) + value
-        return totals
-
     def close(self) -> None:
-        """Ends loads and stores under way."""
+        """Cancel the loads and stores in progress, and close the clients."""
         for flight in (*self._loads_in_flight, *self._layerwise_loads):
             flight.cancel()
         if self._store_worker is not None:

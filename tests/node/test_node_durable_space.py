@@ -10,7 +10,8 @@ import pytest
 
 from kvstore.core.types import BlockShape
 from kvstore.node.eviction.execution import evict_down_to
-from support.session_harness import BATCH, SessionHarness, key_of
+from support.chains import key_of
+from support.session_harness import BATCH, SessionHarness
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_volume_without_changes_delays_no_other(node: SessionHarness, how: str) 
     if how == "fails":
         bad.fails = True
     else:
-        bad._read_only = "told to"
+        bad.make_read_only("told to")
     held = node.blocks_on()[1]
     before = node.durable().keys()
     play(node, 80)
@@ -50,7 +51,8 @@ def test_volume_without_changes_delays_no_other(node: SessionHarness, how: str) 
     assert len(node.durable().keys() - before) > 50, "the others go on"
     node_volume = node.table.node_volumes[1]
     assert node_volume.aside, "what was met of it is out of the order"
-    bad.fails, bad._read_only = False, None
+    bad.fails = False
+    bad.make_read_only(None)
     node.clock.advance(60.0)
     was_there = {block.key for block in node.table.snapshot() if block.nvme_volume is node_volume}
     play(node, 80)
@@ -72,7 +74,7 @@ def test_evict_one_volume_keeps_blocks_of_others(node: SessionHarness) -> None:
 
 def test_blocks_are_written_to_volumes_that_can_hold_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     node = SessionHarness(tmp_path, sizes=(64 << 10, 1 << 20), shape=BlockShape(2, 64 << 10))
-    for chain in range(20):  # more than the large volume holds: when it has less room than the small one, it makes room
+    for chain in range(20):  # more than the large volume holds: when it has less space than the small one, it makes space
         node.turn(chain, 1)
         node.clock.advance(1.0)
         assert key_of(chain, 0) in node.durable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -20,19 +19,17 @@ from kvstore.node.eviction.space import OTHERS_LIMIT, SpaceReclaimer
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.eviction.policy import POLICY_NAMES, make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
+from support.chains import key_of
 
 SMALL, LARGE = BlockShape(1, 4096), BlockShape(1, 1 << 20)
 SIZES = (SMALL, BlockShape(1, 5 * 4096), BlockShape(1, 16 * 4096))
-
-
-def key_of(*what: object) -> BlockKey:
-    return BlockKey(hashlib.sha256(repr(what).encode()).digest()[:16])
 
 
 def closure(blocks: Mapping[BlockKey, Block], chosen: Iterable[BlockKey]) -> set[BlockKey]:
@@ -53,7 +50,7 @@ def test_victims_are_one_span_with_descendants_or_the_coldest(
     namespaces = [NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), each) for each in SIZES]
     blocks: dict[BlockKey, Block] = {}
     with closing(DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)) as arena:
-        room = SpaceReclaimer(arena, blocks, policy)
+        space = SpaceReclaimer(arena, blocks, policy)
         chains: list[Block | None] = [None] * 12
         odds = [draw.random() ** 3 for _ in SIZES]
         while True:
@@ -65,7 +62,7 @@ def test_victims_are_one_span_with_descendants_or_the_coldest(
             block = Block(namespace, key_of(len(blocks)), above.key if above else None, 0, b"")
             block.dram, block.pins = slots[0], int(draw.random() < pinned)
             blocks[block.key] = block
-            room.insert(block, slots[0])
+            space.insert(block, slots[0])
             policy.insert(block.key, block.parent)
             chains[chain] = block if draw.random() < 0.9 else None
 
@@ -76,10 +73,10 @@ def test_victims_are_one_span_with_descendants_or_the_coldest(
             return  # the volume was full for another size only
         order = [blocks[key] for key in policy.coldest(may_leave)]
         spans = {
-            frozenset(closure(blocks, (held.key for slot in slots if (held := room.by_slot.get(slot)))))
+            frozenset(closure(blocks, (held.key for slot in slots if (held := space.by_slot.get(slot)))))
             for slots in arena.coldest_spans(shape, [])
         }
-        leaving = room.victims(shape, (4, 1), iter(order), lambda block: block.dram, may_leave)
+        leaving = space.victims(shape, (4, 1), iter(order), lambda block: block.dram, may_leave)
         keys = [block.key for block in leaving]
         assert not any(block.pins for block in leaving)
         if not leaving:
@@ -107,10 +104,16 @@ class Full:
             assert list(slab.recover()) == []
         log = ReplicaChangeLog([VolumeId("n/dram"), *names], self.counters, self.clock, keep=False)
         node_volumes = [NodeVolume(slab) for slab in self.slabs]
-        self.table = BlockTable(
-            *(self.arena, make_policy("reuse-distance"), node_volumes, log, self.counters, self.clock),
-            writes_back=True, make_durable_policy=partial(make_policy, "reuse-distance"),
-        )  # fmt: skip
+        residency = Residency(
+            self.arena,
+            make_policy("reuse-distance"),
+            node_volumes,
+            log,
+            self.counters,
+            self.clock,
+            make_durable_policy=partial(make_policy, "reuse-distance"),
+        )
+        self.table = BlockTable(residency, writes_back=True)
         self.target = LocalTarget(self.table, self.counters, self.clock)
         namespaces = NamespaceRegistry()
         self.small = namespaces.of_shape(NamespaceId(b"s" * 16), SMALL)
@@ -156,7 +159,7 @@ class Full:
         return {block.key: (block, block.nvme_volume) for block in found if block.nvme_volume is not None}
 
     def members(self) -> int:
-        """Return the maximum number of small blocks that occupy the room of one large block, approximately."""
+        """Return the maximum number of small blocks that occupy the space of one large block, approximately."""
         chunk = self.slabs[0].slot_pool.chunk_bytes
         chunks = -(-(LARGE.block_bytes + 4096) // chunk)
         return chunks * chunk // 8192
@@ -227,7 +230,7 @@ def test_span_with_block_in_use_is_skipped(full: Full) -> None:
         block.pins = 0
 
 
-def test_arena_full_of_small_blocks_makes_room_for_larger(tmp_path: Path) -> None:
+def test_arena_full_of_small_blocks_makes_space_for_larger(tmp_path: Path) -> None:
     blocks = 3 * OTHERS_LIMIT
     full = Full(tmp_path, 1, 64, dram=blocks * 4096)
     draw = random.Random(5)

@@ -1,0 +1,163 @@
+"""A prefix index that a real metadata server serves, and a client that looks up its chains."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
+from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
+from kvproto.v1.metadata_pb2_grpc import MetadataStub
+from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.index.lmdb import LmdbIndex
+from kvstore.metadata.indexing.index_mutations import register_node
+from kvstore.rpc.client import call, connect
+from kvstore.rpc.codec import tier_to_proto
+from rig import start_metadata_server
+
+if TYPE_CHECKING:
+    import grpc
+
+CHAIN = 1_600
+DRAM_SHARE = 1_200
+NAMESPACE = NamespaceId(b"benchmark-lookup")
+SAMPLE_CHAINS = 64
+"""Number of chains to look up, drawn from the whole index."""
+IN_FLIGHT = 4
+TIMEOUT_S = 10.0
+TTL_S = 3_600
+"""Grace period after a start. It must cover the whole run, because no node sends heartbeats."""
+
+
+def fill(path: Path, blocks: int, seed: int) -> list[bytes]:
+    """Create an index of ``blocks`` blocks and return a sample of its chains, packed."""
+    index = LmdbIndex.open(path)
+    tiers = {VolumeId("host-1/dram"): Tier.DRAM, VolumeId("host-1/nvme0"): Tier.NVME}
+    boot_id = BootId(secrets.token_bytes(16))
+    volumes = [VolumeInfo(volume_id=name, tier=tier_to_proto(tier), capacity_bytes=1 << 40) for name, tier in tiers.items()]
+    node = NodeInfo(
+        node_id="host-1",
+        boot_id=boot_id,
+        roles=["prefill"],
+        control_address="127.0.0.1:1",
+        data_address="127.0.0.1:2",
+        volumes=volumes,
+    )
+    register_node(index, node)
+    dram, nvme = [index.open_volume_epoch(name, NodeId("host-1"), tier, boot_id) for name, tier in tiers.items()]
+    draw = random.Random(seed)
+    chains = blocks // CHAIN
+    kept = set(draw.sample(range(chains), min(chains, SAMPLE_CHAINS)))
+    sample = []
+    for number in range(chains):
+        packed = draw.randbytes(16 * CHAIN)
+        keys = tuple(BlockKey(packed[at : at + 16]) for at in range(0, len(packed), 16))
+        index.publish(nvme, [BlockRun(NAMESPACE, None, 0, keys)], [])
+        index.publish(dram, [BlockRun(NAMESPACE, None, 0, keys[:DRAM_SHARE])], [])
+        if number in kept:
+            sample.append(packed)
+    index.close()
+    return sample
+
+
+class Served:
+    """An index, the real server process that serves it, and a client that looks up its chains in rotation."""
+
+    def __init__(self, path: Path, blocks: int, seed: int) -> None:
+        self.path, self.blocks = path, blocks
+        self.chains = fill(path, blocks, seed)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        self.start()
+
+    def start(self) -> None:
+        """Start the server and wait until it is ready."""
+        ready = self.path.with_suffix(".ready")
+        self._process = start_metadata_server(ready, index_path=self.path, node_ttl=f"{TTL_S}s")
+        self.address = json.loads(ready.read_text(encoding="utf-8"))["address"]
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        assert self._process is not None
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Stop the server."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(timeout=30)
+            self._process = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+@dataclass(slots=True)
+class Client:
+    """One channel to a server, and requests to send."""
+
+    channel: grpc.Channel
+    requests: list[LookupRequest]
+    at: int = 0
+
+    @classmethod
+    def of(cls, address: str, chains: list[bytes]) -> Self:
+        """Open the channel."""
+        return cls(connect(address, own_connection=True), [LookupRequest(namespace_id=NAMESPACE, keys=keys) for keys in chains])
+
+    def times_s(self, count: int) -> list[float]:
+        """Measure the durations of sequential lookups."""
+        lookup = MetadataStub(self.channel).Lookup
+        times = []
+        for request in self._next(count):
+            start = time.perf_counter()
+            answer = call(lookup, request, TIMEOUT_S)
+            times.append(time.perf_counter() - start)
+            _check(answer)
+        return times
+
+    def rate(self, count: int) -> float:
+        """Measure the lookups per second with four in flight."""
+        lookup = MetadataStub(self.channel).Lookup
+
+        def work() -> None:
+            for request in self._next(count // IN_FLIGHT):
+                _check(call(lookup, request, TIMEOUT_S))
+
+        threads = [threading.Thread(target=work) for _ in range(IN_FLIGHT)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return count // IN_FLIGHT * IN_FLIGHT / (time.perf_counter() - start)
+
+    def _next(self, count: int) -> Iterator[LookupRequest]:
+        for _ in range(count):
+            self.at = (self.at + 1) % len(self.requests)
+            yield self.requests[self.at]
+
+
+def _check(answer: LookupResponse) -> None:
+    if answer.hit_blocks != CHAIN:
+        sys.exit(f"a lookup found {answer.hit_blocks} of {CHAIN} blocks")
+
+
+def p50_ms(times_s: list[float]) -> float:
+    """Compute the median in milliseconds."""
+    return statistics.median(times_s) * 1e3
