@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvstore.core.types import BlockKey, BlockShape, Outcome
-from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, ReclaimableSpan, Slot, Volume, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, Slot, Volume, VolumeUsage
 
 HANG_LIMIT_S = 60.0
 """A hang that is not released ends after this time with EIO, so that a test fails and does not block."""
@@ -179,11 +179,8 @@ class _Faulty(Volume):
     ) -> list[BlockKey] | None:
         return self._inner.plan_eviction(shape, count, coldest, limit)
 
-    def reclaimable_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
-        return self._inner.reclaimable_spans(shape, cold)
-
-    def slots_in(self, span: ReclaimableSpan) -> list[Slot]:
-        return self._inner.slots_in(span)
+    def coldest_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> Iterator[list[Slot]]:
+        return self._inner.coldest_spans(shape, cold)
 
     def usage(self) -> VolumeUsage:
         return self._inner.usage()

@@ -15,19 +15,19 @@ A starved class (the volume is full of other classes' blocks) gets space by ``pl
 blocks of all classes until a run of chunks is empty. A plan is a prefix of the policy's order, which has children before their
 parents, so no evicted block leaves a child.
 
-If blocks of many chains are mixed, such a prefix is most of the volume. Then ``reclaimable_spans`` has the spans to empty and
-``slots_in`` their slots. The owner knows the chains and evicts the descendants as well.
+If blocks of many chains are mixed, such a prefix is most of the volume. Then the owner empties one of ``coldest_spans``. It knows
+the chains and evicts the descendants as well.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice, repeat, zip_longest
+from itertools import islice, repeat
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.tiers.contract import ReclaimableSpan, Slot
+from kvstore.tiers.contract import Slot
 
 ALIGNMENT = 4096
 """Offsets and sizes of slots and chunks are multiples of this, the unit of direct I/O and the page size."""
@@ -68,6 +68,11 @@ class _Span:
         self.free = self.slots
         self.flags = bytearray(_FREE * self.slots)
         self.generations = array("Q", bytes(8 * self.slots))
+
+    def allocated(self) -> Iterator[Slot]:
+        """The allocated slots."""
+        offsets = range(self.offset, self.offset + self.slots * self.size, self.size)
+        return (Slot(at, self.size, number) for at, number in zip(offsets, self.generations, strict=True) if number)
 
 
 def _youth(span: _Span) -> int:
@@ -313,49 +318,37 @@ class SlotAllocator:
                 from_pool = self._slots_in_pool(size_class, pool, count - free)
         return plan
 
-    def reclaimable_spans(self, size: int, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
-        """See ``Volume.reclaimable_spans``. Takes time for ``cold`` and ``MAX_CANDIDATES``, not for the blocks of the volume."""
+    def coldest_spans(self, size: int, cold: Sequence[Slot]) -> Iterator[list[Slot]]:
+        """See ``Volume.coldest_spans``. The slots of each are those allocated when it is yielded.
+
+        Takes time for ``cold`` and ``MAX_CANDIDATES``, not for the blocks of the volume.
+        """
         size_class = self._class_of(size)
         least = size_class.least_chunks
         cold_bytes: dict[int, int] = {}  # by first chunk of a span
         for slot in cold:
-            span = self._span_of_chunk[slot.offset // self.chunk_bytes]
-            if span is None or span.size != slot.size:
+            place = self._find(slot)
+            if place is None:
                 raise Internal("the slot of a cold block is not allocated", slot=slot)
+            span = place[0]
             cold_bytes[span.first] = cold_bytes.get(span.first, 0) + span.size
         spare = bytearray(self._pool)  # free chunks whose runs are too short for a slot
         while (run := self._free_run(spare, least, size_class.span_chunks)) is not None:
             spare[run[0] : run[0] + run[1]] = bytes(run[1])
         last = self.chunk_count - least
         starts = {*range(0, last + 1, last // MAX_CANDIDATES + 1), *(min(first, last) for first in cold_bytes)}
-        found: dict[ReclaimableSpan, int] = {}  # with its youth
+        found: dict[tuple[_Span, ...], tuple[float, int]] = {}  # with their fraction of cold bytes, and their youth
         for start in sorted(starts):
-            spans = self._spans_in(start, start + least)
+            spans = tuple(self._spans_in(start, start + least))
             if any(span.size == size_class.size for span in spans):
                 continue  # each slot of this class is space without emptying the span
             if any(not spare[at] and self._span_of_chunk[at] is None for at in range(start, start + least)):
                 continue  # part of a free run that is long enough: no gain
-            first, end = min(start, spans[0].first), max(start + least, spans[-1].first + spans[-1].chunks)
-            vacancy = ReclaimableSpan(
-                first * self.chunk_bytes,
-                (end - first) * self.chunk_bytes,
-                sum((span.slots - span.free) * span.size for span in spans),
-                sum(cold_bytes.get(span.first, 0) for span in spans),
-            )
-            found[vacancy] = sum(map(_youth, spans)) // len(spans)
-        by_warmth = sorted(found, key=lambda each: each.used_bytes - each.cold_bytes)
-        by_youth = sorted(found, key=found.__getitem__, reverse=True)
-        turns = chain.from_iterable(zip_longest(by_youth, by_warmth))
-        return list(dict.fromkeys(each for each in turns if each is not None))
-
-    def slots_in(self, span: ReclaimableSpan) -> list[Slot]:
-        """See ``Volume.slots_in``."""
-        first = span.offset // self.chunk_bytes
-        held: list[Slot] = []
-        for each in self._spans_in(first, first + span.size // self.chunk_bytes):
-            offsets = range(each.offset, each.offset + each.slots * each.size, each.size)
-            held += [Slot(at, each.size, number) for at, number in zip(offsets, each.generations, strict=True) if number]
-        return held
+            used_bytes = sum((span.slots - span.free) * span.size for span in spans)
+            coldness = sum(cold_bytes.get(span.first, 0) for span in spans) / used_bytes
+            found[spans] = coldness, sum(map(_youth, spans)) // len(spans)
+        for spans in sorted(found, key=found.__getitem__, reverse=True):
+            yield [slot for span in spans for slot in span.allocated()]
 
     def _spans_in(self, first: int, end: int) -> list[_Span]:
         """Spans with at least one of these chunks."""

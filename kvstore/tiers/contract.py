@@ -50,18 +50,6 @@ class VolumeUsage:
     blocks: int
 
 
-class ReclaimableSpan(NamedTuple):
-    """Adjacent space that slots of another size can use after all slots in it are freed."""
-
-    offset: int
-    size: int
-    """Bytes, of whole spans."""
-    used_bytes: int
-    """Bytes of allocated slots in it."""
-    cold_bytes: int
-    """Bytes of the caller's cold slots in it."""
-
-
 class Volume(ABC):
     """Space for blocks. The conformance suite is ``kvstore.testing.volume_suite``."""
 
@@ -94,20 +82,16 @@ class Volume(ABC):
         """
 
     @abstractmethod
-    def reclaimable_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
-        """Spans whose slots of other sizes, once freed, give space for at least one more block of a shape.
+    def coldest_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> Iterator[list[Slot]]:
+        """Slots of other sizes that, once all are freed, give space for at least one more block of a shape; coldest first.
 
-        The most promising come first, alternating between the most recently filled, whose blocks have the fewest descendants
-        elsewhere, and those with the fewest warm bytes. If there are very many, only some are returned.
+        The coldest spans are those with the largest fraction of ``cold`` bytes. Of equal ones, the most recently filled come
+        first, because their blocks have the fewest descendants elsewhere. If there are very many, only some are yielded.
 
         Args:
             shape: shape of the block to allocate.
-            cold: allocated slots whose blocks may be evicted.
+            cold: allocated slots of the coldest blocks.
         """
-
-    @abstractmethod
-    def slots_in(self, span: ReclaimableSpan) -> list[Slot]:
-        """Allocated slots in a span. After all of them are freed, ``allocate`` has space."""
 
     @abstractmethod
     def usage(self) -> VolumeUsage:

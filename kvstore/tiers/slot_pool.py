@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.tiers.allocator import SlotAllocator
-from kvstore.tiers.contract import ReclaimableSpan, Slot, Volume, VolumeUsage
+from kvstore.tiers.contract import Slot, Volume, VolumeUsage
 from kvstore.tiers.nvme.slot_header import check_shape
 
 
@@ -55,15 +55,15 @@ class SlotPool:
         with self._lock:
             return self._allocator.plan_eviction(size, count, coldest, limit)
 
-    def reclaimable_spans(self, size: int, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
-        """See ``SlotAllocator.reclaimable_spans``."""
-        with self._lock:
-            return self._allocator.reclaimable_spans(size, cold)
-
-    def slots_in(self, span: ReclaimableSpan) -> list[Slot]:
-        """See ``SlotAllocator.slots_in``."""
-        with self._lock:
-            return self._allocator.slots_in(span)
+    def coldest_spans(self, size: int, cold: Sequence[Slot]) -> Iterator[list[Slot]]:
+        """See ``SlotAllocator.coldest_spans``. Locked for one span at a time."""
+        spans = self._allocator.coldest_spans(size, cold)
+        while True:
+            with self._lock:
+                slots = next(spans, None)
+            if slots is None:
+                return
+            yield slots
 
     def usage(self) -> VolumeUsage:
         """Capacity and slots in use."""
@@ -122,12 +122,9 @@ class PooledVolume(Volume):
         check_shape(shape)
         return self.slot_pool.plan_eviction(self._slot_bytes(shape), count, coldest, limit)
 
-    def reclaimable_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
+    def coldest_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> Iterator[list[Slot]]:
         check_shape(shape)
-        return self.slot_pool.reclaimable_spans(self._slot_bytes(shape), cold)
-
-    def slots_in(self, span: ReclaimableSpan) -> list[Slot]:
-        return self.slot_pool.slots_in(span)
+        return self.slot_pool.coldest_spans(self._slot_bytes(shape), cold)
 
     def usage(self) -> VolumeUsage:
         return self.slot_pool.usage()

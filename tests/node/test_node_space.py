@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.durability.writeback import LocalTarget
-from kvstore.node.eviction.space import LOOK, SpaceReclaimer
+from kvstore.node.eviction.space import OTHERS_LIMIT, SpaceReclaimer
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
@@ -72,17 +72,17 @@ def test_victims_are_one_span_with_descendants_or_the_coldest(
         if arena.allocate(shape, 1) is not None:
             return  # the volume was full for another size only
         order = [blocks[key] for key in policy.coldest(may_leave)]
-        by_slot = {
-            frozenset(closure(blocks, (held.key for slot in arena.slots_in(place) if (held := space.by_slot.get(slot)))))
-            for place in arena.reclaimable_spans(shape, [])
+        spans = {
+            frozenset(closure(blocks, (held.key for slot in slots if (held := space.by_slot.get(slot)))))
+            for slots in arena.coldest_spans(shape, [])
         }
-        leaving = space.victims(shape, (4, 1), iter(order), lambda block: block.dram, (may_leave,))
+        leaving = space.victims(shape, (4, 1), iter(order), lambda block: block.dram, may_leave)
         keys = [block.key for block in leaving]
         assert not any(block.pins for block in leaving)
         if not leaving:
-            assert not any(all(map(may_leave, each)) for each in by_slot), "a place could have been emptied"
+            assert not any(all(map(may_leave, each)) for each in spans), "a span could have been emptied"
             return
-        assert leaving == order[: len(leaving)] or frozenset(keys) in by_slot
+        assert leaving == order[: len(leaving)] or frozenset(keys) in spans
         for key in keys:
             parent = blocks[key].parent
             assert parent not in keys or keys.index(key) < keys.index(parent), "a parent leaves before its child"
@@ -174,7 +174,7 @@ class Full:
 
 @pytest.fixture
 def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Full]:
-    made = Full(tmp_path, request.param, 3 * LOOK)
+    made = Full(tmp_path, request.param, 3 * OTHERS_LIMIT)
     yield made
     made.close()
 
@@ -182,7 +182,7 @@ def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Full]:
 @pytest.mark.parametrize("full", [1, 3], indirect=True)
 def test_large_blocks_beyond_search_limit_become_durable(full: Full) -> None:
     before = full.durable(full.small)
-    assert len(before) > 2 * LOOK
+    assert len(before) > 2 * OTHERS_LIMIT
     searches = 0
     asked = full.table.residency.volume_evictor.victims
 
@@ -231,7 +231,7 @@ def test_span_with_block_in_use_is_skipped(full: Full) -> None:
 
 
 def test_arena_full_of_small_blocks_makes_space_for_larger(tmp_path: Path) -> None:
-    blocks = 3 * LOOK
+    blocks = 3 * OTHERS_LIMIT
     full = Full(tmp_path, 1, 64, dram=blocks * 4096)
     draw = random.Random(5)
     depths = [0] * 40

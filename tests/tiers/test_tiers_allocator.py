@@ -93,25 +93,22 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(size=st.sampled_from(SIZES), data=st.data())
-    def vacate(self, size: int, data: st.DataObject) -> None:
-        """A reclaimable span reports its slots exactly, and freeing them makes space."""
+    def empty_span(self, size: int, data: st.DataObject) -> None:
+        """Every span consists of held slots of other sizes, the coldest come first, and freeing one makes space."""
         cold = data.draw(st.lists(st.sampled_from(self.held), unique=True, max_size=12))
-        places = self.allocator.reclaimable_spans(size, cold)
-        assert len(set(places)) == len(places)
+        spans = list(self.allocator.coldest_spans(size, cold))
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
-        if not places:  # a long enough run of chunks is free, or has slots of this class
+        if not spans:  # a long enough run of chunks is free, or has slots of this class
             assert self.allocator.allocate(size, 1) or any(slot.size == rounded for slot in self.held)
             self.allocator = self._anew()
             return
-        for place in places:
-            inside = [slot for slot in self.held if place.offset <= slot.offset < place.offset + place.size]
-            assert inside
-            assert sorted(self.allocator.slots_in(place)) == sorted(inside)
-            assert all(slot.size != rounded and slot.offset + slot.size <= place.offset + place.size for slot in inside)
-            assert place.used_bytes == sum(slot.size for slot in inside)
-            assert place.cold_bytes == sum(slot.size for slot in inside if slot in cold)
-        chosen = data.draw(st.sampled_from(places))
-        leaving = self.allocator.slots_in(chosen)
+        for slots in spans:
+            assert slots
+            assert set(slots) <= set(self.held)
+            assert all(slot.size != rounded for slot in slots)
+        coldness = [sum(slot.size for slot in slots if slot in cold) / sum(slot.size for slot in slots) for slots in spans]
+        assert coldness == sorted(coldness, reverse=True)
+        leaving = data.draw(st.sampled_from(spans))
         self.allocator.free(leaving)
         self.held = [slot for slot in self.held if slot not in leaving]
         came = self.allocator.allocate(size, 1)
@@ -187,14 +184,15 @@ def test_plan_eviction_starved_class_empties_spans() -> None:
     assert allocator.plan_eviction(1 << 20, 2, iter(coldest), len(plan) - 1) is None
 
 
-def test_reclaimable_spans_large_volume_returns_few() -> None:
-    """The search examines the cold slots and a bounded number of spans; the result contains the cold span."""
+def test_coldest_spans_large_volume_yields_few() -> None:
+    """The search examines the cold slots and a bounded number of spans. The cold span is first, then the newest."""
     allocator = SlotAllocator(4096 * 4096, chunk_bytes=4096)
     held = allocator.allocate(4096, 4096) or []
-    places = allocator.reclaimable_spans(8192, held[3000:3002])
-    assert len(places) <= MAX_CANDIDATES + 2
-    assert any(place.cold_bytes == place.used_bytes == 8192 for place in places[:3])
-    assert all(len(allocator.slots_in(place)) == 2 for place in places)
+    spans = list(allocator.coldest_spans(8192, held[3000:3002]))
+    assert len(spans) <= MAX_CANDIDATES + 2
+    assert spans[0] == held[3000:3002]
+    assert spans[-1] == held[:2]
+    assert all(len(slots) == 2 for slots in spans)
 
 
 def test_allocate_batch_is_contiguous() -> None:

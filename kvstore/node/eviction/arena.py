@@ -117,9 +117,7 @@ class ArenaEvictor:
             return block.clean
 
         order = (blocks[key] for key in self._policy.coldest(may_leave))
-        leaving = self.reclaimer.victims(shape, (count,), order, lambda block: block.dram, (may_leave,))
-        if not leaving:
-            leaving = self.reclaimer.among_kept(
-                shape, lambda block: block.dram, lambda key: idle(blocks[key]) and blocks[key].clean
-            )
+        leaving = self.reclaimer.victims(shape, (count,), order, lambda block: block.dram, may_leave)
+        if not leaving and self.reclaimer.is_shut_out(shape):
+            leaving = self.reclaimer.coldest_span(shape, lambda key: idle(blocks[key]) and blocks[key].clean)
         return leaving, list(passed.values())

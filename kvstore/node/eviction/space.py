@@ -1,34 +1,35 @@
 """Space on one volume for slots of one size. Called under the table's lock.
 
-Among blocks of one size, the coldest are evicted in the order of the policy until slots are free. If blocks of other sizes are
-colder, their slots help only once a whole span is empty, which can take nearly all blocks if chains are mixed. So the search
-looks at no more than ``LOOK`` of those. If that gives no space, or costs more, one span (or as many adjacent slots as one new
-slot needs) is emptied: its blocks are evicted with their descendants on any volume, and nothing else. It is the span for which
-the least is evicted; blocks that are not among the coldest count twice. A caller that needs more space asks again.
+1. The coldest blocks are evicted in the order of the policy until slots are free. Blocks of other sizes that are colder are
+   evicted with them. Their slots help only once a whole span is empty, so the search passes at most ``OTHERS_LIMIT`` of them.
+2. If that gives no space, or costs more per slot, the coldest span (or run of spans, for a large slot) is emptied: the one with
+   the largest fraction of the blocks that the search has passed. Descendants of its blocks are evicted with them, on any
+   volume. A span is skipped if one of these blocks may not be evicted.
+3. If only a span gives space, those with few descendants (``MOST_LEAVING``) come first: in mixed chains, all descendants of a
+   span can be most of the volume.
+
+A caller that needs more space asks again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from math import inf
 
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.slot_map import SlotMap
-from kvstore.tiers.contract import EvictionPolicy, ReclaimableSpan, Slot, Volume
+from kvstore.tiers.contract import EvictionPolicy, Slot, Volume
 
 PLAN_LIMIT = 65_536
-"""Maximum number of blocks that one search for space visits, on the volume and on the others."""
-LOOK = 2_048
+"""Maximum number of blocks that one search visits."""
+OTHERS_LIMIT = 2_048
 """Maximum number of blocks of other sizes among those."""
-VISITS = 4_096
-"""Blocks visited after which no more spans are compared, if one was found."""
-MOST_VISITS = 8 * VISITS
-"""Blocks visited after which the search ends, if every span had a block in use."""
 WARM = 2
 """Cost of evicting a block that is not among the coldest, relative to one that is."""
+MOST_LEAVING = 3
+"""Maximum number of blocks to evict for a span, as a multiple of its own, unless no span has so few."""
 
 
 class SpaceReclaimer:
@@ -65,7 +66,7 @@ class SpaceReclaimer:
         counts: Sequence[int],
         order: Iterator[Block],
         slot_of: Callable[[Block], Slot | None],
-        may_leave: Sequence[Callable[[BlockKey], bool | None]],
+        may_leave: Callable[[BlockKey], bool | None],
     ) -> list[Block]:
         """Return blocks to evict for a number of slots, or for some; children before parents. Empty: no space can be freed.
 
@@ -74,113 +75,78 @@ class SpaceReclaimer:
             counts: numbers of slots, by preference.
             order: evictable blocks, coldest first, children before parents.
             slot_of: a block's slot on this volume; None if it is on another volume, from which it is evicted too.
-            may_leave: rules whether a block that occupies the space may be evicted, by preference: the first rule is that of
-                ``order``. Later rules apply only if there is a plan by the first rule, which costs more.
+            may_leave: whether a block may be evicted: the rule of ``order``.
         """
         coldest = _few_of_others(order, shape.block_bytes)
         met: list[Block] = []
-        plan: list[BlockKey] | None = None
+        prefix: list[Block] = []
         for count in counts:
             again, met = met, []
             plan = self._volume.plan_eviction(shape, count, _slots(chain(again, coldest), slot_of, met), PLAN_LIMIT)
             if plan:
+                prefix = [*(block for block in met if slot_of(block) is None), *map(self._blocks.__getitem__, plan)]
                 break
-        prefix = [*(block for block in met if slot_of(block) is None), *map(self._blocks.__getitem__, plan)] if plan else []
-
-        def size_of(block: Block) -> int:
-            slot = slot_of(block)
-            return block.nbytes if slot is None else slot.size
-
-        others = [block for block in met if block.nbytes != shape.block_bytes]
-        spent = sum(map(size_of, others))
-        if not others or (prefix and spent <= counts[-1] * shape.block_bytes):
+        others_bytes = sum(block.nbytes for block in met if block.nbytes != shape.block_bytes)
+        if prefix and others_bytes <= counts[-1] * shape.block_bytes:
             return prefix
+        cold = [slot for block in met if (slot := slot_of(block)) is not None]
+        span = self.coldest_span(shape, may_leave, cold, (PLAN_LIMIT,) if prefix else (MOST_LEAVING, PLAN_LIMIT))
+        if not prefix or not span:
+            return prefix or span
+        passed = {block.key for block in met}
+        cost = sum(block.nbytes * (1 if block.key in passed else WARM) for block in span)
+        freed = sum(slot.size for block in span if (slot := slot_of(block)) is not None)
+        slots = min(count, max(1, freed // shape.block_bytes))
+        return span if cost / slots < others_bytes / count else prefix
 
-        def affordable(place: ReclaimableSpan, used_bytes: int) -> bool:  # compared with the cost of the prefix for as many slots
-            return not prefix or used_bytes < spent * min(1.0, max(1, place.size // shape.block_bytes) / count)
-
-        cold = [slot for block in others if (slot := slot_of(block)) is not None]
-        places = [each for each in self._volume.reclaimable_spans(shape, cold) if affordable(each, each.used_bytes)]
-        known = {block.key for block in met}
-        for rule in may_leave if prefix else may_leave[:1]:
-            place, vacated = self._vacated(places, known, rule, size_of)
-            if place is not None and affordable(place, sum(map(size_of, vacated))):
-                return vacated
-        return prefix
-
-    def among_kept(
-        self, shape: BlockShape, slot_of: Callable[[Block], Slot | None], may_leave: Callable[[BlockKey], bool | None]
+    def coldest_span(
+        self,
+        shape: BlockShape,
+        may_leave: Callable[[BlockKey], bool | None],
+        cold: Sequence[Slot] = (),
+        limits: Sequence[int] = (MOST_LEAVING, PLAN_LIMIT),
     ) -> list[Block]:
-        """Return blocks to evict, kept namespaces included, for a block size without any slot on this volume.
-
-        A few kept blocks, one in each span, would keep every other size out for as long as they are kept. Once the size has a
-        span, it frees space among its own blocks.
+        """Return the blocks of the coldest span that can be emptied, and their descendants. Empty: none can be.
 
         Args:
-            shape: of the new blocks.
-            slot_of: as in ``victims``.
-            may_leave: whether a block may be evicted, kept or not.
+            shape: of the new block.
+            may_leave: whether a block may be evicted.
+            cold: slots of the coldest blocks.
+            limits: maximum numbers of blocks to evict, as multiples of a span's own; each is tried after the one before.
         """
-        kept = False
-        for namespace, blocks in self.held.items():
-            if blocks and namespace.shape.block_bytes == shape.block_bytes:
-                return []
-            kept |= bool(blocks and namespace.kept)
+        visited = limit = 0
 
-        def size_of(block: Block) -> int:
-            slot = slot_of(block)
-            return block.nbytes if slot is None else slot.size
+        def leaves(key: BlockKey) -> bool:
+            nonlocal visited
+            visited += 1
+            return visited <= limit and bool(may_leave(key))
 
-        return self._vacated(self._volume.reclaimable_spans(shape, []), set(), may_leave, size_of)[1] if kept else []
+        for most in limits:
+            visited = 0
+            for slots in self._volume.coldest_spans(shape, cold):
+                limit = min(PLAN_LIMIT, visited + most * len(slots))
+                held = [block.key for slot in slots if (block := self.by_slot.get(slot)) is not None]
+                in_use = len(slots) - len(held)  # by a reader or writer
+                if not in_use and (found := self._policy.with_descendants(held, leaves)):
+                    return [self._blocks[key] for key in found]
+                visited += len(slots)
+                if visited > PLAN_LIMIT:
+                    break
+        return []
 
-    def _vacated(
-        self,
-        places: Sequence[ReclaimableSpan],
-        cold: set[BlockKey],
-        may_leave: Callable[[BlockKey], bool | None],
-        size_of: Callable[[Block], int],
-    ) -> tuple[ReclaimableSpan | None, list[Block]]:
-        """Return the span that is emptied at the least cost, and the blocks to evict for it. None: none can be."""
-        best: tuple[ReclaimableSpan | None, list[Block]] = None, []
-        least: float = inf
-        cost = visits = 0
-
-        def visit(key: BlockKey) -> bool:
-            nonlocal cost, visits
-            visits += 1
-            cost += size_of(self._blocks[key]) * (1 if key in cold else WARM)
-            return cost < least and bool(may_leave(key))
-
-        for number, place in enumerate(places):
-            if visits > (MOST_VISITS if best[0] is None or number < 2 else VISITS):
-                break
-            if place.cold_bytes + WARM * (place.used_bytes - place.cold_bytes) >= least:
-                continue
-            cost = 0
-            found = self._leaving(place, visit)
-            if found is not None:
-                best, least = (place, found), cost
-        return best
-
-    def _leaving(self, place: ReclaimableSpan, may_leave: Callable[[BlockKey], bool]) -> list[Block] | None:
-        """Return the blocks of a span and their descendants. None: one of them may not be evicted."""
-        keys: list[BlockKey] = []
-        for slot in self._volume.slots_in(place):
-            block = self.by_slot.get(slot)
-            if block is None:
-                return None  # a reader or writer uses the slot
-            keys.append(block.key)
-        found = self._policy.with_descendants(keys, may_leave)
-        return None if found is None else [self._blocks[key] for key in found]
+    def is_shut_out(self, shape: BlockShape) -> bool:
+        """Whether a block size has no slot on this volume, and kept blocks are there, which may occupy every span."""
+        here = [namespace for namespace, blocks in self.held.items() if blocks]
+        return any(each.kept for each in here) and all(each.shape.block_bytes != shape.block_bytes for each in here)
 
 
 def _few_of_others(order: Iterator[Block], nbytes: int) -> Iterator[Block]:
-    """Yield blocks of an order, until more than ``LOOK`` have another size."""
+    """Yield blocks of an order, until more than ``OTHERS_LIMIT`` have another size."""
     others = 0
     for block in order:
         if block.nbytes != nbytes:
             others += 1
-            if others > LOOK:
+            if others > OTHERS_LIMIT:
                 return
         yield block
 

@@ -133,12 +133,12 @@ class VolumeEvictor:
 
             return leaves
 
-        rules = [passing(rule) for rule in may_leave]
-        for number, rule in enumerate(rules):
+        reclaimer = self._reclaimers[id(node_volume)]
+        for rule in map(passing, may_leave):
             unfit: list[Block] = []
             order = (self._blocks[key] for key in self._policy.coldest(rule))
             met = _up_to_limit(order, lambda block: id(block.nvme_volume) in fit, slot_of, unfit)
-            found = self._reclaimers[id(node_volume)].victims(shape, counts, met, slot_of, rules[number:])
+            found = reclaimer.victims(shape, counts, met, slot_of, rule)
             unfit += (block for block in found if id(block.nvme_volume) not in fit)
             for block in unfit:
                 if block.nvme_volume is not None:
@@ -147,8 +147,10 @@ class VolumeEvictor:
             victims = [block for block in found if id(block.nvme_volume) in fit]
             if victims:
                 return victims
-        return self._reclaimers[id(node_volume)].among_kept(
-            shape, slot_of, lambda key: id(self._blocks[key].nvme_volume) in fit and may_leave[-1](self._blocks[key])
+        if not reclaimer.is_shut_out(shape):
+            return []
+        return reclaimer.coldest_span(
+            shape, lambda key: id(self._blocks[key].nvme_volume) in fit and may_leave[-1](self._blocks[key])
         )
 
     def _take_back(self) -> None:

@@ -36,7 +36,7 @@ from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT
-from kvstore.tiers.contract import BlockRecord, DurableVolume, ReclaimableSpan, Slot
+from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.catalog import Catalog
@@ -213,9 +213,9 @@ class NvmeSlab(PooledVolume, DurableVolume):
         # a read-only volume cannot evict: its catalog cannot remove entries
         return None if self._read_only is not None else super().plan_eviction(shape, count, coldest, limit)
 
-    def reclaimable_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
+    def coldest_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> Iterator[list[Slot]]:
         check_shape(shape)
-        return [] if self._read_only is not None else super().reclaimable_spans(shape, cold)
+        return iter(()) if self._read_only is not None else super().coldest_spans(shape, cold)
 
     # ---- bytes ----
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
