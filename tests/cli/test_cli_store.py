@@ -30,6 +30,7 @@ from kvstore.cli.app import root
 from kvstore.cli.commands.store.blocks import chain_of
 from kvstore.cli.support.output import clean
 from kvstore.cli.top.stats import Times
+from kvstore.core.types import Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
@@ -56,6 +57,8 @@ class Store:
         assert self.engine.store(keys, data, wait_visible=True, durable=True).held_blocks == BLOCKS
         out = np.zeros_like(data)
         assert self.engine.load(self.engine.lookup(keys), out).hit_blocks == BLOCKS
+        tiers = {Tier.DRAM, Tier.NVME}
+        wait_until(lambda: {run.tier for run in self.engine.lookup(keys).runs} == tiers, "both replicas are published")
         return keys
 
     def run(self, *arguments: str, give: str = "", code: int = 0) -> Result:
