@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvproto.v1 import common_pb2, metadata_pb2
@@ -89,8 +89,12 @@ def find(report: ClusterReport) -> list[HealthFinding]:
     found = [*_of_server(report.server)]
     if not report.nodes:
         found.append(HealthFinding(codes.NO_NODES, "", "No node has registered with this metadata server."))
+    reported: dict[tuple[str, str], list[HealthFinding]] = {}
     for node in report.nodes:
         found += _of_node(node)
+        for one in _reported_by(node):
+            reported.setdefault(one.identity, []).append(one)
+    found += map(_merged, reported.values())
     return by_severity(found)[:MAX_FINDINGS]
 
 
@@ -128,8 +132,18 @@ def _of_node(node: NodeReport) -> Iterator[HealthFinding]:
         way = "ahead of" if offset_s > 0 else "behind"
         facts = f"The clock of node {node_id}'s host is {_duration(abs(offset_s))} {way} that of the metadata server."
         yield HealthFinding(codes.CLOCK_DIFFERS, node_id, facts)
-    for one in from_proto(status.findings):
-        yield HealthFinding(one.code, one.subject or node_id, one.facts)
+
+
+def _reported_by(node: NodeReport) -> Iterator[HealthFinding]:
+    status = node.status
+    for one in from_proto(status.findings) if status.alive else ():
+        yield HealthFinding(one.code, one.subject or status.node.node_id, one.facts)
+
+
+def _merged(alike: Sequence[HealthFinding]) -> HealthFinding:
+    """Return one finding for those that several nodes report: the facts of the first, and the number of nodes."""
+    first = alike[0]
+    return first if len(alike) == 1 else replace(first, facts=f"{first.facts} {len(alike)} nodes report this.")
 
 
 _Sentence = Callable[[str, str, str], str]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvproto.v1 import common_pb2
-from kvstore.core.limits import MAX_REASON
+from kvstore.core.limits import MAX_NAME_BYTES, MAX_REASON
 from kvstore.health.codes import HealthCode, Severity, code_named
 
 Overall = Literal["ok", "warning", "error"]
@@ -40,8 +40,9 @@ class HealthFinding:
         return self.code.name, self.subject
 
     def to_proto(self) -> common_pb2.Finding:
-        """Convert to a message, with the facts cut to their maximum length."""
-        return common_pb2.Finding(code=self.code.name, subject=self.subject, facts=self.facts[:MAX_REASON])
+        """Convert to a message, with subject and facts cut to their maximum length, beyond which a heartbeat is rejected."""
+        subject = self.subject.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
+        return common_pb2.Finding(code=self.code.name, subject=subject, facts=self.facts[:MAX_REASON])
 
 
 def from_proto(found: Iterable[common_pb2.Finding]) -> list[HealthFinding]:

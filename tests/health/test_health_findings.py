@@ -9,14 +9,15 @@ import pytest
 from certificates import make_certificates
 from kvproto.v1 import common_pb2
 from kvproto.v1.common_pb2 import NODE_STATE_DRAIN_BLOCKED, NODE_STATE_DRAINED, DrainProgress, NodeInfo
-from kvproto.v1.metadata_pb2 import NodeStatus
-from kvstore.core.limits import MAX_REASON
+from kvproto.v1.metadata_pb2 import HeartbeatRequest, NodeStatus
+from kvstore.core.limits import MAX_NAME_BYTES, MAX_REASON
 from kvstore.health import codes
 from kvstore.health.certificate_file import certificate_end_s
 from kvstore.health.cluster import ClusterReport, FileSystem, NodeReport, QuotaUse, ServerReport, find
 from kvstore.health.findings import MAX_FINDINGS, HealthFinding, from_proto, overall
 from kvstore.health.host_reports import CertificateWatch, file_system
 from kvstore.health.node_reachability import Reachability
+from kvstore.metadata.cluster.reported_findings import check_findings
 from kvstore.process.tls import TlsConfig
 
 GIB = 1 << 30
@@ -121,6 +122,25 @@ def test_small_file_system_is_judged_by_share() -> None:
 def test_finding_survives_the_message_with_cut_facts() -> None:
     (found,) = from_proto([HealthFinding(codes.NODE_HUNG, "n", "x" * 1_000).to_proto()])
     assert (found.code, found.subject, len(found.facts)) == (codes.NODE_HUNG, "n", MAX_REASON)
+
+
+def test_finding_with_long_subject_costs_no_heartbeat() -> None:
+    message = HealthFinding(codes.NODE_SLOW, "é" * MAX_NAME_BYTES, "It is slow.").to_proto()
+    assert message.subject == "é" * (MAX_NAME_BYTES // 2)
+    check_findings(HeartbeatRequest(findings=[message]))
+
+
+def test_finding_of_many_nodes_is_one() -> None:
+    """A slow host slows down the loads of all others: one finding, which hides none of another code."""
+    slow = common_pb2.Finding(code="NODE_SLOW", subject="n", facts="It is slow.")
+    nodes = [
+        NodeReport(NodeStatus(node=NodeInfo(node_id=f"h{number}"), alive=True, findings=[slow]))
+        for number in range(MAX_FINDINGS + 1)
+    ]
+    quotas = [QuotaUse("team-a", tier, 96, 100) for tier in ("DRAM", "NVMe")]
+    found = find(ClusterReport(ServerReport(quotas=quotas), nodes))
+    assert [(one.code, one.subject) for one in found] == [(codes.NODE_SLOW, "n"), *[(codes.QUOTA_NEARLY_USED, "team-a")] * 2]
+    assert found[0].facts == f"It is slow. {MAX_FINDINGS + 1} nodes report this."
 
 
 def test_certificate_near_its_end_is_reported(tmp_path: Path) -> None:

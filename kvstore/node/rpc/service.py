@@ -282,24 +282,10 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             session.namespace,
             chain,
             deadline_s,
-            self._sources(request.sources),
+            load_sources(request.sources, self._info.node_id),
             layer_group=request.layer_group,
             first_layer=request.first_layer,
         )
-
-    def _sources(self, sources: Sequence[node_pb2.LoadSource]) -> list[SourceRange]:
-        if len(sources) > MAX_SOURCES:
-            raise InvalidArgument("too many sources", sources=len(sources), limit=MAX_SOURCES)
-        return [
-            SourceRange(
-                source.start,
-                source.count,
-                PeerAddress(NodeId(source.node_id), source.control_address, source.data_address),
-                source.volume_id,
-            )
-            for source in sources
-            if source.node_id != self._info.node_id
-        ]
 
     async def Locate(self, request: node_pb2.LocateRequest, context: Context) -> node_pb2.LocateResponse:  # noqa: N802, ARG002
         session = self._session(request.session_id)
@@ -425,3 +411,23 @@ def _check_transfer_id(transfer_id: str) -> None:
     size = len(transfer_id.encode())
     if not 0 < size <= MAX_TRANSFER_ID_BYTES:
         raise InvalidArgument("transfer_id must have 1 to 64 bytes", bytes=size)
+
+
+def load_sources(sources: Sequence[node_pb2.LoadSource], home: str) -> list[SourceRange]:
+    """Return the sources of a load, without those that name the node itself (``home``).
+
+    Raises:
+        InvalidArgument: there are too many, or one has an invalid node id, which would be shown in findings.
+    """
+    if len(sources) > MAX_SOURCES:
+        raise InvalidArgument("too many sources", sources=len(sources), limit=MAX_SOURCES)
+    return [
+        SourceRange(
+            source.start,
+            source.count,
+            PeerAddress(NodeId(check_name(source.node_id, "node_id")), source.control_address, source.data_address),
+            source.volume_id,
+        )
+        for source in sources
+        if source.node_id != home
+    ]

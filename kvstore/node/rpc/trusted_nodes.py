@@ -1,7 +1,8 @@
-"""The addresses of this store's nodes: a node sends its token to no other address.
+"""The ids and addresses of this store's nodes: a node sends its token to no other address.
 
 Loads name the peers to read from, and the caller may be a tenant. A tenant that names its own server would otherwise receive the
 node's token, which gives access to every namespace. So a node with a token accepts only addresses that the metadata server lists.
+The id must be that of the listed node, because findings name it: a tenant must not blame another node for a slow load.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.errors import PermissionDenied
+from kvstore.core.types import NodeId
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
@@ -41,35 +43,38 @@ class TrustedNodes:
         self._token = token
         self._now_s = now_s
         self._lock = threading.Lock()
-        self._trusted: frozenset[tuple[str, str]] = frozenset()
+        self._trusted: frozenset[PeerAddress] = frozenset()
         self._refreshed_s = -_REFRESH_INTERVAL_S
 
     def check(self, address: PeerAddress) -> None:
-        """Check that an address belongs to a node of this store.
+        """Check that an address belongs to the node of this store that it names.
 
         Raises:
-            PermissionDenied: no node of the store has it.
+            PermissionDenied: it does not.
             KVStoreError: the metadata server does not answer.
         """
-        pair = (address.control_address, address.data_address)
-        if pair in self._trusted:
+        if address in self._trusted:
             return
         with self._lock:  # one refresh serves all callers that wait for it
-            if pair not in self._trusted and self._now_s() - self._refreshed_s >= _REFRESH_INTERVAL_S:
+            if address not in self._trusted and self._now_s() - self._refreshed_s >= _REFRESH_INTERVAL_S:
                 self._refreshed_s = self._now_s()
                 self._trusted = self._fetch()
-            if pair not in self._trusted:
-                raise PermissionDenied("no node of this store has this address", control_address=address.control_address[:64])
+            if address not in self._trusted:
+                raise PermissionDenied(
+                    "no node of this store has this address",
+                    node_id=address.node_id[:64],
+                    control_address=address.control_address[:64],
+                )
 
-    def _fetch(self) -> frozenset[tuple[str, str]]:
-        """Return (control address, data address) for each network of each node."""
+    def _fetch(self) -> frozenset[PeerAddress]:
+        """Return the address in each network of each node."""
         if self._metadata is None:
             return frozenset()
         with connect(self._metadata, tls=self._tls, token=self._token) as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
             nodes = [status.node for status in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), _RPC_TIMEOUT_S).nodes]
         return frozenset(
-            (node.control_address, data_address)
+            PeerAddress(NodeId(node.node_id), node.control_address, data_address)
             for node in nodes
             for data_address in (node.data_address, node.storage_address)
             if data_address
