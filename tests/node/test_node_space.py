@@ -230,6 +230,27 @@ def test_span_with_block_in_use_is_skipped(full: Full) -> None:
         block.pins = 0
 
 
+def test_span_beyond_many_with_kept_blocks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A span that is rejected at its first block costs one visit, however many slots it has."""
+    monkeypatch.setattr("kvstore.node.eviction.space.PLAN_LIMIT", 200)
+    shape, policy = BlockShape(1, 8 * 4096), make_policy("lru")
+    blocks: dict[BlockKey, Block] = {}
+    namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), SMALL)
+    with closing(DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)) as arena:
+        space = SpaceReclaimer(arena, blocks, policy)
+        for slot in arena.allocate(SMALL, (1 << 20) // 4096) or ():
+            block = Block(namespace, key_of(len(blocks)), None, 0, b"")
+            block.dram = slot
+            blocks[block.key] = block
+            space.insert(block, slot)
+            policy.insert(block.key, None)
+        *others, last = arena.coldest_spans(shape, [])
+        kept = {slot for slots in others for slot in slots[:1]} - {*last}
+        assert len(others) + len(last) < 200 < sum(map(len, others))
+        found = space.coldest_span(shape, lambda key: blocks[key].dram not in kept)
+        assert {block.dram for block in found} == {*last}
+
+
 def test_arena_full_of_small_blocks_makes_space_for_larger(tmp_path: Path) -> None:
     blocks = 3 * OTHERS_LIMIT
     full = Full(tmp_path, 1, 64, dram=blocks * 4096)

@@ -14,7 +14,7 @@ A caller that needs more space asks again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.state.model import Block
@@ -26,6 +26,8 @@ PLAN_LIMIT = 65_536
 """Maximum number of blocks that one search visits."""
 OTHERS_LIMIT = 2_048
 """Maximum number of blocks of other sizes among those."""
+SPANS_LIMIT = 1_024
+"""Maximum number of spans that one search examines."""
 WARM = 2
 """Cost of evicting a block that is not among the coldest, relative to one that is."""
 MOST_LEAVING = 3
@@ -115,21 +117,30 @@ class SpaceReclaimer:
             limits: maximum numbers of blocks to evict, as multiples of a span's own; each is tried after the one before.
         """
         visited = limit = 0
+        in_use = False  # a slot, by a reader or writer
 
         def leaves(key: BlockKey) -> bool:
             nonlocal visited
             visited += 1
             return visited <= limit and bool(may_leave(key))
 
+        def held(slots: Sequence[Slot]) -> Iterator[BlockKey]:
+            nonlocal in_use
+            for slot in slots:
+                block = self.by_slot.get(slot)
+                if block is None:
+                    in_use = True
+                    return
+                yield block.key
+
         for most in limits:
             visited = 0
-            for slots in self._volume.coldest_spans(shape, cold):
+            for slots in islice(self._volume.coldest_spans(shape, cold), SPANS_LIMIT):
                 limit = min(PLAN_LIMIT, visited + most * len(slots))
-                held = [block.key for slot in slots if (block := self.by_slot.get(slot)) is not None]
-                in_use = len(slots) - len(held)  # by a reader or writer
-                if not in_use and (found := self._policy.with_descendants(held, leaves)):
+                in_use = False
+                found = self._policy.with_descendants(held(slots), leaves)
+                if found and not in_use:
                     return [self._blocks[key] for key in found]
-                visited += len(slots)
                 if visited > PLAN_LIMIT:
                     break
         return []
