@@ -135,6 +135,8 @@ def load_by_node(
 ) -> dict[str, models.LatencyPercentiles]:
     """Return the latency of the loads of each node in the last minute. A node without loads is left out.
 
+    Intervals in the future are left out, as in ``merge``.
+
     Args:
         nodes: checked figures of nodes, by id.
         step_s: length of an interval.
@@ -143,7 +145,9 @@ def load_by_node(
     latencies: dict[str, models.LatencyPercentiles] = {}
     for node_id, found in sorted(nodes.items()):
         sums = _Sums()
-        shown = {position: 0 for position, at_s in enumerate(found.at_seconds) if at_s > now_s - RECENT_S - step_s}
+        shown = {
+            position: 0 for position, at_s in enumerate(found.at_seconds) if now_s - RECENT_S - step_s < at_s <= now_s + step_s
+        }
         _add({0: sums}, [], node_id, found, shown)
         latency = _latency(sums, "load")
         if latency is not None:

@@ -68,6 +68,13 @@ def test_load_latency_of_a_node_covers_the_last_minute() -> None:
     assert (found["a"].count, found["a"].p50_s) == (4, 1.5)
 
 
+def test_load_latency_of_a_node_leaves_out_the_future() -> None:
+    """Otherwise the last minute of a node whose clock is ahead would be as long as its clock is wrong."""
+    ahead = pb.DescribeHistoryResponse(at_seconds=[AT_S + 90, AT_S + 110, AT_S + 900], lengths_seconds=[10] * 3)
+    ahead.durations.add(name="load", bounds_seconds=[1.0], counts=[1, 0, 2, 0, 50, 0])
+    assert load_by_node({"a": ahead}, 10, NOW_S)["a"].count == 3
+
+
 def test_newest_interval_waits_for_all_processes() -> None:
     """A process that is further behind, such as one that has just started again, does not delay the others."""
     ahead, behind, far_behind = (figures(dram_bytes=[1] * count) for count in (5, 4, 2))
