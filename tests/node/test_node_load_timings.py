@@ -60,6 +60,17 @@ def test_reason_time_before_a_part_belongs_to_its_tier() -> None:
     assert load.end().reason == "83 % of the time reading from this node's volumes"
 
 
+def test_reason_mounted_volume_is_not_this_nodes() -> None:
+    load = Load()
+    for _ in range(MIN_LOADS):
+        timer = load.timings.begin(4, 4096)
+        load.clock.advance(SLOW_S + 1)
+        timer.ready(LoadedRun(0, [Outcome.HIT] * 4, [None] * 4, Tier.NVME, HOME, mounted=True))
+        timer.close()
+    assert load.recent.slowest()[0].reason == "100 % of the time reading from mounted volumes"
+    assert load.sources.found() == []
+
+
 def test_reason_unmeasured_time_is_not_attributed() -> None:
     load = Load()
     load.timer.delivered(load.ready())

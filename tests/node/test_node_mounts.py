@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from kvstore.config.node import MountSection, NodeConfig
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, Tier, VolumeId
+from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import Answers, Mount, Mounts
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
@@ -23,6 +25,7 @@ from kvstore.testing.volume_suite import NAMESPACE, SHAPES, block_key, block_pay
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.nvme.mounted import MountedSlab
 from kvstore.tiers.nvme.slab import NvmeSlab
+from support.node_harness import NODE_ID, NodeHarness
 
 NAME = VolumeId("owner/nvme0")
 SHAPE = SHAPES[2]
@@ -168,6 +171,19 @@ def test_mount_replaced_folder_is_opened_again(tmp_path: Path, namespace: NodeNa
         (tmp_path / "v").rename(tmp_path / f"old-{number}")
     mount.close()
     assert counters.snapshot()["mount_errors_total"] == 2
+
+
+def test_load_from_mount_is_marked_as_mounted(owner: NvmeSlab, mount: Mount) -> None:
+    """Its time is not blamed on the node's own volumes."""
+    put(owner, [0, 1], SHAPE)
+    node = NodeHarness(shapes=[SHAPE], clock=MonotonicClock())
+    node.namespaces = [node.registry.of_shape(NAMESPACE, SHAPE)]
+    loader = Loader(NODE_ID, node.table, node.peers, Mounts([mount]), node.counters, node.clock, window_bytes=1 << 20, threads=1)
+    with closing(node), closing(loader):
+        for run in loader.load(node.request([block_key(0), block_key(1)], LONG_S)):
+            assert (set(run.outcomes), run.node, run.tier) == ({Outcome.HIT}, NODE_ID, Tier.NVME)
+            assert run.mounted
+            node.table.unpin(run.pinned())
 
 
 def test_mounts_get_finds_a_volume(mount: Mount) -> None:

@@ -29,11 +29,17 @@ class Cause:
     source: NodeId | None = None
 
 
+MOUNT: Final = "mount"
+"""The part of the time spent waiting for mounted volumes, which other nodes own."""
 _NOT_LOADED: Final = "none"
 _OTHER: Final = "other"
 _TABLE: Final[Mapping[str, tuple[str, str]]] = {
     "dram": ("waiting for DRAM or the block table", "DRAM is short: raise node.dram, or look for leases that are not released."),
     "nvme": ("reading from this node's volumes", "The drives limit: check them with iostat -x, or add DRAM or volumes."),
+    MOUNT: (
+        "reading from mounted volumes",
+        "The storage behind node.mounts limits: check it, and the network to it.",
+    ),
     "peer": (
         "reading from other nodes",
         "The network limits: check the links of this node in `kvstore top`, and node.compute_cap.",
@@ -56,7 +62,8 @@ def find_cause(
 
     Args:
         seconds: duration of the load.
-        waited_s: seconds waited for ``dram``, ``nvme``, ``peer``, ``none`` (blocks that were not loaded) and ``engine``.
+        waited_s: seconds waited for ``dram``, ``nvme``, ``mount`` (mounted volumes), ``peer``, ``none`` (blocks that were not
+            loaded) and ``engine``.
         by_peer_s: seconds waited for each other node that delivered blocks.
         silent: the node that left a read without an answer for the longest time, and that time; None: all answered.
         home: this node.

@@ -467,7 +467,7 @@ class Loader:
                 still_missing.append(offset)
                 continue
             run.blocks[offset], run.outcomes[offset] = block, Outcome.HIT
-            run.tier, run.node = Tier.NVME, self.node_id
+            run.tier, run.node, run.mounted = Tier.NVME, self.node_id, True
         return still_missing
 
     def _read_peer(
@@ -480,12 +480,13 @@ class Loader:
         read = ReadRequest(request.namespace.namespace_id, keys, 0, shape.layers, 0, request.deadline_s)
         control = ReadControl()
         try:
+            peer = self._peers.peer(source.peer, request.namespace)  # may wait for the metadata server, not for that node
             with (
                 tracing.span("peer.read", {"peer": source.peer.node_id, "blocks": len(keys)} if tracing.on() else None),
                 current().on_cancel(control.cancel),
                 waiting_for(source.peer.node_id) as answered,
             ):
-                answer = self._peers.peer(source.peer, request.namespace).read(read, destination, control=control)
+                answer = peer.read(read, destination, control=control)
                 answered(answer.outcomes)
         except KVStoreError as error:
             self._counters.add(node_metrics.PEER_FETCH_FAILED)
@@ -507,7 +508,7 @@ class Loader:
                 continue
             block = request.new_block(run.first + offset, checksums[number].astype("<u8", copy=False).tobytes())
             run.blocks[offset] = table.insert_fetched(block, slots[number])
-            run.tier, run.node = answer.tiers[number], source.peer.node_id
+            run.tier, run.node, run.mounted = answer.tiers[number], source.peer.node_id, False
         self._counters.add(node_metrics.PEER_FETCHED_BLOCKS, len(missing) - len(still_missing))
         return still_missing
 

@@ -81,14 +81,18 @@ class LoadedRun:
     """If only some layers are ready: their checksums, ``[hits, layer_count]``."""
     awaited: Sequence[int] = ()
     """Indices within the run of blocks that another load or store brings: their outcome is not known yet."""
+    mounted: bool = False
+    """Whether the bytes were read from a mounted volume, which is none of the node's own."""
 
     def pinned(self) -> list[Block]:
         """Return the blocks that the receiver of the run must unpin."""
         return [block for block in self.blocks if block is not None]
 
     def extend(self, following: LoadedRun) -> bool:
-        """Append a run, if it follows this one and came from the same tier and node. Returns whether it did."""
-        if following.first != self.first + len(self.blocks) or (following.tier, following.node) != (self.tier, self.node):
+        """Append a run, if it follows this one and came from the same place. Returns whether it did."""
+        if following.first != self.first + len(self.blocks):
+            return False
+        if (following.tier, following.node, following.mounted) != (self.tier, self.node, self.mounted):
             return False
         if self.awaited or following.awaited:
             return False
@@ -104,7 +108,8 @@ class LoadedRun:
         start = 0
         for is_awaited, stretch in groupby(range(len(self.blocks)), key=awaited.__contains__):
             end = start + len(list(stretch))
-            run = LoadedRun(self.first + start, self.outcomes[start:end], self.blocks[start:end], self.tier, self.node)
+            outcomes, blocks = self.outcomes[start:end], self.blocks[start:end]
+            run = LoadedRun(self.first + start, outcomes, blocks, self.tier, self.node, mounted=self.mounted)
             run.awaited = range(end - start) if is_awaited else ()
             (waiting if is_awaited else complete).append(run)
             start = end

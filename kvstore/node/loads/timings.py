@@ -8,7 +8,7 @@ from typing import Final
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import NodeId, Outcome, Tier
-from kvstore.node.base.load_causes import Cause, find_cause
+from kvstore.node.base.load_causes import MOUNT, Cause, find_cause
 from kvstore.node.base.slow_sources import SlowSources
 from kvstore.node.loads.peer_waits import PeerWaits
 from kvstore.node.loads.runs import LoadedRun
@@ -78,7 +78,7 @@ class LoadTimer:
         self._block_bytes = block_bytes
         self._began_s = self._delivered_s = timings.clock.now_s()
         self._hits = dict.fromkeys(_REACHES, 0)
-        self._waited_s = dict.fromkeys(_REACHES, 0.0)
+        self._waited_s = dict.fromkeys((*_REACHES, MOUNT), 0.0)
         self._by_peer_s: dict[NodeId, float] = {}
         """Seconds waited for each other node that delivered blocks."""
         self._misses: dict[Outcome, int] = {}
@@ -100,7 +100,7 @@ class LoadTimer:
                 self._misses[outcome] = self._misses.get(outcome, 0) + count
         self._ready_s = self._timings.clock.now_s()
         waited_s = self._ready_s - self._delivered_s
-        self._waited_s[reach] += waited_s
+        self._waited_s[MOUNT if reach == "nvme" and run.mounted else reach] += waited_s
         if reach == "peer":
             self._by_peer_s[run.node] = self._by_peer_s.get(run.node, 0.0) + waited_s
 
