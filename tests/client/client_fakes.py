@@ -32,6 +32,7 @@ from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 
 LoadScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], Iterator[node_pb2.LoadProgress]]
+ResidentScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], node_pb2.LoadProgress]
 
 
 class SkewedClock:
@@ -127,6 +128,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.load_script: LoadScript | None = None
         self.all_resident = False
         """Whether ``LoadResident`` answers for blocks that are held; otherwise none is in the arena."""
+        self.resident_script: ResidentScript | None = None
         self.prepare_script: Callable[[node_pb2.PrepareRequest], node_pb2.PrepareResponse | None] = lambda _: None
         self.complete_script: Callable[[node_pb2.CompleteRequest], node_pb2.CompleteResponse | None] = lambda _: None
         self.provider = FakeProvider(self.blocks, spec.namespace)
@@ -281,6 +283,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
 
     def LoadResident(self, request: node_pb2.LoadRequest, context: grpc.ServicerContext) -> node_pb2.LoadProgress:  # noqa: N802
         self._enter("LoadResident", request, context)
+        if self.resident_script is not None:
+            return self.resident_script(request, context)
         keys = unpack_keys(request.keys)
         if not self.all_resident or not all(key in self.blocks.held for key in keys):
             return node_pb2.LoadProgress()

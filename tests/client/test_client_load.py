@@ -187,7 +187,7 @@ def test_load_with_too_short_leases_has_no_hits(spec: CacheSpec, make_node: Make
         assert (result.hit_blocks, result.count(Outcome.UNAVAILABLE)) == (0, 4)
 
 
-@pytest.mark.parametrize(
+IMPOSSIBLE = pytest.mark.parametrize(
     "run",
     [
         node_pb2.LoadedRun(start=3, count=2, outcome=common_pb2.OUTCOME_MISS),
@@ -201,6 +201,10 @@ def test_load_with_too_short_leases_has_no_hits(spec: CacheSpec, make_node: Make
         node_pb2.LoadedRun(start=0, count=1, outcome=common_pb2.OUTCOME_HIT, tier=common_pb2.TIER_UNSPECIFIED, offsets=bytes(8)),
     ],
 )
+"""Answers for four blocks: ranges outside the request, and hits outside the arena, without an offset or without a tier."""
+
+
+@IMPOSSIBLE
 def test_load_with_impossible_answers_misses(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, run: node_pb2.LoadedRun
 ) -> None:
@@ -209,6 +213,116 @@ def test_load_with_impossible_answers_misses(
     result = make_client(near).load(token_chain(spec, 4), out)
     assert result.count(Outcome.HIT) == 0
     assert isinstance(result.error, KVStoreError)
+    assert not out.any()
+
+
+@IMPOSSIBLE
+def test_load_resident_with_impossible_answers_misses(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient, run: node_pb2.LoadedRun
+) -> None:
+    keys = token_chain(spec, 4)
+    near.resident_script = lambda request, context: node_pb2.LoadProgress(runs=[run], lease_id=1)
+    metadata.runs = [(0, 4, near)]
+    client = make_client(near)
+    out = fresh(spec, 4)
+    result = client.load(client.lookup(keys), out)
+    assert "LoadResident" in near.names()
+    assert result.count(Outcome.HIT) == 0
+    assert isinstance(result.error, KVStoreError)
+    assert not out.any()
+
+
+def test_load_resident_partial_answer_gives_no_other_hits(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    keys = token_chain(spec, 6)
+    near.blocks.hold(keys)
+    near.resident_script = lambda request, context: near.progress(keys[:2])
+    near.load_script = lambda request, context: iter(())
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    out = fresh(spec, 6)
+    result = client.load(client.lookup(keys), out)
+    assert "LoadResident" in near.names()
+    assert (result.hit_blocks, result.count(Outcome.HIT)) == (2, 2)
+    assert np.array_equal(out[:2], payloads(keys[:2], spec.shape))
+    assert not out[2:].any()
+
+
+def test_load_resident_copied_after_lease_has_no_hits(
+    spec: CacheSpec,
+    make_node: MakeNode,
+    metadata: FakeMetadata,
+    make_client: MakeClient,
+    clock: SkewedClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = make_node("short", lease_ms=1_000)
+    node.all_resident = True
+    keys = token_chain(spec, 8)
+    node.blocks.hold(keys)
+    metadata.runs = [(0, 8, node)]
+    client = make_client(node)
+    lookup = client.lookup(keys)
+    arena = session_of(client).arena
+    copy_out, copied = arena.begin_copy_out, []  # type: ignore[union-attr]
+
+    def copying(*arguments: object) -> object:
+        good = copy_out(*arguments)  # type: ignore[arg-type]
+        copied.append(arguments)
+        clock.ahead_s += 1.0  # the lease ends before the copy does
+        return good
+
+    monkeypatch.setattr(arena, "begin_copy_out", copying)
+    result = client.load(lookup, fresh(spec, 8))
+    assert copied
+    assert "LoadResident" in node.names()
+    assert (result.hit_blocks, result.count(Outcome.HIT)) == (0, 0)
+    assert client.stats()["client_lease_expired_blocks_total"] >= 8
+
+
+def test_load_resident_verify_always_finds_corrupt_bytes(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    keys = token_chain(spec, 6)
+    near.blocks.hold(keys)
+
+    def script(request: node_pb2.LoadRequest, _: grpc.ServicerContext) -> node_pb2.LoadProgress:
+        message = near.progress(keys, checksums=request.want_checksums)
+        at = int.from_bytes(message.runs[3].offsets, "little") + spec.block_bytes - 1
+        near.arena[at : at + 1] = bytes([near.arena[at] ^ 1])
+        return message
+
+    near.resident_script = script
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    result = client.load(client.lookup(keys), fresh(spec, 6), verify="always")
+    assert (result.hit_blocks, result.count(Outcome.HIT), result.outcome(3)) == (3, 5, Outcome.CORRUPT)
+    assert [name for name in near.names() if name.startswith("Load")] == ["LoadResident"]
+
+
+def test_load_resident_from_hung_node_misses_at_deadline(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    keys = token_chain(spec, 6)
+    near.blocks.hold(keys)
+    over = threading.Event()
+
+    def script(request: node_pb2.LoadRequest, _: grpc.ServicerContext) -> node_pb2.LoadProgress:
+        over.wait(10)
+        return near.progress(keys)
+
+    near.resident_script = script
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    out = fresh(spec, 6)
+    try:
+        result = client.load(client.lookup(keys), out, deadline_s=0.3)
+        assert (result.hit_blocks, result.count(Outcome.HIT)) == (0, 0)
+        assert 0.25 < result.seconds < 5
+        assert "LoadResident" in near.names()
+    finally:
+        over.set()
     assert not out.any()
 
 
