@@ -172,6 +172,15 @@ README_FIGURES: list[tuple[str, str, Callable[[Record], bool]]] = [
     ),
     (
         "README.md",
+        r"and ([\d.-]+) times at 3",
+        lambda record: (
+            record.figure == "netlab_rate"
+            and (record.parameters["bed"], record.parameters["in_flight"]) == ("1P1D", 3)
+            and record.parameters["policy"] in {"shorter_queue", "split"}
+        ),
+    ),
+    (
+        "README.md",
         r"reaches ([\d.-]+) of one `memcpy` at blocks of 1 MiB and more",
         lambda record: (
             record.figure == "dram_hit"
@@ -183,7 +192,9 @@ README_FIGURES: list[tuple[str, str, Callable[[Record], bool]]] = [
 """Page, pattern of a sentence with a ratio to the peer or a range of ratios, and the records that the figure follows from."""
 
 
-@pytest.mark.parametrize(("page", "sentence", "of"), README_FIGURES, ids=["ttft", "faq_ttft", "two_links", "dram_hit"])
+@pytest.mark.parametrize(
+    ("page", "sentence", "of"), README_FIGURES, ids=["ttft", "faq_ttft", "two_links", "two_links_few_loads", "dram_hit"]
+)
 def test_readme_figure_follows_from_records(page: str, sentence: str, of: Callable[[Record], bool]) -> None:
     text = " ".join((harness.REPOSITORY / page).read_text(encoding="utf-8").split())
     (written,) = re.findall(sentence, text)

@@ -241,8 +241,6 @@ def _options(tls: TlsConfig | None, max_message_bytes: int, *, own_connection: b
         ("grpc.max_reconnect_backoff_ms", max_ms),
         ("grpc.use_local_subchannel_pool", int(own_connection)),
         ("grpc.enable_http_proxy", 0),  # never through the web proxy of the environment
-        # the thread that iterates a stream reads it; otherwise each stream would start a thread of its own
-        ("SingleThreadedUnaryStream", 1),
     ]
     if tls is not None and tls.server_name is not None:
         options.append(("grpc.ssl_target_name_override", tls.server_name))

@@ -278,11 +278,9 @@ def test_tenant_cannot_publish_old_bytes_of_others(store: Store) -> None:
 
 def test_tenant_subscriptions_are_limited_to_its_share(store: Store) -> None:
     request = metadata_pb2.WatchBlocksRequest(namespace_ids=[spec("other").namespace])
-    channels: list[grpc.Channel] = []
 
     def watch(token: str) -> Any:
-        channels.append(store.channel("metadata", token))  # a stream ends with its channel
-        stream = metadata_pb2_grpc.MetadataStub(channels[-1]).WatchBlocks(request, timeout=WAIT_S)
+        stream = metadata_pb2_grpc.MetadataStub(store.channel("metadata", token)).WatchBlocks(request, timeout=WAIT_S)
         next(stream)
         return stream
 

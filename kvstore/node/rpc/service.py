@@ -249,10 +249,14 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def LoadResident(self, request: node_pb2.LoadRequest, context: Context) -> node_pb2.LoadProgress:  # noqa: N802
         session = self._session(request.session_id)
         blocks = self._block_request(session, request, self._deadline_s(context))
+        if self._clock.now_s() >= blocks.deadline_s:  # the client has left, and would not release a lease
+            return node_pb2.LoadProgress()
+        timer = self._timer(session, request, blocks)  # before the wait for the block table
         resident = self._loader.load_resident(blocks)
         if resident is None:
+            self._counters.add(node_metrics.LOADS_NOT_RESIDENT)
             return node_pb2.LoadProgress()
-        with closing(self._timer(session, request, blocks)) as timer:
+        with closing(timer):
             timer.ready(resident)
             return self._streams.message(session, resident, want_checksums=request.want_checksums)
 

@@ -77,6 +77,9 @@ LOAD_MISSED_BLOCKS: Final = group.counter_family(
 SLOW_LOADS: Final = group.counter(
     "node_slow_loads_total", "loads that took longer than observe.slow_load; the log has the breakdown of each"
 )
+LOADS_NOT_RESIDENT: Final = group.counter(
+    "node_loads_not_resident_total", "loads that expected all blocks in DRAM, where one was missing, and continued as a stream"
+)
 LOCATED_BLOCKS: Final = group.counter(
     "located_blocks_total", "blocks whose position on a volume was sent to an engine of this host for direct reads"
 )
