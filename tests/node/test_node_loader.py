@@ -17,7 +17,7 @@ from support.callers import CancellableCall
 from support.node_harness import MIB, NodeHarness
 
 BLOCKS = 32
-"""Eight windows: each is 1/16 of the read-ahead, which is 1/4 of the arena."""
+"""Four windows: each is 1/8 of the read-ahead, which is 1/4 of the arena."""
 WAIT_S = 20.0
 
 
@@ -76,7 +76,7 @@ def test_load_resident_pins_all_blocks_or_none(node: Node) -> None:
 def test_load_slow_window_does_not_delay_others(node: Node, slow: int) -> None:
     node.slab.slow = frozenset((node.chain[slow],))
     runs = node.loader.load(node.request(node.chain, WAIT_S))
-    window = range(slow // 4 * 4, slow // 4 * 4 + 4)
+    window = range(slow // 8 * 8, slow // 8 * 8 + 8)
     loaded: set[int] = set()
     while len(loaded) < BLOCKS - len(window):
         run = next(runs)

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 ARENA_SHARE = 4
 """The read-ahead of one load is at most this fraction (1/n) of the arena."""
-DISK_WINDOWS = 16
+DISK_WINDOWS = 8
 """A window of a disk is this fraction (1/n) of the read-ahead."""
 PEER_WINDOWS = 2
 """A window of a peer is this fraction (1/n): each is one request over all connections to that peer."""
