@@ -1,9 +1,9 @@
 """How far the words of this repository are from plain technical English: a count of constructions that readers stumble over.
 
 Docstrings, comments, error and log messages, help texts, Markdown, comments of proto and configuration files, and descriptions of
-alerts are searched for patterns such as headless relative clauses ("whoever asks"), "where it fails" in place of "if it fails",
-archaic words and distributive articles ("a call a node" in place of "one call per node"). The rate per 1,000 words of each
-package may only fall: ``tests/test_prose.py`` holds it to ``tests/prose_limits.json``.
+alerts are searched for patterns such as headless relative clauses, "where" in place of "if", archaic words, and "a" in place of
+"per" (``PATTERNS``). The rate per 1,000 words of each package may only fall: ``tests/test_prose.py`` holds it to
+``tests/prose_limits.json``.
 
     python scripts/prose.py [--list N] [--lower]
 """
