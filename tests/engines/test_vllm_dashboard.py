@@ -30,7 +30,7 @@ MIB = 1 << 20
 WAIT_S = 120.0
 PROMPT_TOKENS = 500
 BLOCK_TOKENS = 32
-ROUTER = "Router (where one runs)"
+ROUTER = "Router (if one runs)"
 """Row of the dashboard whose panels ``tests/router`` holds against a running router."""
 
 
@@ -162,7 +162,7 @@ def test_panels_compute_sane_values(prometheus: Prometheus) -> None:
     assert 0 < values["Loads, p99 A"][0] <= 30
     assert values["Loaded A"][0] > 0
     assert all(0 <= value <= 1 for value in values["Fill A"])
-    assert sum(values["Blocks that loads did not bring A"]) == 0
+    assert sum(values["Blocks that loads did not deliver A"]) == 0
 
 
 def test_no_alert_fires_on_a_healthy_store(prometheus: Prometheus) -> None:
