@@ -110,7 +110,7 @@ def main() -> None:
             keys_per_s(samples["ours"]),
             limit=Reference("bare gRPC", keys_per_s(samples["bare"])),
             peer=Reference("Mooncake batch_is_exist", keys_per_s(samples["peer"])) if "peer" in samples else None,
-            target=Target("peer", 2.0),
+            target=Target("peer", 2.5),
             transport="gRPC, loopback TCP",
             notes=missing,
         )

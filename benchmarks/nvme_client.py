@@ -96,8 +96,8 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
     parameters = {"block_bytes": block_bytes, "total_bytes": total, "layers": LAYERS, "depth": IO_THREADS}
     where = harness.storage(folder, direct="O_DIRECT" in engine and "refused" not in engine, cache="cold in this system")
     for ours, limit, peer, name, title, bound in (
-        ("load", "bare read", "fio read", "nvme_load", "NVMe load, cold, through the client", 0.9),
-        ("store", "bare write", "fio write", "nvme_store_durable", "NVMe store made durable, through the client", 0.8),
+        ("load", "bare read", "fio read", "nvme_load", "NVMe load, cold, through the client", 0.97),
+        ("store", "bare write", "fio write", "nvme_store_durable", "NVMe store made durable, through the client", 0.92),
     ):
         options.keep(
             Figure(name, title, parameters, "GB/s"),

@@ -56,7 +56,7 @@ def measure(options: Options, block_bytes: int, total: int) -> None:
             },
             options.repetitions,
         )
-    for name, verified, bound in (("verified", True, 0.75), ("unverified", False, 0.85)):
+    for name, verified, bound in (("verified", True, 0.95), ("unverified", False, 0.95)):
         parameters = {"block_bytes": block_bytes, "total_bytes": total, "layers": LAYERS, "streams": OPTIONS.tcp_streams}
         options.keep(
             Figure("tcp_load", "TCP load from another process", parameters | {"verify": verified}, "GB/s"),
