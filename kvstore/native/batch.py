@@ -11,8 +11,10 @@ import numpy.typing as npt
 Addresses = npt.NDArray[np.uint64]
 Sums = npt.NDArray[np.uint64]
 
-STREAM_FROM_BYTES: Final = 1 << 20
-"""Larger copies are stored past the caches, which would not hold them anyway."""
+STREAM_FROM_BYTES: Final = 32 << 20
+"""Copies of this size or more are stored past the caches, most of which would not hold them. Measured: at 16 MiB, a copy that
+stays in the cache is 1.3 times as fast.
+"""
 THREAD_BYTES: Final = 4 << 20
 """Minimum share of a thread: starting one takes as long as copying half a megabyte."""
 
@@ -34,6 +36,7 @@ class CopyBatch:
         parts: consecutive parts of each piece, with one checksum each.
         lengths: bytes of each piece, in place of ``parts * size``; only for copies without checksums.
         threads: maximum number of threads, including the caller's.
+        stream_from: a copy of so many bytes or more is stored past the caches.
     """
 
     sources: Addresses
@@ -44,6 +47,7 @@ class CopyBatch:
     parts: int = 1
     lengths: Addresses | None = None
     threads: int = 1
+    stream_from: int = STREAM_FROM_BYTES
 
     def __post_init__(self) -> None:
         for table in (self.sources, self.targets, self.lengths):
@@ -59,6 +63,9 @@ class Kernel(Protocol):
     @property
     def name(self) -> str:
         """Short name, for logs and metrics."""
+
+    def hash(self, view: memoryview, size: int) -> Sums:
+        """Return the checksums of consecutive parts of ``size`` bytes of contiguous memory, which has at least one part."""
 
     def run(self, batch: CopyBatch, sums: Sums | None) -> None:
         """Copy the pieces, fill ``sums`` (``[pieces * parts]``, contiguous) with checksums of the copied bytes, or both.

@@ -1,7 +1,7 @@
 """The kernel of this process: chosen once, at import.
 
-``KVSTORE_NATIVE`` names a kernel (``python``, ``portable``, ``avx2``, ``neon``), to compare them or to exclude one. A library
-that cannot be loaded, is of another version or fails the self-check is not used. The kernel in Python replaces it, and a
+``KVSTORE_NATIVE`` names a kernel (``python``, ``portable``, ``avx2``, ``avx512``, ``neon``), to compare them or to exclude one. A
+library that cannot be loaded, is of another version or fails the self-check is not used. The kernel in Python replaces it, and a
 warning names the cause.
 """
 
@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import os
 
-import numpy as np
-
-from kvstore.native.batch import CopyBatch, Kernel, Sums, address_of
+from kvstore.native.batch import CopyBatch, Kernel, Sums
 from kvstore.native.c_kernel import CKernel
 from kvstore.native.python_kernel import PythonKernel
 from kvstore.native.self_check import failed_check
@@ -36,18 +34,11 @@ def _choose() -> Kernel:
     return _fallback
 
 
-def _hashed(kernel: Kernel, view: memoryview, size: int) -> Sums:
-    at = address_of(view)
-    sums = np.empty(view.nbytes // size, np.uint64)
-    kernel.run(CopyBatch(np.array([at], np.uint64), None, (at, at + view.nbytes), size=size, parts=len(sums)), sums)
-    return sums
-
-
 _chosen = _choose()
 
 
 def kernel_name() -> str:
-    """Name of this process's kernel: ``avx2``, ``neon``, ``portable`` or ``python`` (the slow one)."""
+    """Name of this process's kernel: ``avx512``, ``avx2``, ``neon``, ``portable`` or ``python`` (the slow one)."""
     return _chosen.name
 
 
@@ -67,4 +58,4 @@ def run(batch: CopyBatch, sums: Sums | None = None) -> None:
 
 def hash_parts(view: memoryview, size: int) -> Sums:
     """Return the checksums of consecutive parts of ``size`` bytes of contiguous memory, which is not empty."""
-    return _hashed(_chosen, view, size)
+    return _chosen.hash(view, size)

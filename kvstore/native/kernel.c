@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { STRIPE = 64, SECRET_BYTES = 192, BLOCK_STRIPES = (SECRET_BYTES - STRIPE) / 8, AHEAD = 1024, SHORT = 240, MOST_THREADS = 64, SHARES = 8 };
-enum { VERSION = 1 }; /* of the exported functions and their arguments; changes together with VERSION in c_kernel.py */
+enum { VERSION = 2 }; /* of the exported functions and their arguments; changes together with VERSION in c_kernel.py */
 enum { CACHED, STREAMED, STREAMED_QUARTERS };
 enum { DONE = 0, OUT_OF_RANGE = 1, OVERLAP = 2, BAD_SHAPE = 3 };
 
@@ -145,8 +145,6 @@ static uint64_t scrambled(uint64_t acc, uint64_t key) { return ((acc ^ acc >> 47
 #include <cpuid.h>
 #include <immintrin.h>
 
-/* Kernels for AVX-512 were measured and brought nothing: with AVX2 the loops already wait for memory. */
-
 static void stream_quarter(uint8_t *at, __m128i value) { _mm_stream_si128((__m128i *)at, value); }
 
 #define NAME(x) avx2_##x
@@ -176,16 +174,49 @@ TARGET static __m256i avx2_scramble(__m256i acc, __m256i key)
 #define SCRAMBLE(a, key) avx2_scramble(a, key)
 #include "lanes.h"
 
+/* Hashes what is in a cache about 1.6 times as fast as AVX2. From memory both are as fast as the memory. */
+#define NAME(x) avx512_##x
+#define TARGET __attribute__((target("avx512f")))
+#define VECTOR __m512i
+#define WIDTH 64
+#define LOAD(at) _mm512_loadu_si512(at)
+#define STORE(at, value) _mm512_storeu_si512(at, value)
+#define STREAM(at, value) _mm512_stream_si512((__m512i *)(at), value)
+TARGET static void avx512_stream_quarters(uint8_t *at, __m512i value)
+{
+    stream_quarter(at, _mm512_extracti32x4_epi32(value, 0));
+    stream_quarter(at + 16, _mm512_extracti32x4_epi32(value, 1));
+    stream_quarter(at + 32, _mm512_extracti32x4_epi32(value, 2));
+    stream_quarter(at + 48, _mm512_extracti32x4_epi32(value, 3));
+}
+#define STREAM_QUARTERS(at, value) avx512_stream_quarters(at, value)
+#define XOR(a, b) _mm512_xor_si512(a, b)
+#define ADD(a, b) _mm512_add_epi64(a, b)
+#define MULTIPLY_LOW_HIGH(a) _mm512_mul_epu32(a, _mm512_srli_epi64(a, 32))
+#define SWAP(a) _mm512_shuffle_epi32(a, _MM_PERM_BADC)
+TARGET static __m512i avx512_scramble(__m512i acc, __m512i key)
+{
+    const __m512i prime = _mm512_set1_epi32((int)0x9E3779B1);
+    const __m512i x = XOR(XOR(acc, _mm512_srli_epi64(acc, 47)), key);
+    const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), prime);
+    return ADD(_mm512_mul_epu32(x, prime), _mm512_slli_epi64(high, 32));
+}
+#define SCRAMBLE(a, key) avx512_scramble(a, key)
+#include "lanes.h"
+
 static void fence(void) { _mm_sfence(); }
 
-/* Whether processor and kernel support AVX2. Not by __builtin_cpu_supports, which some linkers do not know. */
-static int has_avx2(void)
+enum { YMM_STATE = 0x06, ZMM_STATE = 0xE6, AVX512F_BIT = 1 << 16 };
+
+/* Whether processor and kernel support a feature (a bit of EBX in leaf 7) that uses the given registers. Not by
+ * __builtin_cpu_supports, which some linkers do not know. */
+static int has_feature(unsigned bit, unsigned state)
 {
     unsigned a, b, c, d, enabled, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE))
         return 0;
     __asm__("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
-    return (enabled & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
+    return (enabled & state) == state && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit);
 }
 
 #elif defined(__aarch64__)
@@ -231,6 +262,7 @@ typedef struct {
 
 static const Kernel KERNELS[] = {
 #if defined(__x86_64__)
+    {"avx512", avx512_long, avx512_stream},
     {"avx2", avx2_long, avx2_stream},
 #elif defined(__aarch64__)
     {"neon", neon_long, neon_stream},
@@ -243,8 +275,10 @@ static const Kernel *kernel;
 static int supported(const Kernel *candidate)
 {
 #if defined(__x86_64__)
+    if (candidate->hash == avx512_long)
+        return has_feature(AVX512F_BIT, ZMM_STATE);
     if (candidate->hash == avx2_long)
-        return has_avx2();
+        return has_feature(bit_AVX2, YMM_STATE);
 #endif
     return candidate->name != NULL;
 }
@@ -380,6 +414,13 @@ static void *run_share(void *argument)
     if (batch->stream)
         fence();
     return NULL;
+}
+
+/* Compute the checksums of consecutive parts of contiguous memory, in the calling thread: a short call, without tables. */
+void kvn_hash(const uint8_t *in, uint64_t parts, uint64_t size, uint64_t *sums)
+{
+    for (uint64_t i = 0; i < parts; i++, in += size)
+        sums[i] = size > SHORT ? kernel->hash(in, NULL, size, CACHED) : hash_short(in, size);
 }
 
 /* Copy pieces (`targets` given), compute the checksum of each part (`sums` given), or both.

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import xxhash
 
-from kvstore.native.batch import CopyBatch, Rejected, Sums, check_sums
+from kvstore.native.batch import CopyBatch, Rejected, Sums, address_of, check_sums
 
 _SMALL_BYTES = 32 << 10
 
@@ -22,6 +22,13 @@ class PythonKernel:
         self.calls = 0
         self._short_parts = threading.Lock()
         """Threads that hash short parts take turns; otherwise they would mostly pass the interpreter lock around."""
+
+    def hash(self, view: memoryview, size: int) -> Sums:
+        """See ``Kernel.hash``."""
+        at = address_of(view)
+        sums = np.empty(view.nbytes // size, np.uint64)
+        self.run(CopyBatch(np.array([at], np.uint64), None, (at, at + view.nbytes), size=size, parts=len(sums)), sums)
+        return sums
 
     def run(self, batch: CopyBatch, sums: Sums | None) -> None:
         """See ``Kernel.run``."""

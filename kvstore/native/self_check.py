@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.native.batch import STREAM_FROM_BYTES, CopyBatch, Kernel, Rejected, Sums, bounds_of
+from kvstore.native.batch import CopyBatch, Kernel, Rejected, Sums, bounds_of
 
-CASES: Final = ((1, 1), (100, 1), (240, 2), (241, 2), (4352, 1), (4352, 242), (STREAM_FROM_BYTES + 1, 1))
+_STREAM_FROM_BYTES: Final = 1 << 20
+CASES: Final = ((1, 1), (100, 1), (240, 2), (241, 2), (4352, 1), (4352, 242), (_STREAM_FROM_BYTES + 1, 1))
 """Bytes of a part, and number of parts: each way to hash, and copies within the caches and past them."""
 SHIFTS: Final = (0, 16, 1)
 """Distance of the copy from an address that is a multiple of ``ALIGNMENT``: each way to store."""
@@ -47,11 +48,13 @@ def failed_check(kernel: Kernel) -> str:
         hashed: Sums = np.zeros(parts, np.uint64)
         bounds = bounds_of(source.data)
         kernel.run(CopyBatch(np.array([bounds[0]], np.uint64), None, bounds, size=size, parts=parts), hashed)
-        if hashed.tolist() != expected:
+        if hashed.tolist() != expected or kernel.hash(source.data, size).tolist() != expected:
             return f"wrong checksum without a copy: {parts} parts of {size} bytes"
     return ""
 
 
 def _copy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], size: int, parts: int) -> CopyBatch:
     (low, high), (to, end) = bounds_of(source.data), bounds_of(target.data)
-    return CopyBatch(np.array([low], np.uint64), np.array([to], np.uint64), (low, high), (to, end), size=size, parts=parts)
+    sources, targets = np.array([low], np.uint64), np.array([to], np.uint64)
+    bounds = (low, high), (to, end)
+    return CopyBatch(sources, targets, *bounds, size=size, parts=parts, stream_from=_STREAM_FROM_BYTES)

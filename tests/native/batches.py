@@ -22,6 +22,7 @@ class Case:
     parts: int
     size: int
     threads: int = 1
+    stream_from: int = 4_096
 
     def batch(self, *, copy: bool = True) -> CopyBatch:
         """The batch of these pieces."""
@@ -34,6 +35,7 @@ class Case:
             size=self.size,
             parts=self.parts,
             threads=self.threads,
+            stream_from=self.stream_from,
         )
 
     def expected(self) -> tuple[np.ndarray, list[int]]:

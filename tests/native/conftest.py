@@ -25,7 +25,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(params=["python", "portable", "neon" if platform.machine() == "aarch64" else "avx2"])
+@pytest.fixture(params=["python", "portable", *(["neon"] if platform.machine() == "aarch64" else ["avx2", "avx512"])])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """Each kernel in turn; variants that this processor lacks are skipped."""
     if request.param == "python":

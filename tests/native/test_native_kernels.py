@@ -11,7 +11,7 @@ import xxhash
 from batches import Case, random_case, run_and_compare
 
 from kvstore.native import CopyBatch, Rejected, bounds_of
-from kvstore.native.batch import STREAM_FROM_BYTES, THREAD_BYTES, Kernel
+from kvstore.native.batch import THREAD_BYTES, Kernel
 
 BYTES = np.random.default_rng(7).integers(0, 256, 12 << 20, np.uint8)
 
@@ -22,6 +22,15 @@ def test_kernel_hashes_every_short_length(kernel: Kernel) -> None:
         low, high = bounds_of(BYTES.data)
         kernel.run(CopyBatch(np.array([low + 5], np.uint64), None, (low, high), size=length), sums)
         assert int(sums[0]) == xxhash.xxh3_64_intdigest(BYTES[5 : 5 + length].tobytes()), length
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize("size", [1, 16, 240, 241, 4_096, 65_537])
+def test_kernel_hash_of_parts_matches_xxhash(kernel: Kernel, size: int, readonly: bool) -> None:
+    for parts in (1, 2, 7):
+        view = memoryview(bytearray(BYTES[3 : 3 + parts * size].tobytes()))
+        expected = [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, parts * size, size)]
+        assert kernel.hash(view.toreadonly() if readonly else view, size).tolist() == expected
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=pytest.mark.thorough)])
@@ -37,7 +46,6 @@ def test_kernel_large_batch_of_any_alignment(kernel: Kernel, shift: int, size: i
     """Copies this large are shared by threads and stored past the caches."""
     parts = 8
     pieces = (2 * THREAD_BYTES) // (parts * size) + 1
-    assert pieces * parts * size > STREAM_FROM_BYTES
     space = np.zeros(pieces * parts * size + 128, np.uint8)
     start = -bounds_of(space.data)[0] % 64 + shift
     order = np.random.default_rng(1).permutation(pieces)

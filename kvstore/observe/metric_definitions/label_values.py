@@ -26,7 +26,7 @@ MISS_REASONS: Final = ("unknown", "evicted", "index_down", "node_lost", "corrupt
 BUFFERS: Final = ("prefill_buffer", "decode_buffer")
 OUTCOMES: Final = ("miss", "corrupt", "unavailable", "timeout", "no_space")
 STORE_OUTCOMES: Final = ("stored", "exists", "in_progress", "skipped", "corrupt", "lost")
-KERNELS: Final = ("avx2", "neon", "portable", "python")
+KERNELS: Final = ("avx512", "avx2", "neon", "portable", "python")
 ERRORS: Final = (
     "invalid_argument", "unsupported", "not_found", "conflict", "permission_denied", "unauthenticated", "lease_lost",
     "capacity_exceeded", "unavailable", "deadline_exceeded", "corrupt_block", "internal",
