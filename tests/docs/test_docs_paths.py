@@ -56,3 +56,7 @@ def test_docs_missing_path_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("`kvstore/core` and `kvstore/nowhere/gone.py`")
     assert list(missing_paths(page)) == ["kvstore/nowhere/gone.py"]
+
+
+def test_readme_has_at_most_150_lines() -> None:
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
