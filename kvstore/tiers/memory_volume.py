@@ -1,4 +1,4 @@
-"""What volumes in memory share: checks around the copy of each block."""
+"""Base of volumes in memory: checks before and after the copy of each block."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MemoryVolume(PooledVolume):
 
     @abstractmethod
     def _copy_out(self, slot: Slot, shape: BlockShape, destination: memoryview) -> None:
-        """Copy a block out of its slot, which may be given to another block meanwhile."""
+        """Copy a block out of its slot, which may be given to another block during the copy."""
 
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
         results: list[Exception | None] = []

@@ -1,4 +1,4 @@
-"""What takes a load's time, and what to do about it: one table for the log, the command line, REST and the web page."""
+"""Causes of slow loads, each with an action: one table for the log, the command line, REST and the web page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIN_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What took most of a load's time.
+    """Cause of most of a load's time.
 
     Attributes:
         reason: the cause in a few words, with its share of the time.
