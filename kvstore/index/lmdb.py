@@ -36,7 +36,7 @@ import lmdb
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.checks import check_batch, check_keys, check_namespace
+from kvstore.index.checks import check_batch, check_keys, check_namespace, check_packed_keys, check_ranges, check_volume
 from kvstore.index.contract import (
     IndexedBlock,
     IndexEntry,
@@ -48,7 +48,8 @@ from kvstore.index.contract import (
     VolumeEpoch,
     VolumeEpochInfo,
 )
-from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
+from kvstore.index.counts import Count, count_nothing, report_ignored
+from kvstore.index.lmdb_files import DAMAGE, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
@@ -69,16 +70,8 @@ _FORMAT = b"kvstore-index/1"
 _DATABASES = (b"meta", b"blocks", b"lives", b"dead", b"namespaces", b"notes")
 _SCAN_PART = 1_024
 """Records per hold of the gate: about a millisecond."""
-_CONFLICTS = "ignored keys that the index holds at another depth (volume_epoch=%d, keys=%d)"
-_FOREIGN = "ignored keys that the index holds for another namespace: no lookup finds them (volume_epoch=%d, keys=%d)"
-_UNNAMED = "ignored keys of new namespaces: the index holds as many namespaces as it may (volume_epoch=%d, keys=%d)"
-_REPLACED = "replaced records of another depth: the published parents are in the index (volume_epoch=%d, keys=%d)"
 _U32 = struct.Struct(">I")  # big-endian, so that LMDB keeps them in numeric order
 _U64 = struct.Struct(">Q")
-
-
-def _count_nothing(_name: str, _amount: int) -> None:
-    pass
 
 
 def _ignore_damage() -> None:
@@ -133,7 +126,7 @@ class LmdbIndex(PrefixIndex):
         *,
         map_bytes: int = DEFAULT_MAP_BYTES,
         read_only: bool = False,
-        count: Count = _count_nothing,
+        count: Count = count_nothing,
         on_damage: Callable[[], None] = _ignore_damage,
     ) -> Self:
         """Open or create the index in a directory. An untrusted index is dropped and recreated with another ``epoch``.
@@ -164,11 +157,7 @@ class LmdbIndex(PrefixIndex):
 
     # ---- volume epochs ----
     def open_volume_epoch(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> VolumeEpoch:
-        for name in (volume_id, node_id):
-            if not name or len(name.encode()) > limits.MAX_NAME_BYTES:
-                raise InvalidArgument("a volume or node id is empty or too long", limit=limits.MAX_NAME_BYTES)
-        if len(boot_id) != KEY_BYTES:
-            raise InvalidArgument(f"a boot id must have {KEY_BYTES} bytes", bytes=len(boot_id))
+        check_volume(volume_id, node_id, boot_id)
 
         def work(txn: Txn) -> VolumeEpoch:
             known = self._open_volume_epochs(txn).by_boot.get((volume_id, boot_id))
@@ -232,22 +221,10 @@ class LmdbIndex(PrefixIndex):
         if self._listener is not None and (edit.stored or edit.removed):
             lost = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in edit.removed.items()]
             self._listener.published(volume_epoch, edit.stored, lost)
-        for keys, counter, line in (
-            (edit.conflicts, metadata_metrics.INDEX_KEY_CONFLICTS, _CONFLICTS),
-            (edit.foreign, metadata_metrics.INDEX_KEY_FOREIGN, _FOREIGN),
-            (edit.unnamed, metadata_metrics.INDEX_KEY_UNNAMED, _UNNAMED),
-            (edit.replaced, metadata_metrics.INDEX_KEY_REPLACED, _REPLACED),
-        ):
-            if keys:
-                limited.warning(line, volume_epoch, keys)
-                self._count(counter, keys)
+        report_ignored(edit, volume_epoch, self._count)
 
     def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
-        if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:
-            raise InvalidArgument(
-                f"keys must have {KEY_BYTES} bytes each, and not be too many", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL
-            )
-
+        check_packed_keys(keys)
         count, head = len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
         guesses = self._run_ends.of(head)
 
@@ -350,8 +327,7 @@ class LmdbIndex(PrefixIndex):
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         last = first + count
-        if count < 1 or not 0 <= first < last <= limits.DIGEST_RANGES:
-            raise InvalidArgument("no such ranges of key space", first=first, count=count, ranges=limits.DIGEST_RANGES)
+        check_ranges(first, count)
         found: list[tuple[bytes, bytes]] = []
         position: bytes | None = (first << 4).to_bytes(2, "big")
         end = (last << 4).to_bytes(2, "big") if last < limits.DIGEST_RANGES else None

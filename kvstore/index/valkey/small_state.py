@@ -1,0 +1,316 @@
+"""The small state of the index in Valkey: epoch, volume epochs, namespaces and notes, and a copy of it in this process.
+
+All of it lies in one hash slot, so a script changes it atomically. Every announced change raises ``revision`` and the version of
+its table. A process reads these numbers ten times per second and after its own changes, and then the tables that changed. So its
+copy is at most ``POLL_S`` older than what other servers changed.
+
+If the engine lost the small state, the first server that notices creates it with another epoch. Numbers of volume epochs and
+namespaces then start at a random number: records of the old epoch, on shards that lost nothing, do not name the new ones.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final
+
+import hiredis
+
+from kvstore.core import limits
+from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
+from kvstore.core.types import KEY_BYTES, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.index.contract import VolumeEpoch, VolumeEpochInfo
+from kvstore.index.valkey import keys as names
+from kvstore.index.valkey.cluster import Cluster, Lane
+from kvstore.index.valkey.connection import Reply, pack
+
+FORMAT: Final = b"kvstore-valkey/1"
+POLL_S: Final = 0.1
+CALL_S: Final = 5.0
+"""Deadline of one change."""
+_META_FIELDS: Final = ("format", "epoch", "revision", "lives", "namespaces", "notes")
+_U32: Final = struct.Struct("<I")
+_EPOCH_CHANGED: Final = "EPOCHCHANGED"
+
+_GUARD: Final = f"""
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return redis.error_reply('{_EPOCH_CHANGED} the index epoch changed') end
+local function announce(tbl)
+  redis.call('HINCRBY', KEYS[1], tbl, 1)
+  return redis.call('HINCRBY', KEYS[1], 'revision', 1)
+end
+"""
+_CREATE: Final = """
+if redis.call('HSETNX', KEYS[1], 'epoch', ARGV[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'format', ARGV[2], 'revision', ARGV[3], 'lives', ARGV[3], 'namespaces', ARGV[3], 'notes', ARGV[3],
+             'next_life', ARGV[4], 'next_namespace', ARGV[4])
+end
+return 1
+"""
+_OPEN_LIFE: Final = (
+    _GUARD
+    + """
+local known = redis.call('HGET', KEYS[3], ARGV[2])
+if known then return {known, 0} end
+local number = redis.call('HINCRBY', KEYS[1], 'next_life', 1)
+redis.call('HSET', KEYS[2], number, ARGV[3])
+redis.call('HSET', KEYS[3], ARGV[2], number)
+return {tostring(number), announce('lives')}
+"""
+)
+_CLOSE_LIFE: Final = (
+    _GUARD
+    + """
+local info = redis.call('HGET', KEYS[2], ARGV[2])
+if not info then return 0 end
+redis.call('HDEL', KEYS[2], ARGV[2])
+redis.call('HDEL', KEYS[3], ARGV[3])
+redis.call('HSET', KEYS[4], ARGV[2], tonumber(redis.call('HGET', KEYS[1], 'sweeps') or '0') + 2)
+return announce('lives')
+"""
+)
+_PUT_NAMESPACE: Final = (
+    _GUARD
+    + """
+local known = redis.call('HGET', KEYS[2], ARGV[2])
+local ordinal
+if known then
+  ordinal = string.sub(known, 1, 4)
+elseif redis.call('HLEN', KEYS[2]) >= tonumber(ARGV[4]) then
+  return {'', 0}
+else
+  ordinal = struct.pack('<I4', redis.call('HINCRBY', KEYS[1], 'next_namespace', 1))
+end
+local value = ordinal .. ARGV[3]
+if known == value or (known and ARGV[3] == '\\0') then return {known, 0} end
+redis.call('HSET', KEYS[2], ARGV[2], value)
+if ARGV[3] == '\0' then return {value, redis.call('HINCRBY', KEYS[1], 'namespaces', 1)} end
+return {value, announce('namespaces')}
+"""
+)
+_PUT_NOTES: Final = (
+    _GUARD
+    + """
+local changed = false
+for at = 3, #ARGV, 2 do
+  if ARGV[at + 1] == '' then
+    changed = redis.call('HDEL', KEYS[2], ARGV[at]) == 1 or changed
+  elseif redis.call('HGET', KEYS[2], ARGV[at]) ~= string.sub(ARGV[at + 1], 2) then
+    redis.call('HSET', KEYS[2], ARGV[at], string.sub(ARGV[at + 1], 2))
+    changed = true
+  end
+end
+if not changed or ARGV[2] == '0' then return 0 end
+return announce('notes')
+"""
+)
+_SWEPT: Final = (
+    _GUARD
+    + """
+local done = tonumber(redis.call('HINCRBY', KEYS[1], 'sweeps', 1))
+local dead = redis.call('HGETALL', KEYS[2])
+for at = 1, #dead, 2 do
+  if tonumber(dead[at + 1]) <= done then redis.call('HDEL', KEYS[2], dead[at]) end
+end
+return redis.call('HLEN', KEYS[2])
+"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A namespace: its number, and its spec (None: blocks arrived before the spec)."""
+
+    ordinal: int
+    spec: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class SmallState:
+    """The small state as of one revision. Replaced, never changed."""
+
+    epoch: bytes = b""
+    revision: int = 0
+    tables: tuple[int, int, int] = (-1, -1, -1)
+    """Versions of the tables of volume epochs, namespaces and notes."""
+    volume_epochs: Mapping[VolumeEpoch, VolumeEpochInfo] = field(default_factory=dict)
+    namespaces: Mapping[NamespaceId, Namespace] = field(default_factory=dict)
+    notes: Mapping[str, bytes] = field(default_factory=dict)
+    dead: int = 0
+
+    def named(self, ordinal: int) -> NamespaceId | None:
+        """The namespace with a number. For diagnosis: it searches."""
+        return next((namespace for namespace, known in self.namespaces.items() if known.ordinal == ordinal), None)
+
+
+class SmallStateStore:
+    """Reads and changes the small state. All methods belong to the cluster's event loop; ``state`` may be read anywhere."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.state = SmallState()
+
+    # ---- reading
+    async def load(self) -> None:
+        """Read the state, and create it if there is none.
+
+        Raises:
+            Unavailable: the shard of the small state does not answer.
+            Unsupported: another version of this software wrote it.
+        """
+        created = pack(
+            "EVAL",
+            _CREATE,
+            1,
+            names.META,
+            secrets.token_bytes(KEY_BYTES),
+            FORMAT,
+            1 + secrets.randbits(40),
+            secrets.randbits(15) << 16,
+        )
+        await self._run([created])
+        await self.refresh()
+
+    async def refresh(self) -> None:
+        """Read what changed since the last call.
+
+        Raises:
+            Unavailable: the shard does not answer.
+            Unsupported: another version of this software wrote the state.
+        """
+        meta, dead = await self._run([pack("HMGET", names.META, *_META_FIELDS), pack("HLEN", names.DEAD)])
+        if not isinstance(meta, list) or not isinstance(dead, int):
+            raise Unavailable("the index engine sent an invalid answer", reply=str(meta)[:100])
+        if meta[1] is None:
+            await self.load()
+            return
+        if meta[0] != FORMAT:
+            found = meta[0].decode(errors="replace") if isinstance(meta[0], bytes) else meta[0]
+            raise Unsupported(
+                "the index in the engine has another format: empty the engine or use another", found=found, known=FORMAT
+            )
+        epoch, revision, *changed = [value if isinstance(value, bytes) else b"0" for value in meta[1:]]
+        tables = (int(changed[0]), int(changed[1]), int(changed[2]))
+        before = self.state if self.state.epoch == epoch else SmallState(epoch=epoch)
+        state = replace(before, revision=int(revision), tables=tables, dead=dead)
+        stale = [known != found for known, found in zip(before.tables, state.tables, strict=True)]
+        tables_read = await self._run(
+            [pack("HGETALL", name) for name, old in zip((names.LIVES, names.NAMESPACES, names.NOTES), stale, strict=True) if old]
+        )
+        rows = iter(tables_read)
+        if stale[0]:
+            infos = [decode_volume_epoch(int(number), value) for number, value in _pairs(next(rows))]
+            state = replace(state, volume_epochs=MappingProxyType({info.volume_epoch: info for info in infos}))
+        if stale[1]:
+            found_namespaces = {NamespaceId(key): decode_namespace(value) for key, value in _pairs(next(rows))}
+            state = replace(state, namespaces=MappingProxyType(found_namespaces))
+        if stale[2]:
+            state = replace(state, notes=MappingProxyType({name.decode(): value for name, value in _pairs(next(rows))}))
+        self.state = state
+
+    async def note(self, name: str) -> bytes | None:
+        """A note as it is now."""
+        (value,) = await self._run([pack("HGET", names.NOTES, name)])
+        return value if isinstance(value, bytes) else None
+
+    # ---- changing
+    async def open_volume_epoch(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> VolumeEpoch:
+        """Open a volume epoch, or find the open one of the same volume and boot."""
+        info = VolumeEpochInfo(VolumeEpoch(0), volume_id, node_id, tier, boot_id)
+        arguments = (_boot_name(info), encode_volume_epoch(info))
+        number, _ = await self._change(_OPEN_LIFE, (names.META, names.LIVES, names.BOOTS), *arguments)
+        return VolumeEpoch(int(number))
+
+    async def close_volume_epoch(self, volume_epoch: VolumeEpoch) -> None:
+        """Close a volume epoch. No effect if it is unknown."""
+        info = self.state.volume_epochs.get(volume_epoch)
+        if info is None:
+            await self.refresh()
+            info = self.state.volume_epochs.get(volume_epoch)
+            if info is None:
+                return
+        await self._change(_CLOSE_LIFE, (names.META, names.LIVES, names.BOOTS, names.DEAD), str(volume_epoch), _boot_name(info))
+
+    async def put_namespace(self, namespace: NamespaceId, spec: bytes | None) -> int:
+        """Store the spec of a namespace (None: it is not known yet). Returns the namespace's number.
+
+        Raises:
+            CapacityExceeded: the index holds as many namespaces as it may.
+        """
+        flagged = b"\x00" if spec is None else b"\x01" + spec
+        value, _ = await self._change(_PUT_NAMESPACE, (names.META, names.NAMESPACES), namespace, flagged, limits.MAX_NAMESPACES)
+        if not value:
+            raise CapacityExceeded("too many namespaces", limit=limits.MAX_NAMESPACES)
+        return decode_namespace(value).ordinal
+
+    async def put_notes(self, notes: Sequence[tuple[str, bytes | None]], *, announce: bool) -> None:
+        """Store (or with None: delete) notes."""
+        flat = [word for name, value in notes for word in (name, b"" if value is None else b"=" + value)]
+        await self._change(_PUT_NOTES, (names.META, names.NOTES), "1" if announce else "0", *flat)
+
+    async def end_sweep(self) -> int:
+        """Note that the whole index was swept once. Returns the number of closed volume epochs that may still have records."""
+        left = await self._change(_SWEPT, (names.META, names.DEAD))
+        return int(left[0])
+
+    async def _change(self, script: str, names_used: Sequence[bytes], *arguments: bytes | str | int) -> list[bytes]:
+        """Run a script on the small state, and read the state again if the script changed it.
+
+        Raises:
+            Unavailable: the shard does not answer, or the engine lost the state.
+        """
+        command = pack("EVAL", script, len(names_used), *names_used, self.state.epoch, *arguments)
+        (reply,) = await self._run([command])
+        if isinstance(reply, hiredis.ReplyError):
+            if str(reply).startswith(_EPOCH_CHANGED):
+                await self.refresh()
+                raise Unavailable("the index engine lost its contents: register again")
+            raise Unavailable("the index engine rejected a change", reply=str(reply)[:200])
+        await self.refresh()
+        values = reply if isinstance(reply, list) else [reply]
+        return [value if isinstance(value, bytes) else str(value).encode() for value in values]
+
+    async def _run(self, commands: Sequence[bytes]) -> list[Reply]:
+        if not commands:
+            return []
+        slot = names.SMALL_SLOT
+        return await self._cluster.run_until([(slot, command) for command in commands], time.monotonic() + CALL_S, Lane.READS)
+
+
+def _pairs(reply: Reply) -> list[tuple[bytes, bytes]]:
+    if not isinstance(reply, list):
+        raise Unavailable("the index engine sent an invalid table", reply=str(reply)[:100])
+    words = [word if isinstance(word, bytes) else b"" for word in reply]
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+def _boot_name(info: VolumeEpochInfo) -> bytes:
+    return info.boot_id + info.volume_id.encode()
+
+
+def encode_volume_epoch(info: VolumeEpochInfo) -> bytes:
+    """Encode a volume epoch, without its number."""
+    fields = (info.volume_id.encode(), info.node_id.encode(), bytes([info.tier]), bytes(info.boot_id))
+    return b"".join(_U32.pack(len(one)) + one for one in fields)
+
+
+def decode_volume_epoch(number: int, value: bytes) -> VolumeEpochInfo:
+    """Decode a volume epoch."""
+    fields: list[bytes] = []
+    at = 0
+    while at < len(value):
+        (size,) = _U32.unpack_from(value, at)
+        fields.append(value[at + 4 : at + 4 + size])
+        at += 4 + size
+    volume_id, node_id, tier, boot_id = fields
+    return VolumeEpochInfo(
+        VolumeEpoch(number), VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id)
+    )
+
+
+def decode_namespace(value: bytes) -> Namespace:
+    """Decode a namespace."""
+    return Namespace(_U32.unpack_from(value)[0], value[5:] if value[4] else None)
