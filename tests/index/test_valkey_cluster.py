@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -50,7 +51,7 @@ def gets() -> list[Command]:
 
 async def eventually(check: Callable[[], bool]) -> None:
     async with asyncio.timeout(HEAL_S):
-        while not check():
+        while not check():  # noqa: ASYNC110  # the state is another process's
             await asyncio.sleep(0.02)
 
 
@@ -157,30 +158,38 @@ async def test_cluster_requires_the_password(servers: EngineCluster, counters: C
     await cluster.close()
 
 
-async def test_server_outside_of_a_cluster_is_refused(counters: Counters) -> None:
-    server = await asyncio.start_server(_not_clustered, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
+@asynccontextmanager
+async def serving(answers: Callable[[bytes], bytes]) -> AsyncIterator[str]:
+    """A server that answers each part that it receives. Yields its address."""
+    handlers: set[asyncio.Task[None]] = set()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        handlers.add(task)
+        with suppress(ConnectionError):
+            while data := await reader.read(4_096):
+                writer.write(answers(data))
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
     async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await asyncio.gather(*handlers)
+
+
+async def test_server_outside_of_a_cluster_is_refused(counters: Counters) -> None:
+    def answer(data: bytes) -> bytes:
+        return b"+PONG\r\n" if b"PING" in data else b"-ERR This instance has cluster support disabled\r\n"
+
+    async with serving(answer) as address:
         with pytest.raises(Unsupported, match="--cluster-enabled yes"):
-            await Cluster(EngineAddress((f"127.0.0.1:{port}",)), budget_s=1.0, count=counters.add).start()
-
-
-async def _not_clustered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(4_096):
-        writer.write(b"+PONG\r\n" if b"PING" in data else b"-ERR This instance has cluster support disabled\r\n")
-    writer.close()
+            await Cluster(EngineAddress((address,)), budget_s=1.0, count=counters.add).start()
 
 
 @pytest.mark.parametrize("garbage", [b"\x00\x01\x02", b"$99999999999999999999\r\n", b"*-5\r\n?"])
 async def test_garbage_from_a_server_is_unavailable(garbage: bytes, counters: Counters) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(4_096)
-        writer.write(garbage)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with serving(lambda _: garbage) as address:
         with pytest.raises(Unavailable):
             await Cluster(EngineAddress((address,)), budget_s=1.0, count=counters.add).start()

@@ -87,7 +87,7 @@ def test_server_without_address_is_the_one_asked(host: bytes | None) -> None:
     ],
 )
 def test_topology_of_other_shape_is_rejected(reply: object) -> None:
-    with pytest.raises(ValueError, match="invalid|no list"):
+    with pytest.raises(ValueError, match=r"invalid|no list"):
         parse_cluster_slots(reply, "asked")
 
 
