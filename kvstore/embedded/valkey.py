@@ -51,7 +51,7 @@ def find_server(name: str | None = None) -> Path | None:
 
 
 @dataclass(slots=True, eq=False)
-class EngineServer:
+class ValkeyServer:
     """One server process."""
 
     port: int
@@ -89,7 +89,7 @@ class EngineServer:
         self.process.wait()
 
 
-class EngineCluster:
+class ValkeyServers:
     """A cluster of ``shards`` primaries with ``replicas`` replicas each, without persistence. A context manager.
 
     Args:
@@ -111,7 +111,7 @@ class EngineCluster:
             )
         self._program = found
         self._folder = folder
-        self.servers: list[EngineServer] = []
+        self.servers: list[ValkeyServer] = []
         try:
             self.servers = [self._start() for _ in range(shards * (1 + replicas))]
             self._form(shards)
@@ -126,7 +126,7 @@ class EngineCluster:
         """Addresses of all servers."""
         return tuple(server.address for server in self.servers)
 
-    def restart(self, server: EngineServer) -> None:
+    def restart(self, server: ValkeyServer) -> None:
         """Start an ended server again, empty, at its port and with its identity in the cluster."""
         server.end()
         server.process = self._spawn(server.port, self._folder / str(server.port))
@@ -142,12 +142,12 @@ class EngineCluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _start(self) -> EngineServer:
+    def _start(self) -> ValkeyServer:
         port = free_port()
         folder = self._folder / str(port)
         folder.mkdir(parents=True)
         (folder / "bus").write_text(str(free_port()))
-        return EngineServer(port, self._spawn(port, folder))
+        return ValkeyServer(port, self._spawn(port, folder))
 
     def _spawn(self, port: int, folder: Path) -> subprocess.Popen[bytes]:
         options = {
@@ -182,11 +182,11 @@ class EngineCluster:
             self._wait(lambda server=server, primary=primary: server.call("CLUSTER", "REPLICATE", primary) == b"OK", "replicate")  # type: ignore[misc]
         self._wait(lambda: all(self._is_ready(server, shards) for server in self.servers), "become ready")
 
-    def _knows_all(self, server: EngineServer) -> bool:
+    def _knows_all(self, server: ValkeyServer) -> bool:
         nodes = server.call("CLUSTER", "NODES")
         return isinstance(nodes, bytes) and len(nodes.splitlines()) == len(self.servers) and b"handshake" not in nodes
 
-    def _is_ready(self, server: EngineServer, shards: int) -> bool:
+    def _is_ready(self, server: ValkeyServer, shards: int) -> bool:
         slots, info = server.call("CLUSTER", "SLOTS"), server.call("INFO", "replication")
         if not isinstance(slots, list) or not isinstance(info, bytes):
             return False
@@ -203,5 +203,5 @@ class EngineCluster:
             except OSError:
                 pass
             if time.monotonic() > deadline_s:
-                raise Unavailable(f"the servers of the index engine did not {what} in time")
+                raise Unavailable(f"the Valkey servers did not {what} in time")
             time.sleep(0.02)

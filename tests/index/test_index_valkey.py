@@ -8,24 +8,24 @@ from typing import ClassVar
 
 import pytest
 
-from kvstore.embedded.valkey import EngineCluster, find_server
+from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import PrefixIndex
-from kvstore.index.valkey.cluster import EngineAddress
+from kvstore.index.valkey.cluster import ValkeyAddress
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.testing.index.suite import IndexSuite
 
 
 def open_at(seeds: Path) -> ValkeyIndex:
     """Open the index whose seeds a file names."""
-    return ValkeyIndex.open(EngineAddress(tuple(seeds.read_text().split())), lookup_budget_s=5.0)
+    return ValkeyIndex.open(ValkeyAddress(tuple(seeds.read_text().split())), lookup_budget_s=5.0)
 
 
 @pytest.fixture(scope="module", params=["valkey-server", "redis-server"])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCluster]:
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServers]:
     program = find_server(request.param)
     if program is None:
         pytest.skip(f"no {request.param} here")
-    with EngineCluster(tmp_path_factory.mktemp("engine"), shards=3, program=program) as cluster:
+    with ValkeyServers(tmp_path_factory.mktemp("valkey"), shards=3, program=program) as cluster:
         yield cluster
 
 
@@ -34,7 +34,7 @@ class TestValkeyIndex(IndexSuite):
     whole_batches: ClassVar[bool] = False
 
     @pytest.fixture
-    def place(self, tmp_path: Path, cluster: EngineCluster) -> Path:
+    def place(self, tmp_path: Path, cluster: ValkeyServers) -> Path:
         for server in cluster.servers:
             server.call("FLUSHALL")
         place = tmp_path / "seeds"

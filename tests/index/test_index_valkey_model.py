@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 from hypothesis import settings
 
-from kvstore.embedded.valkey import EngineCluster
+from kvstore.embedded.valkey import ValkeyServers
 from kvstore.index.contract import PrefixIndex
-from kvstore.index.valkey.cluster import EngineAddress
+from kvstore.index.valkey.cluster import ValkeyAddress
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.testing.index.state_machine import ClosedIndexMachine, TornIndexMachine
 from samples import sample
@@ -20,7 +20,7 @@ from samples import sample
 class SharedCluster:
     """The cluster of all examples: emptied for each new place."""
 
-    cluster: ClassVar[EngineCluster]
+    cluster: ClassVar[ValkeyServers]
     in_use: ClassVar[Path | None] = None
 
     @classmethod
@@ -29,12 +29,12 @@ class SharedCluster:
             for server in cls.cluster.servers:
                 server.call("FLUSHALL")
             cls.in_use = place
-        return ValkeyIndex.open(EngineAddress(cls.cluster.seeds), lookup_budget_s=5.0)
+        return ValkeyIndex.open(ValkeyAddress(cls.cluster.seeds), lookup_budget_s=5.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with EngineCluster(tmp_path_factory.mktemp("engine"), shards=3) as SharedCluster.cluster:
+    with ValkeyServers(tmp_path_factory.mktemp("valkey"), shards=3) as SharedCluster.cluster:
         yield
 
 

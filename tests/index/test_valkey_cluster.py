@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from kvstore.core.errors import Unauthenticated, Unavailable, Unsupported
-from kvstore.embedded.valkey import EngineCluster, EngineServer
-from kvstore.index.valkey.cluster import UNANSWERED, Cluster, Command, EngineAddress, Lane
+from kvstore.embedded.valkey import ValkeyServers, ValkeyServer
+from kvstore.index.valkey.cluster import UNANSWERED, Cluster, Command, ValkeyAddress, Lane
 from kvstore.index.valkey.connection import Credentials, pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.observe.counters import Counters
@@ -22,8 +22,8 @@ HEAL_S = 20.0
 
 
 @pytest.fixture
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCluster]:
-    with EngineCluster(tmp_path_factory.mktemp("engine"), shards=3, replicas=1) as servers:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServers]:
+    with ValkeyServers(tmp_path_factory.mktemp("valkey"), shards=3, replicas=1) as servers:
         yield servers
 
 
@@ -33,8 +33,8 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-async def cluster(servers: EngineCluster, counters: Counters) -> AsyncIterator[Cluster]:
-    cluster = Cluster(EngineAddress(servers.seeds), budget_s=2.0, count=counters.add)
+async def cluster(servers: ValkeyServers, counters: Counters) -> AsyncIterator[Cluster]:
+    cluster = Cluster(ValkeyAddress(servers.seeds), budget_s=2.0, count=counters.add)
     await cluster.start()
     yield cluster
     await cluster.close()
@@ -55,7 +55,7 @@ async def eventually(check: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def primary_of_first_range(cluster: Cluster, servers: EngineCluster) -> EngineServer:
+def primary_of_first_range(cluster: Cluster, servers: ValkeyServers) -> ValkeyServer:
     address = cluster.topology.shards[cluster.topology.of_slot[RANGE_SLOTS[0]]].primary
     return next(server for server in servers.servers if server.address == address)
 
@@ -70,7 +70,7 @@ async def test_batch_reaches_all_shards_in_order(cluster: Cluster) -> None:
 
 
 async def test_primary_killed_others_answer_and_replica_takes_over(
-    cluster: Cluster, servers: EngineCluster, counters: Counters
+    cluster: Cluster, servers: ValkeyServers, counters: Counters
 ) -> None:
     await cluster.run(sets(b"1"))
     await cluster.run([(cluster_slot, pack("WAIT", 1, 1_000)) for cluster_slot in (0, 6_000, 12_000)], lane=Lane.WRITES)
@@ -84,12 +84,12 @@ async def test_primary_killed_others_answer_and_replica_takes_over(
     replies = await cluster.run_until(gets(), time.monotonic() + HEAL_S)
     assert set(replies) == {b"1"}, "the replica had all of it"
     assert cluster.topology.shards[cluster.topology.of_slot[RANGE_SLOTS[0]]].primary != victim.address
-    assert counters.snapshot()[metadata_metrics.ENGINE_TOPOLOGY_CHANGES] >= 1
+    assert counters.snapshot()[metadata_metrics.TOPOLOGY_CHANGES] >= 1
     assert cluster.away() == []
 
 
-async def test_primary_stopped_costs_one_budget(servers: EngineCluster, counters: Counters) -> None:
-    cluster = Cluster(EngineAddress(servers.seeds), budget_s=0.2, count=counters.add)
+async def test_primary_stopped_costs_one_budget(servers: ValkeyServers, counters: Counters) -> None:
+    cluster = Cluster(ValkeyAddress(servers.seeds), budget_s=0.2, count=counters.add)
     await cluster.start()
     try:
         await cluster.run_until(sets(b"1"), time.monotonic() + HEAL_S)
@@ -98,10 +98,10 @@ async def test_primary_stopped_costs_one_budget(servers: EngineCluster, counters
         answers = await cluster.run(gets())
         assert UNANSWERED in answers
         assert victim.address in cluster.away()
-        waits = counters.snapshot()[metadata_metrics.ENGINE_SHARDS_AWAY]
+        waits = counters.snapshot()[metadata_metrics.SHARDS_AWAY]
         for _ in range(20):
             await cluster.run(gets()[:1])
-        assert counters.snapshot()[metadata_metrics.ENGINE_SHARDS_AWAY] - waits <= 1, "batches do not wait for it again"
+        assert counters.snapshot()[metadata_metrics.SHARDS_AWAY] - waits <= 1, "batches do not wait for it again"
         victim.kill(signal.SIGCONT)
         await eventually(lambda: cluster.away() == [])
         assert UNANSWERED not in await cluster.run(gets(), budget_s=5.0)
@@ -110,7 +110,7 @@ async def test_primary_stopped_costs_one_budget(servers: EngineCluster, counters
         await cluster.close()
 
 
-async def test_slot_moved_is_followed(cluster: Cluster, servers: EngineCluster, counters: Counters) -> None:
+async def test_slot_moved_is_followed(cluster: Cluster, servers: ValkeyServers, counters: Counters) -> None:
     slot, tag = RANGE_SLOTS[0], TAGS[0]
     await cluster.run(sets(b"1"))
     source = primary_of_first_range(cluster, servers)
@@ -125,10 +125,10 @@ async def test_slot_moved_is_followed(cluster: Cluster, servers: EngineCluster, 
         server.call("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
     assert await cluster.run([(slot, pack("GET", tag))]) == [b"1"], "a MOVED is followed"
     await eventually(lambda: cluster.topology.shards[cluster.topology.of_slot[slot]].primary == target.address)
-    assert counters.snapshot()[metadata_metrics.ENGINE_REDIRECTIONS] >= 2
+    assert counters.snapshot()[metadata_metrics.SHARD_REDIRECTIONS] >= 2
 
 
-async def test_shard_without_servers_stays_unanswered(cluster: Cluster, servers: EngineCluster) -> None:
+async def test_shard_without_servers_stays_unanswered(cluster: Cluster, servers: ValkeyServers) -> None:
     await cluster.run(sets(b"1"))
     victim = primary_of_first_range(cluster, servers)
     shard = cluster.topology.shards[cluster.topology.of_slot[RANGE_SLOTS[0]]]
@@ -144,15 +144,15 @@ async def test_shard_without_servers_stays_unanswered(cluster: Cluster, servers:
         await cluster.run_until(gets()[:1], time.monotonic() + 0.3)
 
 
-async def test_cluster_requires_the_password(servers: EngineCluster, counters: Counters) -> None:
+async def test_cluster_requires_the_password(servers: ValkeyServers, counters: Counters) -> None:
     for server in servers.servers:
         server.call("CONFIG", "SET", "requirepass", "right")
     for credentials in (Credentials(), Credentials(password="wrong")):
         with pytest.raises(Unauthenticated, match="rejects the user or the password"):
-            await Cluster(EngineAddress(servers.seeds, credentials), budget_s=1.0, count=counters.add).start()
+            await Cluster(ValkeyAddress(servers.seeds, credentials), budget_s=1.0, count=counters.add).start()
     right = Credentials(password="right")
     assert "right" not in repr(right)
-    cluster = Cluster(EngineAddress(servers.seeds, right), budget_s=1.0, count=counters.add)
+    cluster = Cluster(ValkeyAddress(servers.seeds, right), budget_s=1.0, count=counters.add)
     await cluster.start()
     assert set(await cluster.run(sets(b"1"), budget_s=5.0)) == {b"OK"}
     await cluster.close()
@@ -185,11 +185,11 @@ async def test_server_outside_of_a_cluster_is_refused(counters: Counters) -> Non
 
     async with serving(answer) as address:
         with pytest.raises(Unsupported, match="--cluster-enabled yes"):
-            await Cluster(EngineAddress((address,)), budget_s=1.0, count=counters.add).start()
+            await Cluster(ValkeyAddress((address,)), budget_s=1.0, count=counters.add).start()
 
 
 @pytest.mark.parametrize("garbage", [b"\x00\x01\x02", b"$99999999999999999999\r\n", b"*-5\r\n?"])
 async def test_garbage_from_a_server_is_unavailable(garbage: bytes, counters: Counters) -> None:
     async with serving(lambda _: garbage) as address:
         with pytest.raises(Unavailable):
-            await Cluster(EngineAddress((address,)), budget_s=1.0, count=counters.add).start()
+            await Cluster(ValkeyAddress((address,)), budget_s=1.0, count=counters.add).start()

@@ -71,7 +71,7 @@ class Lane(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineAddress:
+class ValkeyAddress:
     """Where the cluster is and how to enter it.
 
     Args:
@@ -144,7 +144,7 @@ class Cluster:
 
     def __init__(
         self,
-        address: EngineAddress,
+        address: ValkeyAddress,
         *,
         budget_s: float,
         count: Count,
@@ -187,7 +187,7 @@ class Cluster:
 
     # ---- batches
     async def run(self, commands: Sequence[Command], *, budget_s: float | None = None, lane: Lane = Lane.READS) -> list[Answer]:
-        """Run commands, all shards at once. Returns a reply for each, or ``UNANSWERED``. Errors of the engine are replies.
+        """Run commands, all shards at once. Returns a reply for each, or ``UNANSWERED``. Errors of Valkey are replies.
 
         Args:
             commands: what to run; commands of one shard run in order.
@@ -208,7 +208,7 @@ class Cluster:
             await self._follow(commands, answers, self.budget_s if budget_s is None else budget_s, lane)
         unanswered = answers.count(UNANSWERED)
         if unanswered:
-            self._count(metadata_metrics.ENGINE_UNANSWERED, unanswered)
+            self._count(metadata_metrics.SHARD_UNANSWERED, unanswered)
         return answers
 
     async def run_until(self, commands: Sequence[Command], deadline_s: float, lane: Lane = Lane.WRITES) -> list[Reply]:
@@ -231,7 +231,7 @@ class Cluster:
                 return [replies[position] for position in range(len(commands))]
             if deadline_s - time.monotonic() <= RETRY_S:
                 away = sorted({self._name_of(commands[position][0]) for position in left})
-                raise Unavailable("the index engine does not answer", shards=", ".join(away))
+                raise Unavailable("Valkey does not answer", shards=", ".join(away))
             self._refresh.set()
             await asyncio.sleep(RETRY_S)
 
@@ -285,7 +285,7 @@ class Cluster:
                     answer = UNANSWERED
                     self._refresh.set()
                 elif code in {"MOVED", "ASK"}:
-                    self._count(metadata_metrics.ENGINE_REDIRECTIONS, 1)
+                    self._count(metadata_metrics.SHARD_REDIRECTIONS, 1)
                     if code == "MOVED":
                         self._refresh.set()
                     asking = _ASKING if code == "ASK" else b""
@@ -320,7 +320,7 @@ class Cluster:
         opened = await connect(shard.address, self._address.credentials, self._address.tls, CONNECT_S)
         if self._closed:
             opened.close()
-            raise Unavailable("the client of the index engine is closed")
+            raise Unavailable("the client of Valkey is closed")
         shard.connections[lane] = opened
         return opened
 
@@ -331,7 +331,7 @@ class Cluster:
                 if shard.connection(lane) is None:
                     await self._connect(shard, lane)
         except KVStoreError as error:
-            limited.warning("index engine unreachable: %s (%s)", shard.address, error)
+            limited.warning("Valkey unreachable: %s (%s)", shard.address, error)
             return False
         shard.up = True
         return True
@@ -340,7 +340,7 @@ class Cluster:
         if shard.up:
             shard.up = False
             shard.away_since_s = time.monotonic()
-            self._count(metadata_metrics.ENGINE_SHARDS_AWAY, 1)
+            self._count(metadata_metrics.SHARDS_AWAY, 1)
             limited.warning("index shard away: %s (%s)", shard.address, why)
         self._probe_if_away(shard)
 
@@ -382,7 +382,7 @@ class Cluster:
         except TimeoutError:
             return False
         except KVStoreError as error:
-            limited.warning("index engine unreachable: %s (%s)", shard.address, error)
+            limited.warning("Valkey unreachable: %s (%s)", shard.address, error)
             return False
         return time.monotonic() - began_s <= self.budget_s
 
@@ -398,14 +398,14 @@ class Cluster:
             try:
                 self._adopt(await self._read_topology())
             except KVStoreError as error:
-                limited.warning("index engine unreachable: %s", error)
+                limited.warning("Valkey unreachable: %s", error)
             await asyncio.sleep(PROBE_S)
 
     async def _read_topology(self) -> Topology:
         """Read the topology from any server: those in use first, then the seeds."""
         known = [shard.address for shard in self._by_number if shard.up]
         replicas = [address for nodes in self.topology.shards for address in nodes.replicas]
-        last: KVStoreError = Unavailable("no index engine answers", seeds=", ".join(self._address.seeds))
+        last: KVStoreError = Unavailable("no Valkey server answers", seeds=", ".join(self._address.seeds))
         for address in dict.fromkeys([*known, *self._address.seeds, *replicas]):
             try:
                 async with asyncio.timeout(CONNECT_S):
@@ -431,16 +431,16 @@ class Cluster:
             if rejected := refusal(reply, address):
                 raise rejected
             raise Unsupported(
-                "the index engine is not part of a cluster: start it with --cluster-enabled yes",
+                "the Valkey server is not part of a cluster: start it with --cluster-enabled yes",
                 address=address,
                 reply=str(reply),
             )
         try:
             topology = parse_cluster_slots(reply, address.rpartition(":")[0])
         except ValueError as error:
-            raise Unavailable("the index engine sent an invalid topology", address=address, cause=str(error)) from error
+            raise Unavailable("the Valkey sent an invalid topology", address=address, cause=str(error)) from error
         if not topology.shards:
-            raise Unavailable("the servers of the index engine do not form a cluster yet", address=address)
+            raise Unavailable("the Valkey servers do not form a cluster yet", address=address)
         return topology
 
     def _adopt(self, topology: Topology) -> None:
@@ -463,7 +463,7 @@ class Cluster:
         logger.info(
             "index topology changed: %d shards (slots_moved=%d, primaries=%s)", len(in_use), len(moved), ", ".join(sorted(in_use))
         )
-        self._count(metadata_metrics.ENGINE_TOPOLOGY_CHANGES, 1)
+        self._count(metadata_metrics.TOPOLOGY_CHANGES, 1)
         for shard in self._by_number:
             self._probe_if_away(shard)
         if moved and self._on_moved is not None:

@@ -67,9 +67,9 @@ class Connection(asyncio.Protocol):
             CapacityExceeded: too many commands wait for replies.
         """
         if self._transport is None or self._lost is not None:
-            raise Unavailable(self._lost or "not connected to the index engine")
+            raise Unavailable(self._lost or "not connected to Valkey")
         if self._outstanding + count > MAX_OUTSTANDING:
-            raise CapacityExceeded("too many commands wait for replies of the index engine", limit=MAX_OUTSTANDING)
+            raise CapacityExceeded("too many commands wait for replies of Valkey", limit=MAX_OUTSTANDING)
         self._waiting.append((count, [], done))
         self._outstanding += count
         self._transport.write(packed)
@@ -89,12 +89,12 @@ class Connection(asyncio.Protocol):
         self.send(packed, count, done)
         received = await replies
         if received is None:
-            raise Unavailable(self._lost or "not connected to the index engine")
+            raise Unavailable(self._lost or "not connected to Valkey")
         return received
 
     def close(self) -> None:
         """Close the connection. Requests without replies end with None."""
-        self._fail("the connection to the index engine was closed")
+        self._fail("the connection to Valkey was closed")
 
     # ---- asyncio.Protocol
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -116,10 +116,10 @@ class Connection(asyncio.Protocol):
                 self._outstanding -= count
                 done(received)
         except hiredis.ProtocolError as error:
-            self._fail(f"the index engine sent an invalid reply ({error})")
+            self._fail(f"the Valkey sent an invalid reply ({error})")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(f"the connection to the index engine was lost ({exc or 'closed by the engine'})")
+        self._fail(f"the connection to Valkey was lost ({exc or 'closed by the server'})")
 
     def _fail(self, why: str) -> None:
         if self._lost is None:
@@ -154,10 +154,10 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
             *_, answer = await connection.ask(first + pack("PING"), 2 if first else 1)
     except (OSError, TimeoutError) as error:
         connection.close()
-        raise Unavailable("no index engine answers", address=address, cause=type(error).__name__) from error
+        raise Unavailable("no Valkey server answers", address=address, cause=type(error).__name__) from error
     if isinstance(answer, hiredis.ReplyError):
         connection.close()
-        raise refusal(answer, address) or Unavailable("the index engine is not ready", address=address, reply=str(answer))
+        raise refusal(answer, address) or Unavailable("Valkey is not ready", address=address, reply=str(answer))
     return connection
 
 
@@ -165,7 +165,7 @@ def refusal(reply: hiredis.ReplyError, address: str) -> Unauthenticated | Permis
     """The error that a rejected command means, if it is about this client's identity."""
     code = str(reply).partition(" ")[0]
     if code in {"NOAUTH", "WRONGPASS"}:
-        return Unauthenticated("the index engine rejects the user or the password", address=address, reply=str(reply))
+        return Unauthenticated("Valkey rejects the user or the password", address=address, reply=str(reply))
     if code == "NOPERM":
-        return PermissionDenied("the user of the index engine may not run a command", address=address, reply=str(reply))
+        return PermissionDenied("the Valkey user may not run a command", address=address, reply=str(reply))
     return None

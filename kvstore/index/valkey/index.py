@@ -46,7 +46,7 @@ from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.valkey import keys as names
-from kvstore.index.valkey.cluster import Cluster, Command, EngineAddress, Lane
+from kvstore.index.valkey.cluster import Cluster, Command, ValkeyAddress, Lane
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
 from kvstore.index.valkey.records import (
@@ -88,7 +88,7 @@ class ValkeyIndex(PrefixIndex):
 
     def __init__(
         self,
-        address: EngineAddress,
+        address: ValkeyAddress,
         loop: asyncio.AbstractEventLoop,
         count: Count,
         lookup_budget_s: float,
@@ -109,7 +109,7 @@ class ValkeyIndex(PrefixIndex):
         self._closed = False
 
     @classmethod
-    def open(cls, address: EngineAddress, *, count: Count = count_nothing, lookup_budget_s: float = LOOKUP_BUDGET_S) -> Self:
+    def open(cls, address: ValkeyAddress, *, count: Count = count_nothing, lookup_budget_s: float = LOOKUP_BUDGET_S) -> Self:
         """Open the index with an event loop of its own, in a thread.
 
         Raises:
@@ -128,7 +128,7 @@ class ValkeyIndex(PrefixIndex):
 
     @classmethod
     async def start(
-        cls, address: EngineAddress, *, count: Count = count_nothing, lookup_budget_s: float = LOOKUP_BUDGET_S
+        cls, address: ValkeyAddress, *, count: Count = count_nothing, lookup_budget_s: float = LOOKUP_BUDGET_S
     ) -> Self:
         """Open the index on the running event loop. The same errors as ``open``."""
         index = cls(address, asyncio.get_running_loop(), count, lookup_budget_s, None)
@@ -162,7 +162,7 @@ class ValkeyIndex(PrefixIndex):
                     self._stats = await self._read_stats()
                     at_s = time.monotonic()
             except KVStoreError as error:
-                limited.warning("index engine unreachable: %s", error)
+                limited.warning("Valkey unreachable: %s", error)
                 self._changes.failed(time.monotonic(), error)
             else:
                 self._changes.succeeded(time.monotonic())
@@ -315,7 +315,7 @@ class ValkeyIndex(PrefixIndex):
         keys: list[BlockKey] = []
         for at, listing in zip(ranges, listings, strict=True):
             if not isinstance(listing, list):
-                raise Unavailable("the index engine did not list a range", range=at, reply=str(listing)[:100])
+                raise Unavailable("Valkey did not list a range", range=at, reply=str(listing)[:100])
             mine = [name for name in listing if isinstance(name, bytes) and len(name) == TAG_BYTES + KEY_BYTES]
             keys += sorted(BlockKey(name[TAG_BYTES:]) for name in mine if name.startswith(TAGS[at]))
         values = self._run([read_command(key) for key in keys])
@@ -430,7 +430,7 @@ class ValkeyIndex(PrefixIndex):
             work.close()
             if self._closed:
                 raise Unavailable("the index is closed")
-            raise Internal("a call that waits for the index engine would block the event loop")
+            raise Internal("a call that waits for Valkey would block the event loop")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(PART_S + SYNC_MARGIN_S)
 
     def _fresh(self) -> SmallState:
@@ -449,8 +449,8 @@ class ValkeyIndex(PrefixIndex):
         """Run changes of records. Servers that lack the script get it first.
 
         Raises:
-            CapacityExceeded: the engine is full.
-            Unavailable: the engine rejects a change for another reason.
+            CapacityExceeded: Valkey is full.
+            Unavailable: Valkey rejects a change for another reason.
         """
         replies = self._run(commands, Lane.WRITES)
         failed = [reply for reply in replies if isinstance(reply, hiredis.ReplyError)]
@@ -461,9 +461,9 @@ class ValkeyIndex(PrefixIndex):
         if failed:
             full = str(failed[0]).startswith("OOM")
             error: KVStoreError = (
-                CapacityExceeded("the index engine is full: raise its maxmemory or add shards", reply=str(failed[0]))
+                CapacityExceeded("Valkey is full: raise its maxmemory or add shards", reply=str(failed[0]))
                 if full
-                else Unavailable("the index engine rejects changes", reply=str(failed[0])[:200])
+                else Unavailable("Valkey rejects changes", reply=str(failed[0])[:200])
             )
             self._changes.failed(time.monotonic(), error)
             raise error
@@ -509,7 +509,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="index-engine", daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, name="valkey-index", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:

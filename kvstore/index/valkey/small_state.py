@@ -4,7 +4,7 @@ All of it lies in one hash slot, so a script changes it atomically. Every announ
 its table. A process reads these numbers ten times per second and after its own changes, and then the tables that changed. So its
 copy is at most ``POLL_S`` older than what other servers changed.
 
-If the engine lost the small state, the first server that notices creates it with another epoch. Numbers of volume epochs and
+If Valkey lost the small state, the first server that notices creates it with another epoch. Numbers of volume epochs and
 namespaces then start at a random number: records of the old epoch, on shards that lost nothing, do not name the new ones.
 """
 
@@ -183,14 +183,14 @@ class SmallStateStore:
         """
         meta, dead = await self._run([pack("HMGET", names.META, *_META_FIELDS), pack("HLEN", names.DEAD)])
         if not isinstance(meta, list) or not isinstance(dead, int):
-            raise Unavailable("the index engine sent an invalid answer", reply=str(meta)[:100])
+            raise Unavailable("the Valkey sent an invalid answer", reply=str(meta)[:100])
         if meta[1] is None:
             await self.load()
             return
         if meta[0] != FORMAT:
             found = meta[0].decode(errors="replace") if isinstance(meta[0], bytes) else meta[0]
             raise Unsupported(
-                "the index in the engine has another format: empty the engine or use another", found=found, known=FORMAT
+                "the index in Valkey has another format: empty Valkey or use another cluster", found=found, known=FORMAT
             )
         epoch, revision, *changed = [value if isinstance(value, bytes) else b"0" for value in meta[1:]]
         tables = (int(changed[0]), int(changed[1]), int(changed[2]))
@@ -260,15 +260,15 @@ class SmallStateStore:
         """Run a script on the small state, and read the state again if the script changed it.
 
         Raises:
-            Unavailable: the shard does not answer, or the engine lost the state.
+            Unavailable: the shard does not answer, or Valkey lost the state.
         """
         command = pack("EVAL", script, len(names_used), *names_used, self.state.epoch, *arguments)
         (reply,) = await self._run([command])
         if isinstance(reply, hiredis.ReplyError):
             if str(reply).startswith(_EPOCH_CHANGED):
                 await self.refresh()
-                raise Unavailable("the index engine lost its contents: register again")
-            raise Unavailable("the index engine rejected a change", reply=str(reply)[:200])
+                raise Unavailable("Valkey lost its contents: register again")
+            raise Unavailable("Valkey rejected a change", reply=str(reply)[:200])
         await self.refresh()
         values = reply if isinstance(reply, list) else [reply]
         return [value if isinstance(value, bytes) else str(value).encode() for value in values]
@@ -282,7 +282,7 @@ class SmallStateStore:
 
 def _pairs(reply: Reply) -> list[tuple[bytes, bytes]]:
     if not isinstance(reply, list):
-        raise Unavailable("the index engine sent an invalid table", reply=str(reply)[:100])
+        raise Unavailable("the Valkey sent an invalid table", reply=str(reply)[:100])
     words = [word if isinstance(word, bytes) else b"" for word in reply]
     return list(zip(words[::2], words[1::2], strict=True))
 

@@ -160,11 +160,7 @@ INDEX_RACES_LOST: Final = group.counter(
 INDEX_UNREPLICATED: Final = group.counter(
     "index_unreplicated_total", "publishes whose shard has replicas that did not confirm them in time"
 )
-ENGINE_UNANSWERED: Final = group.counter(
-    "index_engine_unanswered_total", "commands without an answer of their index shard in time"
-)
-ENGINE_REDIRECTIONS: Final = group.counter(
-    "index_engine_redirections_total", "commands that an index shard redirected to another"
-)
-ENGINE_SHARDS_AWAY: Final = group.counter("index_engine_shards_away_total", "times that a shard of the index stopped answering")
-ENGINE_TOPOLOGY_CHANGES: Final = group.counter("index_engine_topology_changes_total", "times that hash slots of the index moved")
+SHARD_UNANSWERED: Final = group.counter("index_shard_unanswered_total", "commands without an answer of their index shard in time")
+SHARD_REDIRECTIONS: Final = group.counter("index_shard_redirections_total", "commands that an index shard redirected to another")
+SHARDS_AWAY: Final = group.counter("index_shards_away_total", "times that a shard of the index stopped answering")
+TOPOLOGY_CHANGES: Final = group.counter("index_topology_changes_total", "times that hash slots of the index moved")
