@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from kvstore.core.errors import Unauthenticated, Unavailable, Unsupported
-from kvstore.embedded.valkey import ValkeyServers, ValkeyServer
-from kvstore.index.valkey.cluster import UNANSWERED, Cluster, Command, ValkeyAddress, Lane
+from kvstore.embedded.valkey import ValkeyServer, ValkeyServers
+from kvstore.index.valkey.cluster import UNANSWERED, Cluster, Command, Lane, ValkeyAddress
 from kvstore.index.valkey.connection import Credentials, pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.observe.counters import Counters

@@ -46,7 +46,7 @@ from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.valkey import keys as names
-from kvstore.index.valkey.cluster import Cluster, Command, ValkeyAddress, Lane
+from kvstore.index.valkey.cluster import Cluster, Command, Lane, ValkeyAddress
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
 from kvstore.index.valkey.records import (
