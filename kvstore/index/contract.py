@@ -55,11 +55,14 @@ class PrefixHit:
         runs: replicas; they cover ``[0, blocks)`` and may overlap.
         revision: ``PrefixIndex.revision`` of the snapshot that was read. If it differs from the caller's revision, the caller's
             set of visible volume epochs was stale.
+        unknown: number of probed records that are unknown because their shard did not answer. If it is not 0, the hit may be too
+            short.
     """
 
     blocks: int
     runs: tuple[ReplicaRun, ...]
     revision: int = field(default=0, compare=False)
+    unknown: int = field(default=0, compare=False)
 
 
 class IndexedBlock(NamedTuple):
@@ -172,6 +175,9 @@ class PrefixIndex(ABC):
             namespace: namespace of the chain.
             keys: the chain's keys from its head, 16 bytes each, concatenated.
             visible: volume epochs that can be read now.
+
+        Raises:
+            Unavailable: no probed record is known.
         """
 
     @abstractmethod

@@ -245,8 +245,7 @@ class LmdbIndex(PrefixIndex):
                     return {}
                 return replicas_of(record, volume_epochs)
 
-            hit = longest_prefix(count, probe, guesses)
-            return PrefixHit(hit.blocks, hit.runs, known.revision_number)
+            return longest_prefix(count, probe, guesses, known.revision_number)
 
         hit = self._read(work)
         self._run_ends.record_lookup(head, count, tuple([run.start + run.count for run in hit.runs]))
