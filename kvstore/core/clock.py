@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Final, Protocol
 
 
 class Clock(Protocol):
@@ -18,6 +18,15 @@ class MonotonicClock:
 
     def now_s(self) -> float:
         return time.monotonic()
+
+
+class BootTimeClock:
+    """The host's ``CLOCK_BOOTTIME``, which also counts the time while the host is suspended; without it, the monotonic clock."""
+
+    _ID: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+    def now_s(self) -> float:
+        return time.clock_gettime(self._ID)
 
 
 class ManualClock:

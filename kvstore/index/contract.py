@@ -17,7 +17,7 @@ and needs no scan. Records of closed volume epochs are removed in the background
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
 
@@ -112,6 +112,20 @@ class IndexEntry:
     namespace: NamespaceId | None
     depth: int
     replicas: tuple[tuple[VolumeEpoch, int], ...]
+
+
+class Beat(NamedTuple):
+    """The last heartbeat of a node, as the servers that share an index record it for each other.
+
+    Args:
+        boot_id: boot that sent it.
+        counter: number of the heartbeat. Another value than before means that the boot is alive; the order has no meaning.
+        report: number of the heartbeat whose contents are in the node's report note.
+    """
+
+    boot_id: BootId
+    counter: int
+    report: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +250,21 @@ class PrefixIndex(ABC):
         """All namespaces with their specs, in the order of their creation."""
 
     # ---- notes: small records of the metadata server (node registrations) ----
-    @abstractmethod
     def put_note(self, name: str, value: bytes | None, *, announce: bool = True) -> None:
-        """Store (or with None: delete) a small named value.
+        """Store or delete one note. See :meth:`put_notes`."""
+        self.put_notes({name: value}, announce=announce)
+
+    @abstractmethod
+    def put_notes(self, notes: Mapping[str, bytes | None], *, announce: bool = True) -> None:
+        """Store (or with None: delete) small named values, atomically.
 
         Args:
-            name: name of the note.
-            value: its value.
-            announce: whether `revision` grows. False for notes that change often (heartbeats, sequence numbers): other processes
-                poll those, and their caches stay valid.
+            notes: values by name.
+            announce: whether `revision` grows if a value changes. False for notes that change often (reports of nodes, sequence
+                numbers): other processes read those when they need them, and their caches stay valid.
+
+        Raises:
+            InvalidArgument: a name or a value is too long, or there are more than ``limits.MAX_NODES``.
         """
 
     @abstractmethod
@@ -252,8 +272,21 @@ class PrefixIndex(ABC):
         """The value of a note, or None."""
 
     @abstractmethod
-    def notes(self) -> dict[str, bytes]:
-        """All notes."""
+    def notes(self, prefix: str) -> dict[str, bytes]:
+        """Notes whose names begin with ``prefix``. Other notes are not read."""
+
+    # ---- heartbeats ----
+    @abstractmethod
+    def put_beats(self, beats: Mapping[NodeId, Beat | None]) -> None:
+        """Store (or with None: delete) the last heartbeats of nodes, in one batch. `revision` stays as it is.
+
+        Raises:
+            InvalidArgument: an id or a number is out of range, or there are more than ``limits.MAX_NODES``.
+        """
+
+    @abstractmethod
+    def beats(self) -> dict[NodeId, Beat]:
+        """The last heartbeats of all nodes."""
 
     @property
     @abstractmethod

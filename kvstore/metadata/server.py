@@ -10,7 +10,7 @@ from typing import Final
 
 from kvproto.v1.admin_pb2_grpc import add_MetadataAdminServicer_to_server
 from kvstore.config.metadata import MetadataConfig
-from kvstore.core.clock import Clock, MonotonicClock
+from kvstore.core.clock import BootTimeClock, Clock, MonotonicClock
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.health.host_reports import CertificateWatch
@@ -31,6 +31,7 @@ from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.maintenance import Maintenance
 from kvstore.metadata.membership.node_admin import NodeAdmin
 from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.pause import PauseWatch
 from kvstore.metadata.retention.policies import RetentionPolicies
 from kvstore.metadata.retention.settings_store import SettingsStore
 from kvstore.metadata.scheduling.planner_service import PlannerService
@@ -57,7 +58,7 @@ class MetadataServer:
     Args:
         config: configuration. ``kvstore.metadata.main`` uses ``workers`` and ``ready_file``, not this class.
         worker: number of this process among those that share the port; worker 0 sweeps the index.
-        clock: the host's monotonic clock; tests pass another one.
+        clock: the host's monotonic clock; tests pass another one, which may jump without that counting as a pause.
         counters: counters of this process.
         namespaces: specs of the previous index: engines send them only when they connect.
     """
@@ -74,6 +75,8 @@ class MetadataServer:
         self._config = config
         self._worker = worker
         self._clock = clock if clock is not None else MonotonicClock()
+        self._node_clock = clock if clock is not None else BootTimeClock()
+        self._watches_pauses = clock is None
         self.counters = counters if counters is not None else Counters()
         self.damaged = asyncio.Event()
         """Set if the index is damaged or a rebuild is requested: stop this server and start another, which rebuilds the index."""
@@ -142,7 +145,7 @@ class MetadataServer:
         config = self._config
         writes = self._writes = IndexThread("metadata-writes")
         reads = self._reads = IndexThread("metadata-reads")
-        nodes = NodeTable(index, self._clock, config.node_ttl_ms / 1000, self.counters)
+        nodes = NodeTable(index, self._node_clock, config.node_ttl_ms / 1000, self.counters)
         nodes.view()  # before the port is bound: damage shows here, and the next server needs the port
         planner = PlannerService(nodes, config.path_policy, self.counters, self._clock)
         self._event_log = self._make_event_log(index) if config.workers == 1 else None
@@ -157,7 +160,7 @@ class MetadataServer:
             planner,
             self._make_scheduler(planner, nodes) if config.workers == 1 else None,
             lookups=Lookups(index, nodes, self.counters),
-            node_admin=NodeAdmin(index, nodes, writes, reads, self.counters, self._clock),
+            node_admin=NodeAdmin(index, nodes, writes, reads, self.counters),
             retention=RetentionPolicies(
                 settings, index, nodes, writes, self.counters, self._clock, config.heartbeat_interval_ms / 2_000
             ),
@@ -221,15 +224,17 @@ class MetadataServer:
             on_tick.append(parts.scheduler.expire)
         if parts.event_log is not None:
             on_tick += [parts.event_log.expire, functools.partial(report_served, parts.event_log, parts.nodes)]
+        ttl_s = self._config.node_ttl_ms / 1000
         return Maintenance(
             parts.index,
             parts.nodes,
             parts.writes,
             self.counters,
-            ttl_s=self._config.node_ttl_ms / 1000,
+            ttl_s=ttl_s,
             forget_s=self._config.node_forget_ms / 1000,
             sweeps=self._worker == 0,
             on_tick=on_tick,
+            pauses=PauseWatch(ttl_s, parts.nodes.paused) if self._watches_pauses else None,
         )
 
     def _serve_metrics(self, listen: str, parts: MetadataParts, health: HealthMonitor) -> MetricsServer | None:

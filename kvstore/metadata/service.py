@@ -305,7 +305,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         known = view.nodes.get(node_id)
         if known is not None and known.boot_id != info.boot_id and known.control_address != info.control_address:
             patience_s = MISSED_BEATS * self._parts.heartbeat_interval_ms / 1000
-            if nodes.is_alive(node_id) and nodes.heard_within(node_id, BootId(known.boot_id), patience_s):
+            if nodes.is_alive(node_id) and nodes.heard_within(node_id, patience_s):
                 self._parts.counters.add(metadata_metrics.NODE_IDS_REFUSED)
                 raise Conflict(
                     "another live node has this id: change node.node_id of one of them, or stop it",

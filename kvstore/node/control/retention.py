@@ -87,7 +87,7 @@ class RetentionEnforcer:
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._shares: dict[str, QuotaShare] = {}
-        self._reported = self._applied_report = 0  # reports sent, and the report of the current shares
+        self._reported = self._applied_report = 0  # numbers of heartbeats: the last one, and that of the current shares
         self._joining: dict[NodeNamespace, int] = {}  # namespaces that do not count yet, and the first report that included them
         self._rules: dict[NamespaceId, tuple[float, bool]] = {}
         self._with_rules: set[NodeNamespace] = set()
@@ -185,8 +185,7 @@ class RetentionEnforcer:
         usages = [one for one in usages if one.dram_bytes or one.nvme_bytes]
         usages.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
         left_out = {one.tenant for one in usages[MAX_TENANTS_TOLD:]}
-        self._reported += 1
-        heartbeat.report = self._reported
+        self._reported = heartbeat.report
         heartbeat.tenants.extend(usages[:MAX_TENANTS_TOLD])
         for namespace in joining:
             if namespace.account is not None and namespace.account.tenant not in left_out:

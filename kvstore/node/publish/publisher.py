@@ -122,6 +122,7 @@ class IndexPublisher:
         """Why the metadata server refuses this node; None: it does not, or has not answered."""
         self._epoch = b""
         self._heartbeat_s = 0.5
+        self._heartbeats = 0
         self._sequence = 0
         self._unacknowledged: deque[tuple[metadata_pb2.PublishRequest, int]] = deque()
         # work that a broken stream leaves to the next one
@@ -433,9 +434,11 @@ class IndexPublisher:
                     read_only=self._health.why_not_writable(node_volume) if node_volume is not None else "",
                 )
             )
+        self._heartbeats += 1
         request = metadata_pb2.HeartbeatRequest(
             node_id=self._node.node_id,
             boot_id=self._boot_id,
+            report=self._heartbeats,
             usages=usages,
             findings=[one.to_proto() for one in self._health.findings()],
             unix_ms=round(time.time() * 1000),

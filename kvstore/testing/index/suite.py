@@ -22,12 +22,22 @@ import pytest
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import IndexedBlock, PrefixHit, PrefixIndex, RemovedKeys, ReplicaRun, VolumeEpoch, VolumeEpochInfo
+from kvstore.index.contract import (
+    Beat,
+    IndexedBlock,
+    PrefixHit,
+    PrefixIndex,
+    RemovedKeys,
+    ReplicaRun,
+    VolumeEpoch,
+    VolumeEpochInfo,
+)
 from kvstore.testing.index.model import Chain, IndexModel
 from kvstore.testing.index.process import IndexProcess
 
 NAMESPACE = NamespaceId(b"n" * 16)
 CHAIN = Chain.of(NAMESPACE, range(100))
+BOOT = BootId(b"b" * 16)
 
 
 class Told:
@@ -483,13 +493,86 @@ class IndexSuite:
         index.put_note("a", b"1")
         index.put_note(long, b"")
         index.put_note("a", b"2")
-        assert index.notes() == {"a": b"2", long: b""}
+        assert index.notes("") == {"a": b"2", long: b""}
         assert index.note("a") == b"2"
         assert index.note(long) == b""
         index.put_note("a", None)
         index.put_note("absent", None)
         assert index.note("a") is None
-        assert index.notes() == {long: b""}
+        assert index.notes("") == {long: b""}
+
+    def test_notes_are_selected_by_prefix(self, index: PrefixIndex) -> None:
+        # longer than a key of most stores, equal for hundreds of bytes, and multi-byte characters at any cut
+        longs = ["n/" + "ü" * 600 + end for end in ("", "a", "ab")] + ["n/" + "x" * 476 + "ü" * 40]
+        notes = {name: name.encode()[-8:] for name in ["n", "n/", "n/a", "n/ab", "n/b", "m/a", "o", "n0", *longs]}
+        index.put_notes(notes)
+        prefixes = ["", "n", "n/", "n/a", "n/ü", "n/" + "x" * 476, *longs, "n/" + "ü" * 599, "z", "n/a\0", "\U0010ffff"]
+        for prefix in prefixes:
+            assert index.notes(prefix) == {name: value for name, value in notes.items() if name.startswith(prefix)}
+
+    def test_notes_of_one_batch_are_stored_and_removed(self, index: PrefixIndex) -> None:
+        index.put_notes({"a": b"1", "b": b"2", "absent": None})
+        revision = index.revision
+        index.put_notes({"a": b"1", "b": None, "c": b"3"}, announce=False)
+        assert index.revision == revision
+        assert index.notes("") == {"a": b"1", "c": b"3"}
+        index.put_notes({"a": b"1", "b": None})
+        index.put_notes({})
+        assert index.revision == revision
+        index.put_notes({"a": b"1", "c": None})
+        assert index.revision > revision
+
+    @pytest.mark.parametrize(
+        "notes",
+        [
+            {"": b"v"},
+            {"n" * (limits.MAX_NOTE_NAME_BYTES + 1): b"v"},
+            {"good": b"v", "n": bytes(limits.MAX_NOTE_BYTES + 1)},
+            {f"n{number}": b"" for number in range(limits.MAX_NODES + 1)},
+        ],
+        ids=["no name", "long name", "long value", "many"],
+    )
+    def test_notes_beyond_limits_are_refused(self, index: PrefixIndex, notes: dict[str, bytes | None]) -> None:
+        with pytest.raises(InvalidArgument):
+            index.put_notes(notes)
+        assert index.notes("") == {}
+        index.put_note("n" * limits.MAX_NOTE_NAME_BYTES, bytes(limits.MAX_NOTE_BYTES))
+
+    # ---- heartbeats ----
+    def test_beats_are_stored_and_removed(self, index: PrefixIndex) -> None:
+        assert index.beats() == {}
+        one, long = NodeId("one"), NodeId("ü" * (limits.MAX_NAME_BYTES // 2))
+        revision = index.revision
+        beats = {one: Beat(BOOT, 1, 0), long: Beat(BOOT, 2**64 - 1, 2**64 - 1)}
+        index.put_beats(beats)
+        assert index.beats() == beats
+        index.put_beats({one: Beat(BootId(b"c" * 16), 0, 0), long: None, NodeId("absent"): None})
+        assert index.beats() == {one: Beat(BootId(b"c" * 16), 0, 0)}
+        index.put_beats({})
+        assert index.revision == revision, "heartbeats change no view"
+        assert index.notes("") == {}
+
+    def test_beats_of_as_many_nodes_as_allowed_fit(self, index: PrefixIndex) -> None:
+        beats = {NodeId(f"node-{number}"): Beat(BOOT, number, number) for number in range(limits.MAX_NODES)}
+        index.put_beats(beats)
+        assert index.beats() == beats
+
+    @pytest.mark.parametrize(
+        "beats",
+        [
+            {"": Beat(BOOT, 1, 1)},
+            {"n" * (limits.MAX_NAME_BYTES + 1): Beat(BOOT, 1, 1)},
+            {"good": Beat(BOOT, 1, 1), "n": Beat(BootId(b"short"), 1, 1)},
+            {"n": Beat(BOOT, 2**64, 1)},
+            {"n": Beat(BOOT, 1, -1)},
+            {f"n{number}": Beat(BOOT, 1, 1) for number in range(limits.MAX_NODES + 1)},
+        ],
+        ids=["no node", "long node", "short boot", "large counter", "negative report", "many"],
+    )
+    def test_beats_beyond_limits_are_refused(self, index: PrefixIndex, beats: dict[NodeId, Beat | None]) -> None:
+        with pytest.raises(InvalidArgument):
+            index.put_beats(beats)
+        assert index.beats() == {}
 
     def test_revision_changes_only_with_announced_changes(self, index: PrefixIndex) -> None:
         seen = [index.revision]
@@ -574,18 +657,17 @@ class IndexSuite:
         index.sweep(30)
         index.put_namespace(NAMESPACE, b"spec")
         index.put_note("a", b"1")
-        before = (index.epoch, index.volume_epochs(), index.namespaces(), index.notes(), index.revision, index.stats().blocks)
+        index.put_beats({NodeId("n"): Beat(BOOT, 7, 5)})
+
+        def content(one: PrefixIndex) -> tuple[object, ...]:
+            notes, beats = one.notes(""), one.beats()
+            return one.epoch, one.volume_epochs(), one.namespaces(), notes, beats, one.revision, one.stats().blocks
+
+        before = content(index)
         index.close()
         again = self.open_index(place)
         try:
-            assert (
-                again.epoch,
-                again.volume_epochs(),
-                again.namespaces(),
-                again.notes(),
-                again.revision,
-                again.stats().blocks,
-            ) == before
+            assert content(again) == before
             assert ask(again, CHAIN, {volume_epoch, dead}).blocks == 50
             while not again.sweep(30):
                 pass
@@ -606,6 +688,11 @@ class IndexSuite:
         index.publish(volume_epoch, [CHAIN.run(60, 100)], [])
         expected = PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
         assert other_process.call("lookup", NAMESPACE, CHAIN.packed, {volume_epoch}) == expected
+        other_process.call("put_notes", {"a": b"1"})
+        other_process.call("put_beats", {"n": Beat(BOOT, 7, 5)})
+        assert (index.notes("a"), index.beats()) == ({"a": b"1"}, {"n": Beat(BOOT, 7, 5)})
+        index.put_beats({NodeId("n"): Beat(BOOT, 8, 5)})
+        assert other_process.call("beats") == {"n": Beat(BOOT, 8, 5)}
         other_process.call("close_volume_epoch", volume_epoch)
         assert ask(index, CHAIN, {volume_epoch}).blocks == 0
         with pytest.raises(NotFound):
