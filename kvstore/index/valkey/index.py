@@ -8,7 +8,8 @@
 * **The rest** is small and lies in one hash slot (``small_state``), with a copy in each server.
 
 Threads: the client of the cluster lives on one event loop: the caller's, or a thread of its own. Methods may be called from any
-other thread and wait there. On the event loop itself, call only ``lookup_async`` and what reads the copy of the small state.
+other thread and wait there for fresh answers. On the event loop itself, ``lookup_async`` and methods that read the small state
+answer at once, the latter from the copy (heartbeats: at most 0.4 s old); all others raise ``Internal``.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import logging
 import re
 import threading
 import time
-from collections.abc import Container, Coroutine, Sequence
+from collections.abc import Container, Coroutine, Mapping, Sequence
 from typing import Any, Final, Self, TypeVar
 
 import hiredis
@@ -31,6 +33,7 @@ from kvstore.core.range_digests import key_range
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.checks import check_batch, check_keys, check_namespace, check_packed_keys, check_ranges, check_volume
 from kvstore.index.contract import (
+    Beat,
     IndexedBlock,
     IndexEntry,
     IndexListener,
@@ -42,9 +45,10 @@ from kvstore.index.contract import (
     VolumeEpochInfo,
 )
 from kvstore.index.counts import Count, count_nothing, report_ignored
-from kvstore.index.prefix import longest_prefix
-from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
+from kvstore.index.prefix import PrefixSearch
+from kvstore.index.record import BatchEdit, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
+from kvstore.index.small_records import check_beats, check_notes
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.cluster import Cluster, Command, Lane, ValkeyAddress
 from kvstore.index.valkey.connection import Reply, pack
@@ -77,8 +81,11 @@ REPLICATION_MS: Final = 100
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
 _KEYS_PER_RANGE: Final = 1 << 24
-STATS_S: Final = 1.0
-"""Interval at which the sizes are read."""
+_BEATS_POLLS: Final = 3
+"""Heartbeats are read with every third poll of the small state."""
+_STATS_POLLS: Final = 20
+QUIET_ASKED_S: Final = 5.0
+"""How long after a question on the event loop the notes that are not announced are read with the heartbeats."""
 _RANGES_AT_ONCE: Final = 64
 _USED_MEMORY: Final = re.compile(rb"^used_memory:(\d+)", re.MULTILINE)
 
@@ -102,8 +109,10 @@ class ValkeyIndex(PrefixIndex):
         self._abilities = Abilities()
         self._run_ends = RunEndCache()
         self._listener: IndexListener | None = None
+        self._open_visible: tuple[object, Container[VolumeEpoch], frozenset[VolumeEpoch]] = ((), frozenset(), frozenset())
         self._changes = FailureTracker()
         self._swept_to = 0
+        self._quiet_asked_s = -QUIET_ASKED_S
         self._stats = IndexStats(0, 0, 0)
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -153,14 +162,16 @@ class ValkeyIndex(PrefixIndex):
 
     async def _poll(self) -> None:
         """Keep the copy of the small state and the sizes fresh."""
-        at_s = 0.0
-        while True:
+        for turn in itertools.count():
             await asyncio.sleep(POLL_S)
             try:
                 await self._small.refresh()
-                if time.monotonic() - at_s >= STATS_S:
+                if turn % _BEATS_POLLS == 0:
+                    await self._small.refresh_beats()
+                    if time.monotonic() - self._quiet_asked_s < QUIET_ASKED_S:
+                        await self._small.refresh_quiet_notes()
+                if turn % _STATS_POLLS == 0:
                     self._stats = await self._read_stats()
-                    at_s = time.monotonic()
             except KVStoreError as error:
                 limited.warning("Valkey unreachable: %s", error)
                 self._changes.failed(time.monotonic(), error)
@@ -226,24 +237,28 @@ class ValkeyIndex(PrefixIndex):
     async def lookup_async(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
         """As ``lookup``, on the event loop of the index."""
         check_packed_keys(keys)
-        state, count = self._small.state, len(keys) // KEY_BYTES
+        state, count, head = self._small.state, len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
         known = state.namespaces.get(namespace)
         if not count or known is None:
             return PrefixHit(0, (), state.revision)
-        ordinal, volume_epochs = known.ordinal, self._visible_of(state, visible)
-        answers = await self._cluster.run(
-            [read_command(BlockKey(keys[at : at + KEY_BYTES])) for at in range(0, len(keys), KEY_BYTES)]
-        )
-
-        def probe(position: int) -> Replicas:
-            value = answers[position]
-            if not isinstance(value, bytes):
-                return {}
-            record = decode(value)
-            return {} if record[0] != ordinal or record[1] != position else replicas_of(record, volume_epochs)
-
-        hit = longest_prefix(count, probe)
-        return PrefixHit(hit.blocks, hit.runs, state.revision)
+        volume_epochs = self._visible_of(state, visible)
+        search = PrefixSearch(count, self._run_ends.of(head))
+        for positions in search:
+            names_read = [BlockKey(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions]
+            answers = await self._cluster.run([read_command(key) for key in names_read])
+            for position, answer in zip(positions, answers, strict=True):
+                if isinstance(answer, bytes):
+                    record = decode(answer)
+                    fits = record[0] == known.ordinal and record[1] == position
+                    search.found[position] = replicas_of(record, volume_epochs) if fits else {}
+                elif answer is None:
+                    search.found[position] = {}
+        hit = search.hit(state.revision)
+        if hit.unknown:
+            self._count(metadata_metrics.LOOKUPS_WITH_UNKNOWN, 1)
+        else:
+            self._run_ends.record_lookup(head, count, tuple([run.start + run.count for run in hit.runs]))
+        return hit
 
     def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
         self._fresh()
@@ -367,15 +382,33 @@ class ValkeyIndex(PrefixIndex):
         known = sorted(self._fresh().namespaces.items(), key=lambda item: item[1].ordinal)
         return [(namespace, one.spec) for namespace, one in known if one.spec is not None]
 
-    # ---- notes ----
-    def put_note(self, name: str, value: bytes | None, *, announce: bool = True) -> None:
-        self._call(self._small.put_notes([(name, value)], announce=announce))
+    # ---- notes and heartbeats ----
+    def put_notes(self, notes: Mapping[str, bytes | None], *, announce: bool = True) -> None:
+        check_notes(notes)
+        self._call(self._small.put_notes(notes, announce=announce))
 
     def note(self, name: str) -> bytes | None:
-        return self._call(self._small.note(name))
+        if not self._on_loop():
+            return self._call(self._small.note(name))
+        state = self._fresh()
+        self._quiet_asked_s = time.monotonic()
+        return state.quiet_notes.get(name, state.notes.get(name))
 
-    def notes(self) -> dict[str, bytes]:
-        return dict(self._fresh().notes)
+    def notes(self, prefix: str) -> dict[str, bytes]:
+        if not self._on_loop():
+            self._call(self._small.refresh_quiet_notes())
+        self._quiet_asked_s = time.monotonic()
+        state = self._fresh()
+        return {name: value for name, value in {**state.notes, **state.quiet_notes}.items() if name.startswith(prefix)}
+
+    def put_beats(self, beats: Mapping[NodeId, Beat | None]) -> None:
+        check_beats(beats)
+        self._call(self._small.put_beats(beats))
+
+    def beats(self) -> dict[NodeId, Beat]:
+        if not self._on_loop():
+            self._call(self._small.refresh_beats())
+        return dict(self._small.state.beats)
 
     # ---- the whole ----
     @property
@@ -499,9 +532,15 @@ class ValkeyIndex(PrefixIndex):
         name = self._small.state.named(ordinal)
         return NamespaceId(b"") if name is None else name
 
-    @staticmethod
-    def _visible_of(state: SmallState, visible: Container[VolumeEpoch]) -> Container[VolumeEpoch]:
-        return frozenset([volume_epoch for volume_epoch in state.volume_epochs if volume_epoch in visible])
+    def _visible_of(self, state: SmallState, visible: Container[VolumeEpoch]) -> Container[VolumeEpoch]:
+        """The open volume epochs among the visible ones; computed once per frozen set."""
+        judged_state, judged, open_visible = self._open_visible
+        if judged is visible and judged_state is state.volume_epochs:
+            return open_visible
+        open_visible = frozenset([volume_epoch for volume_epoch in state.volume_epochs if volume_epoch in visible])
+        if isinstance(visible, frozenset):
+            self._open_visible = state.volume_epochs, visible, open_visible
+        return open_visible
 
 
 class _LoopThread:

@@ -34,6 +34,8 @@ BOOTS: Final = SMALL_TAG + b"boots"
 DEAD: Final = SMALL_TAG + b"dead"
 NAMESPACES: Final = SMALL_TAG + b"ns"
 NOTES: Final = SMALL_TAG + b"notes"
+QUIET_NOTES: Final = SMALL_TAG + b"quiet"
+BEATS: Final = SMALL_TAG + b"beats"
 
 
 def record_name(key: BlockKey) -> bytes:
@@ -41,4 +43,4 @@ def record_name(key: BlockKey) -> bytes:
     return TAGS[key[0] << 4 | key[1] >> 4] + key
 
 
-ALL_SMALL: Final = (META, LIVES, BOOTS, DEAD, NAMESPACES, NOTES)
+ALL_SMALL: Final = (META, LIVES, BOOTS, DEAD, NAMESPACES, NOTES, QUIET_NOTES, BEATS)

@@ -13,17 +13,19 @@ from __future__ import annotations
 import secrets
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 
 import hiredis
 
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import VolumeEpoch, VolumeEpochInfo
+from kvstore.index.contract import Beat, VolumeEpoch, VolumeEpochInfo
+from kvstore.index.small_records import decode_beat, encode_beat
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.cluster import Cluster, Lane
 from kvstore.index.valkey.connection import Reply, pack
@@ -34,6 +36,9 @@ CALL_S: Final = 5.0
 """Deadline of one change."""
 _META_FIELDS: Final = ("format", "epoch", "revision", "lives", "namespaces", "notes")
 _U32: Final = struct.Struct("<I")
+_PART: Final = 1_000
+"""Notes or heartbeats per script: Lua unpacks them on a stack of limited size, and no other command runs meanwhile."""
+T = TypeVar("T")
 _EPOCH_CHANGED: Final = "EPOCHCHANGED"
 
 _GUARD: Final = f"""
@@ -94,17 +99,35 @@ return {value, announce('namespaces')}
 _PUT_NOTES: Final = (
     _GUARD
     + """
-local changed = false
+local into, other = KEYS[2], KEYS[3]
+if ARGV[2] == '0' then into, other = other, into end
+local changed, touched = false, false
 for at = 3, #ARGV, 2 do
+  local name, value = ARGV[at], string.sub(ARGV[at + 1], 2)
+  local here, there = redis.call('HGET', into, name), redis.call('HGET', other, name)
   if ARGV[at + 1] == '' then
-    changed = redis.call('HDEL', KEYS[2], ARGV[at]) == 1 or changed
-  elseif redis.call('HGET', KEYS[2], ARGV[at]) ~= string.sub(ARGV[at + 1], 2) then
-    redis.call('HSET', KEYS[2], ARGV[at], string.sub(ARGV[at + 1], 2))
-    changed = true
+    if here then redis.call('HDEL', into, name) end
+    changed = changed or here or there
+    touched = touched or here or there
+  else
+    if here ~= value then redis.call('HSET', into, name, value) end
+    changed = changed or (here ~= value and there ~= value)
+    touched = touched or here ~= value or there
   end
+  if there then redis.call('HDEL', other, name) end
 end
-if not changed or ARGV[2] == '0' then return 0 end
-return announce('notes')
+if changed and ARGV[2] == '1' then return announce('notes') end
+if touched then redis.call('HINCRBY', KEYS[1], 'notes', 1) end
+return 0
+"""
+)
+_PUT_BEATS: Final = (
+    _GUARD
+    + """
+for at = 2, #ARGV, 2 do
+  if ARGV[at + 1] == '' then redis.call('HDEL', KEYS[2], ARGV[at]) else redis.call('HSET', KEYS[2], ARGV[at], ARGV[at + 1]) end
+end
+return 0
 """
 )
 _SWEPT: Final = (
@@ -139,6 +162,10 @@ class SmallState:
     volume_epochs: Mapping[VolumeEpoch, VolumeEpochInfo] = field(default_factory=dict)
     namespaces: Mapping[NamespaceId, Namespace] = field(default_factory=dict)
     notes: Mapping[str, bytes] = field(default_factory=dict)
+    """Announced notes."""
+    quiet_notes: Mapping[str, bytes] = field(default_factory=dict)
+    """The others, if somebody asked for one lately."""
+    beats: Mapping[NodeId, Beat] = field(default_factory=dict)
     dead: int = 0
 
     def named(self, ordinal: int) -> NamespaceId | None:
@@ -211,10 +238,21 @@ class SmallStateStore:
             state = replace(state, notes=MappingProxyType({name.decode(): value for name, value in _pairs(next(rows))}))
         self.state = state
 
+    async def refresh_beats(self) -> None:
+        """Read the heartbeats of all nodes."""
+        (rows,) = await self._run([pack("HGETALL", names.BEATS)])
+        found = dict(decode_beat(value + name) for name, value in _pairs(rows))
+        self.state = replace(self.state, beats=MappingProxyType(found))
+
+    async def refresh_quiet_notes(self) -> None:
+        """Read the notes that are not announced."""
+        (rows,) = await self._run([pack("HGETALL", names.QUIET_NOTES)])
+        self.state = replace(self.state, quiet_notes=MappingProxyType({name.decode(): value for name, value in _pairs(rows)}))
+
     async def note(self, name: str) -> bytes | None:
         """A note as it is now."""
-        (value,) = await self._run([pack("HGET", names.NOTES, name)])
-        return value if isinstance(value, bytes) else None
+        values = await self._run([pack("HGET", table, name) for table in (names.QUIET_NOTES, names.NOTES)])
+        return next((value for value in values if isinstance(value, bytes)), None)
 
     # ---- changing
     async def open_volume_epoch(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> VolumeEpoch:
@@ -246,10 +284,18 @@ class SmallStateStore:
             raise CapacityExceeded("too many namespaces", limit=limits.MAX_NAMESPACES)
         return decode_namespace(value).ordinal
 
-    async def put_notes(self, notes: Sequence[tuple[str, bytes | None]], *, announce: bool) -> None:
+    async def put_notes(self, notes: Mapping[str, bytes | None], *, announce: bool) -> None:
         """Store (or with None: delete) notes."""
-        flat = [word for name, value in notes for word in (name, b"" if value is None else b"=" + value)]
-        await self._change(_PUT_NOTES, (names.META, names.NOTES), "1" if announce else "0", *flat)
+        tables = (names.META, names.NOTES, names.QUIET_NOTES)
+        for part in _parts(notes.items()):
+            flat = [word for name, value in part for word in (name, b"" if value is None else b"=" + value)]
+            await self._change(_PUT_NOTES, tables, "1" if announce else "0", *flat)
+
+    async def put_beats(self, beats: Mapping[NodeId, Beat | None]) -> None:
+        """Store (or with None: delete) heartbeats."""
+        for part in _parts(beats.items()):
+            flat = [word for node_id, beat in part for word in (node_id, b"" if beat is None else encode_beat(NodeId(""), beat))]
+            await self._change(_PUT_BEATS, (names.META, names.BEATS), *flat)
 
     async def end_sweep(self) -> int:
         """Note that the whole index was swept once. Returns the number of closed volume epochs that may still have records."""
@@ -278,6 +324,13 @@ class SmallStateStore:
             return []
         slot = names.SMALL_SLOT
         return await self._cluster.run_until([(slot, command) for command in commands], time.monotonic() + CALL_S, Lane.READS)
+
+
+def _parts(items: Iterable[T]) -> Iterator[list[T]]:
+    """The items in parts that one script takes."""
+    left = iter(items)
+    while part := list(islice(left, _PART)):
+        yield part
 
 
 def _pairs(reply: Reply) -> list[tuple[bytes, bytes]]:

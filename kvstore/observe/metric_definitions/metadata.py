@@ -164,3 +164,6 @@ SHARD_UNANSWERED: Final = group.counter("index_shard_unanswered_total", "command
 SHARD_REDIRECTIONS: Final = group.counter("index_shard_redirections_total", "commands that an index shard redirected to another")
 SHARDS_AWAY: Final = group.counter("index_shards_away_total", "times that a shard of the index stopped answering")
 TOPOLOGY_CHANGES: Final = group.counter("index_topology_changes_total", "times that hash slots of the index moved")
+LOOKUPS_WITH_UNKNOWN: Final = group.counter(
+    "metadata_lookups_with_unknown_records_total", "lookups that may be too short because an index shard did not answer"
+)
