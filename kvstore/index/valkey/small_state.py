@@ -10,6 +10,7 @@ namespaces then start at a random number: records of the old epoch, on shards th
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import struct
 import time
@@ -178,6 +179,7 @@ class SmallStateStore:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._reading = asyncio.Lock()  # else a slow read would replace the result of a later one
         self.state = SmallState()
 
     # ---- reading
@@ -208,12 +210,20 @@ class SmallStateStore:
             Unavailable: the shard does not answer.
             Unsupported: another version of this software wrote the state.
         """
+        async with self._reading:
+            found = await self._read_state()
+            if found is not None:
+                self.state = found
+        if found is None:
+            await self.load()
+
+    async def _read_state(self) -> SmallState | None:
+        """The state as it is now; None: there is none."""
         meta, dead = await self._run([pack("HMGET", names.META, *_META_FIELDS), pack("HLEN", names.DEAD)])
         if not isinstance(meta, list) or not isinstance(dead, int):
             raise Unavailable("the Valkey sent an invalid answer", reply=str(meta)[:100])
         if meta[1] is None:
-            await self.load()
-            return
+            return None
         if meta[0] != FORMAT:
             found = meta[0].decode(errors="replace") if isinstance(meta[0], bytes) else meta[0]
             raise Unsupported(
@@ -236,18 +246,21 @@ class SmallStateStore:
             state = replace(state, namespaces=MappingProxyType(found_namespaces))
         if stale[2]:
             state = replace(state, notes=MappingProxyType({name.decode(): value for name, value in _pairs(next(rows))}))
-        self.state = state
+        return state
 
     async def refresh_beats(self) -> None:
         """Read the heartbeats of all nodes."""
-        (rows,) = await self._run([pack("HGETALL", names.BEATS)])
-        found = dict(decode_beat(value + name) for name, value in _pairs(rows))
-        self.state = replace(self.state, beats=MappingProxyType(found))
+        async with self._reading:
+            (rows,) = await self._run([pack("HGETALL", names.BEATS)])
+            found = dict(decode_beat(value + name) for name, value in _pairs(rows))
+            self.state = replace(self.state, beats=MappingProxyType(found))
 
     async def refresh_quiet_notes(self) -> None:
         """Read the notes that are not announced."""
-        (rows,) = await self._run([pack("HGETALL", names.QUIET_NOTES)])
-        self.state = replace(self.state, quiet_notes=MappingProxyType({name.decode(): value for name, value in _pairs(rows)}))
+        async with self._reading:
+            (rows,) = await self._run([pack("HGETALL", names.QUIET_NOTES)])
+            found = {name.decode(): value for name, value in _pairs(rows)}
+            self.state = replace(self.state, quiet_notes=MappingProxyType(found))
 
     async def note(self, name: str) -> bytes | None:
         """A note as it is now."""
