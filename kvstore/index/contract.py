@@ -194,6 +194,10 @@ class PrefixIndex(ABC):
             Unavailable: no probed record is known.
         """
 
+    async def lookup_async(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
+        """As ``lookup``, on the event loop of the caller. An index that waits for other hosts overrides it."""
+        return self.lookup(namespace, keys, visible)
+
     @abstractmethod
     def describe(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
         """The record of each key, or None. For diagnosis: it may take milliseconds per thousand keys."""
@@ -300,3 +304,11 @@ class PrefixIndex(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the index and its files."""
+
+    async def close_async(self) -> None:
+        """As ``close``, on the event loop of the caller."""
+        self.close()
+
+    @abstractmethod
+    def request_rebuild(self) -> None:
+        """Drop all contents soon, and begin another index epoch. Nodes then register again and send their inventories."""

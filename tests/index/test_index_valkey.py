@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import PrefixIndex
-from kvstore.index.valkey.cluster import ValkeyAddress
+from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.testing.index.suite import IndexSuite
 

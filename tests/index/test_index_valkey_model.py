@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from kvstore.embedded.valkey import ValkeyServers
 from kvstore.index.contract import PrefixIndex
-from kvstore.index.valkey.cluster import ValkeyAddress
+from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.testing.index.state_machine import ClosedIndexMachine, TornIndexMachine
 from samples import sample

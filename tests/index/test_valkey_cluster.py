@@ -12,8 +12,9 @@ import pytest
 
 from kvstore.core.errors import Unauthenticated, Unavailable, Unsupported
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers
-from kvstore.index.valkey.cluster import UNANSWERED, Cluster, Command, Lane, ValkeyAddress
-from kvstore.index.valkey.connection import Credentials, pack
+from kvstore.index.valkey.address import Credentials, ValkeyAddress
+from kvstore.index.valkey.cluster import UNANSWERED, Cluster, Command, Lane
+from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics

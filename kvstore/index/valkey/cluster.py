@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import partial
 from typing import Final, TypeAlias
@@ -25,7 +23,8 @@ import hiredis
 
 from kvstore.core.errors import KVStoreError, Unavailable, Unsupported
 from kvstore.index.counts import Count
-from kvstore.index.valkey.connection import Connection, Credentials, Reply, connect, pack, refusal
+from kvstore.index.valkey.address import ValkeyAddress
+from kvstore.index.valkey.connection import Connection, Reply, connect, pack, refusal
 from kvstore.index.valkey.topology import EMPTY, NO_SHARD, Topology, parse_cluster_slots
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -68,21 +67,6 @@ class Lane(IntEnum):
 
     READS = 0
     WRITES = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ValkeyAddress:
-    """Where the cluster is and how to enter it.
-
-    Args:
-        seeds: ``host:port`` of some servers; the others are learnt from them.
-        credentials: user and password.
-        tls: None: no TLS.
-    """
-
-    seeds: tuple[str, ...]
-    credentials: Credentials = field(default_factory=Credentials)
-    tls: ssl.SSLContext | None = None
 
 
 class Shard:

@@ -6,12 +6,12 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import hiredis
 
 from kvstore.core.errors import CapacityExceeded, PermissionDenied, Unauthenticated, Unavailable
+from kvstore.index.valkey.address import Credentials
 
 Reply: TypeAlias = "bytes | int | list[Reply] | hiredis.ReplyError | None"
 
@@ -20,24 +20,17 @@ MAX_OUTSTANDING: Final = 1 << 20
 _NO_REPLY: Final = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """Identity of this client. An empty user is Valkey's user ``default``."""
-
-    user: str = ""
-    password: str = field(default="", repr=False)
-
-    def hello(self) -> bytes:
-        """The first command on a connection; empty: none is needed."""
-        if not self.password:
-            return b""
-        return pack("AUTH", self.user, self.password) if self.user else pack("AUTH", self.password)
-
-
 def pack(*words: bytes | str | int) -> bytes:
     """Encode one command."""
     packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]  # its stub has a tuple of one type
     return packed
+
+
+def _hello(credentials: Credentials) -> bytes:
+    """The first command on a connection; empty: none is needed."""
+    if not credentials.password:
+        return b""
+    return pack("AUTH", *filter(None, (credentials.user, credentials.password)))
 
 
 Done: TypeAlias = "Callable[[list[Reply] | None], None]"
@@ -150,7 +143,7 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.get_running_loop().create_connection(lambda: connection, host.strip("[]"), int(port), ssl=tls)
-            first = credentials.hello()
+            first = _hello(credentials)
             *_, answer = await connection.ask(first + pack("PING"), 2 if first else 1)
     except (OSError, TimeoutError) as error:
         connection.close()

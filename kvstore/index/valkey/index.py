@@ -22,7 +22,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Container, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from typing import Any, Final, Self, TypeVar
 
 import hiredis
@@ -50,7 +50,8 @@ from kvstore.index.record import BatchEdit, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_notes
 from kvstore.index.valkey import keys as names
-from kvstore.index.valkey.cluster import Cluster, Command, Lane, ValkeyAddress
+from kvstore.index.valkey.address import ValkeyAddress
+from kvstore.index.valkey.cluster import Cluster, Command, Lane
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
 from kvstore.index.valkey.records import (
@@ -66,7 +67,8 @@ from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
-limited = LimitedLog(logging.getLogger(__name__))
+logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
 T = TypeVar("T")
 
 LOOKUP_BUDGET_S: Final = 0.02
@@ -90,6 +92,10 @@ _RANGES_AT_ONCE: Final = 64
 _USED_MEMORY: Final = re.compile(rb"^used_memory:(\d+)", re.MULTILINE)
 
 
+def _ignore() -> None:
+    pass
+
+
 class ValkeyIndex(PrefixIndex):
     """A prefix index in a cluster. Create it with ``open``, or on an event loop with ``start``."""
 
@@ -100,9 +106,11 @@ class ValkeyIndex(PrefixIndex):
         count: Count,
         lookup_budget_s: float,
         own: _LoopThread | None,
+        on_rebuild: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._own = own
+        self._on_rebuild = on_rebuild
         self._count = count
         self._cluster = Cluster(address, budget_s=lookup_budget_s, count=count)
         self._small = SmallStateStore(self._cluster)
@@ -127,7 +135,7 @@ class ValkeyIndex(PrefixIndex):
             Unauthenticated, PermissionDenied: the cluster rejects the user.
         """
         own = _LoopThread()
-        index = cls(address, own.loop, count, lookup_budget_s, own)
+        index = cls(address, own.loop, count, lookup_budget_s, own, _ignore)
         try:
             own.run(index._start(), PART_S)
         except BaseException:
@@ -137,14 +145,19 @@ class ValkeyIndex(PrefixIndex):
 
     @classmethod
     async def start(
-        cls, address: ValkeyAddress, *, count: Count = count_nothing, lookup_budget_s: float = LOOKUP_BUDGET_S
+        cls,
+        address: ValkeyAddress,
+        *,
+        count: Count = count_nothing,
+        lookup_budget_s: float = LOOKUP_BUDGET_S,
+        on_rebuild: Callable[[], None] = _ignore,
     ) -> Self:
         """Open the index on the running event loop. The same errors as ``open``."""
-        index = cls(address, asyncio.get_running_loop(), count, lookup_budget_s, None)
+        index = cls(address, asyncio.get_running_loop(), count, lookup_budget_s, None, on_rebuild)
         try:
             await index._start()
         except BaseException:
-            await index.stop()
+            await index.close_async()
             raise
         return index
 
@@ -437,18 +450,29 @@ class ValkeyIndex(PrefixIndex):
         if self._closed:
             return
         if self._own is not None:
-            self._own.run(self.stop(), SYNC_MARGIN_S)
+            self._own.run(self.close_async(), SYNC_MARGIN_S)
             self._own.stop()
         else:
-            self._call(self.stop())
+            self._call(self.close_async())
 
-    async def stop(self) -> None:
-        """As ``close``, on the event loop of the index."""
+    async def close_async(self) -> None:
         self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._cluster.close()
+
+    def request_rebuild(self) -> None:
+        logger.warning("index rebuild requested: dropping the small state, which begins another epoch")
+        self._count(metadata_metrics.INDEX_REBUILDS_ASKED, 1)
+        if not self._on_loop():
+            self._call(self._drop())
+            return
+        self._tasks.append(self._loop.create_task(self._drop()))
+
+    async def _drop(self) -> None:
+        await self._small.drop()
+        self._on_rebuild()
 
     # ---- parts
     def _on_loop(self) -> bool:

@@ -53,6 +53,7 @@ _CREATE: Final = """
 if redis.call('HSETNX', KEYS[1], 'epoch', ARGV[1]) == 1 then
   redis.call('HSET', KEYS[1], 'format', ARGV[2], 'revision', ARGV[3], 'lives', ARGV[3], 'namespaces', ARGV[3], 'notes', ARGV[3],
              'next_life', ARGV[4], 'next_namespace', ARGV[4])
+  redis.call('HSET', KEYS[2], '0', 1)
 end
 return 1
 """
@@ -309,6 +310,10 @@ class SmallStateStore:
         for part in _parts(beats.items()):
             flat = [word for node_id, beat in part for word in (node_id, b"" if beat is None else encode_beat(NodeId(""), beat))]
             await self._change(_PUT_BEATS, (names.META, names.BEATS), *flat)
+
+    async def drop(self) -> None:
+        """Drop the small state, with all volume epochs and namespaces. The next refresh creates another epoch."""
+        await self._run([pack("DEL", *names.ALL_SMALL)])
 
     async def end_sweep(self) -> int:
         """Note that the whole index was swept once. Returns the number of closed volume epochs that may still have records."""

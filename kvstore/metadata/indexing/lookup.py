@@ -1,7 +1,8 @@
 """The hot path: one lookup on the event loop, from request to encoded answer.
 
-The index answers in tens of microseconds, so a lookup does not use a thread. The answer is made as bytes: a registration is
-encoded once per view, not once per lookup, and encoded messages of one type can be concatenated.
+The embedded index answers in tens of microseconds, so a lookup does not use a thread; an index on other hosts is awaited. The
+answer is made as bytes: a registration is encoded once per view, not once per lookup, and encoded messages of one type can be
+concatenated.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Lookups:
         stats.keys += keys
         stats.hit_blocks += hit_blocks
 
-    def answer(self, request: LookupRequest) -> bytes:
+    async def answer(self, request: LookupRequest) -> bytes:
         """Find the servable prefix of a chain and the nodes that serve it.
 
         An unregistered namespace is a miss, not an error, because the engine then simply computes the prompt.
@@ -68,15 +69,16 @@ class Lookups:
 
         Raises:
             InvalidArgument: wrong lengths or too many keys.
+            Unavailable: no shard of the index answers.
         """
         keys = request.keys
         namespace = NamespaceId(check_id(request.namespace_id, "namespace_id"))
         count = count_keys(keys)
         nodes = self._nodes
-        hit = self._index.lookup(namespace, keys, nodes.visible)
+        hit = await self._index.lookup_async(namespace, keys, nodes.visible)
         if hit.revision != nodes.revision:  # a registration since the view was read; a later one may wait for the next lookup
             nodes.view()
-            hit = self._index.lookup(namespace, keys, nodes.visible)
+            hit = await self._index.lookup_async(namespace, keys, nodes.visible)
         self._count(namespace, count, hit.blocks)
         if hit.blocks == 0:
             return b""
