@@ -22,9 +22,7 @@ Threads: any. A wait ends at the caller's deadline, or when the caller disconnec
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
 from kvstore.node.base.cancellation import wait
@@ -47,10 +45,6 @@ from kvstore.node.state.store_admission import admit
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import BlockRecord, Slot
 
-ORDER_SLICE = 256
-ORDER_TRIES = 4
-HAND_OVER_S = 1e-5
-"""Pause between two holds of the lock, so that a waiting thread gets it."""
 PENDING_SHARE = 0.75
 """Fraction of the arena that blocks waiting for write-back may occupy before stores are skipped."""
 
@@ -242,11 +236,11 @@ class BlockTable:
             for block in blocks:
                 block.pins += 1
 
-    def held(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[bool]:
-        """Return which of the keys this node holds in any tier. A hint."""
+    def find(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Block | None]:
+        """Return the blocks that this node holds in any tier. A hint: ``claim`` decides."""
+        get = self._blocks.get
         with self._lock:
-            found = (self._blocks.get(key) for key in keys)
-            return [block is not None and block.namespace is namespace for block in found]
+            return [block if (block := get(key)) is not None and block.namespace is namespace else None for key in keys]
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """End pins."""
@@ -256,12 +250,6 @@ class BlockTable:
                 if block.pins == 0 and block.lives_by_pins:
                     self.residency.release(block)
             self._changed.notify_all()
-
-    def volumes_of(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[NodeVolume | None]:
-        """Return the durable volume of each key. A hint: ``claim`` decides."""
-        with self._lock:
-            found = (self._blocks.get(key) for key in keys)
-            return [block.nvme_volume if block is not None and block.namespace is namespace else None for block in found]
 
     def claim(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> LoadClaim:
         """Reserve the right to bring keys into DRAM, so that two loads do not read the same block twice."""
@@ -522,25 +510,19 @@ class BlockTable:
         mine = [one for one in self.snapshot() if tenant is None or (one.namespace.spec and one.namespace.spec.tenant == tenant)]
         return sum(block.volatile for block in mine)
 
-    def requeue_writeback(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> int:
-        """Send keys that are in DRAM only to write-back: given up before, or not meant to be kept. Returns how many."""
+    def requeue_writeback(self, blocks: Iterable[Block | None]) -> int:
+        """Send blocks that are in DRAM only to write-back: given up before, or not meant to be kept. Returns how many."""
         if not self._writes_back:
             return 0
         sent = 0
         with self._lock:
-            for key in keys:
-                block = self._blocks.get(key)
-                if block is None or block.namespace is not namespace or block.dram is None or block.nvme is not None:
+            for block in blocks:
+                if block is None or self._blocks.get(block.key) is not block or block.dram is None:
                     continue
-                if not block.durable_remotely and not block.writing:
+                if block.nvme_volume is None and not block.durable_remotely and not block.writing:
                     self.residency.enqueue_writeback(block)
                     sent += 1
         return sent
-
-    def stop_nvme_eviction(self) -> None:
-        """Stop evicting blocks from durable volumes to free space, because the node stops."""
-        with self._lock:
-            self.residency.evicts_nvme = False
 
     def give_up_pending(self) -> int:
         """Give up all blocks that now wait for write-back, as if each had failed. Writes in progress continue."""
@@ -578,29 +560,6 @@ class BlockTable:
         """Return all blocks, parents before children if both were added in that order. For inventories."""
         with self._lock:
             return list(self._blocks.values())
-
-    def coldest_in_dram(self) -> list[BlockKey]:
-        """Return keys in DRAM, coldest first; those of kept namespaces may be left out.
-
-        The lock is held for ``ORDER_SLICE`` keys at a time. If blocks are added or evicted in between, the order is read again;
-        after ``ORDER_TRIES`` attempts it is returned incomplete.
-        """
-        found: dict[BlockKey, None] = {}
-        for _ in range(ORDER_TRIES):
-            found = {}
-            with self._lock:
-                order = self.residency.arena_evictor.every()
-                version = self.residency.arena_evictor.version
-            while True:
-                with self._lock:
-                    if self.residency.arena_evictor.version != version:
-                        break
-                    part = list(islice(order, ORDER_SLICE))
-                found.update(dict.fromkeys(part))
-                if len(part) < ORDER_SLICE:
-                    return list(found)
-                time.sleep(HAND_OVER_S)
-        return list(found)
 
     def counts(self) -> tuple[int, int]:
         """Return the number of blocks in the table, and of blocks waiting for write-back."""

@@ -102,7 +102,7 @@ def test_quarantine_does_not_remove_a_newer_replica(node: Node) -> None:
     bad = block.nvme
     assert bad is not None
     quarantine(node.table, node.volume, block, bad, node.counters)
-    node.table.requeue_writeback(node.namespace, [block.key])
+    node.table.requeue_writeback([block])
     node.write_back()
     assert block.nvme is not None
     assert block.nvme != bad

@@ -17,8 +17,8 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, VolumeId
 from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.control.drain import Drainer
-from kvstore.node.durability.requeue import requeue_dram_only
 from kvstore.node.durability.volume_checks import CheckState, VolumeChecks
+from kvstore.node.durability.volume_watch import requeue_dram_only
 from kvstore.node.durability.writeback import WriteBack
 from kvstore.node.eviction.execution import evict_all_nvme
 from kvstore.node.loads.locate import pin_stored
@@ -193,7 +193,7 @@ def test_flush_all_volumes_hung_reports_not_durable_soon(node: Node, operation: 
         assert node.load(chain) == HIT, "from DRAM"
     node.answers_again()
     wait_until(lambda: node.hung.guard.takes_changes, "the volume accepts changes again")
-    assert requeue_dram_only(node.table) == 5 * CHAIN
+    assert requeue_dram_only(node.table, node.hung) == 5 * CHAIN
     assert node.table.wait_written(node.clock.now_s() + WAIT_S)
     assert all(all(node.table.are_durable(chain)) for chain in keys)
     node.table.evict_all_clean_from_dram()

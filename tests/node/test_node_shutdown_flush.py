@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.core.errors import Internal
 from kvstore.core.types import BlockKey, VolumeId
-from kvstore.node.durability.shutdown_flush import flush_on_shutdown
+from kvstore.node.durability.shutdown_flush import flush_on_shutdown, heat_in_dram
 from kvstore.node.durability.writeback import WriteBack, WriteTarget
 from kvstore.node.eviction.execution import evict_all_nvme
 from kvstore.node.state.model import Block
@@ -119,7 +119,7 @@ def test_flush_full_volume_evicts_nothing(tmp_path: Path) -> None:
         node.turn(chain, 10)
     before = set(node.durable())
     hot = next(
-        chain for chain in range(12) if not before & chain_keys(chain) and node.table.held(node.namespace, [key_of(chain, 0)])[0]
+        chain for chain in range(12) if not before & chain_keys(chain) and node.table.find(node.namespace, [key_of(chain, 0)])[0]
     )
     for _ in range(4):
         use(node, hot)
@@ -189,9 +189,9 @@ def test_flush_storage_node_gets_parents_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_coldest_in_dram_loads_and_stores_meanwhile(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heat_in_dram_loads_and_stores_meanwhile(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is read in slices of the lock. Uses between two slices do not end it; a new block begins it again."""
-    monkeypatch.setattr("kvstore.node.table.ORDER_SLICE", 8)
+    monkeypatch.setattr("kvstore.node.durability.shutdown_flush.ORDER_SLICE", 8)
     node = SessionHarness(tmp_path, policy, (LARGE,))
     for chain in range(6):
         node.turn(chain, 10)
@@ -204,8 +204,8 @@ def test_coldest_in_dram_loads_and_stores_meanwhile(tmp_path: Path, policy: str,
         if calls == 3:
             node.turn(50, 1)
 
-    monkeypatch.setattr("kvstore.node.table.time.sleep", meanwhile)
-    order = node.table.coldest_in_dram()
+    monkeypatch.setattr("kvstore.node.durability.shutdown_flush.time.sleep", meanwhile)
+    heat = heat_in_dram(node.table)
     assert calls > 3
-    assert sorted(order) == sorted(chain_keys(*range(6)) | {key_of(50, 0)})
+    assert sorted(heat) == sorted(chain_keys(*range(6)) | {key_of(50, 0)})
     node.close()

@@ -22,7 +22,7 @@ from kvclient.memory.engine_pool import Demote
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockKey, NamespaceId, VolumeId
+from kvstore.core.types import NamespaceId, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.state.residency import Residency
@@ -193,11 +193,7 @@ class HbmPool:
             Number of evicted blocks.
         """
         if demote and self.state.demote and not self.state.lost:
-            waiting: dict[NamespaceId, list[BlockKey]] = {}
-            for block in self._table.snapshot():
-                waiting.setdefault(block.namespace_id, []).append(block.key)
-            for namespace_id, keys in waiting.items():
-                self._table.requeue_writeback(self.namespaces.get(namespace_id), keys)
+            self._table.requeue_writeback(sorted(self._table.snapshot(), key=lambda block: block.namespace_id))
             self._table.wait_written(self._clock.now_s() + timeout_s)
         self._demoter.skip_batch()
         self._table.mark_clean(self._table.snapshot())

@@ -33,10 +33,10 @@ class AdmissionGate:
 
     def reject(self, namespace: NodeNamespace, run: BlockRun) -> SlotGrant:
         """Return a store without slots: EXISTS up to the first block that is not held, SKIPPED from there on."""
-        held = self._table.held(namespace, run.keys)
-        first = held.index(False) if False in held else len(held)
-        outcomes = [StoreOutcome.EXISTS] * first + [StoreOutcome.SKIPPED] * (len(held) - first)
-        self._counters.add(node_metrics.STORE_SKIPPED_CLOSED_BLOCKS, len(held) - first)
+        found = self._table.find(namespace, run.keys)
+        skipped = len(found) - found.index(None) if None in found else 0
+        outcomes = [StoreOutcome.EXISTS] * (len(found) - skipped) + [StoreOutcome.SKIPPED] * skipped
+        self._counters.add(node_metrics.STORE_SKIPPED_CLOSED_BLOCKS, skipped)
         return SlotGrant(namespace, run, outcomes)
 
     def stores_under_way(self) -> int:

@@ -229,7 +229,7 @@ class VolumeChecks:
         check.bad += 1
         quarantine(self._table, node_volume, block, slot, self._counters)
         # after the quarantine: its commit would also remove the new copy from the catalog
-        check.rewritten_blocks += self._table.requeue_writeback(block.namespace, [block.key])
+        check.rewritten_blocks += self._table.requeue_writeback([block])
 
 
 def held_blocks(table: BlockTable, node_volume: NodeVolume) -> list[Block]:

@@ -341,7 +341,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         def flush() -> tuple[bool, int]:
             if session is None:
                 return self._table.wait_written(deadline_s), self._table.not_durable(of_tenant)
-            self._table.requeue_writeback(session.namespace, keys)
+            self._table.requeue_writeback(self._table.find(session.namespace, keys))
             return self._table.wait_written(deadline_s), self._table.are_durable(keys).count(False)
 
         in_time, missing = await self._wait_in_thread(flush)
