@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import Conflict
-from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, Tier, VolumeId
 from kvstore.node.durability.writeback import LocalTarget
-from kvstore.node.eviction.execution import evict_all_nvme, invalidate
+from kvstore.node.eviction.execution import evict_tier, invalidate
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import NodeVolume
@@ -73,8 +73,8 @@ class Node:
 
     def evict_all(self) -> None:
         self.write_back()
-        self.table.evict_all_clean_from_dram()
-        evict_all_nvme(self.table)
+        evict_tier(self.table, Tier.DRAM)
+        evict_tier(self.table, Tier.NVME)
 
     def places(self) -> dict[BlockKey, tuple[BlockKey | None, int]]:
         return {block.key: (block.parent, block.depth) for block in self.table.snapshot()}
@@ -112,7 +112,7 @@ def test_store_other_parent_is_refused(node: Node, first: BlockRun) -> None:
     with pytest.raises(Conflict, match="another parent or depth"):
         node.begin(second)
     node.end(writing)
-    for step in (lambda: None, node.write_back, node.table.evict_all_clean_from_dram):
+    for step in (lambda: None, node.write_back, lambda: evict_tier(node.table, Tier.DRAM)):
         step()
         with pytest.raises(Conflict, match="another parent or depth"):
             node.begin(second)
@@ -180,7 +180,7 @@ def test_store_any_claims_first_one_stays(history: list[tuple[object, ...]]) -> 
                 case ("write", _):
                     node.write_back()
                 case ("evict", _):
-                    node.table.evict_all_clean_from_dram()
+                    evict_tier(node.table, Tier.DRAM)
                 case ("evict all", _):
                     node.evict_all()
                 case ("pin", int(first)):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.core.clock import ManualClock
-from kvstore.core.types import BlockShape, NamespaceId, VolumeId
+from kvstore.core.types import BlockShape, NamespaceId, Tier, VolumeId
+from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
@@ -29,8 +30,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
     counters, clock = Counters(), ManualClock()
     arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=ROOM * SHAPE.block_bytes)
     log = ReplicaChangeLog([arena.volume_id], counters, clock, keep=False)
-    residency = Residency(arena, make_policy("lru"), [], log, counters, clock)
-    table = BlockTable(residency, writes_back=True, cascades_chains=request.param)
+    residency = Residency(arena, make_policy("lru"), [], log, counters, clock, cascades_chains=request.param)
+    table = BlockTable(residency, writes_back=True)
     for chain in range(ROOM // CHAIN):
         keys = [key_of(chain, depth) for depth in range(CHAIN)]
         assert len(table.claim(NAMESPACE, keys).claimed_absent) == CHAIN
@@ -73,9 +74,9 @@ def test_give_up_drops_waiting_blocks_and_finishes_writes(table: BlockTable) -> 
     assert table.give_up_pending() == 0
     assert not table.wait_written(0.0)
     # ancestors of a block that is being written stay, and so does the block
-    assert table.evict_all_clean_from_dram() == CHAIN - 4
+    assert evict_tier(table, Tier.DRAM) == CHAIN - 4
     for block in taken:
         table.writeback_failed(block)
     assert table.wait_written(0.0)
-    assert table.evict_all_clean_from_dram() == 4
+    assert evict_tier(table, Tier.DRAM) == 4
     assert table.counts() == (ROOM - CHAIN, 0)

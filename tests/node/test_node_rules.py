@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvproto.v1.metadata_pb2 import Retention
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import Tier
-from kvstore.node.eviction.execution import evict_down_to, evict_namespace, invalidate
+from kvstore.node.eviction.execution import evict_down_to, evict_namespace, evict_tier, invalidate
 from support.quota_node import BLOCK, HALF_DRAM, HALF_NVME, SKIPPED, STORED, QuotaNode
 
 
@@ -88,7 +88,7 @@ def test_ttl_blocks_in_use_or_in_write_back_stay(node: QuotaNode) -> None:
 def test_ttl_read_from_volume_counts_as_use(node: QuotaNode) -> None:
     node.set_rules((0, 60, False))
     keys = node.store_durably(1, 4)
-    node.table.evict_all_clean_from_dram()
+    evict_tier(node.table, Tier.DRAM)
     node.clock.advance(50)
     claim = node.table.claim(node.namespaces[0], keys[:2])
     node.table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
@@ -119,7 +119,7 @@ def test_pin_survives_pressure_until_unpinned(node: QuotaNode) -> None:
     assert node.is_resident(kept, 0) == [True] * 20
     assert held(node) == (20, 20)
     evict_down_to(node.table, None, 0)
-    node.table.evict_all_clean_from_dram()
+    evict_tier(node.table, Tier.DRAM)
     assert evict_down_to(node.table, node.table.node_volumes[0], 0).kept >= 20
     assert held(node) == (20, 20)
     done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)

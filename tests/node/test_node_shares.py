@@ -164,7 +164,7 @@ def test_excess_counts_blocks_that_could_not_leave(node: QuotaNode) -> None:
     with table.residency.lock:
         ((order, excess),) = over_share(table.residency, Tier.NVME)
         victims = mark_coldest_evicting(table.residency, order, excess)
-    table.cancel_nvme_eviction(victims)
+    table.residency.cancel_eviction(victims)
     with table.residency.lock:
         assert [size for _, size in over_share(table.residency, Tier.NVME)] == [8 * BLOCK]
 
@@ -179,7 +179,7 @@ def test_pins_beyond_their_part_are_searched_once(node: QuotaNode) -> None:
         victims = mark_coldest_evicting(table.residency, order, excess)
         assert victims
         assert list(beyond_kept(table.residency, Tier.NVME)) == []
-    table.cancel_nvme_eviction(victims)
+    table.residency.cancel_eviction(victims)
 
 
 # ---- pins of a tenant over its share ----
@@ -220,7 +220,7 @@ def test_share_full_of_pinned_blocks_fails_without_waiting(node: QuotaNode, monk
         waits.append(arguments)
         return False
 
-    monkeypatch.setattr(node.table, "_wait", waited)
+    monkeypatch.setattr(node.table, "wait_changed", waited)
     assert node.prepare(2, 0, 4).outcomes == [SKIPPED] * 4
     assert not waits
     node.set_rules()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import Internal
-from kvstore.core.types import BlockKey, VolumeId
+from kvstore.core.types import BlockKey, Tier, VolumeId
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown, heat_in_dram
 from kvstore.node.durability.writeback import WriteBack, WriteTarget
-from kvstore.node.eviction.execution import evict_all_nvme
+from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -89,7 +89,7 @@ def test_flush_free_slots_take_all_dram_only_blocks(tmp_path: Path, policy: str)
 def test_flush_evicted_but_hot_blocks_are_written(tmp_path: Path, policy: str) -> None:
     node = SessionHarness(tmp_path, policy, (LARGE,))
     node.turn(0, 10)
-    evict_all_nvme(node.table)
+    evict_tier(node.table, Tier.NVME)
     assert node.durable() == {}
     assert flush(node) == (True, 10)
     node.close()

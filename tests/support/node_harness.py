@@ -199,6 +199,12 @@ class NodeHarness:
         """Return a block that the node holds."""
         return next(block for block in self.table.snapshot() if block.key == key)
 
+    def coldest_on(self, node_volume: NodeVolume) -> list[BlockKey]:
+        """Return the keys of the idle blocks on a volume, coldest first."""
+        residency = self.table.residency
+        with residency.lock:
+            return [key for key, _ in residency.volume_evictor.coldest(node_volume, residency.is_idle)]
+
     def is_resident(self, keys: Sequence[BlockKey], namespace: int = 0) -> list[bool]:
         """Use blocks in DRAM. Returns which were there."""
         blocks = self.table.pin_resident(self.namespaces[namespace], keys)

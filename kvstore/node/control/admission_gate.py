@@ -41,8 +41,8 @@ class AdmissionGate:
 
     def stores_under_way(self) -> int:
         """Blocks whose slots a writer may be writing to."""
-        return self._table.stores_in_progress()
+        return len(self._table.residency.preparing)
 
     def awaits(self, keys: Iterable[BlockKey]) -> bool:
         """Whether a caller on this host already waits for one of the keys."""
-        return self._table.is_awaited(keys)
+        return any(key in self._table.residency.waiters for key in keys)

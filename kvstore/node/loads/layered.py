@@ -195,7 +195,7 @@ class LayeredLoader:
             if not fills:
                 return None
             blocks = [fill.block for fill in fills]
-            if not self._table.pin_if_pinned(blocks):
+            if not self._table.pin_again(blocks):
                 return None
             return blocks, np.stack([fill.checksums for fill in fills])
 

@@ -17,11 +17,11 @@ from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_REASON, MAX_SOURCES, MAX_TRANSFER_ID_BYTES
-from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, SessionId
+from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, SessionId, Tier
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.pull import Puller
-from kvstore.node.eviction.execution import evict_all_nvme
+from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.locate import located_runs, pin_stored
@@ -358,11 +358,10 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictResponse:  # noqa: N802, ARG002
         check_id(request.operation_id, "operation_id")  # a retry evicts again, which does no harm
-        if request.tier == common_pb2.TIER_DRAM:
-            return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(self._table.evict_all_clean_from_dram))
-        if request.tier == common_pb2.TIER_NVME:
-            return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(lambda: evict_all_nvme(self._table)))
-        raise Unsupported("only DRAM and NVMe can be evicted", tier=request.tier)
+        if request.tier not in (common_pb2.TIER_DRAM, common_pb2.TIER_NVME):
+            raise Unsupported("only DRAM and NVMe can be evicted", tier=request.tier)
+        tier = Tier.DRAM if request.tier == common_pb2.TIER_DRAM else Tier.NVME
+        return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(lambda: evict_tier(self._table, tier)))
 
     async def PullBlocks(self, request: node_pb2.PullBlocksRequest, context: Context) -> node_pb2.PullBlocksResponse:  # noqa: N802
         check_id(request.operation_id, "operation_id")  # a retry finds the blocks: EXISTS
