@@ -405,14 +405,14 @@ class BlockTable:
         mine = [one for one in self.snapshot() if tenant is None or (one.namespace.spec and one.namespace.spec.tenant == tenant)]
         return sum(block.volatile for block in mine)
 
-    def requeue_writeback(self, blocks: Iterable[Block | None]) -> int:
+    def requeue_writeback(self, blocks: Iterable[Block]) -> int:
         """Send blocks that are in DRAM only to write-back: given up before, or not meant to be kept. Returns how many."""
         if not self._writes_back:
             return 0
         sent = 0
         with self._lock:
             for block in blocks:
-                if block is None or self._blocks.get(block.key) is not block or block.dram is None:
+                if self._blocks.get(block.key) is not block or block.dram is None:
                     continue
                 if block.nvme_volume is None and not block.durable_remotely and not block.writing:
                     self.residency.enqueue_writeback(block)

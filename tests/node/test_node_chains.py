@@ -67,7 +67,7 @@ def test_dirty_victims_are_written_by_chain_or_by_leaf(table: BlockTable, reques
 
 def test_give_up_drops_waiting_blocks_and_finishes_writes(table: BlockTable) -> None:
     keys = [key_of(0, depth) for depth in range(CHAIN)]
-    table.requeue_writeback(table.find(NAMESPACE, keys))
+    table.requeue_writeback(filter(None, table.find(NAMESPACE, keys)))
     taken = table.take_pending(4, 1 << 20, 0.0)
     assert table.give_up_pending() == CHAIN - 4
     assert table.counts() == (ROOM, 4)

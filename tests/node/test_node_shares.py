@@ -84,7 +84,7 @@ def test_drain_blocks_evicted_for_quota_need_no_durability(node: QuotaNode) -> N
     assert node.table.not_durable() == 0
     node.set_shares()
     kept = node.keys(1, 20)
-    node.table.requeue_writeback(node.table.find(node.namespaces[0], kept))
+    node.table.requeue_writeback(filter(None, node.table.find(node.namespaces[0], kept)))
     node.write_back()
     assert node.table.are_durable(kept) == [True] * 20
     assert all(block.produced_here for block in node.table.snapshot()), "durable here again: that is to be kept"
