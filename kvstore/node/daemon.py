@@ -309,15 +309,15 @@ class NodeDaemon:
         return [one.spec for one in known]
 
     def _find_storage_node(self) -> PeerAddress:
-        wanted = self.config.write_back_to
-        if self.config.metadata is None or wanted is None:
+        storage_node = self.config.write_back_to
+        if self.config.metadata is None or storage_node is None:
             raise Unavailable("a storage node is found through the metadata server: set node.metadata")
         with connect(self.config.metadata, tls=self.config.tls.resolve(), token=self._token) as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
             for status in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S).nodes:
-                if status.node.node_id == wanted and status.alive:
-                    return PeerAddress(NodeId(wanted), status.node.control_address, status.node.data_address)
-        raise Unavailable("the storage node is not alive", node_id=wanted)
+                if status.node.node_id == storage_node and status.alive:
+                    return PeerAddress(NodeId(storage_node), status.node.control_address, status.node.data_address)
+        raise Unavailable("the storage node is not alive", node_id=storage_node)
 
     def _share_arena(self, session_id: SessionId) -> tuple[int, int] | None:
         if not self.sessions.connect(session_id):

@@ -54,9 +54,9 @@ def test_dirty_victims_are_written_by_chain_or_by_leaf(table: BlockTable, reques
     pending = table.take_pending(ROOM, ROOM << 20, 0.0)
     keys = {block.key for block in pending}
     # the coldest chains in full, up to the limit of one search for space; or the leaf of each
-    wanted = {key_of(chain, depth) for chain in range(4) for depth in range(CHAIN)}
+    expected = {key_of(chain, depth) for chain in range(4) for depth in range(CHAIN)}
     leaves = {key_of(chain, CHAIN - 1) for chain in range(ROOM // CHAIN)}
-    assert keys == (wanted if whole else leaves)
+    assert keys == (expected if whole else leaves)
     for block in pending:
         table.writeback_failed(block)
     slots = table.reserve(SHAPE, 4, 0.0)

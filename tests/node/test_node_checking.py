@@ -108,7 +108,7 @@ def test_quarantine_does_not_remove_a_newer_replica(node: Node) -> None:
     assert node.volume.quarantined == 1
 
 
-def test_good_copy_written_during_quarantine_stays(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_good_copy_written_during_quarantine_stays(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine stores the block again, and its write-back runs just before the catalog removes the bad replica."""
     block = node.at(3)
     bad, commit = block.nvme, node.volume.volume.commit
@@ -139,7 +139,7 @@ def test_good_copy_written_during_quarantine_stays(node: Node, monkeypatch: pyte
     brought.append(bring())
     assert StoreOutcome.STORED in brought
     assert node.at(3).nvme not in (None, bad)
-    assert dict(node.volume.volume._inner._listed())[block.key] == node.at(3).nvme, "or a restart would not find it"  # type: ignore[attr-defined]
+    assert node.after_restart(0, tmp_path)[block.key] == node.at(3).nvme
 
 
 def test_loads_continue_while_a_check_lists_blocks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

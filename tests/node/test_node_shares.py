@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
-from kvstore.core.types import BlockRun, NodeId, Tier
+from kvstore.core.types import BlockKey, BlockRun, NodeId, Tier
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.pull import FreeShares, Puller
-from kvstore.node.eviction import quotas as tenants
 from kvstore.node.eviction.execution import evict_from_volume
 from kvstore.node.eviction.quotas import beyond_kept, mark_coldest_evicting, over_share, release_durable, reserve_durable
 from kvstore.node.loads.peers import PeerAddress
@@ -189,18 +188,23 @@ def test_pinned_blocks_are_skipped_until_unpinned(node: QuotaNode, monkeypatch: 
     node.set_rules((0, 0, True))
     node.set_shares(("acme", 4, 4))
     node.enforcer.join_orders()
-    asked = []
-    rule = tenants._may_leave_dram
+    (account,) = (one for one in node.registry.accounts.all() if Tier.DRAM in one.orders)
+    policy = account.orders[Tier.DRAM].policy
+    coldest = policy.coldest
+    visited: list[BlockKey] = []
 
-    def counting(*arguments: Any) -> bool | None:
-        asked.append(arguments)
-        return rule(*arguments)
+    def counting(evictable: Callable[[BlockKey], bool | None]) -> Iterator[BlockKey]:
+        def visit(key: BlockKey) -> bool | None:
+            visited.append(key)
+            return evictable(key)
 
-    monkeypatch.setattr(tenants, "_may_leave_dram", counting)
+        return coldest(visit)
+
+    monkeypatch.setattr(policy, "coldest", counting)
     node.enforcer.enforce_quotas()
-    assert len(asked) == 30
+    assert len(visited) == 30
     node.enforcer.enforce_quotas()
-    assert len(asked) == 30, "nothing was looked at"
+    assert len(visited) == 30, "no block was visited again"
     assert held(node) == (30, 30)
     node.set_shares(("acme", 4, 4))
     node.set_rules()

@@ -185,12 +185,12 @@ def test_large_blocks_beyond_search_limit_become_durable(full: Full) -> None:
     before = full.durable(full.small)
     assert len(before) > 2 * OTHERS_LIMIT
     searches = 0
-    asked = full.table.residency.volume_evictor.victims
+    find_victims = full.table.residency.volume_evictor.victims
 
     def counted(*arguments: object) -> list[Block]:
         nonlocal searches
         searches += 1
-        return asked(*arguments)  # type: ignore[arg-type]
+        return find_victims(*arguments)  # type: ignore[arg-type]
 
     full.table.residency.volume_evictor.victims = counted  # type: ignore[method-assign]
     for count in (1, 4, 8):

@@ -92,10 +92,10 @@ class LocalTarget:
             for block in denied:
                 self._table.writeback_failed(block, denied=True)
 
-    def _reserve(self, namespace: NodeNamespace, wanted: int) -> WriteAllowance:
+    def _reserve(self, namespace: NodeNamespace, count: int) -> WriteAllowance:
         """Reserve space in the tenant's share for as many leading blocks as possible, evicting its coldest blocks."""
         for _ in range(RESERVE_TRIES):
-            allowance = reserve_durable(self._table.residency, namespace, wanted)
+            allowance = reserve_durable(self._table.residency, namespace, count)
             if not allowance.victims:
                 return allowance
             self._evict(None, allowance.victims)
