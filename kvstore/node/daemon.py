@@ -240,6 +240,7 @@ class NodeDaemon:
         self._data = self._data_server(provider, config.data_listen, self._traffic, self._nixl.serving)
         marked = KvTraffic(TrafficClass(config.kv_dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
+        self._data_servers = [self._data] if self._storage_data is None else [self._data, self._storage_data]
         self._arena_server = ArenaServer(self._arena_socket, self._share_arena, self.sessions.end)
         storage_node_failures = FailureTracker()
         target = (
@@ -488,26 +489,19 @@ class NodeDaemon:
         stores_s = self._part_of(until_s)
         while self._gate.stores_under_way() and self._clock.now_s() < stores_s:
             time.sleep(STOP_POLL_S)  # engines still copy, and will complete or abort
-        flushed = self._flush(self._part_of(until_s, STOP_PARTS - 1))
-        if lost := self.table.not_durable():
-            self.counters.add(node_metrics.STOPPED_NOT_DURABLE_BLOCKS, lost)
-            log.warning("blocks lost on stop: not durable (blocks=%d, in_time=%s)", lost, flushed)
-        servers = [self._data] if self._storage_data is None else [self._data, self._storage_data]
-        reads_s = min(self._part_of(until_s), self._clock.now_s() + STOP_CALLS_S)
-        while any(server.busy for server in servers) and self._clock.now_s() < reads_s:
-            time.sleep(STOP_POLL_S)
-        if self._publisher is not None and self.config.nvme:  # so that nodes that mount the volumes find their blocks
-            self._log.wait_published([slab.volume_id for slab in self._slabs], self._part_of(until_s))
-
-    def _flush(self, deadline_s: float) -> bool:
-        """Wait until stored blocks are durable, or the deadline. Returns whether no block waits."""
-        if not self._writes_back:
-            return self.table.wait_written(deadline_s)
-        flushed, saved = flush_on_shutdown(self.table, self._clock, deadline_s)
+        flush_until_s = self._part_of(until_s, STOP_PARTS - 1)
+        flushed, saved = flush_on_shutdown(self.table, self._clock, flush_until_s) if self._writes_back else (True, 0)
         if saved:
             self.counters.add(node_metrics.STOPPED_SAVED_BLOCKS, saved)
             log.info("DRAM-only blocks written back on stop (blocks=%d)", saved)
-        return flushed
+        if lost := self.table.not_durable():
+            self.counters.add(node_metrics.STOPPED_NOT_DURABLE_BLOCKS, lost)
+            log.warning("blocks lost on stop: not durable (blocks=%d, in_time=%s)", lost, flushed)
+        reads_s = min(self._part_of(until_s), self._clock.now_s() + STOP_CALLS_S)
+        while any(server.busy for server in self._data_servers) and self._clock.now_s() < reads_s:
+            time.sleep(STOP_POLL_S)
+        if self._publisher is not None and self.config.nvme:  # so that nodes that mount the volumes find their blocks
+            self._log.wait_published([slab.volume_id for slab in self._slabs], self._part_of(until_s))
 
     def _part_of(self, until_s: float, parts: int = 1) -> float:
         """Return the time at which some quarters of the remaining time have passed."""
@@ -528,15 +522,10 @@ class NodeDaemon:
         self._write_back.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
         self.table.close()
         self._arena_server.stop()
-        self._data.stop()
-        if self._storage_data is not None:
-            self._storage_data.stop()
-        self._servicer.close()
-        self._admin.close()
-        self._layered.close()
-        self._loader.close()
-        self._mounts.close()
-        self._peers.close()
+        for server in self._data_servers:
+            server.stop()
+        for part in (self._servicer, self._admin, self._layered, self._loader, self._mounts, self._peers):
+            part.close()
         self._liveness.close()
         self._nixl.close()
         self._lease_expiry_thread.join(2.0)

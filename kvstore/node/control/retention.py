@@ -295,12 +295,8 @@ class RetentionEnforcer:
         table = self._table
         for _ in range(BATCHES):
             with table.residency.lock:
-                given = sum(
-                    [
-                        evict_tenant_dram(table.residency, order, excess)
-                        for order, excess in over_share(table.residency, Tier.DRAM)
-                    ]
-                )
+                over = list(over_share(table.residency, Tier.DRAM))
+                given = sum(evict_tenant_dram(table.residency, order, excess) for order, excess in over)
                 victims = [
                     block
                     for order, excess in over_share(table.residency, Tier.NVME)

@@ -43,7 +43,7 @@ def validate(residency: Residency) -> None:
     _check_slots(residency.arena_evictor.reclaimer.by_slot, resident_blocks)
     for node_volume in residency.node_volumes:
         mine = (block for block in residency.blocks.values() if block.nvme_volume is node_volume)
-        durable = {slot: block for block in mine if (slot := block.nvme) is not None}
+        durable = {nvme: block for block in mine if (nvme := block.nvme) is not None}
         _check_slots(residency.volume_evictor.by_slot(node_volume), durable)
         assert all(block.nvme_volume is node_volume for block in node_volume.aside.values()), "aside, and not there"
     assert len(residency.volume_evictor) == sum(block.nvme_volume is not None for block in residency.blocks.values())
