@@ -62,10 +62,10 @@ def _hottest_first(table: BlockTable) -> list[Block]:
     """Blocks that exist only in DRAM: those of kept namespaces, then hottest first, parents before children."""
     blocks = sorted((block for block in table.snapshot() if block.only_in_dram), key=lambda block: block.depth)
     heat = heat_in_dram(table) if blocks else {}
-    most = len(heat)
+    most = max(heat.values(), default=0) + 1
     for block in reversed(blocks):
-        least = heat.setdefault(block.key, most)  # a parent is as hot as its hottest child
-        if block.parent is not None and block.parent in heat:
+        least = heat.setdefault(block.key, most)
+        if block.parent is not None and block.parent in heat:  # a parent is as hot as its hottest child
             heat[block.parent] = max(heat[block.parent], least)
     return sorted(blocks, key=lambda block: -heat[block.key])
 
