@@ -274,7 +274,7 @@ def test_plan_report_queue_is_bounded() -> None:
     for plan in range(3 * MAX_PLANS):
         reporter.tell({plan: [(0, 1)]}, finished=False)
     assert incidents.counters.get("client_reports_dropped_total") > 0
-    [thread] = set(threading.enumerate()) - before
+    [thread] = {one for one in threading.enumerate() if one.name == "kvclient-report"} - before
     reporter.close()
     server.hold.set()
     thread.join(WAIT_S)

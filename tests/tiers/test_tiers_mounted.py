@@ -33,7 +33,7 @@ def open_owner(folder: Path, capacity_bytes: int = 4 << 20, *, direct: bool = Tr
 
 def descriptor_of(path: Path) -> int:
     """Return the descriptor with which this process has a file open."""
-    [found] = [int(link.name) for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link) == str(path)]
+    [found] = [int(link.name) for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link) == str(path.resolve())]
     return found
 
 
