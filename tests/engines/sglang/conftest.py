@@ -28,11 +28,12 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the server arguments, which SGLang's trees set for the whole process."""
-    from sglang.srt import runtime_context
+def no_server() -> Iterator[None]:
+    """Run each test without a server's arguments, which SGLang's trees set for the whole process."""
+    from sglang.srt.runtime_context import RuntimeContext, get_parallel, use_context
 
-    monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", None)
+    with use_context(RuntimeContext(parallel=get_parallel())):
+        yield
 
 
 @pytest.fixture(scope="session")

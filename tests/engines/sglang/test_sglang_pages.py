@@ -273,7 +273,7 @@ def test_weights_under_the_same_name_are_not_the_same(
 
     def opened(load_format: str = "auto", quantization: str | None = None) -> Any:
         server = SimpleNamespace(model_path=str(tmp_path), load_format=load_format, quantization=quantization)
-        monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", server)
+        monkeypatch.setattr(runtime_context, "get_server_args", lambda: server)
         mark_engine_start()
         return open_backend(pool_of(), weights_epoch="")
 
