@@ -189,8 +189,8 @@ def test_corrupt_blocks_are_computed(make_bed: Callable[..., Bed]) -> None:
     engine.forget()
     assert engine.worker_side.clients[0].flush()
     slab = max(bed.cluster.volume_path("n").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-    layer = engine.worker_side.pages[0]._layers[2]
-    at = slab.read_bytes().index(bytes(layer.memory[5 * layer.stride : 5 * layer.stride + 512]))  # the fifth block of a prompt
+    (page,) = engine.worker_side.pages[0].layer_buffer(2, [5]).segments(0, 0, 1)
+    at = slab.read_bytes().index(bytes(page[:512]))  # the fifth block of a prompt
     with slab.open("r+b") as file:
         file.seek(at)
         file.write(b"\x55\xaa")
@@ -206,33 +206,26 @@ def test_corrupt_blocks_are_computed(make_bed: Callable[..., Bed]) -> None:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_what_a_step_that_raises_has_not_computed_is_not_stored(
-    raises: bool, make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_step_that_raises_has_not_computed_is_not_stored(raises: bool, make_bed: Callable[..., Bed]) -> None:
     """vLLM ends a step that raised like any other. A step inside an exception handler has not raised."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
     engine = make_bed().open()
-    forward = GPUModelRunner._model_forward
 
-    def no_space(self: Any, *args: Any, **how: Any) -> Any:
-        forward(self, *args, **how)
-        if raises:
-            raise RuntimeError("out of memory")
+    def no_space(*_: Any) -> None:
+        raise RuntimeError("out of memory")
 
     try:
         int("another error")
     except ValueError:
         if raises:
-            monkeypatch.setattr(GPUModelRunner, "_model_forward", no_space)
+            engine.llm.apply_model(lambda model: model.register_forward_hook(no_space) and None)
             with pytest.raises(RuntimeError, match="out of memory"):
                 engine.tokens(PROMPTS[:1])
         else:
             engine.tokens(PROMPTS[:1])
-    saver = engine.worker_side._store_worker
-    assert saver is not None
-    assert saver.drain(WAIT_S)
-    assert (engine.worker_side.counters.totals().get("stores", 0) == 0) == raises
+    engine.worker_side.release_pages(grace_s=WAIT_S, timeout_s=0.0)
+    totals = engine.worker_side.counters.totals()
+    assert (totals.get("stores", 0) == 0) == raises
+    assert "stores_dropped" not in totals, "the stores ended by themselves"
 
 
 def test_a_store_without_space_skips(make_bed: Callable[..., Bed]) -> None:
@@ -313,17 +306,19 @@ def test_a_request_that_is_aborted_while_it_loads(make_bed: Callable[..., Bed]) 
     engine.forget()
     pool = engine.core.scheduler.kv_cache_manager.block_pool
     before = pool.get_num_free_blocks()
-    session = bed.cluster.node("n").process
-    session.send_signal(signal.SIGSTOP)  # the node hangs: the load neither ends nor fails
+    loads = Gate(engine.worker_side.clients[0], "start_load")
+    loads.open()
+    node = bed.cluster.node("n").process
+    node.send_signal(signal.SIGSTOP)  # the node hangs: the load neither ends nor fails
     try:
         add(engine, "aborted", PROMPTS[0])
-        wait_until(lambda: bool(engine.worker_side._loads_in_flight), "a load began", step=engine.llm.llm_engine.step)
+        wait_until(loads.inside.is_set, "a load began", step=engine.llm.llm_engine.step)
+        assert pool.get_num_free_blocks() < before
         engine.llm.llm_engine.abort_request(["aborted"])
         wait_until(lambda: not engine.llm.llm_engine.has_unfinished_requests(), "gone", step=engine.llm.llm_engine.step)
-        wait_until(lambda: not engine.worker_side._loads_in_flight, "the load has ended", step=engine.llm.llm_engine.step)
+        wait_until(lambda: pool.get_num_free_blocks() == before, "the load has ended", step=engine.llm.llm_engine.step)
     finally:
-        session.send_signal(signal.SIGCONT)
-    wait_until(lambda: pool.get_num_free_blocks() == before, "its pages are free", step=engine.llm.llm_engine.step)
+        node.send_signal(signal.SIGCONT)
     assert engine.counters()["loads_aborted"] == 1
     assert engine.tokens(PROMPTS) == right
 

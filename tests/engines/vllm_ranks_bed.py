@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ def is_shown(worker: Any) -> bool:
     from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
     from kvclient.engines.vllm.identity.namespaces import chain_spec
 
-    (client,) = get_kv_transfer_group()._worker.clients  # type: ignore[attr-defined]
+    (client,) = get_kv_transfer_group().worker_side.clients  # type: ignore[attr-defined]
     chain = KeyChain(chain_spec([replace(client.spec, shard_rank=0)]))
     keys = NamespaceKeyMask(chain.spec.namespace, client.spec.namespace).keys(chain.keys(text(1, TOKENS)))
     end_s = time.monotonic() + SHOWN_S
@@ -67,10 +68,8 @@ def bind() -> None:
 
 def processors(worker: Any) -> tuple[int, int]:
     """In each worker: how many may compute, and how many store."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    saver = get_kv_transfer_group()._worker._store_worker  # type: ignore[attr-defined]
-    return len(os.sched_getaffinity(0)), len(os.sched_getaffinity(saver._thread.native_id if saver is not None else 0))
+    storing = [thread.native_id or 0 for thread in threading.enumerate() if thread.name == "kvstore-save"]
+    return len(os.sched_getaffinity(0)), len(os.sched_getaffinity(storing[0] if storing else 0))
 
 
 def main() -> None:
