@@ -52,8 +52,8 @@ TIMEOUT_S = 280.0
 # ---- the same tokens ----
 def test_cache_loads_what_another_process_stored(models: Callable[[str], Any], shared: LocalCluster, connect: Connect) -> None:
     script = [sys.executable, str(Path(__file__).with_name("generate_bed.py"))]
-    place = [shared.metadata_address, shared.node("n").local_socket, str(models.folder)]  # type: ignore[attr-defined]
-    subprocess.run([*script, *place, *FAMILIES], check=True, timeout=TIMEOUT_S)
+    arguments = [shared.metadata_address, shared.node("n").local_socket, str(models.folder)]  # type: ignore[attr-defined]
+    subprocess.run([*script, *arguments, *FAMILIES], check=True, timeout=TIMEOUT_S)
     for family in FAMILIES:
         model, ids = models(family), prompt()
         fresh = greedy(model, ids) if family != "deepseek" else with_local_prefix(model, ids, HIT)  # the latter computes in bf16
@@ -262,11 +262,11 @@ def test_a_cache_of_another_prompt_is_refused(llama: Any, shared: LocalCluster, 
 
 
 def test_keys_are_of_what_was_fed_and_not_of_what_was_said(llama: Any, shared: LocalCluster, connect: Connect) -> None:
-    store, said, fed = connect(shared, llama), prompt(31), prompt(32)
-    with store.cache(said) as cache:
+    store, announced, fed = connect(shared, llama), prompt(31), prompt(32)
+    with store.cache(announced) as cache:
         assert greedy(llama, fed, past_key_values=cache) == greedy(llama, fed)
     until_all_shown(store, cache)
-    assert store.cache(said).loaded_tokens == 0
+    assert store.cache(announced).loaded_tokens == 0
     assert answer(store, fed) == (greedy(llama, fed), HIT)
 
 

@@ -67,8 +67,8 @@ def test_a_cache_of_another_kind_is_generates_own_affair(llama: Any, shared: Loc
     assert store.stats()["hook_bypassed_total"] == 2
 
 
-def _steer(_module: object, _given: object, said: Any) -> Any:
-    return (said[0] + 3.0, *said[1:]) if isinstance(said, tuple) else said + 3.0
+def _steer(_module: object, _inputs: object, output: Any) -> Any:
+    return (output[0] + 3.0, *output[1:]) if isinstance(output, tuple) else output + 3.0
 
 
 def _push(_module: object, given: tuple[Any, ...]) -> Any:
@@ -94,8 +94,8 @@ STEERED: dict[str, Callable[[Any], Callable[[], None]]] = {
 }
 
 
-def _steer_first(module: object, given: object, said: Any) -> Any:
-    return said + 3.0 if isinstance(module, torch.nn.Embedding) else None
+def _steer_first(module: object, _inputs: object, output: Any) -> Any:
+    return output + 3.0 if isinstance(module, torch.nn.Embedding) else None
 
 
 @pytest.mark.parametrize("how", STEERED)

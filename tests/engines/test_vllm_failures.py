@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm_bed import BLOCK, VllmDriver, VllmEngine, text, tiny
+from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
 
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
@@ -41,24 +41,15 @@ class Bed:
         self.folder = folder
         self.cluster = cluster
         self.store = StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
-        self.engine: VllmEngine | None = None
+        self._single = SingleEngine()
 
     def open(self, family: str = "llama", *, mode: str = "async", policy: str = "recompute", **options: Any) -> VllmEngine:
-        self.close()
-        how = options.pop("engine", {})
+        engine = options.pop("engine", {})
         driver = VllmDriver(tiny(family, self.folder), family, load_mode=mode, policy=policy)
-        self.engine = driver.open(self.store, options, **how)
-        return self.engine
+        return self._single.open(driver, self.store, options, **engine)
 
     def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+        self._single.close()
 
 
 @pytest.fixture
@@ -343,9 +334,9 @@ def test_vllm_hung_server_delays_no_later_request(server: str, make_bed: Callabl
         waits = [answer(at % len(PROMPTS)) for at in range(6)]
     finally:
         process.send_signal(signal.SIGCONT)
-    alone = bed.folder, engine.counters()
+    counts = engine.counters()
     bed.close()
-    plain = VllmDriver(tiny("llama", alone[0])).open(None)
+    plain = VllmDriver(tiny("llama", bed.folder)).open(None)
     try:
         computed = []
         for prompt in PROMPTS:
@@ -357,7 +348,7 @@ def test_vllm_hung_server_delays_no_later_request(server: str, make_bed: Callabl
         plain.close()
     assert waits[0] <= max(computed) + MOST_WAIT_S, waits
     assert min(waits[2:]) <= max(computed) + SOON_S, (waits, computed)
-    assert alone[1].get("bugs", 0) == 0
+    assert counts.get("bugs", 0) == 0
 
 
 @pytest.mark.parametrize("connector_too", [False, True])
@@ -443,14 +434,14 @@ def test_events_salts_and_metrics(make_bed: Callable[..., Bed]) -> None:
     assert [token for event in stored for token in event.token_ids][: len(PROMPTS[0])] == PROMPTS[0][: 500 // BLOCK * BLOCK]
     assert {event.medium for event in stored} == {"KVSTORE"}
     engine.forget()
-    asked = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("a", "b")]
+    prompts = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("a", "b")]
     from vllm import SamplingParams
 
     for _ in range(2):
-        for prompt in asked:
+        for prompt in prompts:
             answer = engine.llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0]
             assert answer.num_cached_tokens == 0, "other salts share nothing"
-        asked = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("c", "d")]
+        prompts = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("c", "d")]
     metrics = {metric.name: metric for metric in engine.llm.get_metrics()}
     assert metrics["vllm:kvstore_store_bytes"].value > 0
     assert metrics["vllm:kvstore_lookups"].value >= 5

@@ -15,10 +15,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm_bed import BLOCK, VllmDriver, VllmEngine, text, tiny
+from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
 
 from kvclient import KVClient, LoadHandle
-from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.tiny_models import Family
 from kvstore.testing.connector.driver import StoreAddress
 
@@ -38,45 +37,30 @@ def hits(engine: VllmEngine) -> list[int]:
     return [(len(prompt) - 1) // engine.block_tokens * engine.block_tokens for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreAddress]:
-    with LocalCluster([NodeSpec("n", dram_bytes=256 * MIB)], tmp_path_factory.mktemp("store")) as cluster:
-        yield StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
-
-
 @pytest.fixture
 def opened(folder: Path) -> Iterator[Open]:
     """Opens engines, one at a time, and closes them."""
-    engines: list[VllmEngine] = []
+    single = SingleEngine()
 
     def open_engine(store: StoreAddress | None, family: str = "llama", mode: str = "async", **engine: Any) -> VllmEngine:
-        while engines:
-            engines.pop().close()
         options = engine.pop("options", {})
-        engines.append(VllmDriver(tiny(family, folder), family, load_mode=mode).open(store, options, **engine))
-        return engines[0]
+        return single.open(VllmDriver(tiny(family, folder), family, load_mode=mode), store, options, **engine)
 
     yield open_engine
-    while engines:
-        engines.pop().close()
+    single.close()
 
 
 @pytest.fixture(scope="module")
 def elsewhere(folder: Path, store: StoreAddress, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Answers of another process, computed and from its own prefix cache; it stored the KV."""
-    prompts = tmp_path_factory.mktemp("said") / "prompts.json"
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.json"
     prompts.write_text(json.dumps(PROMPTS))
     script = Path(__file__).with_name("vllm_bed.py")
     argv = [sys.executable, str(script), store.metadata, store.node, str(folder), str(prompts), *FAMILIES]
     done = subprocess.run(argv, env=os.environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
 def spoil(engine: VllmEngine) -> None:
@@ -144,9 +128,9 @@ def watch_pages(engine: VllmEngine) -> list[bool]:
             same.extend(content(0, page) == stored[key] for key, page in zip(lookup.keys, part.block_ids, strict=True))
 
     def arrived(plan: Any, finished: set[str]) -> Any:
-        came = arrivals(plan, finished)
-        compare([job for job in under_way if job.request_id in came.received])
-        return came
+        completions = arrivals(plan, finished)
+        compare([job for job in under_way if job.request_id in completions.received])
+        return completions
 
     def end_forward(plan: Any, **how: Any) -> None:
         end(plan, **how)

@@ -194,8 +194,8 @@ class VllmEngine:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling)
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        answers: list[Any] = self.llm.generate(asked, params, use_tqdm=False, lora_request=adapter)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answers: list[Any] = self.llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
         return answers
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, adapter: Any = None) -> list[Generated]:
@@ -256,6 +256,27 @@ class VllmEngine:
         _spare_later_engines()
 
 
+class SingleEngine:
+    """Holds at most one open engine, because vLLM keeps a connector and distributed groups in globals."""
+
+    def __init__(self) -> None:
+        self._engine: VllmEngine | None = None
+
+    def open(
+        self, driver: VllmDriver, store: StoreAddress | None, options: Mapping[str, object] = {}, **engine: object
+    ) -> VllmEngine:
+        """Close the open engine, and open another one."""
+        self.close()
+        self._engine = driver.open(store, options, **engine)
+        return self._engine
+
+    def close(self) -> None:
+        """Close the open engine, if there is one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
 @cache
 def _spare_later_engines() -> None:
     """Skip work that vLLM repeats for every engine, although this process has done it.
@@ -279,15 +300,15 @@ def main() -> None:
     parser.add_argument("families", nargs="+")
     given = parser.parse_args()
     prompts = json.loads(Path(given.prompts).read_text())
-    said: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for family in given.families:
         engine = VllmDriver(tiny(family, Path(given.folder)), family).open(StoreAddress(given.metadata, given.node))
         fresh = [one.tokens for one in engine.one_by_one(prompts)]
         assert engine.flush()
         cached = [one.tokens for one in engine.one_by_one(prompts)]
-        said[family] = {"fresh": fresh, "cached": cached}
+        answers[family] = {"fresh": fresh, "cached": cached}
         engine.close()
-    print(json.dumps(said))
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

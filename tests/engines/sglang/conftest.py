@@ -17,9 +17,9 @@ HERE = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    named = [Path(argument.split("::")[0]).resolve() for argument in config.args]
-    asked = any(path == HERE or HERE in path.parents for path in named)
-    return None if asked and importlib.util.find_spec("sglang") is not None else True
+    named_paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    is_named = any(path == HERE or HERE in path.parents for path in named_paths)
+    return None if is_named and importlib.util.find_spec("sglang") is not None else True
 
 
 def pytest_configure() -> None:
