@@ -143,7 +143,7 @@ def test_router_pairs_hand_prompts_over(bed: PdBed, pairs: RouterProcess, oracle
     assert bed.counts(bed.decode)["prompts"] == before + 8
 
 
-def completed(router: RouterProcess, model: str, prompt: list[int], **extra: Any) -> list[int]:
+def complete(router: RouterProcess, model: str, prompt: list[int], **extra: Any) -> list[int]:
     """Return the tokens of a greedy completion; ``extra`` are further fields of the request."""
     how = {"temperature": 0, "extra_body": {**GREEDY["extra_body"], **extra}}
     return token_ids_of(client(router).completions.create(model=model, prompt=prompt, max_tokens=8, **how).model_dump())
@@ -181,12 +181,12 @@ def test_router_adapters_loaded_at_run_time(bed: PdBed, router: RouterProcess, o
     for model, tokens in right.items():
         bed.only_in_storage()
         before = hit_blocks(bed)
-        assert completed(router, model, prompt) == tokens
+        assert complete(router, model, prompt) == tokens
         assert hit_blocks(bed) == before, "adapters do not share KV"
     for model, tokens in right.items():
         bed.only_in_storage()
         before = hit_blocks(bed)
-        assert completed(router, model, prompt) == tokens
+        assert complete(router, model, prompt) == tokens
         assert hit_blocks(bed) == before + whole
 
     make_adapter(bed.model, tmp_path / adapter, 7)  # new weights in the same folder
@@ -195,7 +195,7 @@ def test_router_adapters_loaded_at_run_time(bed: PdBed, router: RouterProcess, o
     serve_adapter(bed, router, adapter, tmp_path / adapter)
     bed.only_in_storage()  # vLLM's own prefix cache identifies an adapter by its name alone
     before = hit_blocks(bed)
-    assert completed(router, adapter, prompt) == Oracle(bed.model, tmp_path / adapter).says(prompt, 8) != right[adapter]
+    assert complete(router, adapter, prompt) == Oracle(bed.model, tmp_path / adapter).says(prompt, 8) != right[adapter]
     assert hit_blocks(bed) == before
     assert sum(bed.counts(bed.engines.engine(one)).get("adapters_unknown", 0) for one in (PREFILL, DECODE)) > 0
 
@@ -207,7 +207,7 @@ def test_router_equal_cache_salt_shares_blocks(bed: PdBed, router: RouterProcess
         for salt in salts:
             bed.only_in_storage()
             before = hit_blocks(bed)
-            assert completed(router, "tiny", prompt, **({"cache_salt": salt} if salt else {})) == oracle.says(prompt, 8)
+            assert complete(router, "tiny", prompt, **({"cache_salt": salt} if salt else {})) == oracle.says(prompt, 8)
             assert hit_blocks(bed) == before + hit
 
 
