@@ -587,6 +587,11 @@ class KVClient:
         return self._context.incidents.counters
 
     @property
+    def metrics_address(self) -> str | None:
+        """Address of ``/metrics`` and ``/loads``, with the port that was chosen; None: not served. See ``metrics_listen``."""
+        return self._metrics.address if self._metrics is not None else None
+
+    @property
     def recent_loads(self) -> RecentLoads:
         """The last loads, with the slowest ones and their causes."""
         return self._context.accounting.recent
