@@ -27,8 +27,8 @@ from kvclient.device.driver import CudaDriver
 from kvclient.device.layouts import PagedCache
 from kvclient.device.pinned_range import PinnedRange, cpus_near
 from kvclient.memory.device_buffer import PoolMemory
+from kvstore.native import address_of
 from kvstore.observe.counters import Counters
-from kvstore.transport.layout import address_of
 
 HEAD_START_CYCLES = 400_000_000
 """Cycles of the device's clock, about 0.2 s: longer than enqueueing a load and the concurrent products."""

@@ -38,8 +38,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process.node_id import check_node_id
 from kvstore.rpc.address import host_and_port
-from kvstore.rpc.auth.interceptor import caller_name, host_of_peer, require_tenant, tenant
-from kvstore.rpc.auth.tenant_limits import TenantLimit
+from kvstore.rpc.auth.interceptor import TenantLimit, caller_name, host_of_peer, require_tenant, tenant
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 
-from kvstore.native.batch import CopyBatch, Kernel, Sums
+from kvstore.native.batch import Kernel
 from kvstore.native.c_kernel import CKernel
 from kvstore.native.python_kernel import PythonKernel
 from kvstore.native.self_check import failed_check
@@ -47,15 +47,7 @@ def fallback_calls() -> int:
     return _fallback.calls
 
 
-def run(batch: CopyBatch, sums: Sums | None = None) -> None:
-    """Copy the pieces of a batch, compute checksums of their parts, or both; see ``Kernel.run``.
-
-    Raises:
-        Rejected: the batch is wrong; no byte was moved.
-    """
-    _chosen.run(batch, sums)
-
-
-def hash_parts(view: memoryview, size: int) -> Sums:
-    """Return the checksums of consecutive parts of ``size`` bytes of contiguous memory, which is not empty."""
-    return _chosen.hash(view, size)
+run = _chosen.run
+"""Copy the pieces of a batch, compute checksums of their parts, or both; see ``Kernel.run``."""
+hash_parts = _chosen.hash
+"""Return the checksums of consecutive parts of contiguous memory; see ``Kernel.hash``."""

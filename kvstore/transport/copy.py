@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.buffers import BlockBuffer
+from kvstore.core.buffers import BlockBuffer, Layout, Positions, positions
 from kvstore.core.errors import InvalidArgument
 from kvstore.native import CopyBatch, bounds_of, run
 from kvstore.transport.contract import Checksums
 from kvstore.transport.layer_hasher import LayerHasher
-from kvstore.transport.layout import Layout, Positions, positions
 
 Offsets = npt.NDArray[np.uint64] | npt.NDArray[np.int64] | Sequence[int]
 

@@ -23,8 +23,7 @@ from kvstore.core.types import BlockShape, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.tiers.contract import Slot
-from kvstore.tiers.memory_volume import MemoryVolume
-from kvstore.tiers.slot_pool import SlotPool
+from kvstore.tiers.slot_pool import MemoryVolume, SlotPool
 from kvstore.transport.copy import copy_from_arena, copy_to_arena
 
 _log = logging.getLogger(__name__)

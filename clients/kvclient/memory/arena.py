@@ -16,8 +16,8 @@ from kvstore.core.buffers import BlockBuffer, ScatteredBlocks
 from kvstore.core.checksum import ChecksumArray, block_checksums
 from kvstore.core.errors import Internal, KVStoreError
 from kvstore.core.types import BlockShape, SessionId
+from kvstore.native import address_of
 from kvstore.transport.copy import copy_from_arena, copy_to_arena
-from kvstore.transport.layout import address_of
 from kvstore.transport.shm import ArenaMapping, open_arena
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvstore.core import limits
-from kvstore.core.buffers import BlockBuffer
+from kvstore.core.buffers import BlockBuffer, Layout
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import (
     DeadlineExceeded,
@@ -45,7 +45,6 @@ from kvstore.transport.contract import (
     ReadResult,
     WriteRequest,
 )
-from kvstore.transport.layout import Layout
 from kvstore.transport.liveness import LivenessMonitor, data_plane
 from kvstore.transport.shaping.traffic import KvTraffic
 from kvstore.transport.tcp import frames
