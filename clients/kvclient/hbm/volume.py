@@ -17,6 +17,7 @@ import torch
 
 from kvclient.hbm import memory
 from kvclient.hbm.tensors import stretches, until_done
+from kvclient.memory.arena import copy_from_arena, copy_to_arena
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockShape, Tier, VolumeId
@@ -24,7 +25,6 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.slot_pool import MemoryVolume, SlotPool
-from kvstore.transport.copy import copy_from_arena, copy_to_arena
 
 _log = logging.getLogger(__name__)
 
