@@ -3,12 +3,16 @@
 A block's checksums are ``layers`` unsigned 64-bit integers; packed, they are little-endian. Larger blocks are hashed by the
 native kernel without the interpreter lock, and tiny ones by xxhash, whose call is cheaper. Golden vectors:
 ``tests/core/golden/checksums.json``.
+
+Range digests compare key sets without sending the keys. Key space has 4,096 ranges, by the first 12 bits of the key. The digest
+of a range is the XOR of xxh3-64 (seed 0) over the 16-byte keys held in it: order does not matter, and each added or removed key
+changes it by one XOR. The number of keys is sent with it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Final
 
@@ -18,7 +22,7 @@ import xxhash
 
 from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.types import BlockShape
+from kvstore.core.types import BlockKey, BlockShape
 from kvstore.native import CopyBatch, address_of, hash_parts, run
 
 ChecksumArray = npt.NDArray[np.uint64]
@@ -182,3 +186,16 @@ class LayerHasher:
         assert self._done == len(self._digests), "the pieces must be as long as the layer blocks"
         assert not self._partial_bytes, "the last layer block is incomplete"
         return self._digests
+
+
+def key_range(key: BlockKey) -> int:
+    """Range of key space (0 to 4,095) that contains a key."""
+    return key[0] << 4 | key[1] >> 4
+
+
+def digest_keys(keys: Iterable[BlockKey]) -> int:
+    """Digest of one range: XOR of xxh3-64 over its keys; 0 for an empty range."""
+    digest = 0
+    for key in keys:
+        digest ^= _digest(key)
+    return digest

@@ -17,7 +17,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.testing.transport_suite import BUFFERS, dense, layer_major, padded
 from kvstore.transport.addresses import format_address, parse_address
-from kvstore.transport.breaker import CircuitBreaker
+from kvstore.transport.liveness import CircuitBreaker
 from kvstore.transport.tcp.striped_read import MAX_UNIT_BYTES, UNIT_KEYS, budget_ms, split_read
 from kvstore.transport.wire import PlainWire
 
