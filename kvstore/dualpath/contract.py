@@ -12,7 +12,7 @@ All values are immutable by convention. Types with many instances per decision a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeAlias
@@ -92,24 +92,6 @@ class PlanRequest:
 
 Span: TypeAlias = tuple[int, int]
 """(start, count): blocks ``start`` … ``start + count`` - 1 of a request."""
-
-
-def spans_of(arrived: Sequence[bool] | bytes, start: int = 0) -> Iterator[Span]:
-    """Iterate over the spans of true flags.
-
-    Args:
-        arrived: one flag (or byte: 0 is false) per block.
-        start: block of the first flag.
-    """
-    begin: int | None = None
-    for position, flag in enumerate(arrived):
-        if flag and begin is None:
-            begin = position
-        elif not flag and begin is not None:
-            yield start + begin, position - begin
-            begin = None
-    if begin is not None:
-        yield start + begin, len(arrived) - begin
 
 
 class Share(NamedTuple):

@@ -267,7 +267,7 @@ class Planner:
         Args:
             plan_id: the plan.
             part: index of the part that failed.
-            arrived: (start, count) of blocks *of this part* that arrived, numbered as in the request; see ``spans_of``.
+            arrived: (start, count) of blocks *of this part* that arrived, numbered as in the request.
             now: current time.
 
         Returns:
