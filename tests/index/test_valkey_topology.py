@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.range_digests import key_range
+from kvstore.core.checksum import key_range
 from kvstore.core.types import BlockKey
 from kvstore.index.valkey import keys
 from kvstore.index.valkey.connection import pack

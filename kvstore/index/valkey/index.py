@@ -28,8 +28,8 @@ from typing import Any, Final, Self, TypeVar
 import hiredis
 
 from kvstore.core import limits
+from kvstore.core.checksum import key_range
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
-from kvstore.core.range_digests import key_range
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.checks import check_batch, check_keys, check_namespace, check_packed_keys, check_ranges, check_volume
 from kvstore.index.contract import (
