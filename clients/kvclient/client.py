@@ -55,6 +55,7 @@ from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.slow_loads import RecentLoads
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable
+from kvstore.rpc.failover.addresses import MetadataAddresses
 
 if TYPE_CHECKING:
     from kvstore.observe.http import MetricsServer
@@ -112,7 +113,8 @@ class KVClient:
             client = KVClient.connect("127.0.0.1:7400", spec, options=ClientOptions(require_store=False))
 
         Args:
-            metadata: address of the metadata server, ``host:port``; None: only the local node is asked.
+            metadata: address of the metadata server, ``host:port``; of several servers, separated by commas, or a DNS name of
+                several; None: only the local node is asked.
             spec: the namespace.
             node: address of the local node (``unix:/path`` or ``host:port``); ``"auto"``: a living node whose unix socket is on
                 this host, if there is one; None: none, bytes travel over TCP to and from other nodes.
@@ -139,11 +141,11 @@ class KVClient:
         incidents = LimitedLog(logging.getLogger("kvclient"), options.log_interval_s, clock.now_s)
         if metadata is None and (node is None or node == "auto"):
             raise InvalidArgument("connect requires a metadata server, a node, or both")
+        addresses = None if metadata is None else MetadataAddresses.parse(metadata)
         liveness = watch_servers(tls, incidents.counters)
-        server = liveness.server(metadata or "")
         metadata_client = None
-        if metadata is not None:
-            metadata_client = MetadataClient(metadata, spec, tls, clock, options, incidents, server)
+        if addresses is not None:
+            metadata_client = MetadataClient(addresses, spec, tls, clock, options, incidents, liveness)
         peers = PeerPool(spec, tls, options, incidents, liveness)
         local = finder = None
         end_s = clock.now_s() + options.connect_deadline_s

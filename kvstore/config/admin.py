@@ -13,6 +13,7 @@ from kvstore.config.values import DurationMs, Size
 from kvstore.core.errors import InvalidArgument
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.address import check_address, is_unix, stays_on_host
+from kvstore.rpc.failover.addresses import MetadataAddresses
 
 
 class AdminSection(Section):
@@ -65,7 +66,7 @@ class AdminConfig(AdminSection):
             InvalidArgument: an invalid address, or a remote address without tokens or TLS.
         """
         check_address(self.listen)
-        check_address(self.metadata)
+        MetadataAddresses.parse(self.metadata)
         serve_tls = self.tls.resolve()
         if is_unix(self.listen):
             raise InvalidArgument("the admin server listens on TCP only; set admin.listen to HOST:PORT", listen=self.listen)

@@ -14,7 +14,8 @@ from kvstore.config.values import DurationMs, Size, parse_list
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import KEY_BYTES, NamespaceId, NodeId, Tier
-from kvstore.rpc.address import check_address, check_metrics_address, stays_on_host
+from kvstore.rpc.address import check_metrics_address, stays_on_host
+from kvstore.rpc.failover.addresses import MetadataAddresses
 
 _ENDPOINT: Final = re.compile(r"(?P<kind>tcp|ipc)://(?P<rest>.+)")
 
@@ -117,7 +118,7 @@ class EventsConfig(EventsSection):
         Raises:
             InvalidArgument: an invalid endpoint, or a remote address that was not allowed.
         """
-        check_address(self.metadata)
+        MetadataAddresses.parse(self.metadata)
         self._check_endpoint(self.zmq, binds=not self.connect)
         if self.replay is not None:
             self._check_endpoint(self.replay, binds=True)

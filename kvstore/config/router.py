@@ -14,6 +14,7 @@ from kvstore.config.values import DurationMs, Size, parse_list
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_address, stays_on_host
+from kvstore.rpc.failover.addresses import MetadataAddresses
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:-]+")
 _Engines = Annotated[tuple[str, ...], BeforeValidator(parse_list)]
@@ -95,7 +96,7 @@ class RouterConfig(RouterSection):
         if not _NAME.fullmatch(self.name) or len(self.name) > limits.MAX_NAME_BYTES // 2:
             raise InvalidArgument("a router's name may contain only letters, digits and _ . : -", got=self.name)
         if self.metadata is not None:
-            check_address(self.metadata)
+            MetadataAddresses.parse(self.metadata)
         elif self.policy == "scheduler":
             raise InvalidArgument(
                 "policy scheduler requires a metadata server; set router.metadata, or use least_loaded or round_robin"

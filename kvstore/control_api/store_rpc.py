@@ -24,6 +24,7 @@ from kvstore.rpc.auth.interceptor import ON_BEHALF
 from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
+from kvstore.rpc.failover.connect import connect_metadata_aio
 
 T = TypeVar("T")
 _Metadata = list[tuple[str, str]]
@@ -81,7 +82,7 @@ class StoreRpc:
     def __init__(self, endpoint: StoreEndpoint, counters: Counters) -> None:
         self._endpoint = endpoint
         self._counters = counters
-        self._channel = connect_aio(endpoint.metadata, tls=endpoint.tls, token=endpoint.token)
+        self._channel = connect_metadata_aio(endpoint.metadata, tls=endpoint.tls, token=endpoint.token, counters=counters)
         target = Target(
             server="the metadata server",
             address=endpoint.metadata,

@@ -103,13 +103,14 @@ def _nodes(
     """Nodes that the metadata server knows. Their addresses are not verified, so they get the token for reading."""
     from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
     from kvstore.cli.ping.round_trips import PingOutcome, PingTarget, ServerKind
-    from kvstore.rpc.client import call, connect
+    from kvstore.rpc.client import call
+    from kvstore.rpc.failover.connect import connect_metadata
 
     if metadata.outcome is not PingOutcome.ANSWERED:
         return
     tls = config.client.tls.resolve()
     try:
-        with connect(config.client.metadata, tls=tls, token=own) as channel:
+        with connect_metadata(config.client.metadata, tls=tls, token=own) as channel:
             known = call(metadata_pb2_grpc.MetadataStub(channel).ListNodes, metadata_pb2.ListNodesRequest(), timeout_s).nodes
     except KVStoreError as error:
         metadata.failed(str(error))
