@@ -55,9 +55,9 @@ SHOWN_AT_ZERO: Final = {
     "metadata": ("metadata_", "index_", "rpc_", "tenant_"),
     "node": (
         "anti_", "arena_", "cascaded_", "device_", "drain", "evicted_", "failover_", "gds_", "heartbeat", "index_ranges_",
-        "inventories_", "lease_expiry_", "leases_", "load_", "located_", "mount_", "node_", "nvme_", "peer_", "prefill_", "decode_",
-        "prompt", "publish_", "quarantined_", "recovery_", "register", "registrations_", "retention_", "roster_", "rpc_", "sessions_",
-        "staged_", "store", "tenant_", "transport_", "unregister_", "volume_check", "volume_stall", "write_back_",
+        "inventories_", "lease_expiry_", "leases_", "load_", "located_", "mount_", "node_", "nvme_", "peer_", "prefill_",
+        "decode_", "prompt", "publish_", "quarantined_", "recovery_", "register", "registrations_", "retention_", "roster_",
+        "rpc_", "sessions_", "staged_", "store", "tenant_", "transport_", "unregister_", "volume_check", "volume_stall", "write_back_",
     ),
     "router": ("router_", "failover_"),
     "events": ("events_", "client_events_", "failover_"),
