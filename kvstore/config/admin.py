@@ -24,7 +24,8 @@ class AdminSection(Section):
         description="address of the HTTP service; port 0: any free port; none: kvstore up starts no admin server",
     )
     metadata: str = Field(
-        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server that the page and the REST show"
+        default=DEFAULT_METADATA_ADDRESS,
+        description="metadata servers that page and REST show: HOST:PORT, a list, or a DNS name",
     )
     tokens_file: Path | None = Field(
         default=None,

@@ -24,7 +24,8 @@ class EventsSection(Section):
     """The publisher of block events in vLLM's KV event format."""
 
     metadata: str = Field(
-        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server whose block events are published"
+        default=DEFAULT_METADATA_ADDRESS,
+        description="metadata servers whose block events are published: HOST:PORT, a list, or a DNS name",
     )
     zmq: str | None = Field(
         default=None, description="endpoint of the PUB socket: tcp://HOST:PORT or ipc://PATH; port *: any free port"

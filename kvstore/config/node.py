@@ -95,7 +95,8 @@ class NodeSection(Section):
         default=None, description="folder of the unix sockets; the path must be short. Unset: one folder per node id"
     )
     metadata: str | None = Field(
-        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server that the node registers with"
+        default=DEFAULT_METADATA_ADDRESS,
+        description="metadata servers that the node registers with: HOST:PORT, a list, or a DNS name",
     )
     dram_bytes: Memory = Field(
         default=1 << 30, gt=0, description="size of the DRAM arena, in bytes or as a share of the host's memory such as 80%"

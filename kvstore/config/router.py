@@ -32,7 +32,8 @@ class RouterSection(Section):
         description="choice of the engine: by the metadata server's scheduler, the least loaded engine, or in turn",
     )
     metadata: AddressOrNone = Field(
-        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server; none: no scheduler and no lookups"
+        default=DEFAULT_METADATA_ADDRESS,
+        description="metadata servers: HOST:PORT, a list, or a DNS name; none: no scheduler and no lookups",
     )
     name: str = Field(default="router", description="name of this pool of engines at the scheduler")
     report: bool = Field(default=True, description="report engine load; if several routers share a pool, exactly one reports")

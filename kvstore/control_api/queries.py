@@ -60,7 +60,7 @@ class Queries:
         """Health, versions and counts.
 
         Args:
-            address: address of the metadata server, for display.
+            address: the setting that names the metadata servers, for display.
         """
         server = await self._rpc.server()
         return models.Cluster(
@@ -68,6 +68,10 @@ class Queries:
             admin_version=kvstore.__version__,
             metadata_version=server.version,
             metadata_address=address,
+            metadata_servers=[
+                models.MetadataServer(address=one.address, state=one.condition, used=one.used)
+                for one in await self._rpc.metadata_servers()
+            ],
             metadata_workers=server.workers,
             metadata_uptime_s=server.uptime_ms / 1000,
             index_epoch=server.index_epoch.hex(),

@@ -10,6 +10,7 @@ from kvstore.control_api.schemas.base import RequestModel, ResponseModel
 from kvstore.control_api.schemas.health import ClusterHealth
 from kvstore.core import limits
 from kvstore.core.keys import MAX_TOKEN
+from kvstore.rpc.failover.selection import Condition
 
 TierName = Literal["hbm", "dram", "nvme"]
 PolicyName = Literal["prefill_only", "round_robin", "shorter_queue", "split"]
@@ -47,12 +48,23 @@ class Health(ResponseModel):
 
 
 # ---- cluster ----
+class MetadataServer(ResponseModel):
+    """One of the metadata servers."""
+
+    address: str = Field(description="its address", examples=["10.0.0.1:7400"])
+    state: Condition = Field(
+        description="usable; on_trial: it answers again, and is used again after some seconds; away: it does not answer"
+    )
+    used: bool = Field(description="calls of the admin server go to it", examples=[True])
+
+
 class Cluster(ClusterHealth):
     """Summary of the store."""
 
     admin_version: str = Field(description="version of the admin server", examples=["0.2.0"])
     metadata_version: str = Field(description="version of the metadata server", examples=["0.2.0"])
-    metadata_address: str = Field(description="address of the metadata server", examples=["127.0.0.1:7400"])
+    metadata_address: str = Field(description="address of the metadata server, or of several", examples=["127.0.0.1:7400"])
+    metadata_servers: list[MetadataServer] = Field(description="all metadata servers, by address")
     metadata_workers: Count = Field(
         description="processes of the metadata server; each plans and counts separately", examples=[1]
     )

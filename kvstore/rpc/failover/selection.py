@@ -69,7 +69,7 @@ class Condition(StrEnum):
     """Condition of one server."""
 
     USABLE = "usable"
-    TRIAL = "on trial"
+    TRIAL = "on_trial"
     AWAY = "away"
 
 

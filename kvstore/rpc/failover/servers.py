@@ -23,7 +23,7 @@ from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.failover.addresses import MetadataAddresses
 from kvstore.rpc.failover.resolver import Resolver, resolve, system_resolver
-from kvstore.rpc.failover.selection import CallPlacement, Failure, Reason, ServerChange, ServerSelection
+from kvstore.rpc.failover.selection import CallPlacement, Condition, Failure, Reason, ServerChange, ServerSelection
 from kvstore.rpc.health_probe import HealthProbe
 from kvstore.transport.liveness import LivenessMonitor, WatchedServer
 
@@ -47,12 +47,12 @@ class MetadataServerState:
 
     Attributes:
         address: its address.
-        condition: ``usable``, ``on trial`` or ``away``.
+        condition: its condition.
         used: whether calls go to it.
     """
 
     address: str
-    condition: str
+    condition: Condition
     used: bool
 
 
@@ -205,9 +205,29 @@ class MetadataServers:
         with self._lock:
             used = {self._selection.current(placement) for placement in self._used}
             return [
-                MetadataServerState(address, self._selection.condition(address).value, address in used)
+                MetadataServerState(address, self._selection.condition(address), address in used)
                 for address in sorted(self._selection.addresses)
             ]
+
+    def check_idle(self, timeout_s: float) -> None:
+        """Probe the servers that no call goes to, so that ``states`` shows those that are away. Blocks up to ``timeout_s``."""
+        idle = [state.address for state in self.states() if not state.used and state.condition is Condition.USABLE]
+        waits = []
+        for address in idle:
+            ended = threading.Event()
+            answers: list[bool] = []
+
+            def record(answered: bool, ended: threading.Event = ended, answers: list[bool] = answers) -> None:
+                answers.append(answered)
+                ended.set()
+
+            self._probe(address, timeout_s, record)
+            waits.append((address, ended, answers))
+        until_s = time.monotonic() + timeout_s
+        for address, ended, answers in waits:
+            ended.wait(max(0.0, until_s - time.monotonic()))
+            if not any(answers):
+                self.failed(address, Failure.REFUSED)
 
     def close(self) -> None:
         """Stop all probes."""
