@@ -56,6 +56,7 @@ from kvstore.observe.slow_loads import RecentLoads
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable
 from kvstore.rpc.failover.addresses import MetadataAddresses
+from kvstore.rpc.failover.servers import MetadataServerState
 
 if TYPE_CHECKING:
     from kvstore.observe.http import MetricsServer
@@ -592,6 +593,14 @@ class KVClient:
     def recent_loads(self) -> RecentLoads:
         """The last loads, with the slowest ones and their causes."""
         return self._context.accounting.recent
+
+    @property
+    def metadata_servers(self) -> list[MetadataServerState]:
+        """The metadata servers that the client knows, with the one in use; empty without a metadata server.
+
+        Example: ``[server.address for server in client.metadata_servers if server.used]``
+        """
+        return [] if self._context.metadata is None else self._context.metadata.servers()
 
     @property
     def local_node(self) -> NodeId | None:

@@ -25,8 +25,7 @@ from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
 from kvstore.rpc.failover.aio_channel import AioFailoverChannel
-from kvstore.rpc.failover.connect import connect_metadata_aio
-from kvstore.rpc.failover.selection import Condition
+from kvstore.rpc.failover.connect import connect_metadata_aio, states_of
 from kvstore.rpc.failover.servers import MetadataServerState
 
 T = TypeVar("T")
@@ -124,10 +123,9 @@ class StoreRpc:
 
     async def metadata_servers(self) -> list[MetadataServerState]:
         """The metadata servers that are configured or named by DNS, with their state."""
-        if not isinstance(self._channel, AioFailoverChannel):
-            return [MetadataServerState(self._endpoint.metadata, Condition.USABLE, used=True)]
-        await asyncio.to_thread(self._channel.servers.check_idle, _IDLE_CHECK_S)
-        return self._channel.servers.states()
+        if isinstance(self._channel, AioFailoverChannel):
+            await asyncio.to_thread(self._channel.servers.check_idle, _IDLE_CHECK_S)
+        return states_of(self._channel, self._endpoint.metadata)
 
     async def server(self) -> pb.DescribeServerResponse:
         """State of the metadata server."""

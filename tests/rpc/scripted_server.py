@@ -54,7 +54,7 @@ class ScriptedServer(grpc.GenericRpcHandler):
     """A server at a fixed address: start, stop and start again.
 
     Args:
-        address: where it listens; port 0: any free port.
+        address: to listen on; port 0: any free port.
     """
 
     def __init__(self, address: str = "127.0.0.1:0") -> None:

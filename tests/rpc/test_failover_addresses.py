@@ -1,4 +1,4 @@
-"""Settings that name several metadata servers: which texts are accepted, what errors say, which names are resolved."""
+"""Settings that name several metadata servers: accepted texts, errors, resolution of names."""
 
 from __future__ import annotations
 

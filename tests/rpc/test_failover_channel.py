@@ -1,4 +1,4 @@
-"""Calls to several metadata servers over real sockets: what is repeated, what is executed once, streams, DNS, all away."""
+"""Calls to several metadata servers over real sockets: repetition, execution at most once, streams, DNS, all away."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Pair:
         return bytes(made(b"", timeout=timeout_s, **more)).decode()
 
     def condition(self, server: ScriptedServer) -> str:
-        states = self.channel.states()  # type: ignore[attr-defined]
+        states = self.channel.servers.states()  # type: ignore[attr-defined]
         return next(state.condition for state in states if state.address == server.address)
 
     def close(self) -> None:
@@ -294,7 +294,7 @@ def test_name_changed_after_failure_is_followed() -> None:
                 return False
 
         wait_until(follows)
-        assert [state.address for state in channel.states()] == [new.address]  # type: ignore[attr-defined]
+        assert [state.address for state in channel.servers.states()] == [new.address]  # type: ignore[attr-defined]
     new.stop()
 
 

@@ -32,7 +32,7 @@ class ServerPair(LocalCluster):
 
     @property
     def metadata_address(self) -> str:
-        """Both addresses: what nodes and clients are given."""
+        """Both addresses, for nodes and clients."""
         return self.setting
 
     def start_metadata(self) -> Daemon:

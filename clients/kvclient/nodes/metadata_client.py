@@ -30,7 +30,8 @@ from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call
 from kvstore.rpc.codec import spec_to_proto, tier_from_proto
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
 from kvstore.rpc.failover.addresses import MetadataAddresses
-from kvstore.rpc.failover.connect import connect_metadata
+from kvstore.rpc.failover.connect import connect_metadata, states_of
+from kvstore.rpc.failover.servers import MetadataServerState
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.liveness import LivenessMonitor
 
@@ -177,6 +178,10 @@ class MetadataClient:
         if node_id not in known:
             raise NotFound("no living node has this id", node_id=node_id)
         return known[node_id]
+
+    def servers(self) -> list[MetadataServerState]:
+        """Return the metadata servers with their state."""
+        return states_of(self._channel, self.address)
 
     # ---- plans ----
     def plan_load(

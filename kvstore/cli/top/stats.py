@@ -10,7 +10,8 @@ from kvstore.cli.support import output
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 if TYPE_CHECKING:
-    from kvstore.control_api.schemas.store import Activity, Cluster, LoadTimes, Node, Unreached, Volume
+    from kvstore.control_api.schemas.cluster import Cluster
+    from kvstore.control_api.schemas.store import Activity, LoadTimes, Node, Unreached, Volume
 
 REACHES: Final = ("dram", "nvme", "peer", "none")
 """Farthest source of a load; ``none``: no hit."""

@@ -13,7 +13,7 @@ from kvstore.core.errors import Unavailable
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.failover.attempts import UnaryAttempts
 from kvstore.rpc.failover.rpc_rules import rule_of
-from kvstore.rpc.failover.servers import MetadataServers, MetadataServerState
+from kvstore.rpc.failover.servers import MetadataServers
 
 # arguments and results of a stub's methods, passed through
 Given = Any
@@ -37,10 +37,6 @@ class AioFailoverChannel(grpc.aio.Channel):
         self._open_channel = open_channel
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
-
-    def states(self) -> list[MetadataServerState]:
-        """Return the servers with their state."""
-        return self.servers.states()
 
     def channel_to(self, address: str) -> grpc.aio.Channel:
         """Return the channel to one server."""

@@ -12,7 +12,7 @@ from kvstore.core.errors import Unavailable
 from kvstore.rpc.failover.attempts import UnaryAttempts, failure_of, unavailable
 from kvstore.rpc.failover.rpc_rules import RpcRule, rule_of
 from kvstore.rpc.failover.selection import Failure
-from kvstore.rpc.failover.servers import MetadataServers, MetadataServerState, Open
+from kvstore.rpc.failover.servers import MetadataServers, Open
 from kvstore.transport.liveness import WatchedServer
 
 # arguments and results of a stub's methods, passed through
@@ -40,10 +40,6 @@ class FailoverChannel(grpc.Channel):
         self._retired: list[grpc.Channel] = []
         self._streams: weakref.WeakSet[FailoverStream] = weakref.WeakSet()
         servers.on_change = self._on_change
-
-    def states(self) -> list[MetadataServerState]:
-        """Return the servers with their state."""
-        return self.servers.states()
 
     def channel_to(self, address: str) -> grpc.Channel:
         """Return the channel to one server.

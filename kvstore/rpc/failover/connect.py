@@ -15,7 +15,8 @@ from kvstore.rpc.failover.addresses import MetadataAddresses
 from kvstore.rpc.failover.aio_channel import AioFailoverChannel
 from kvstore.rpc.failover.channel import FailoverChannel
 from kvstore.rpc.failover.resolver import Resolver, system_resolver
-from kvstore.rpc.failover.servers import MetadataServers
+from kvstore.rpc.failover.selection import Condition
+from kvstore.rpc.failover.servers import MetadataServers, MetadataServerState
 
 
 def connect_metadata(
@@ -77,6 +78,18 @@ def connect_metadata_aio(
         return connect_aio(address, tls=server_tls, token=token)
 
     return AioFailoverChannel(_servers(addresses, caller, tls, counters, resolver), open_channel)
+
+
+def states_of(channel: grpc.Channel | grpc.aio.Channel, addresses: MetadataAddresses | str) -> list[MetadataServerState]:
+    """Return the servers of a channel with their state. A single server counts as usable.
+
+    Args:
+        channel: made by ``connect_metadata`` or ``connect_metadata_aio``.
+        addresses: its addresses.
+    """
+    if isinstance(channel, FailoverChannel | AioFailoverChannel):
+        return channel.servers.states()
+    return [MetadataServerState(str(addresses), Condition.USABLE, used=True)]
 
 
 def _servers(
