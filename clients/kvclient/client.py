@@ -615,6 +615,16 @@ class KVClient:
         """
         return None if self._finder is None else self._finder.choice
 
+    @property
+    def context(self) -> ClientContext:
+        """Parts that all calls of this client share, such as sessions and connections, for extensions and diagnosis.
+
+        They end with the client, and may change between versions.
+
+            session = client.context.local.session()
+        """
+        return self._context
+
     def close(self) -> None:
         """Cancel what runs and close all connections. Later calls are misses and skips. Idempotent."""
         if self._closed or os.getpid() != self._pid:
