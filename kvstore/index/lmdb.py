@@ -242,7 +242,7 @@ class LmdbIndex(PrefixIndex):
                 limited.warning(line, volume_epoch, keys)
                 self._count(counter, keys)
 
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()) -> PrefixHit:
         if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:
             raise InvalidArgument(
                 f"keys must have {KEY_BYTES} bytes each, and not be too many", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL
@@ -250,6 +250,8 @@ class LmdbIndex(PrefixIndex):
 
         count, head = len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
         guesses = self._run_ends.of(head)
+        if ends:
+            guesses = tuple(dict.fromkeys((*ends, *guesses)))[: limits.MAX_LOOKUP_ENDS]  # the caller knows its chain better
 
         def work(txn: Txn) -> PrefixHit:
             known = self._open_volume_epochs(txn)

@@ -11,7 +11,8 @@ with cheap probes, such as LMDB, makes one probe per round (``longest_prefix``);
 and the fewest are needed.
 
 1. **First round**: the head, the last requested key, and the guessed ends of runs: the last block of each run and the block after
-   it. Guesses (``kvstore.index.run_end_cache``) are nearly always right, and then nothing is left to search.
+   it. Guesses come from the caller (``LookupRequest.ends``) and from ``kvstore.index.run_end_cache``. They are nearly
+   always right, and then nothing is left to search.
 2. **Hit length**: the interval between a held position and the absent position above it is divided until the two are neighbours.
 3. **Cover**: between two neighbouring probed positions ``low < high``, each volume epoch at ``high`` with start ``s`` is
    trusted to hold ``[max(s, low + 1), high]``. A position that no volume epoch is trusted to hold is probed. Either the probe
@@ -52,6 +53,7 @@ from itertools import chain, islice
 from typing import Final
 
 from kvstore.core.errors import Unavailable
+from kvstore.core.limits import MAX_LOOKUP_ENDS
 from kvstore.index.contract import PrefixHit, ReplicaRun, VolumeEpoch
 from kvstore.index.record import Replicas
 
@@ -60,8 +62,6 @@ ROUND_WIDTH: Final = 16
 MAX_INTERVALS: Final = 4
 """Intervals that one round of a batched search divides."""
 MAX_DISCOVERY_PROBES: Final = 256
-MAX_GUESSES: Final = 8
-"""With more guesses, probing all of them costs more than a search that starts without them."""
 MAX_UNKNOWN: Final = 128
 """Unknown answers after which a search ends with what is known."""
 MAX_SILENT: Final = 16
@@ -308,7 +308,7 @@ class PrefixSearch:
 def _guessed_positions(count: int, ends: Sequence[int]) -> list[int]:
     """The head, the last position, and on both sides of each guessed end, ascending."""
     positions = {0, count - 1}
-    if len(ends) <= MAX_GUESSES:
+    if len(ends) <= MAX_LOOKUP_ENDS:
         for end in ends:
             if 0 < end < count:
                 positions.add(end - 1)
