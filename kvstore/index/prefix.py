@@ -7,12 +7,12 @@ A *probe* reads one position of the chain. Its answer is one of three:
 * *unknown*: None. The shard of the position did not answer, or its range is under repair.
 
 Probes are made in rounds (``PrefixSearch``). An index with several shards sends each round as one batch to all of them. An index
-with cheap probes, such as LMDB, makes one probe per round (``longest_prefix``). Then each probe makes use of all probes before it,
-and the search needs the fewest.
+with cheap probes, such as LMDB, makes one probe per round (``longest_prefix``). Then each probe makes use of all before it, and
+the search needs the fewest.
 
 1. **First round**: the head, the last requested key, and the guessed ends of runs: the last block of each run and the block after
-   it. Guesses come from the caller (``LookupRequest.ends``) and from ``kvstore.index.run_end_cache``. They are nearly always right,
-   and then nothing is left to search.
+   it. Guesses come from the caller (``LookupRequest.ends``) and from ``kvstore.index.run_end_cache``. They are nearly always
+   right, and then nothing is left to search.
 2. **Hit length**: the interval between a held position and the absent position above it is divided until the two are neighbours.
 3. **Cover**: between two neighbouring probed positions ``low < high``, each volume epoch at ``high`` with start ``s`` is
    trusted to hold ``[max(s, low + 1), high]``. A position that no volume epoch is trusted to hold is probed. Either the probe

@@ -1,8 +1,8 @@
 """Memory of run ends of chains: guesses that a lookup sends with its keys (``LookupRequest.ends``).
 
 The next request of an agent continues the chain of its last request. So its runs very likely end at the depths that the last
-lookup found, or at the end of this client's last store. With right guesses, any metadata server answers after one round of probes,
-also one that has just started. A guess decides only which records are read first, never the answer.
+lookup found, or at the end of this client's last store. With right guesses, any metadata server answers after one round of
+probes, also one that has just started. A guess decides only which records are read first, never the answer.
 
 Many chains begin with the same blocks, for example a system prompt. So an end is not filed under the head of its chain alone,
 but under the *anchor*: the last key of its first 1, 2, 4, 8 … blocks, as many as the end allows. A lookup looks under all its
