@@ -146,7 +146,8 @@ class PrefixSearch:
                 if one_by_one and not unknown:  # shorter than the way of a batch: a probe of LMDB costs as much as a few calls
                     yield (position,)
                     if found.get(position):
-                        stack += (low, position), (position, high)
+                        stack.append((low, position))
+                        stack.append((position, high))
                     else:
                         self._divide(low, high, (position,), stack)
                     continue
