@@ -32,6 +32,7 @@ from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
 from kvclient.nodes.remote_sessions import RemoteSessionCache
+from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
 from kvclient.results import LoadResult, Lookup, StoreResult
@@ -180,6 +181,7 @@ class KVClient:
             store_nodes=StoreNodeFinder(metadata_client, peers, clock, options),
             liveness=liveness,
             accounting=HitAccounting(spec.block_tokens, spec.shape.block_bytes, incidents, options),
+            run_ends=RunEndMemory(),
             part_threads=LazyThreadPool(options.part_workers, "kvclient-part"),
         )
         demotions = Demotions(context)

@@ -180,7 +180,7 @@ class PrefixIndex(ABC):
         """
 
     @abstractmethod
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()) -> PrefixHit:
         """Find the longest prefix of a chain that ``visible`` volume epochs hold.
 
         Keys of another namespace are misses. The cost is logarithmic in the number of keys, plus the number of runs.
@@ -189,14 +189,17 @@ class PrefixIndex(ABC):
             namespace: namespace of the chain.
             keys: the chain's keys from its head, 16 bytes each, concatenated.
             visible: volume epochs that can be read now.
+            ends: guesses: numbers of leading blocks after which a run may end. They decide only which records are read first.
 
         Raises:
             Unavailable: no probed record is known.
         """
 
-    async def lookup_async(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
+    async def lookup_async(
+        self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()
+    ) -> PrefixHit:
         """As ``lookup``, on the event loop of the caller. An index that waits for other hosts overrides it."""
-        return self.lookup(namespace, keys, visible)
+        return self.lookup(namespace, keys, visible, ends)
 
     @abstractmethod
     def describe(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:

@@ -236,10 +236,10 @@ class LmdbIndex(PrefixIndex):
             self._listener.published(volume_epoch, edit.stored, lost)
         report_ignored(edit, volume_epoch, self._count)
 
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()) -> PrefixHit:
         check_packed_keys(keys)
         count, head = len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
-        guesses = self._run_ends.of(head)
+        guesses = self._run_ends.of(head, ends)
 
         def work(txn: Txn) -> PrefixHit:
             known = self._open_volume_epochs(txn)

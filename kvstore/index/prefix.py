@@ -7,11 +7,12 @@ A *probe* reads one position of the chain. Its answer is one of three:
 * *unknown*: None. The shard of the position did not answer, or its range is under repair.
 
 Probes are made in rounds (``PrefixSearch``). An index with several shards sends each round as one batch to all of them. An index
-with cheap probes, such as LMDB, makes one probe per round (``longest_prefix``); then each probe depends on all probes before it,
-and the fewest are needed.
+with cheap probes, such as LMDB, makes one probe per round (``longest_prefix``). Then each probe makes use of all before it, and
+the search needs the fewest.
 
 1. **First round**: the head, the last requested key, and the guessed ends of runs: the last block of each run and the block after
-   it. Guesses (``kvstore.index.run_end_cache``) are nearly always right, and then nothing is left to search.
+   it. Guesses come from the caller (``LookupRequest.ends``) and from ``kvstore.index.run_end_cache``. They are nearly always
+   right, and then nothing is left to search.
 2. **Hit length**: the interval between a held position and the absent position above it is divided until the two are neighbours.
 3. **Cover**: between two neighbouring probed positions ``low < high``, each volume epoch at ``high`` with start ``s`` is
    trusted to hold ``[max(s, low + 1), high]``. A position that no volume epoch is trusted to hold is probed. Either the probe
@@ -21,7 +22,7 @@ and the fewest are needed.
 
 Guesses only decide where to probe, never the answer.
 
-Guarantees, whatever the index contains:
+Guarantees for any contents of the index:
 
 * each block of ``[0, blocks)`` is covered by a run. Each run is true at its last block, and no run covers a probed position whose
   record lacks its volume epoch;
@@ -31,17 +32,17 @@ Guarantees, whatever the index contains:
 
 Guarantees if some records are unknown:
 
-* the three above hold, but ``blocks`` may be too small. A block is in the hit only if a known record claims it. Claims are
+* the first two above hold, and true claims make true runs. A block is in the hit only if a known record claims it. Claims are
   trusted over unknown positions, so an unknown position ends no hit that a known record above it claims;
 * if the union of the visible records is prefix-closed and all claims are true, ``blocks`` is the largest number that the known
   records claim, also those that were not probed. The search finds them beside unknown positions: neighbours are on other shards
   with high probability. If one of S shards does not answer, a hit of one run loses 1/(S - 1) blocks on average. A hit of several
-  runs ends early if all records of a run's end are unknown and no other run overlaps it there;
+  runs ends below the last block of a run if the record of that block is unknown and no other run holds it;
 * if no probed record is known, the result is an error, not a miss.
 
 Not guaranteed: a run of a further volume that begins and ends between two neighbouring probes is not found (the hit does not
 depend on it). Discovery is bounded, so in a chain that is scattered over very many volumes some runs are reported too short. A
-search that meets ``MAX_UNKNOWN`` unknown records ends with what is known.
+search that meets ``MAX_UNKNOWN`` unknown records ends early.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from itertools import chain, islice
 from typing import Final
 
 from kvstore.core.errors import Unavailable
+from kvstore.core.limits import MAX_LOOKUP_ENDS
 from kvstore.index.contract import PrefixHit, ReplicaRun, VolumeEpoch
 from kvstore.index.record import Replicas
 
@@ -60,12 +62,10 @@ ROUND_WIDTH: Final = 16
 MAX_INTERVALS: Final = 4
 """Intervals that one round of a batched search divides."""
 MAX_DISCOVERY_PROBES: Final = 256
-MAX_GUESSES: Final = 8
-"""With more guesses, probing all of them costs more than a search that starts without them."""
 MAX_UNKNOWN: Final = 128
-"""Unknown answers after which a search ends with what is known."""
+"""Unknown answers after which a search ends, with a hit that the known records claim."""
 MAX_SILENT: Final = 16
-"""Unknown answers after which a search ends if it has no other: no shard answers."""
+"""Unknown answers after which a search without any other answer ends: no shard answers."""
 
 Found = dict[int, Replicas | None]
 """Probed position -> its answer."""
@@ -146,7 +146,8 @@ class PrefixSearch:
                 if one_by_one and not unknown:  # shorter than the way of a batch: a probe of LMDB costs as much as a few calls
                     yield (position,)
                     if found.get(position):
-                        stack += (low, position), (position, high)
+                        stack.append((low, position))
+                        stack.append((position, high))
                     else:
                         self._divide(low, high, (position,), stack)
                     continue
@@ -308,7 +309,7 @@ class PrefixSearch:
 def _guessed_positions(count: int, ends: Sequence[int]) -> list[int]:
     """The head, the last position, and on both sides of each guessed end, ascending."""
     positions = {0, count - 1}
-    if len(ends) <= MAX_GUESSES:
+    if len(ends) <= MAX_LOOKUP_ENDS:
         for end in ends:
             if 0 < end < count:
                 positions.add(end - 1)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvstore.core.errors import Unavailable
 from kvstore.index.contract import PrefixHit, ReplicaRun, VolumeEpoch
 from kvstore.index.prefix import (
+    MAX_DISCOVERY_PROBES,
     MAX_INTERVALS,
     MAX_SILENT,
     MAX_UNKNOWN,
@@ -200,6 +201,47 @@ def test_rounds_true_claims_with_gaps_make_true_runs(length: int, runs: list[Run
     check_sound(index, hit)
     assert hit.blocks >= index.prefix()
     assert all(index.is_held(run) for run in hit.runs)
+
+
+long_runs = st.lists(
+    st.tuples(st.integers(0, 400), st.integers(1, 200), st.sampled_from(VOLUME_EPOCHS)).map(
+        lambda run: (run[0], run[0] + run[1], run[2])
+    ),
+    min_size=3,
+    max_size=12,
+)
+
+
+@given(long_runs, st.lists(st.integers(0, 600), max_size=4), widths)
+def test_rounds_of_long_runs_end_hits_before_a_gap(runs: list[Run], ends: list[int], width: int) -> None:
+    index = Index.of(600, [(0, 50, ONE), *runs])
+    hit = index.search(ends, width)
+    check_rounds(index, width)
+    assert hit.blocks >= index.prefix()
+    assert hit.blocks == 600 or not index.records[hit.blocks]
+    assert all(index.is_held(run) for run in hit.runs)
+    assert {at for run in hit.runs for at in range(run.start, run.start + run.count)} == set(range(hit.blocks))
+
+
+def test_rounds_gaps_in_several_intervals_end_the_hit_at_the_lowest() -> None:
+    index = Index.of(LENGTH, [(0, 190, ONE), (200, 590, TWO), (600, 990, THREE), (1_000, 1_500, ONE)])
+    hit = index.search((150, 500, 900, 1_400))
+    assert hit == PrefixHit(190, (ReplicaRun(0, 190, ONE),))
+
+
+def test_rounds_below_a_gap_probe_nothing_above_it() -> None:
+    index = Index.of(LENGTH, [(0, 800, ONE), (800, LENGTH, TWO)])
+    assert set(index.search((1,)).runs) == {ReplicaRun(0, 800, ONE), ReplicaRun(800, 800, TWO)}
+    assert max(index.rounds[1]) == 799
+
+
+def test_rounds_discovery_is_bounded() -> None:
+    index = Index.of(20_000, [])
+    index.records = [{ONE: 0, VolumeEpoch(10 + at): at} for at in range(20_000)]
+    hit = index.search()
+    assert hit.blocks == 20_000
+    assert ReplicaRun(0, 20_000, ONE) in hit.runs
+    assert len(index.probed) <= MAX_DISCOVERY_PROBES + MAX_INTERVALS * ROUND_WIDTH + 18
 
 
 def test_round_right_guesses_are_the_only_one() -> None:

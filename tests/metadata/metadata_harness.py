@@ -106,8 +106,9 @@ class Peer:
         message = self.batch(volume, stored, sync_end=sync_end)
         assert (await self.send(message))[-1] == message.sequence
 
-    async def lookup(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE) -> pb.LookupResponse:
-        return await call_aio(self.stub.Lookup, pb.LookupRequest(namespace_id=namespace, keys=b"".join(keys)), TIMEOUT_S)
+    async def lookup(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE, ends: Sequence[int] = ()) -> pb.LookupResponse:
+        request = pb.LookupRequest(namespace_id=namespace, keys=b"".join(keys), ends=ends)
+        return await call_aio(self.stub.Lookup, request, TIMEOUT_S)
 
     async def hit(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE) -> int:
         """Return the length of the longest prefix."""

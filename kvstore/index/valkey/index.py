@@ -247,15 +247,16 @@ class ValkeyIndex(PrefixIndex):
             self._listener.published(volume_epoch, edit.stored, told)
         report_ignored(edit, volume_epoch, self._count)
 
-    async def lookup_async(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
-        """As ``lookup``, on the event loop of the index."""
+    async def lookup_async(
+        self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()
+    ) -> PrefixHit:
         check_packed_keys(keys)
         state, count, head = self._small.state, len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
         known = state.namespaces.get(namespace)
         if not count or known is None:
             return PrefixHit(0, (), state.revision)
         volume_epochs = self._visible_of(state, visible)
-        search = PrefixSearch(count, self._run_ends.of(head))
+        search = PrefixSearch(count, self._run_ends.of(head, ends))
         for positions in search:
             names_read = [BlockKey(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions]
             answers = await self._cluster.run([read_command(key) for key in names_read])
@@ -273,9 +274,9 @@ class ValkeyIndex(PrefixIndex):
             self._run_ends.record_lookup(head, count, tuple([run.start + run.count for run in hit.runs]))
         return hit
 
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()) -> PrefixHit:
         self._fresh()
-        return self._call(self.lookup_async(namespace, keys, visible))
+        return self._call(self.lookup_async(namespace, keys, visible, ends))
 
     def describe(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
         state = self._fresh()

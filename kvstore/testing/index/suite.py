@@ -337,6 +337,17 @@ class IndexSuite:
         index.publish(volume_epoch, [BlockRun(NAMESPACE, None, 0, keys)], [])
         assert index.lookup(NAMESPACE, packed, {volume_epoch}) == PrefixHit(size, (ReplicaRun(0, size, volume_epoch),))
 
+    @pytest.mark.parametrize("ends", [(40, 60), (60,), (1, 59, 61, 99), (0, 100, 101, 2**32 - 1), range(20, 28), range(90)])
+    def test_lookup_guessed_ends_never_change_the_answer(self, index: PrefixIndex, ends: Sequence[int]) -> None:
+        volume_epoch, other = begin(index), begin(index, "w")
+        index.publish(volume_epoch, [CHAIN.run(0, 60)], [])
+        index.publish(other, [CHAIN.run(0, 40)], [])
+        for _ in range(2):
+            hit = index.lookup(NAMESPACE, CHAIN.packed, {volume_epoch, other}, ends)
+            assert hit.blocks == 60
+            assert set(hit.runs) == {ReplicaRun(0, 60, volume_epoch), ReplicaRun(0, 40, other)}
+        assert index.lookup(NAMESPACE, b"", {volume_epoch}, ends) == PrefixHit(0, ())
+
     # ---- who listens, and the whole ----
     def test_listener_gets_effective_changes(self, index: PrefixIndex) -> None:
         told = Told()
