@@ -6,7 +6,7 @@ Theory of operation.
    node, in one batch. Then it reads all records.
 2. The contents of a heartbeat are written as a note (``BootReport``) before the record, and only if they differ from those of
    the last heartbeat. The record names the heartbeat with which they changed.
-3. A server reads the report of a node only if somebody asks for it, and only if the record names another one than it knows.
+3. A server reads the report of a node on demand, and only if the record names another one than it knows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNTER_MASK: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class UnsharedBeats:
-    """What other servers do not know yet: records of heartbeats, and the reports that changed."""
+    """Records of heartbeats, and changed reports, that other servers do not know yet."""
 
     beats: dict[NodeId, Beat] = field(default_factory=dict)
     reports: dict[NodeId, BootReport] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class HeartbeatExchange:
 
     # ---- other servers ----
     def take_unshared(self) -> UnsharedBeats:
-        """What arrived since the last call, to be written."""
+        """Heartbeats that arrived since the last call, to be written."""
         beats, self._unshared = self._unshared, {}
         reports = {node_id: self._reports[node_id] for node_id in self._changed}
         self._changed = set()

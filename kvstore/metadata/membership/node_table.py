@@ -307,6 +307,7 @@ class NodeTable:
     # ---- liveness ----
     def paused(self) -> None:
         """This process or its host was stopped until now. Call it before the next :meth:`tick`."""
+        self._counters.add(metadata_metrics.PAUSES)
         self._liveness.paused(self._clock.now_s())
 
     def tick(self) -> None:
@@ -318,7 +319,7 @@ class NodeTable:
         now_s = self._clock.now_s()
         try:
             others = self._exchange.read_others()
-            known = self.view().nodes  # after the heartbeats: whoever sent one is registered, or was forgotten
+            known = self.view().nodes  # after the heartbeats: their senders are registered, or were forgotten
             self._refusals.read_others(known.keys(), now_s)
         except KVStoreError:
             self._liveness.index_failed()
