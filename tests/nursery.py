@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import secrets
 import select
 import signal
 import socket
@@ -268,8 +267,6 @@ def _become(asked: dict[str, Any], fds: Sequence[int]) -> None:
         del os.environ[name]
     os.environ.update(asked["environment"])
     sys.path[0] = asked["folder"]  # like `-m`
-    context = importlib.import_module("kvstore.observe.context")
-    context._boot = secrets.token_hex(4)  # the prefix of request names must differ between processes
     sys.argv = ["kvstore", *asked["arguments"]]
 
 

@@ -587,6 +587,11 @@ class KVClient:
         return self._context.incidents.counters
 
     @property
+    def metrics_address(self) -> str | None:
+        """Address of ``/metrics`` and ``/loads``, with the port that was chosen; None: not served. See ``metrics_listen``."""
+        return self._metrics.address if self._metrics is not None else None
+
+    @property
     def recent_loads(self) -> RecentLoads:
         """The last loads, with the slowest ones and their causes."""
         return self._context.accounting.recent
@@ -603,6 +608,16 @@ class KVClient:
         Example: ``print(client.local_node_choice.node_id, client.local_node_choice.reason)``
         """
         return None if self._finder is None else self._finder.choice
+
+    @property
+    def context(self) -> ClientContext:
+        """Parts that all calls of this client share, such as sessions and connections, for extensions and diagnosis.
+
+        They end with the client, and may change between versions.
+
+            session = client.context.local.session()
+        """
+        return self._context
 
     def close(self) -> None:
         """Cancel what runs and close all connections. Later calls are misses and skips. Idempotent."""

@@ -232,14 +232,16 @@ class LocalCluster:
         settings += [f"node.{name}={value}" for name, value in spec.settings]
         return self._start(node_id, "node", settings, spec.place)
 
-    def start_admin(self, *settings: tuple[str, str]) -> Daemon:
+    def start_admin(self, *settings: tuple[str, str], arguments: Sequence[str] = ()) -> Daemon:
         """Start an admin server on any free port.
 
         Args:
             settings: further ``--set admin.<name>=<value>``, which may set another address.
+            arguments: further arguments of the admin server, after those of every daemon.
         """
-        arguments = [f"admin.metadata={self.metadata_address}", f"admin.listen={LOOPBACK}:0"]
-        return self._start("admin", "admin", [*arguments, *(f"admin.{name}={value}" for name, value in settings)], DaemonHost())
+        given = [f"admin.metadata={self.metadata_address}", f"admin.listen={LOOPBACK}:0"]
+        given += [f"admin.{name}={value}" for name, value in settings]
+        return self._start("admin", "admin", given, DaemonHost(), arguments)
 
     def stop(self, name: str) -> None:
         """Stop one daemon (``"metadata"``, ``"admin"`` or a node id) by SIGTERM."""
@@ -276,12 +278,12 @@ class LocalCluster:
         return self.base_dir / "index"
 
     # ---- internals ----
-    def _start(self, name: str, command: str, settings: Sequence[str], place: DaemonHost) -> Daemon:
+    def _start(self, name: str, command: str, settings: Sequence[str], place: DaemonHost, more: Sequence[str] = ()) -> Daemon:
         ready_file = self._run_dir / f"{name}.ready"
         ready_file.unlink(missing_ok=True)
         self.base_dir.mkdir(parents=True, exist_ok=True)
         log_path = self.base_dir / f"{name}.log"
-        arguments = [sys.executable, "-m", "kvstore.cli", command, *self._arguments]
+        arguments = [sys.executable, "-m", "kvstore.cli", command, *self._arguments, *more]
         for setting in (*settings, f"{command}.ready_file={ready_file}"):
             arguments += ["--set", setting]
         with log_path.open("ab") as log:

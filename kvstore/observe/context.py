@@ -7,6 +7,7 @@ none, because they are many and short. Threads that work for a request run in a 
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
@@ -25,13 +26,28 @@ request_id: Final[ContextVar[str]] = ContextVar("kvstore_request_id", default=""
 plan_id: Final[ContextVar[str]] = ContextVar("kvstore_plan_id", default="")
 """Id of the current load plan; empty: none."""
 
-_boot = secrets.token_hex(4)
-_numbers = itertools.count(1)
+
+class _RequestIds:
+    """Request ids of this process. Without a new prefix after a fork, parent and child would give the same ids."""
+
+    def __init__(self) -> None:
+        self.begin()
+        os.register_at_fork(after_in_child=self.begin)
+
+    def begin(self) -> None:
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+
+    def next(self) -> str:
+        return f"{self._prefix}-{next(self._numbers):x}"
+
+
+_ids = _RequestIds()
 
 
 def new_request_id() -> str:
     """A unique request id."""
-    return f"{_boot}-{next(_numbers):x}"
+    return _ids.next()
 
 
 @contextmanager

@@ -42,15 +42,24 @@ NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_ms=500)
 
 
 @asynccontextmanager
+async def application(
+    counters: Counters, config: AdminConfig = NOBODY, tokens: WatchedFile[TokenTable] | None = None
+) -> AsyncIterator[Any]:
+    rpc = StoreRpc(store_endpoint(config), counters)
+    yield make_app(rpc, config, tokens, counters)
+    await rpc.close()
+
+
+@asynccontextmanager
 async def served(
     config: AdminConfig = NOBODY, tokens: WatchedFile[TokenTable] | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Counters]]:
     counters = Counters()
-    rpc = StoreRpc(store_endpoint(config), counters)
-    transport = httpx.ASGITransport(make_app(rpc, config, tokens, counters))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7470") as client:
+    async with (
+        application(counters, config, tokens) as app,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:7470") as client,
+    ):
         yield client, counters
-    await rpc.close()
 
 
 async def test_runbook_has_the_target_of_each_alert(tmp_path: Path) -> None:
@@ -335,7 +344,7 @@ async def test_rejected_changes_are_logged(
 
 
 async def test_public_path_body_is_not_awaited() -> None:
-    async with served() as (client, _):
+    async with application(Counters()) as app:
         scope = {"type": "http", "method": "POST", "path": "/healthz", "headers": [], "query_string": b"", "http_version": "1.1"}
         said: list[int] = []
 
@@ -345,7 +354,6 @@ async def test_public_path_body_is_not_awaited() -> None:
         async def send(message: Any) -> None:
             said.append(message.get("status", 0))
 
-        app = client._transport.app  # type: ignore[attr-defined]
         await asyncio.wait_for(
             app({**scope, "raw_path": b"/healthz", "scheme": "http", "server": ("127.0.0.1", 7470)}, receive, send), 5
         )

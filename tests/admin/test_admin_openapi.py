@@ -6,10 +6,11 @@ import json
 import socket
 import ssl
 from collections.abc import Iterator
-from http.client import HTTPResponse, HTTPSConnection
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import schemathesis
@@ -244,14 +245,11 @@ def test_remote_request_over_tls_requires_token(tmp_path: Path) -> None:
         admin = cluster.start_admin(*settings.items())
         port = int(admin.address.rpartition(":")[2])
         trusting = ssl.create_default_context(cafile=str(made.ca))
-        connection = HTTPSConnection(SERVER_NAME, port, timeout=30, context=trusting)
-        connection._create_connection = lambda _, *more: socket.create_connection(("127.0.0.1", port), *more)  # type: ignore[attr-defined]
-        for headers, status in (({}, 401), ({"authorization": "Bearer readers-token-2-x"}, 200)):
-            connection.request("GET", "/metrics", headers=headers)
-            answer = connection.getresponse()
-            assert answer.status == status
-            answer.read()
-        connection.close()
+        by_name = {"sni_hostname": SERVER_NAME}  # the certificate must have this name, not the address
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trusting, timeout=30) as client:
+            for headers, status in (({}, 401), ({"authorization": "Bearer readers-token-2-x"}, 200)):
+                headers = {"host": f"{SERVER_NAME}:{port}", **headers}
+                assert client.get("/metrics", headers=headers, extensions=by_name).status_code == status
         assert "readers-token" not in admin.log_path.read_text()
         cluster.stop("admin")
         with pytest.raises(Internal, match="requires tokens"):

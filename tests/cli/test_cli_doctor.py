@@ -132,9 +132,7 @@ def test_doctor_node_token_rejected_is_reported(tmp_path: Path, socket_dir: Path
         path.write_text(text)
         path.chmod(0o600)
     node = NodeSpec("a", dram_bytes=16 << 20, settings=(("tokens_file", str(tokens)), ("metadata", "127.0.0.1:1")))
-    with LocalCluster([], tmp_path / "store", socket_dir=socket_dir) as store:
-        store._specs["a"] = node
-        store.start_node("a")
+    with LocalCluster([node], tmp_path / "store", socket_dir=socket_dir):
         answers = {
             name: run(tmp_path, "--dram", "16MiB", "-o", "json", *arguments)
             for name, arguments in (

@@ -270,14 +270,13 @@ def test_plan_reports_continue_after_failure() -> None:
 def test_plan_report_queue_is_bounded() -> None:
     server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
     server.hold.clear()
-    reporter = PlanProgressReporter(server, incidents)
+    reporter, before = PlanProgressReporter(server, incidents), set(threading.enumerate())
     for plan in range(3 * MAX_PLANS):
         reporter.tell({plan: [(0, 1)]}, finished=False)
     assert incidents.counters.get("client_reports_dropped_total") > 0
+    [thread] = {one for one in threading.enumerate() if one.name == "kvclient-report"} - before
     reporter.close()
     server.hold.set()
-    thread = reporter._thread
-    assert thread is not None
     thread.join(WAIT_S)
     assert not thread.is_alive()
     assert all(len(request.loads) <= MAX_PLANS for request in server.seen)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pytest
 import yaml
 
 from kvstore.cli.app import root
@@ -98,18 +99,13 @@ def parse(arguments: Sequence[str]) -> tuple[str, list[Setting]]:
     Raises:
         click.UsageError: the command or flag does not exist.
     """
-    command: click.Command = root
-    context = command.make_context("kvstore", list(arguments))
-    names: list[str] = []
-    while isinstance(command, click.Group):
-        given = [*context._protected_args, *context.args]
-        if not given and command.invoke_without_command:
-            break
-        name, found, rest = command.resolve_command(context, given)
-        assert found is not None
-        names.append(str(name))
-        command, context = found, found.make_context(name, list(rest), parent=context)
-    return " ".join(names), context.meta.get("kvstore.settings", [])
+    contexts: list[click.Context] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(click.Command, "invoke", lambda _, context: contexts.append(context))
+        root.main(list(arguments), prog_name="kvstore", standalone_mode=False)
+    [*_, command] = contexts  # of the groups, then of the command
+    names = [str(context.info_name) for context in contexts[1:]]
+    return " ".join(names), command.meta.get("kvstore.settings", [])
 
 
 # ---------------------------------------------------------------- the image

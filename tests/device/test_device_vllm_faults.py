@@ -18,9 +18,10 @@ from late_engine import LAYERS, NAMES, WAIT_S, Engine
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.device import copier as copier_module
 from kvclient.device.blocks import DeviceBlocks
+from kvclient.device.copier import DeviceCopier
 from kvclient.device.copy_strategies import StagedCopy
 from kvclient.device.streams import CpuDevice
-from kvclient.engines.vllm.memory.device_pages import DevicePages, device_pages, make_pages
+from kvclient.engines.vllm.memory.device_pages import device_pages, make_pages
 from kvclient.engines.vllm.memory.pages import GroupPages
 from kvclient.engines.vllm.pd.plan import SendJob
 from kvclient.engines.vllm.pd.sender import Sender
@@ -78,16 +79,18 @@ def test_device_blocks_match_host_blocks(layout: str, dtype: torch.dtype) -> Non
     host = GroupPages(layers, 6)
     assert pages.shape == host.shape
     wanted = [b"".join(bytes(piece) for piece in host.buffer([4, 1, 0]).segments(at, 0, LAYERS)) for at in range(3)]
-    assert isinstance(pages, DevicePages)
-    assert [row.tobytes() for row in pages._copier.blocks([4, 1, 0]).gather()] == wanted
+    blocks = pages.buffer([4, 1, 0])
+    assert isinstance(blocks, DeviceBlocks)
+    assert [row.tobytes() for row in blocks.gather()] == wanted
 
 
 def test_kernel_pages_smaller_than_blocks_are_copied_whole() -> None:
     layers = laid_out("LBNHC", torch.float32, blocks=12)
     (pages,) = device_pages([layers], 6, CpuDevice(), strategy="batched", staging_bytes=1 << 20)
     host = GroupPages(layers, 6)
-    assert isinstance(pages, DevicePages)
-    for at, row in enumerate(pages._copier.blocks([4, 0]).gather()):
+    blocks = pages.buffer([4, 0])
+    assert isinstance(blocks, DeviceBlocks)
+    for at, row in enumerate(blocks.gather()):
         assert row.tobytes() == b"".join(bytes(piece) for piece in host.buffer([4, 0]).segments(at, 0, LAYERS))
 
 
@@ -175,8 +178,9 @@ def test_worker_start_waits_for_pinned_arena(late: bool, cluster: LocalCluster) 
     engine = Engine(cluster, f"f{next(numbers)}", device, pin_wait_s=0.05 if late else 30.0)
     try:
         engine.side.wait_pinned()
-        reports = engine.pages[0]._copier.pin_reports()  # type: ignore[attr-defined]
-        assert [report.done for report in reports] == [not late]
+        copier = engine.pages[0].watcher(engine.spec)
+        assert isinstance(copier, DeviceCopier)
+        assert [report.done for report in copier.pin_reports()] == [not late]
         assert engine.side.counters.totals().get("device_pinned_late", 0) == late
     finally:
         go_on.set()

@@ -80,8 +80,12 @@ def test_killed_writers_leave_nothing_half_written(make_store: MakeStore) -> Non
             assert reader.load(f"w{seed}-{number}", 8).hit_blocks == 8, "completed stores stay"
         reader.load(f"w{seed}-{last + 1}", 8)  # its visible blocks are correct
     wait_until(lambda: store.node_stats("a").counters["sessions"] == 1, "the writers' sessions ended")
-    stats = store.node_stats("a")
-    assert stats.tiers[0].used_bytes == stats.tiers[0].blocks * 65536
+
+    def only_blocks() -> bool:
+        dram = store.node_stats("a").tiers[0]
+        return dram.used_bytes == dram.blocks * 65536
+
+    wait_until(only_blocks, "no slots are left for unfinished blocks")
     assert store.flush("a")
     store.empty_dram("a")  # nothing stays prepared or pinned
 

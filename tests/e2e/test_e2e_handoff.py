@@ -19,6 +19,7 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.transport.contract import LayerWrite, WriteRequest
+from kvstore.transport.tcp.layer_write import TcpLayerWrite
 from kvstore.transport.tcp.peer import TcpPeer
 from support.client_parts import context_of
 from support.wait import wait_until
@@ -218,7 +219,7 @@ def test_handoff_block_counts_after_a_missing_one(store: Store, monkeypatch: pyt
     assert again.error is None
 
 
-def test_handoff_taken_before_commit_is_complete(store: Store) -> None:
+def test_handoff_taken_before_commit_is_complete(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks from other senders may have left the decode host by then."""
     writer, decode = engine(store, "storage-0"), engine(store, "decode-0")
     one, other = engine(store, "prefill-0"), engine(store, "prefill-0")
@@ -237,11 +238,11 @@ def test_handoff_taken_before_commit_is_complete(store: Store) -> None:
         put(second, len(prompt.keys), range(LAYERS))
         put(first, 3, range(1, LAYERS))
         assert first.commit().held_blocks == 3
-        assert second._write is not None
-        commit = second._write.commit
+        commit = TcpLayerWrite.commit
+        heard: list[Sequence[StoreOutcome]] = []
 
-        def heard_late() -> Sequence[StoreOutcome]:
-            said = commit()
+        def hear_late(self: TcpLayerWrite) -> Sequence[StoreOutcome]:
+            heard.append(commit(self))
             assert awaited.wait(30.0)
             taken = decode.allocate(len(prompt.keys))
             assert awaited.take(taken).hit_blocks == len(prompt.keys)
@@ -249,10 +250,11 @@ def test_handoff_taken_before_commit_is_complete(store: Store) -> None:
             assert store.flush("decode-0")
             store.evict("decode-0")
             wait_until(lambda: used_slots(store, prompt) == 0, "nothing of it is left")
-            return said
+            return heard[-1]
 
-        second._write.commit = heard_late  # type: ignore[method-assign]
+        monkeypatch.setattr(TcpLayerWrite, "commit", hear_late)
         result = second.commit()
+    assert len(heard) == 1
     assert result.error is None
     assert (result.held_blocks, result.skipped_blocks) == (len(prompt.keys), 0)
     assert result.count(StoreOutcome.EXISTS) == 3

@@ -25,7 +25,9 @@ from kvclient import LoadResult, Lookup, Paths
 from kvclient.load.paths import Plan, PlannedPart
 from kvclient.load.sources.node_stream import NodeLoadStream
 from kvclient.nodes.metadata_client import MetadataClient
+from kvclient.nodes.remote_sessions import RemoteSession, RemoteSessionCache
 from kvclient.results import NodeRef
+from kvproto.v1 import node_pb2
 from kvstore.core.types import Outcome, Tier
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
@@ -459,20 +461,38 @@ def test_paths_restarted_decode_node_is_used(ready: Ready) -> None:
     wait_until(again, "loads go over the decode node again")
 
 
-def test_paths_expired_remote_session_costs_no_path(ready: Ready) -> None:
+def test_paths_expired_remote_session_costs_no_path(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     store, engine, found = ready
     how = paths("split", 2, relays=False)
-    assert load(engine, found, how).bytes_by_path["decode"] > 0
+    sessions: list[RemoteSession] = []
+    session_with = RemoteSessionCache.session
+
+    def session_used(self: RemoteSessionCache, node: NodeRef, timeout_s: float) -> RemoteSession:
+        sessions.append(session_with(self, node, timeout_s))
+        return sessions[-1]
+
+    with monkeypatch.context() as watched:
+        watched.setattr(RemoteSessionCache, "session", session_used)
+        assert load(engine, found, how).bytes_by_path["decode"] > 0
     found = only_stored(store, engine, "c", BLOCKS)
-    open_sessions = context_of(engine.client).remote_sessions._open
-    for node, session in open_sessions.items():  # the node forgot the session, as after a minute without use
-        open_sessions[node] = replace(session, session_id=os.urandom(16))
+    rejected: list[bytes] = []
+    load_in_session = sessions[-1].stub.Load
+
+    def load_in_expired_session(request: node_pb2.LoadRequest, **more: Any) -> Any:
+        """Send an id that the node does not know, as after a minute without use."""
+        request.session_id = os.urandom(16)
+        rejected.append(request.session_id)
+        return load_in_session(request, **more)
+
+    assert {one.node.node_id for one in sessions} == {"d"}
+    sessions[-1].stub.Load = load_in_expired_session  # type: ignore[method-assign]
     results: list[LoadResult] = []
     threads = [threading.Thread(target=lambda: results.append(load(engine, found, how))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
+    assert rejected
     assert [(result.hit_blocks, result.error) for result in results] == [(BLOCKS, None)] * 3
     # at least one: later loads find the blocks of the first
     assert any(result.bytes_by_path.get("decode", 0) > 0 for result in results)

@@ -15,7 +15,6 @@ import pytest
 from metadata_harness import TIMEOUT_S, Peer, server_process
 
 from kvclient import (
-    Assignment,
     AsyncSchedulerClient,
     ClientOptions,
     EngineFigures,
@@ -35,7 +34,7 @@ from kvstore.core.errors import (
     Unavailable,
     Unsupported,
 )
-from kvstore.rpc.client import call_aio, connect_aio
+from kvstore.rpc.client import call, call_aio, connect_aio
 from support.wait import wait_until_async
 
 POLL_S = 0.005
@@ -257,13 +256,15 @@ async def test_assign_late_answer_frees_engines(tmp_path: Path, monkeypatch: pyt
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel, client_of(server.address) as client:
             groups = [Engines(client, "P", "prefill", ends=False), Engines(client, "D", "decode", ends=False)]
-            peer, assign = Peer(channel), client._assign
+            peer = Peer(channel)
 
-            async def too_late(*arguments: Any) -> Assignment:
-                await assign(*arguments)
-                raise DeadlineExceeded("the answer came a moment after")
+            async def too_late(method: Any, request: Any, timeout_s: float) -> Any:
+                answer = await call_aio(method, request, timeout_s)
+                if isinstance(request, pb.AssignRequestRequest):
+                    raise DeadlineExceeded("the answer came a moment after")
+                return answer
 
-            monkeypatch.setattr(client, "_assign", too_late)
+            monkeypatch.setattr("kvclient.scheduling.client.call_aio", too_late)
             with pytest.raises(DeadlineExceeded):
                 await client.assign(EngineRequest("r", 10), 30)
 
@@ -272,13 +273,12 @@ async def test_assign_late_answer_frees_engines(tmp_path: Path, monkeypatch: pyt
 
             await wait_until_async(nothing_left)
             with SchedulerClient(server.address) as other:
-                there = other._assign
 
-                def late(*arguments: Any) -> Assignment:
-                    there(*arguments)
+                def late(method: Any, request: Any, timeout_s: float) -> None:
+                    call(method, request, timeout_s)
                     raise DeadlineExceeded("the answer came a moment after")
 
-                monkeypatch.setattr(other, "_assign", late)
+                monkeypatch.setattr("kvclient.scheduling.client.call", late)
                 with pytest.raises(DeadlineExceeded):
                     await asyncio.to_thread(other.assign, EngineRequest("s", 10), 30)
                 await wait_until_async(nothing_left)
@@ -296,12 +296,17 @@ async def test_cancel_reaches_hung_server_later(tmp_path: Path) -> None:
             assert server.process is not None
             server.process.send_signal(signal.SIGSTOP)
             try:
-                calling_off = asyncio.create_task(client._cancel_until_heard(request))
+                with pytest.raises(DeadlineExceeded):  # the client then cancels the request in the background
+                    await client.assign(request, 0.2)
                 await asyncio.sleep(1.5)  # longer than one attempt waits
             finally:
                 server.process.send_signal(signal.SIGCONT)
-            await calling_off
-            assert (await Peer(channel).counters())["metadata_requests_cancelled_total"] == 1
+            peer = Peer(channel)
+
+            async def cancelled() -> bool:
+                return (await peer.counters()).get("metadata_requests_cancelled_total") == 1
+
+            await wait_until_async(cancelled)
             for engines in groups:
                 await engines.die()
 

@@ -379,11 +379,10 @@ def test_operator_token_is_not_sent_to_false_nodes(store: Store) -> None:
     rogue = common_pb2.NodeInfo(node_id="rogue", boot_id=b"r" * 16, control_address=address, data_address=address)
     reads = written(store.folder / "reads", TOKENS[AccessRole.READ])
     shown = written(store.folder / "operates", TOKENS[AccessRole.OPERATOR])
-    before = store.cluster._arguments
-    store.cluster._arguments = ("--set", f"client.token_file={shown}", "--set", f"client.read_token_file={reads}")
+    given = ("--set", f"client.token_file={shown}", "--set", f"client.read_token_file={reads}")
     try:
         call(metadata.RegisterNode, metadata_pb2.RegisterNodeRequest(operation_id=b"o" * 16, node=rogue), CALL_S)
-        admin = store.cluster.start_admin().address
+        admin = store.cluster.start_admin(arguments=given).address
 
         def asked() -> bool:
             call(metadata.Heartbeat, metadata_pb2.HeartbeatRequest(node_id="rogue", boot_id=rogue.boot_id), CALL_S)
@@ -398,7 +397,6 @@ def test_operator_token_is_not_sent_to_false_nodes(store: Store) -> None:
             assert answer.status in (200, 202), "what changes something takes the operator's"
     finally:
         store.cluster.stop("admin")
-        store.cluster._arguments = before
         operator = metadata_pb2_grpc.MetadataStub(store.channel("metadata", TOKENS[AccessRole.OPERATOR]))
         gone = metadata_pb2.RemoveNodeRequest(operation_id=b"o" * 16, node_id="rogue", force=True)
         call(operator.RemoveNode, gone, CALL_S)
@@ -434,8 +432,7 @@ def test_commands_and_admin_server_send_token(store: Store) -> None:
     store.command("nodes", "drain", "b", token=TOKENS[AccessRole.READ], code=3)
     assert "b" in store.command("volumes", "check", "b/nvme0", "--wait", token=TOKENS[AccessRole.OPERATOR])
     shown = written(store.folder / "admin-token", TOKENS[AccessRole.OPERATOR])
-    store.cluster._arguments = ("--set", f"client.token_file={shown}")
-    address = store.cluster.start_admin().address
+    address = store.cluster.start_admin(arguments=("--set", f"client.token_file={shown}")).address
     with urllib.request.urlopen(f"http://{address}/v1/overview", timeout=WAIT_S) as answer:
         told = json.loads(answer.read())
     assert [one["node_id"] for one in told["activity"]] == ["a", "b"], "nodes are asked with it, too"

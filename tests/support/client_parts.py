@@ -9,7 +9,7 @@ from kvclient.nodes.local_session import Session
 
 def context_of(client: KVClient) -> ClientContext:
     """Return the parts of a client."""
-    return client._context
+    return client.context
 
 
 def session_of(client: KVClient) -> Session:

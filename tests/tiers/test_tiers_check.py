@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from kvstore.core.checksum import layer_checksums
@@ -106,8 +107,11 @@ def test_check_invalid_entries_are_reported(folder: Path) -> None:
     list(slab.recover())
     slot, record, _ = kept[0]
     first_chunk, chunks = slab.slot_pool.span_at(slot.offset)
-    uid = slab._uid
-    shape = SHAPES[0]
+    slab.close()
+    catalog = Catalog(folder / "catalog", map_bytes=256 << 20)
+    superblock = catalog.superblock()
+    assert superblock is not None
+    uid, shape = superblock.uid, SHAPES[0]
     entries = [
         (block_key(900), b"malformed"),
         (block_key(901), pack_header(b"f" * 16, slot, first_chunk, chunks, block_record(901, shape))),
@@ -115,8 +119,8 @@ def test_check_invalid_entries_are_reported(folder: Path) -> None:
         (block_key(903), pack_header(uid, slot._replace(offset=1 << 40), first_chunk, chunks, block_record(903, shape))),
         (block_key(904), pack_header(uid, slot, first_chunk, chunks, record)),
     ]
-    slab._catalog.commit(entries, [])
-    slab.close()
+    catalog.commit(entries, [])
+    catalog.close()
     report = check_volume(folder, repair=True)
     assert report.bad == {"malformed entry": 1, "foreign entry": 2, "misplaced or overlapping entry": 2}
     assert report.ok
@@ -217,23 +221,23 @@ def test_repair_damaged_catalog_is_rebuilt(folder: Path, damage: str) -> None:
 
 def test_catalog_ending_before_last_page_is_intact(tmp_path: Path) -> None:
     """Pages that a transaction allocates at the end and frees again are never written; this is not damage."""
-    catalog = Catalog(tmp_path, map_bytes=256 << 20)
     rng, known, short = random.Random(3), [], 0
     for _ in range(40):
         fresh = [(BlockKey(rng.randbytes(16)), rng.randbytes(rng.choice((100, 1500, 5000)))) for _ in range(200)]
-        with catalog._env.begin(catalog._blocks, write=True) as txn:
-            for entry in fresh:
-                txn.put(*entry)
-            known += [key for key, _ in fresh]
-            rng.shuffle(known)
-            while len(known) > 60:
-                txn.delete(known.pop())
-        needed = (catalog._env.info()["last_pgno"] + 1) * catalog._env.stat()["psize"]
-        short += (tmp_path / "data.mdb").stat().st_size < needed
-        catalog.close()
+        with lmdb.open(str(tmp_path), map_size=256 << 20, max_dbs=2) as environment:
+            blocks = environment.open_db(b"blocks")
+            with environment.begin(blocks, write=True) as txn:
+                for entry in fresh:
+                    txn.put(*entry)
+                known += [key for key, _ in fresh]
+                rng.shuffle(known)
+                while len(known) > 60:
+                    txn.delete(known.pop())
+            needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+            short += (tmp_path / "data.mdb").stat().st_size < needed
         catalog = Catalog(tmp_path, map_bytes=256 << 20)
         assert {key for key, _ in catalog.entries()} == set(known)
-    catalog.close()
+        catalog.close()
     assert short
 
 

@@ -31,6 +31,12 @@ def open_owner(folder: Path, capacity_bytes: int = 4 << 20, *, direct: bool = Tr
     return slab
 
 
+def descriptor_of(path: Path) -> int:
+    """Return the descriptor with which this process has a file open."""
+    [found] = [int(link.name) for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link) == str(path.resolve())]
+    return found
+
+
 class TestMountedSlab(MountSuite):
     def open_owner(self, folder: Path, capacity_bytes: int) -> DurableVolume:
         return open_owner(folder, capacity_bytes)
@@ -69,7 +75,7 @@ def test_unwritable_roster_recovers_without_failures(tmp_path: Path) -> None:
     obstacle = tmp_path / "v" / f"{ROSTER_FILE}.new"
     obstacle.mkdir()  # a new edition cannot be begun
     with Path("/dev/full").open("wb") as full:
-        os.dup2(full.fileno(), owner._manifest._fd)  # nor the old one go on
+        os.dup2(full.fileno(), descriptor_of(tmp_path / "v" / ROSTER_FILE))  # nor the old one go on
     put(owner, [1], SHAPE)
     assert counters.snapshot()["roster_errors_total"] == 1
     put(owner, [2], SHAPE)

@@ -286,9 +286,9 @@ def test_one_torn_superblock_is_recovered(folder: Path) -> None:
 def test_invalid_catalog_entries_are_dropped(folder: Path, counters: Counters) -> None:
     slab = open_slab(folder)
     kept = stored(slab)
-    value_of = {record.key: slab._header(slot, record) for slot, record, _ in kept}
     slab.close()
     catalog = Catalog(folder / "catalog", map_bytes=256 << 20)
+    value_of = dict(catalog.entries())
     catalog.commit(
         [
             (block_key(500), value_of[kept[0][1].key]),  # another block's entry

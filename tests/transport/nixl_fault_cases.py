@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,8 +37,8 @@ from kvstore.transport.nixl.frames import AttachFrame, FetchFrame, TransferMode,
 from kvstore.transport.nixl.peer import NixlPeer
 from kvstore.transport.nixl.responder import NixlResponder, choose_mode
 from kvstore.transport.tcp import frames
-from kvstore.transport.tcp.peer import TcpPeer
 from kvstore.transport.tcp.server import TcpServer
+from kvstore.transport.wire import PlainWire
 
 SHAPE = BlockShape(1, 16 << 10)
 COUNT = 4096
@@ -72,12 +73,12 @@ def tell(process: subprocess.Popen[str], line: str) -> None:
 
 
 @contextmanager
-def reader(address: str, options: dict[str, str]) -> Iterator[tuple[NixlPeer, Counters]]:
+def reader(address: str, options: dict[str, str]) -> Iterator[tuple[NixlPeer, NixlAgent, Counters]]:
     counters = Counters()
     port = NixlAgent(NixlOptions(**options), name="reader", counters=counters)  # type: ignore[arg-type]
     peer = NixlPeer(address, port, counters=counters)
     try:
-        yield peer, counters
+        yield peer, port, counters
     finally:
         peer.close()
         port.close()
@@ -93,7 +94,7 @@ def assert_hits_are_right(outcomes: list[Outcome], buffer: object) -> None:
 def test_read_server_killed_during_transfer_is_miss(options: dict[str, str]) -> None:
     with (
         child("serve", json.dumps(options), str(int(signal.SIGKILL))) as server,
-        reader(heard(server), options) as (peer, counters),
+        reader(heard(server), options) as (peer, _, counters),
     ):
         buffer = dense(COUNT, SHAPE)
         began_s = time.monotonic()
@@ -108,7 +109,7 @@ def test_read_server_killed_during_transfer_is_miss(options: dict[str, str]) -> 
 def test_read_after_deadline_writes_no_late_bytes(options: dict[str, str]) -> None:
     with (
         child("serve", json.dumps(options), str(int(signal.SIGSTOP))) as server,
-        reader(heard(server), options) as (peer, counters),
+        reader(heard(server), options) as (peer, _, counters),
     ):
         buffer = dense(COUNT, SHAPE)
         result = peer.read(ask(range(COUNT), 1, within_s=4), buffer)
@@ -124,69 +125,107 @@ def test_read_after_deadline_writes_no_late_bytes(options: dict[str, str]) -> No
         assert server.wait(20) == 0
 
 
-class _Breaking:
-    """An agent whose transfers start and then fail, as over RDMA. Without it, transfers over CMA are complete at once."""
+class BreakableAgent:
+    """An agent of NIXL whose transfers start and then fail, as over RDMA, if ``fails_at`` names a step.
 
-    def __init__(self, agent: Any, where: str) -> None:
-        self.agent = agent.agent
-        self._whole = agent
-        self._where = where
+    Transfers over CMA are otherwise complete at once.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self.agent = whole.agent
+        self.fails_at = ""
+        self._whole = whole
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
 
     def transfer(self, handle: Any) -> str:
-        self._whole.transfer(handle)
-        if self._where == "transfer":
+        state: str = self._whole.transfer(handle)
+        if self.fails_at == "transfer":
             raise RuntimeError("test error after the start")
-        return "PROC"
+        return "PROC" if self.fails_at else state
 
     def check_xfer_state(self, handle: Any) -> str:
-        raise RuntimeError(f"test error: {handle!r}")
+        if self.fails_at:
+            raise RuntimeError(f"test error: {handle!r}")
+        state: str = self._whole.check_xfer_state(handle)
+        return state
+
+
+class BreakableNixl:
+    """NIXL's Python interface with agents that a test can break. It keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._whole = nixl_agent.load()
+        self._latest: Callable[[], BreakableAgent | None] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def nixl_agent(self, *arguments: Any) -> BreakableAgent:
+        made = BreakableAgent(self._whole.nixl_agent(*arguments))
+        self._latest = weakref.ref(made)
+        return made
+
+    def break_agent(self, where: str) -> weakref.ref[Any]:
+        """Break the latest agent. Returns a reference to the object that owns its connections."""
+        agent = self._latest()
+        assert agent is not None
+        agent.fails_at = where
+        return weakref.ref(agent.agent)
+
+
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> BreakableNixl:
+    breakable = BreakableNixl()
+    monkeypatch.setattr(nixl_agent, "load", lambda: breakable)
+    return breakable
 
 
 @pytest.mark.parametrize("where", ["transfer", "check"])
-def test_fence_while_error_is_handled_ends_agent(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fence_while_error_is_handled_ends_agent(where: str, nixl: BreakableNixl, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception keeps its frames, which would keep the agent alive, and its connections could receive late bytes."""
     lives: list[bool] = []
-    with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, counters):
-        port = peer._agent
+    with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, port, counters):
         assert peer.read(ask(range(64), 1, within_s=60), dense(64, SHAPE)).outcomes.count(Outcome.HIT) == 64
-        owner = weakref.ref(port._agent.agent)
-        port._agent = _Breaking(port._agent, where)
-        fence, again = port.fence, TcpPeer._send_request
+        owner = nixl.break_agent(where)
+        fence, send = port.fence, PlainWire.send
 
         def fenced(epoch: int) -> bool:
             done = fence(epoch)
             lives.append(owner() is not None)
             return done
 
-        def asked(self: TcpPeer, *more: Any) -> int:
-            lives.append(owner() is not None)
-            return again(self, *more)
+        def sent(self: PlainWire, *more: Any) -> None:
+            if lives:  # the first request after the fence, and all later ones
+                lives.append(owner() is not None)
+            send(self, *more)
 
         monkeypatch.setattr(port, "fence", fenced)
-        monkeypatch.setattr(TcpPeer, "_send_request", asked)
+        monkeypatch.setattr(PlainWire, "send", sent)
         buffer = dense(64, SHAPE)
         result = peer.read(ask(range(64), 1, within_s=60), buffer)
         assert result.outcomes.count(Outcome.HIT) == 64, "read over the connection"
         assert_hits_are_right(result.outcomes, buffer)
-        assert lives
+        assert len(lives) > 1
         assert not any(lives)
         assert counters.get("transport_nixl_fences_total") == 1
         assert counters.get("transport_nixl_fences_broken_total") == 0
 
 
-def test_read_failed_pull_next_read_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_failed_pull_next_read_is_pushed(
+    nixl: BreakableNixl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Containers of one host may be unable to read each other's memory, which the first read detects."""
+    caplog.set_level(logging.INFO, "kvstore.transport.nixl.peer")
     monkeypatch.setattr("kvstore.transport.nixl.peer.OFF_S", 0.0)
-    with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, counters):
-        peer._agent.open()
-        peer._agent._agent = _Breaking(peer._agent._agent, "check")
+    with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, port, counters):
+        port.open()
+        nixl.break_agent("check")
         for _ in range(2):
             buffer = dense(64, SHAPE)
             assert peer.read(ask(range(64), 1, within_s=60), buffer).outcomes.count(Outcome.HIT) == 64
-        assert peer._mode is TransferMode.PUSH
+        assert [line for line in caplog.messages if line.startswith("NIXL attached: ")][-1].endswith("(mode=push)")
         assert counters.get("transport_nixl_fallbacks_total") >= 1
         assert counters.get("transport_nixl_bytes_received_total") > 0
 
@@ -216,7 +255,7 @@ def test_server_reader_killed_releases_pins(options: dict[str, str]) -> None:
         with child("read", server.address, json.dumps(options), str(int(signal.SIGKILL))) as victim:
             assert victim.wait(30) == -signal.SIGKILL
         provider.settle()
-        with reader(server.address, options) as (peer, others):
+        with reader(server.address, options) as (peer, _, others):
             buffer = dense(COUNT, SHAPE)
             assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
             assert_hits_are_right([Outcome.HIT] * COUNT, buffer)
@@ -242,7 +281,7 @@ def test_server_reader_killed_before_answer_survives() -> None:
         victim.kill()
         assert victim.wait(10) == -signal.SIGKILL
         os.kill(server.pid, signal.SIGCONT)
-        with reader(address, {}) as (peer, _):
+        with reader(address, {}) as (peer, _, _):
             buffer = dense(COUNT, SHAPE)
             assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
             assert_hits_are_right([Outcome.HIT] * COUNT, buffer)
@@ -266,7 +305,7 @@ def test_read_pull_without_cma_uses_connection() -> None:
     """Both processes are on one host, but cannot read each other's memory: here the server lacks CMA."""
     with (
         child("serve", json.dumps({"transports": "tcp,self,sysv"}), "0") as server,
-        reader(heard(server), {"mode": "pull"}) as (peer, counters),
+        reader(heard(server), {"mode": "pull"}) as (peer, _, counters),
     ):
         buffer = dense(COUNT, SHAPE)
         assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
@@ -275,13 +314,11 @@ def test_read_pull_without_cma_uses_connection() -> None:
         assert counters.get("transport_nixl_bytes_received_total") == 0
 
 
-def test_fence_that_fails_raises_late_bytes() -> None:
+def test_fence_that_fails_raises_late_bytes(nixl: BreakableNixl) -> None:
     """Another reference keeps the agent and its connections alive, so the memory of the read must not be used again."""
-    with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, counters):
-        port = peer._agent
+    with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, port, counters):
         assert peer.read(ask(range(64), 1, within_s=60), dense(64, SHAPE)).outcomes.count(Outcome.HIT) == 64
-        held = port._agent.agent
-        port._agent = _Breaking(port._agent, "check")
+        held = nixl.break_agent("check")()
         with pytest.raises(LateBytes):
             peer.read(ask(range(64), 1, within_s=60), dense(64, SHAPE))
         assert counters.get("transport_nixl_fences_broken_total") == 1
@@ -380,7 +417,7 @@ def test_fetch_into_unregistered_memory_is_refused() -> None:
                 assert kind is frames.FrameKind.ERROR, number
                 assert b"NIXL" in said or b"address" in said
         port.close()
-        with reader(address, options) as (peer, _):
+        with reader(address, options) as (peer, _, _):
             buffer = dense(COUNT, SHAPE)
             assert_hits_are_right(peer.read(ask(range(COUNT), 1, within_s=20), buffer).outcomes, buffer)
         assert server.poll() is None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import Unavailable
 from kvstore.observe.counters import Counters
+from kvstore.transport import liveness
 from kvstore.transport.liveness import (
     GRACE_S,
     IDLE_S,
@@ -182,7 +183,10 @@ def test_monitor_hung_server_leaves_others_alive(monitor: LivenessMonitor, probe
     assert not monitor.server("b").hung
 
 
-def test_monitor_without_waits_pauses_and_resumes(monitor: LivenessMonitor, probes: Probes) -> None:
+def test_monitor_without_waits_pauses_and_resumes(
+    monitor: LivenessMonitor, probes: Probes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "IDLE_S", 4 * TICK_S)
     server = monitor.server("a")
     with server.waiting(lambda: None):
         wait_until(lambda: len(probes.sent) >= 2)

@@ -251,7 +251,7 @@ class IndexPublisher:
 
     def _stream(self, inventories: Sequence[VolumeId]) -> None:
         """Publish until the stream breaks, the server requires a registration, or ``stop``."""
-        outbox: queue.Queue[metadata_pb2.PublishRequest | None] = queue.Queue(BATCHES_IN_FLIGHT + 1)
+        outbox: queue.SimpleQueue[metadata_pb2.PublishRequest | None] = queue.SimpleQueue()  # ``slots`` bounds it
         slots = threading.Semaphore(BATCHES_IN_FLIGHT)
         lock = threading.Lock()
         broken: list[grpc.RpcError] = []
@@ -315,17 +315,14 @@ class IndexPublisher:
                     self._unacknowledged.append((message, events))
                 alive = send(message)
         finally:
-            while True:  # the outbox is bounded: free space for the end marker
-                try:
-                    outbox.put_nowait(None)
-                    break
-                except queue.Full:
-                    outbox.get_nowait()
+            outbox.put(None)
             responses.cancel()
             receiver.join(JOIN_S)
-        if not self._stopping.is_set() and not self._again.is_set() and is_silent():
+        if self._stopping.is_set() or self._again.is_set():
+            return
+        if is_silent():
             raise Unavailable("published changes are not acknowledged", seconds=ACK_TIMEOUT_S)
-        if broken and not self._stopping.is_set() and not self._again.is_set():
+        if broken:
             raise from_rpc_error(broken[0])
 
     def _batches(self, inventories: Sequence[VolumeId]) -> Iterator[tuple[metadata_pb2.PublishRequest | None, int]]:

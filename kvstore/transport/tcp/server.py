@@ -43,6 +43,8 @@ UNAUTHENTICATED_SHARE = 4
 """If more than 1/n of all connections are unauthenticated, these are closed first."""
 _EVICTION_S = 0.5
 """How long to wait until an evicted connection has ended. It ends at once, unless a request has just arrived."""
+_BACKLOG = 128
+"""Connections that may wait to be accepted. A client beyond them tries again only after 1 s or 3 s."""
 
 
 class TcpServer:
@@ -121,7 +123,7 @@ class TcpServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             # accepted sockets inherit the buffer sizes, which determine the TCP windows before accept returns
-            listener = socket.create_server((host, port), family=family, backlog=min(self._max_connections, 128))
+            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
             set_options(listener, self._socket_buffer_bytes)
             if self._traffic is not None:
                 self._traffic.mark(listener)  # marks the answers to SYNs; accepted sockets inherit only a part of the mark
