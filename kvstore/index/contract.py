@@ -119,7 +119,7 @@ class Beat(NamedTuple):
 
     Args:
         boot_id: boot that sent it.
-        counter: number of the heartbeat. Another value than before means that the boot is alive; the order has no meaning.
+        counter: number of the heartbeat. Another value than before means that the boot is alive, also if it is smaller.
         report: number of the heartbeat whose contents are in the node's report note.
     """
 

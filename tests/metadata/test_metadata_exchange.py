@@ -58,7 +58,7 @@ class Server:
         self.paused = False
 
     def tick(self) -> None:
-        """What maintenance does at a tick."""
+        """The exchange of one tick, as by maintenance."""
         try:
             self.table.take_unshared().write(cast("PrefixIndex", self.index))
         except Unavailable:

@@ -1,4 +1,4 @@
-"""Model-based tests of liveness: which nodes a server takes for alive, whatever its clock, its pauses and the index do."""
+"""Model-based tests of liveness: clocks, pauses and outages of the index do not change which nodes count as alive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ steps_s = st.integers(0, 256).map(lambda number: number / 64)
 
 @dataclass
 class History:
-    """All that happened to one registered boot, and what the server said last."""
+    """All events of one registered boot, and the last judgement."""
 
     boot: BootId
     heard_s: list[float]

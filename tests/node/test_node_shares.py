@@ -31,9 +31,9 @@ def held(node: QuotaNode) -> tuple[int, int]:
     return node.held(0, Tier.DRAM), node.held(0, Tier.NVME)
 
 
-def told_of(node: QuotaNode) -> dict[tuple[bool, str], int]:
-    """The next heartbeat response: bytes on NVMe per tenant."""
-    beat = HeartbeatRequest()
+def told_of(node: QuotaNode, number: int) -> dict[tuple[bool, str], int]:
+    """The heartbeat of a number: bytes on NVMe per tenant."""
+    beat = HeartbeatRequest(report=number)
     node.enforcer.report(beat)
     return {(one.unknown, one.tenant): one.nvme_bytes // BLOCK for one in beat.tenants}
 
@@ -44,13 +44,13 @@ def test_share_without_knowledge_of_found_blocks_evicts_none(tmp_path: Path) -> 
     before.store_durably(1, 20)
     before.close()
     node = QuotaNode(tmp_path / "slab")
-    assert told_of(node) == {(True, ""): 20}
+    assert told_of(node, 1) == {(True, ""): 20}
     node.set_shares(("acme", None, 4), report=1)  # no node seems to hold blocks of the tenant here, so the server grants little
     node.clock.advance(60)
     node.enforcer.round()
     assert node.namespaces[0].account is not None, "whose they are is known now"
     node.enforcer.round()
-    assert told_of(node) == {(False, "acme"): 20}
+    assert told_of(node, 2) == {(False, "acme"): 20}
     node.set_shares(("acme", None, 5), report=1)  # a response from the server's cache
     assert node.store_durably(2, 3), "nor are stores held to it"
     node.enforcer.round()

@@ -6,7 +6,7 @@ Theory of operation.
    node, in one batch. Then it reads all records.
 2. The contents of a heartbeat are written as a note (``BootReport``) before the record, and only if they differ from those of
    the last heartbeat. The record names the heartbeat with which they changed.
-3. A server reads the report of a node only if somebody asks for it, and only if the record names another one than it knows.
+3. A server reads the report of a node on demand, and only if the record names another one than it knows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
+from kvstore.core.clock import Clock
 from kvstore.core.types import BootId, NodeId
 from kvstore.index.contract import Beat, PrefixIndex
 from kvstore.metadata.membership.records import REPORT_PREFIX, BootReport, report_note
@@ -27,7 +28,7 @@ _COUNTER_MASK: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class UnsharedBeats:
-    """What other servers do not know yet: records of heartbeats, and the reports that changed."""
+    """Records of heartbeats, and changed reports, that other servers do not know yet."""
 
     beats: dict[NodeId, Beat] = field(default_factory=dict)
     reports: dict[NodeId, BootReport] = field(default_factory=dict)
@@ -46,10 +47,12 @@ class HeartbeatExchange:
 
     Args:
         index: the index.
+        clock: a monotonic clock of this host.
     """
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, clock: Clock) -> None:
         self._index = index
+        self._clock = clock
         self._reports: dict[NodeId, BootReport] = {}
         self._beats: dict[NodeId, Beat] = {}
         """Last known record of each node."""
@@ -83,7 +86,7 @@ class HeartbeatExchange:
 
     # ---- other servers ----
     def take_unshared(self) -> UnsharedBeats:
-        """What arrived since the last call, to be written."""
+        """Heartbeats that arrived since the last call, to be written."""
         beats, self._unshared = self._unshared, {}
         reports = {node_id: self._reports[node_id] for node_id in self._changed}
         self._changed = set()
@@ -97,13 +100,13 @@ class HeartbeatExchange:
             self._unshared.setdefault(node_id, unshared.beats[node_id])
             self._changed.add(node_id)
 
-    def read_others(self, now_s: float) -> dict[NodeId, Beat]:
+    def read_others(self) -> dict[NodeId, Beat]:
         """Read the records that other servers wrote.
 
         Raises:
             Unavailable: the index does not answer.
         """
-        others = {}
+        others, now_s = {}, self._clock.now_s()
         for node_id, beat in self._index.beats().items():
             if beat == self._written.get(node_id):
                 continue
@@ -118,18 +121,16 @@ class HeartbeatExchange:
         return others
 
     # ---- reports ----
-    def report(self, node_id: NodeId, boot_id: BootId, now_s: float, max_unread_s: float = 0.0) -> BootReport | None:
+    def report(self, node_id: NodeId, boot_id: BootId, max_unread_s: float = 0.0) -> BootReport | None:
         """The last known report of a boot; None: there is none.
 
         Args:
             node_id: the node.
             boot_id: the boot.
-            now_s: time now.
             max_unread_s: how long a newer report may stay unread.
         """
-        since_s = self._unread.get(node_id)
-        known = self._reports.get(node_id)
-        if since_s is not None and (now_s - since_s >= max_unread_s or known is None):
+        since_s, known = self._unread.get(node_id), self._reports.get(node_id)
+        if since_s is not None and (known is None or self._clock.now_s() - since_s >= max_unread_s):
             self._keep_read(node_id, self._index.note(report_note(node_id)))
             known = self._reports.get(node_id)
         return known if known is not None and known.boot_id == boot_id else None

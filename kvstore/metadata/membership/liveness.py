@@ -38,7 +38,7 @@ class _HeardBoot:
     Attributes:
         boot_id: the boot.
         heard_s: when it was last heard.
-        left: whether it has unregistered. Then it is not alive, whatever is heard.
+        left: whether it has unregistered. Then no heartbeat makes it alive.
         alive: whether it is alive.
         read: last record that was read from the index.
     """

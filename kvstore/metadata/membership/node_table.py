@@ -74,7 +74,7 @@ class NodeTable:
         self._clock_offsets_ms: dict[NodeId, int] = {}
         """Of nodes whose heartbeats arrived at this process."""
         self._view = MembershipView()
-        self._exchange = HeartbeatExchange(index)
+        self._exchange = HeartbeatExchange(index, clock)
         self._liveness = Liveness(ttl_s)
         self._refusals = NodeRefusals(index)
         self._last_heartbeats: dict[NodeId, HeartbeatRequest] = {}
@@ -210,6 +210,15 @@ class NodeTable:
             clock_offset_ms=self._clock_offsets_ms.get(node_id, 0),
         )
 
+    def silent(self) -> list[NodeInfo]:
+        """Nodes that send no heartbeats, have not unregistered, and had no call rejected lately."""
+        now_s, view = self._clock.now_s(), self.view()
+        return [
+            record
+            for node_id, record in view.nodes.items()
+            if not (node_id in self._alive or node_id in view.left or self._refusals.reason(node_id, now_s))
+        ]
+
     def read_bytes_per_s(self, node_id: NodeId) -> int:
         """Read rate of all volumes of a node, as its registered boot has measured it; 0: not measured."""
         report = self._report_of(node_id, READ_RATE_AGE_S)
@@ -298,6 +307,7 @@ class NodeTable:
     # ---- liveness ----
     def paused(self) -> None:
         """This process or its host was stopped until now. Call it before the next :meth:`tick`."""
+        self._counters.add(metadata_metrics.PAUSES)
         self._liveness.paused(self._clock.now_s())
 
     def tick(self) -> None:
@@ -308,8 +318,8 @@ class NodeTable:
         """
         now_s = self._clock.now_s()
         try:
-            others = self._exchange.read_others(now_s)
-            known = self.view().nodes  # after the heartbeats: whoever sent one is registered, or was forgotten
+            others = self._exchange.read_others()
+            known = self.view().nodes  # after the heartbeats: their senders are registered, or were forgotten
             self._refusals.read_others(known.keys(), now_s)
         except KVStoreError:
             self._liveness.index_failed()
@@ -333,7 +343,7 @@ class NodeTable:
         record = self._view.nodes.get(node_id)
         if record is None:
             return None
-        return self._exchange.report(node_id, BootId(record.boot_id), self._clock.now_s(), max_unread_s)
+        return self._exchange.report(node_id, BootId(record.boot_id), max_unread_s)
 
     def _apply(self, changes: Sequence[LivenessChange]) -> None:
         if changes:

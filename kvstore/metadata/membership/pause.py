@@ -1,4 +1,4 @@
-"""Pauses of a server process: it or its host was stopped, so heartbeats that arrived meanwhile are not processed yet.
+"""Pauses of a server process: it or its host was stopped, so the heartbeats of that time are not processed yet.
 
 A task runs several times per time to live. If it is much later than intended, the process was paused. Another task that is about
 to judge nodes asks for a check first, because it may be the first one to run after a pause.
@@ -36,7 +36,7 @@ class PauseWatch:
         self._checked_s = self._clock.now_s()
 
     async def run(self) -> None:
-        """Check for ever."""
+        """Check periodically, until cancelled."""
         self._checked_s = self._clock.now_s()
         while True:
             await asyncio.sleep(max(self._shortest_s / _CHECKS_PER_PAUSE, _MIN_CHECK_S))

@@ -105,7 +105,7 @@ def encode_volume_epoch(volume_epoch: VolumeEpoch) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BootReport:
-    """What a boot said in its last heartbeat.
+    """The contents of a boot's last heartbeat.
 
     Args:
         heartbeat: the heartbeat.

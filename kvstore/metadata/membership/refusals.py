@@ -1,7 +1,7 @@
 """Rejected calls in nodes' names, so that operators see why a node is silent. Shared among servers without a common clock.
 
 Each refusal has a random number. A server that reads another number than before knows that a call was rejected since, and notes
-on its own clock when it read so. What the index holds when a server starts may be old, so it is not shown.
+on its own clock when it read so. The refusals in the index at a server's start may be old, so they are not shown.
 """
 
 from __future__ import annotations

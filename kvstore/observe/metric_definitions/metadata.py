@@ -73,6 +73,7 @@ REPLICAS_REPAIRED: Final = group.counter("metadata_replicas_repaired_total", "re
 INDEX_RESTARTS: Final = group.counter(
     "metadata_index_restarts_total", "times that the index was replaced while the server ran, after damage or on request"
 )
+PAUSES: Final = group.counter("metadata_pauses_total", "pauses of the process or its host, after which silence counts anew")
 MAINTENANCE_FAILURES: Final = group.counter("metadata_maintenance_failures_total", "failed rounds of maintenance")
 SWEEPS: Final = group.counter("metadata_sweeps_total", "sweeps of records of ended volume epochs")
 PLANS: Final = group.counter("metadata_plans_total", "load plans that the server made")
