@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -20,15 +21,17 @@ from typing import ClassVar
 import pytest
 
 from kvstore.core import limits
-from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
+from kvstore.core.errors import InvalidArgument, NotFound, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import (
     Beat,
     IndexedBlock,
+    LeaseHolder,
     PrefixHit,
     PrefixIndex,
     RemovedKeys,
     ReplicaRun,
+    ServerRole,
     VolumeEpoch,
     VolumeEpochInfo,
 )
@@ -38,6 +41,7 @@ from kvstore.testing.index.process import IndexProcess
 NAMESPACE = NamespaceId(b"n" * 16)
 CHAIN = Chain.of(NAMESPACE, range(100))
 BOOT = BootId(b"b" * 16)
+ONE, TWO = LeaseHolder("one", "127.0.0.1:1"), LeaseHolder("two", "127.0.0.1:2")
 
 
 class Told:
@@ -686,6 +690,54 @@ class IndexSuite:
             assert begin(again, "x") not in {volume_epoch, dead}
         finally:
             again.close()
+
+    # ---- leases of roles ----
+    def test_leases_are_taken_renewed_and_freed(self, index: PrefixIndex) -> None:
+        if not index.leases_roles:
+            pytest.skip("this index has no leases")
+        roles, blocks, revision = list(ServerRole), index.stats().blocks, index.revision
+        assert index.lease_holders() == {}
+        assert index.take_leases([ServerRole.PLAN], ONE, 60.0) == {ServerRole.PLAN: ONE}
+        others = {ServerRole.SWEEP: TWO, ServerRole.QUOTA: TWO}
+        assert index.take_leases(roles, TWO, 60.0) == {ServerRole.PLAN: ONE, **others}
+        assert index.take_leases(roles, ONE, 60.0) == {ServerRole.PLAN: ONE, **others}
+        assert index.lease_holders() == {ServerRole.PLAN: ONE, **others}
+        index.free_leases(roles, ONE)
+        assert index.lease_holders() == others
+        index.free_leases(roles, ONE)
+        assert index.take_leases(roles, ONE, 60.0) == {ServerRole.PLAN: ONE, **others}
+        assert (index.stats().blocks, index.revision) == (blocks, revision), "leases are no blocks and change no view"
+
+    def test_leases_end_unless_renewed(self, index: PrefixIndex) -> None:
+        if not index.leases_roles:
+            pytest.skip("this index has no leases")
+        index.take_leases([ServerRole.PLAN], ONE, 60.0)
+        index.take_leases([ServerRole.PLAN], ONE, 0.05)
+        deadline_s = time.monotonic() + 10.0
+        while index.take_leases([ServerRole.PLAN], TWO, 60.0) != {ServerRole.PLAN: TWO}:
+            assert time.monotonic() < deadline_s, "the lease of another holder did not end"
+            time.sleep(0.01)
+        assert index.take_leases([ServerRole.PLAN], ONE, 60.0) == {ServerRole.PLAN: TWO}
+
+    @pytest.mark.parametrize(
+        "holder", [LeaseHolder("", "a:1"), LeaseHolder("one", ""), LeaseHolder("one two", "a:1"), LeaseHolder("n" * 1_000, "a:1")]
+    )
+    def test_leases_of_invalid_holders_are_refused(self, index: PrefixIndex, holder: LeaseHolder) -> None:
+        with pytest.raises(InvalidArgument if index.leases_roles else Unsupported):
+            index.take_leases([ServerRole.PLAN], holder, 60.0)
+
+    def test_leases_of_two_processes_have_one_holder(self, index: PrefixIndex, other_process: IndexProcess) -> None:
+        if not index.leases_roles:
+            pytest.skip("this index has no leases")
+        roles = list(ServerRole)
+        for _ in range(20):
+            other_process.send("take_leases", roles, TWO, 60.0)
+            ours = index.take_leases(roles, ONE, 60.0)
+            assert ours == other_process.receive() == index.lease_holders() == other_process.call("lease_holders")
+            assert set(ours) == set(roles)
+            index.free_leases(roles, ONE)
+            other_process.call("free_leases", roles, TWO)
+            assert index.lease_holders() == {}
 
     # ---- several processes ----
     def test_writes_of_other_process_are_visible_at_once(self, index: PrefixIndex, other_process: IndexProcess) -> None:
