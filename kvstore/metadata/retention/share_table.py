@@ -93,5 +93,5 @@ class ShareTable:
                 generation=header["generation"],
                 epoch=bytes.fromhex(header["epoch"]),
             )
-        except (zlib.error, struct.error, KeyError, TypeError, AttributeError, StopIteration) as error:
+        except (zlib.error, struct.error, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
             raise ValueError("the note is no table of shares") from error
