@@ -26,7 +26,7 @@ from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Beat, VolumeEpoch, VolumeEpochInfo
-from kvstore.index.small_records import decode_beat, encode_beat
+from kvstore.index.small_records import decode_beat, decode_volume_epoch, encode_beat, encode_volume_epoch
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.cluster import Cluster, Lane
 from kvstore.index.valkey.connection import Reply, pack
@@ -240,7 +240,7 @@ class SmallStateStore:
         )
         rows = iter(tables_read)
         if stale[0]:
-            infos = [decode_volume_epoch(int(number), value) for number, value in _pairs(next(rows))]
+            infos = [decode_volume_epoch(VolumeEpoch(int(number)), value) for number, value in _pairs(next(rows))]
             state = replace(state, volume_epochs=MappingProxyType({info.volume_epoch: info for info in infos}))
         if stale[1]:
             found_namespaces = {NamespaceId(key): decode_namespace(value) for key, value in _pairs(next(rows))}
@@ -360,26 +360,6 @@ def _pairs(reply: Reply) -> list[tuple[bytes, bytes]]:
 
 def _boot_name(info: VolumeEpochInfo) -> bytes:
     return info.boot_id + info.volume_id.encode()
-
-
-def encode_volume_epoch(info: VolumeEpochInfo) -> bytes:
-    """Encode a volume epoch, without its number."""
-    fields = (info.volume_id.encode(), info.node_id.encode(), bytes([info.tier]), bytes(info.boot_id))
-    return b"".join(_U32.pack(len(one)) + one for one in fields)
-
-
-def decode_volume_epoch(number: int, value: bytes) -> VolumeEpochInfo:
-    """Decode a volume epoch."""
-    fields: list[bytes] = []
-    at = 0
-    while at < len(value):
-        (size,) = _U32.unpack_from(value, at)
-        fields.append(value[at + 4 : at + 4 + size])
-        at += 4 + size
-    volume_id, node_id, tier, boot_id = fields
-    return VolumeEpochInfo(
-        VolumeEpoch(number), VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id)
-    )
 
 
 def decode_namespace(value: bytes) -> Namespace:
