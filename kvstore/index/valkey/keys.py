@@ -1,7 +1,7 @@
 """Names of the keys in Valkey, and their hash slots. Pure.
 
 A block's record is stored at ``{hhh}`` + the 16 bytes of its key, where ``hhh`` is the block's range (the first 12 bits of the
-key) in hex. The hash slot of a key in braces is that of the braces' content, so one range lies in one slot, and so on one
+key) in hex. The hash slot of a key in braces is that of the braces' content, so one range is in one slot, and so on one
 shard. A marker at ``{hhh}`` says in which index epoch the range was complete. Small state has the tag ``{kv}``.
 """
 

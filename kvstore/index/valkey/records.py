@@ -1,6 +1,6 @@
 """Commands that read and change records, with compare-and-set. Pure, but for the scripts' text.
 
-A record is replaced only if it still is what was read: ``SET … IFEQ`` (Valkey 8.1), ``DELIFEQ`` (Valkey 9.0). Older servers and
+A record is replaced only if it has not changed since it was read: ``SET … IFEQ`` (Valkey 8.1), ``DELIFEQ`` (Valkey 9.0). Older servers and
 Redis run a script that does the same.
 """
 
@@ -31,13 +31,13 @@ _VERSION: Final = re.compile(r"^(valkey|redis)_version:(\d+)\.(\d+)", re.MULTILI
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What the servers of a cluster can do; the least of all servers counts."""
+    """Abilities that all servers of a cluster have."""
 
     compare_and_set: bool = False
     compare_and_delete: bool = False
 
     def both(self, other: Abilities) -> Abilities:
-        """What both can do."""
+        """The abilities that both have."""
         return Abilities(self.compare_and_set and other.compare_and_set, self.compare_and_delete and other.compare_and_delete)
 
 
