@@ -7,9 +7,9 @@
   acknowledged, and repeating changes nothing.
 * **The rest** is small and has one hash slot (``small_state``), with a copy in each server.
 
-Threads: the client of the cluster lives on one event loop: the caller's, or a private one in a thread. Methods may be called from any
-other thread and wait there for fresh answers. On the event loop itself, ``lookup_async`` and methods that read the small state
-answer at once, the latter from the copy (heartbeats: at most 0.4 s old); all others raise ``Internal``.
+Threads: the client of the cluster lives on one event loop: the caller's, or a private one in a thread. Methods may be called
+from any other thread and wait there for fresh answers. On the event loop itself, ``lookup_async`` and methods that read the
+small state answer at once, the latter from the copy (heartbeats: at most 0.4 s old); all others raise ``Internal``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SYNC_MARGIN_S: Final = 5.0
 MAX_RACES: Final = 5
 """Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
 REPLICATION_MS: Final = 100
-"""Time that a publish waits for the replicas. Records that they lack then can be lost with the primary; anti-entropy finds them."""
+"""Time that a publish waits for the replicas. Records that they lack can be lost with the primary; anti-entropy finds them."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
 _KEYS_PER_RANGE: Final = 1 << 24
@@ -373,7 +373,7 @@ class ValkeyIndex(PrefixIndex):
         return max(1, min(_RANGES_AT_ONCE, records * limits.DIGEST_RANGES // (self._stats.blocks + 1)))
 
     def _sweep_records(self, records: Sequence[tuple[bytes, bytes]], state: SmallState) -> None:
-        """Remove the replicas of closed volume epochs. A record that changes at the same time is left, because its writer removes them, too."""
+        """Remove the replicas of closed volume epochs. A record that changes at the same time is left: its writer removes them."""
         changes: list[Command] = []
         for key, value in records:
             record = decode(value)

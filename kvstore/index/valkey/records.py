@@ -1,7 +1,7 @@
 """Commands that read and change records, with compare-and-set. Pure, but for the scripts' text.
 
-A record is replaced only if it has not changed since it was read: ``SET … IFEQ`` (Valkey 8.1), ``DELIFEQ`` (Valkey 9.0). Older servers and
-Redis run a script that does the same.
+A record is replaced only if it has not changed since it was read: ``SET … IFEQ`` (Valkey 8.1), ``DELIFEQ`` (Valkey 9.0). Older
+servers and Redis run a script that does the same.
 """
 
 from __future__ import annotations
