@@ -28,8 +28,8 @@ from kvclient.device.driver import CudaDriver
 from kvclient.device.layouts import PagedCache
 from kvclient.device.pinned_range import PinnedRange, cpus_near
 from kvclient.memory.device_buffer import PoolMemory
+from kvstore.native import address_of
 from kvstore.observe.counters import Counters
-from kvstore.transport.layout import address_of
 
 HEAD_START_S = 0.2
 """How long the device computes before the measured products: longer than enqueueing a load and these products."""

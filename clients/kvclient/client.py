@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, Self
 
 from kvclient.call.arguments import check_name, check_seconds, check_sendable
 from kvclient.call.context import ClientContext
-from kvclient.call.execution import CallRunner
-from kvclient.call.scope import CallScope
-from kvclient.call.threads import LazyThreadPool
+from kvclient.call.execution import CallRunner, CallScope
 from kvclient.handoff.receiver import PromptReceiver
 from kvclient.handoff.sender import PromptSender, abandon_prompt, check_transfer_id, find_decode_node
 from kvclient.load.accounting import HitAccounting
 from kvclient.load.layerwise import LayerBarrier, LoadHandle
-from kvclient.load.load import Load
-from kvclient.load.lookup import LookupCall
+from kvclient.load.load import Load, LookupCall
 from kvclient.load.paths import Paths
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
@@ -53,6 +50,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.slow_loads import RecentLoads
+from kvstore.process.threads.submission import LazyThreadPool
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable
 

@@ -239,7 +239,7 @@ def test_fp8_on_device_matches_host(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pages_per_block", [1, 4])
 def test_pool_on_same_device_copies_without_host(layout: str, pages_per_block: int) -> None:
-    from kvclient.call.scope import CallScope
+    from kvclient.call.execution import CallScope
     from kvclient.hbm import HbmPool
     from kvstore.core.buffers import DenseBlocks
     from kvstore.core.clock import MonotonicClock

@@ -18,8 +18,8 @@ from kvclient.device import pinned_range
 from kvclient.device.driver import CudaDriver
 from kvclient.device.pinned_range import PinnedRange, cpus_near
 from kvstore.core.errors import Unavailable
+from kvstore.native import address_of
 from kvstore.observe.counters import Counters
-from kvstore.transport.layout import address_of
 
 PAGE = mmap.PAGESIZE
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import BlockKey, InvalidArgument, KVClient, Tier
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.layouts import PagedCache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from deferred import ComputingDevice, DeferredDevice, DeferredEvent, FakePinning
-from late_engine import LAYERS, NAMES, WAIT_S, Engine
+from late_engine import LAYERS, NAMES, Engine
 
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.device import copier as copier_module
@@ -239,21 +241,40 @@ def test_late_copies_are_never_visible(fenced: bool, make: Callable[..., Engine]
     assert engine.side.counters.totals()["device_lost"] == 1
 
 
+class NapTime:
+    """Time that passes with each nap of the copier: a busy machine makes naps longer, not copies later.
+
+    Attributes:
+        ends_at: nap at which the computation ends.
+    """
+
+    def __init__(self, computes: DeferredEvent, ends_at: float) -> None:
+        self._computes = computes
+        self.ends_at = ends_at
+        self.naps = 0
+
+    def monotonic(self) -> float:
+        return self.naps
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.naps += 1
+        if self.naps >= self.ends_at:
+            self._computes.reached = True
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_long_computation_keeps_the_device(ends: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeout of copies begins after the work that they wait for, which has a separate timeout."""
     engine = make(ComputingDevice(1))
-    monkeypatch.setattr(copier_module, "DRAIN_S", 0.1)
-    monkeypatch.setattr(copier_module, "COMPUTE_S", WAIT_S if ends else 0.3)
-    job = engine.job(PAGES, FIRST, layerwise=False)
     computes = DeferredEvent(engine.device)
+    monkeypatch.setattr(copier_module, "time", NapTime(computes, ends_at=8_000 if ends else math.inf))
+    monkeypatch.setattr(copier_module, "DRAIN_S", 4_000)
+    monkeypatch.setattr(copier_module, "COMPUTE_S", math.inf if ends else 6_000)
+    job = engine.job(PAGES, FIRST, layerwise=False)
     engine.device.compute.wait(computes)  # type: ignore[attr-defined]
-    step = threading.Timer(0.5, setattr, (computes, "reached", True))
-    if ends:
-        step.start()
     assert engine.load(PAGES, FIRST, job) == (set() if ends else set(PAGES))
     computes.reached = True
-    step.cancel()
     assert engine.load(PAGES, FIRST) == (set() if ends else set(PAGES))
     engine.settled()
     engine.side.count_device_copies()

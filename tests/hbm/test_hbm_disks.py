@@ -22,7 +22,7 @@ from hbm_chains import SPEC as SMALL
 from hbm_chains import Below, allocate, chain, in_time
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.hbm import HbmPool
 from kvclient.hbm.gds_reader import GdsReader
 from kvclient.memory.engine_pool import DiskLocations, StoredVolume

@@ -12,8 +12,8 @@ from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import CacheSpec, Tier, VolumeInfo
 from kvstore.core import limits
+from kvstore.core.checksum import key_range
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
-from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey
 from kvstore.rpc.client import call_aio
 from support.chains import chain

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvclient.call.threads import LazyThreadPool
 from kvclient.load.accounting import HitAccounting
 from kvclient.memory.engine_pool import PoolNamespace
 from kvclient.nodes.local_session import LocalNode
@@ -17,6 +16,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockShape, NamespaceId
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.threads.submission import LazyThreadPool
 from kvstore.transport.liveness import LivenessMonitor
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.call.context import ClientContext
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.results import HELD, NodeRef, Outcomes, StoreResult
 from kvclient.store.store import count_store

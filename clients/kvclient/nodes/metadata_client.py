@@ -28,8 +28,7 @@ from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call, connect
 from kvstore.rpc.codec import spec_to_proto, tier_from_proto
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
-from kvstore.transport.breaker import CircuitBreaker
-from kvstore.transport.liveness import WatchedServer
+from kvstore.transport.liveness import CircuitBreaker, WatchedServer
 
 _limited = LimitedLog(logging.getLogger("kvclient"))
 

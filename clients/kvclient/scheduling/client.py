@@ -33,7 +33,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import AioUnaryMethod, UnaryMethod, call, call_aio, connect, connect_aio
-from kvstore.transport.breaker import CircuitBreaker
+from kvstore.transport.liveness import CircuitBreaker
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")

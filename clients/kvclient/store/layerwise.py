@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.call.context import ClientContext
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.load.sink import spans
 from kvclient.memory.buffers import as_block_buffer, pick_blocks
 from kvclient.nodes.local_session import Session, is_session_lost

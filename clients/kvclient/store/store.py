@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.call.context import ClientContext
-from kvclient.call.scope import CallScope, call_within
+from kvclient.call.execution import CallScope, call_within
 from kvclient.memory.buffers import pick_blocks
 from kvclient.nodes.local_session import Session, is_session_lost, new_operation_id
 from kvclient.results import HELD, Outcomes, StoreResult

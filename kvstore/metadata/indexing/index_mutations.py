@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvproto.v1.common_pb2 import NodeInfo
 from kvproto.v1.metadata_pb2 import VolumeNeed
+from kvstore.core.checksum import key_range
 from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError
-from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.indexing.publish_sequence import BatchVerdict, SequenceState
