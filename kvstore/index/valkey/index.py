@@ -373,7 +373,7 @@ class ValkeyIndex(PrefixIndex):
         return max(1, min(_RANGES_AT_ONCE, records * limits.DIGEST_RANGES // (self._stats.blocks + 1)))
 
     def _sweep_records(self, records: Sequence[tuple[bytes, bytes]], state: SmallState) -> None:
-        """Remove the replicas of closed volume epochs. A record that changes at the same time is left: its writer removes them."""
+        """Remove the replicas of closed volume epochs. A record that changes at the same time is left to its writer."""
         changes: list[Command] = []
         for key, value in records:
             record = decode(value)
