@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum, IntEnum
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import hiredis
 
@@ -179,9 +180,9 @@ class ValkeyClient:
             lane: connections to use.
         """
         answers: list[Answer] = [UNANSWERED] * len(commands)
-        of_slot, positions_of = self.topology.of_slot, dict[int, list[int]]()
+        of_slot, positions_of = self.topology.of_slot, defaultdict[int, list[int]](list)
         for position, (slot, _) in enumerate(commands):
-            positions_of.setdefault(of_slot[slot], []).append(position)
+            positions_of[of_slot[slot]].append(position)
         sends = [
             (self._by_number[number], positions, b"".join([commands[position][1] for position in positions]))
             for number, positions in positions_of.items()
@@ -201,23 +202,18 @@ class ValkeyClient:
         Raises:
             Unavailable: a shard does not answer until the deadline (``time.monotonic``).
         """
-        replies: dict[int, Reply] = {}
-        left = list(range(len(commands)))
-        while True:
+        answers = await self.run(commands, budget_s=min(max(deadline_s - time.monotonic(), 0.001), TRY_S), lane=lane)
+        while left := [position for position, answer in enumerate(answers) if answer is UNANSWERED]:
             left_s = deadline_s - time.monotonic()
-            answers = await self.run(
-                [commands[position] for position in left], budget_s=min(max(left_s, 0.001), TRY_S), lane=lane
-            )
-            pairs = zip(left, answers, strict=True)
-            replies.update({position: answer for position, answer in pairs if not isinstance(answer, Unanswered)})
-            left = [position for position in left if position not in replies]
-            if not left:
-                return [replies[position] for position in range(len(commands))]
-            if deadline_s - time.monotonic() <= RETRY_S:
+            if left_s <= RETRY_S:
                 away = sorted({self._name_of(commands[position][0]) for position in left})
                 raise Unavailable("Valkey does not answer", shards=", ".join(away))
             self._refresh.set()
             await asyncio.sleep(RETRY_S)
+            again = await self.run([commands[position] for position in left], budget_s=min(left_s, TRY_S), lane=lane)
+            for position, answer in zip(left, again, strict=True):
+                answers[position] = answer
+        return cast("list[Reply]", answers)
 
     async def on_each(self, packed: bytes, *, budget_s: float | None = None) -> dict[str, Answer]:
         """Run one command on each primary. Returns the answers by address."""
