@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import struct
 import threading
 import time
@@ -50,6 +49,7 @@ from kvstore.index.contract import (
     VolumeEpochInfo,
 )
 from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
+from kvstore.index.lmdb_format import DATABASES, defect, defect_unless_empty
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
@@ -58,8 +58,10 @@ from kvstore.index.small_records import (
     check_beats,
     check_notes,
     decode_beat,
+    decode_epoch_info,
     decode_note,
     encode_beat,
+    encode_epoch_info,
     encode_note,
     note_key,
     note_key_prefix,
@@ -77,9 +79,6 @@ Txn: TypeAlias = "lmdb.Transaction[bytes]"
 DEFAULT_MAP_BYTES = 64 << 30
 """Address space, not disk space. The file grows with its contents, and the map doubles when it is full."""
 MIN_MAP_BYTES = 1 << 20
-_FORMAT_NAME = b"kvstore-index/"
-_FORMAT = _FORMAT_NAME + b"2"
-_DATABASES = (b"meta", b"blocks", b"lives", b"dead", b"namespaces", b"notes", b"beats")
 _SCAN_PART = 1_024
 """Records per hold of the gate: about a millisecond."""
 _CONFLICTS = "ignored keys that the index holds at another depth (volume_epoch=%d, keys=%d)"
@@ -126,7 +125,7 @@ class LmdbIndex(PrefixIndex):
         self._gate = threading.Lock()
         self._closed: str | None = None
         meta, self._blocks, self._volume_epochs_db, self._dead, self._namespaces, self._notes, self._beats = [
-            self._env.open_db(name, create=False) for name in _DATABASES
+            self._env.open_db(name, create=False) for name in DATABASES
         ]
         self._meta = meta
         self._ordinals: dict[NamespaceId, int] = {}
@@ -168,8 +167,8 @@ class LmdbIndex(PrefixIndex):
         """
         if map_bytes < MIN_MAP_BYTES:
             raise InvalidArgument("map_bytes is too small", map_bytes=map_bytes, minimum=MIN_MAP_BYTES)
-        defect = _defect if read_only else _defect_unless_empty
-        return cls(IndexFiles(path, map_bytes=map_bytes, read_only=read_only, count=count, defect=defect), count, on_damage)
+        check = defect if read_only else defect_unless_empty
+        return cls(IndexFiles(path, map_bytes=map_bytes, read_only=read_only, count=count, defect=check), count, on_damage)
 
     @property
     def epoch(self) -> bytes:
@@ -188,12 +187,8 @@ class LmdbIndex(PrefixIndex):
             if known is not None:
                 return known
             volume_epoch = self._next(txn, b"next_life")
-            fields = (volume_id.encode(), node_id.encode(), bytes([tier]), bytes(boot_id))
-            txn.put(
-                _U32.pack(volume_epoch),
-                b"".join(struct.pack("<I", len(field)) + field for field in fields),
-                db=self._volume_epochs_db,
-            )
+            entry = encode_epoch_info(volume_id, node_id, tier, boot_id)
+            txn.put(_U32.pack(volume_epoch), entry, db=self._volume_epochs_db)
             self._announce(txn)
             return VolumeEpoch(volume_epoch)
 
@@ -590,7 +585,7 @@ class LmdbIndex(PrefixIndex):
         if known.revision == revision:
             return known
         with txn.cursor(db=self._volume_epochs_db) as cursor:
-            volume_epochs = [_volume_epoch_info(VolumeEpoch(_U32.unpack(key)[0]), value) for key, value in cursor]
+            volume_epochs = [decode_epoch_info(VolumeEpoch(_U32.unpack(key)[0]), value) for key, value in cursor]
         by_boot = {(info.volume_id, info.boot_id): info.volume_epoch for info in volume_epochs}
         self._known = _OpenVolumeEpochs(revision, {info.volume_epoch: info for info in volume_epochs}, by_boot)
         return self._known
@@ -690,40 +685,3 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
-
-
-def _defect(env: lmdb.Environment) -> str:
-    """Why the content of the environment is not an index of this format; empty: it is one."""
-    try:
-        meta = env.open_db(b"meta", create=False)
-        with env.begin(db=meta) as txn:
-            found, epoch = txn.get(b"format", b""), txn.get(b"epoch", b"")
-        if found.startswith(_FORMAT_NAME) and found != _FORMAT:
-            return f"its format is {found[:32].decode(errors='replace')}, this version reads {_FORMAT.decode()}"
-        for name in _DATABASES:
-            env.open_db(name, create=False)
-    except lmdb.NotFoundError:
-        return "content is not an index"
-    return "" if found == _FORMAT and len(epoch) == KEY_BYTES else "content is not an index"
-
-
-def _defect_unless_empty(env: lmdb.Environment) -> str:
-    """As :func:`_defect`, after an empty environment was made an index."""
-    if env.stat()["entries"]:
-        return _defect(env)
-    databases = [env.open_db(name) for name in _DATABASES]
-    with env.begin(db=databases[0], write=True) as txn:
-        txn.put(b"epoch", secrets.token_bytes(KEY_BYTES))
-        txn.put(b"format", _FORMAT)
-    return ""
-
-
-def _volume_epoch_info(volume_epoch: VolumeEpoch, value: bytes) -> VolumeEpochInfo:
-    fields: list[bytes] = []
-    at = 0
-    while at < len(value):
-        size = struct.unpack_from("<I", value, at)[0]
-        fields.append(value[at + 4 : at + 4 + size])
-        at += 4 + size
-    volume_id, node_id, tier, boot_id = fields
-    return VolumeEpochInfo(volume_epoch, VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id))
