@@ -32,6 +32,7 @@ from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
 from kvclient.nodes.remote_sessions import RemoteSessionCache
+from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
 from kvclient.results import LoadResult, Lookup, StoreResult
@@ -53,6 +54,8 @@ from kvstore.observe.slow_loads import RecentLoads
 from kvstore.process.threads.submission import LazyThreadPool
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable
+from kvstore.rpc.failover.addresses import MetadataAddresses
+from kvstore.rpc.failover.servers import MetadataServerState
 
 if TYPE_CHECKING:
     from kvstore.observe.http import MetricsServer
@@ -110,7 +113,8 @@ class KVClient:
             client = KVClient.connect("127.0.0.1:7400", spec, options=ClientOptions(require_store=False))
 
         Args:
-            metadata: address of the metadata server, ``host:port``; None: only the local node is asked.
+            metadata: address of the metadata server, ``host:port``; of several servers, separated by commas, or a DNS name of
+                several; None: only the local node is asked.
             spec: the namespace.
             node: address of the local node (``unix:/path`` or ``host:port``); ``"auto"``: a living node whose unix socket is on
                 this host, if there is one; None: none, bytes travel over TCP to and from other nodes.
@@ -137,11 +141,11 @@ class KVClient:
         incidents = LimitedLog(logging.getLogger("kvclient"), options.log_interval_s, clock.now_s)
         if metadata is None and (node is None or node == "auto"):
             raise InvalidArgument("connect requires a metadata server, a node, or both")
+        addresses = None if metadata is None else MetadataAddresses.parse(metadata)
         liveness = watch_servers(tls, incidents.counters)
-        server = liveness.server(metadata or "")
         metadata_client = None
-        if metadata is not None:
-            metadata_client = MetadataClient(metadata, spec, tls, clock, options, incidents, server)
+        if addresses is not None:
+            metadata_client = MetadataClient(addresses, spec, tls, clock, options, incidents, liveness)
         peers = PeerPool(spec, tls, options, incidents, liveness)
         local = finder = None
         end_s = clock.now_s() + options.connect_deadline_s
@@ -177,6 +181,7 @@ class KVClient:
             store_nodes=StoreNodeFinder(metadata_client, peers, clock, options),
             liveness=liveness,
             accounting=HitAccounting(spec.block_tokens, spec.shape.block_bytes, incidents, options),
+            run_ends=RunEndMemory(),
             part_threads=LazyThreadPool(options.part_workers, "kvclient-part"),
         )
         demotions = Demotions(context)
@@ -593,6 +598,14 @@ class KVClient:
     def recent_loads(self) -> RecentLoads:
         """The last loads, with the slowest ones and their causes."""
         return self._context.accounting.recent
+
+    @property
+    def metadata_servers(self) -> list[MetadataServerState]:
+        """The metadata servers that the client knows, with the one in use; empty without a metadata server.
+
+        Example: ``[server.address for server in client.metadata_servers if server.used]``
+        """
+        return [] if self._context.metadata is None else self._context.metadata.servers()
 
     @property
     def local_node(self) -> NodeId | None:

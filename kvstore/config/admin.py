@@ -13,6 +13,7 @@ from kvstore.config.values import DurationMs, Size
 from kvstore.core.errors import InvalidArgument
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.address import check_address, is_unix, stays_on_host
+from kvstore.rpc.failover.addresses import MetadataAddresses
 
 
 class AdminSection(Section):
@@ -23,7 +24,8 @@ class AdminSection(Section):
         description="address of the HTTP service; port 0: any free port; none: kvstore up starts no admin server",
     )
     metadata: str = Field(
-        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server that the page and the REST show"
+        default=DEFAULT_METADATA_ADDRESS,
+        description="metadata servers that page and REST show: HOST:PORT, a list, or a DNS name",
     )
     tokens_file: Path | None = Field(
         default=None,
@@ -65,7 +67,7 @@ class AdminConfig(AdminSection):
             InvalidArgument: an invalid address, or a remote address without tokens or TLS.
         """
         check_address(self.listen)
-        check_address(self.metadata)
+        MetadataAddresses.parse(self.metadata)
         serve_tls = self.tls.resolve()
         if is_unix(self.listen):
             raise InvalidArgument("the admin server listens on TCP only; set admin.listen to HOST:PORT", listen=self.listen)

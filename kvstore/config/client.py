@@ -14,7 +14,8 @@ class ClientSection(Section):
     """Clients of the store: commands, admin server, router, event publisher."""
 
     metadata: str = Field(
-        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server that commands, admin server and router ask"
+        default=DEFAULT_METADATA_ADDRESS,
+        description="metadata servers that commands ask: HOST:PORT, a list, or a DNS name",
     )
     node: str | None = Field(default=None, description="address or unix socket of the node on this host; unset: no node")
     deadline_ms: DurationMs = Field(default=10_000, gt=0, description="deadline of a load or store")
@@ -29,7 +30,7 @@ class ClientSection(Section):
 class ClusterSection(Section):
     """A named cluster of the commands' option ``--cluster``. It replaces these settings of ``[client]``."""
 
-    metadata: str = Field(description="address of the metadata server")
+    metadata: str = Field(description="metadata servers of the cluster: HOST:PORT, a list, or a DNS name")
     node: str | None = Field(default=None, description="address or unix socket of a node; unset: no node")
     token_file: Path | None = Field(default=None, description="file with the token for the metadata server and nodes")
     read_token_file: Path | None = Field(

@@ -14,7 +14,8 @@ from kvstore.config.values import DurationMs, Size, parse_list
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import KEY_BYTES, NamespaceId, NodeId, Tier
-from kvstore.rpc.address import check_address, check_metrics_address, stays_on_host
+from kvstore.rpc.address import check_metrics_address, stays_on_host
+from kvstore.rpc.failover.addresses import MetadataAddresses
 
 _ENDPOINT: Final = re.compile(r"(?P<kind>tcp|ipc)://(?P<rest>.+)")
 
@@ -23,7 +24,8 @@ class EventsSection(Section):
     """The publisher of block events in vLLM's KV event format."""
 
     metadata: str = Field(
-        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server whose block events are published"
+        default=DEFAULT_METADATA_ADDRESS,
+        description="metadata servers whose block events are published: HOST:PORT, a list, or a DNS name",
     )
     zmq: str | None = Field(
         default=None, description="endpoint of the PUB socket: tcp://HOST:PORT or ipc://PATH; port *: any free port"
@@ -117,7 +119,7 @@ class EventsConfig(EventsSection):
         Raises:
             InvalidArgument: an invalid endpoint, or a remote address that was not allowed.
         """
-        check_address(self.metadata)
+        MetadataAddresses.parse(self.metadata)
         self._check_endpoint(self.zmq, binds=not self.connect)
         if self.replay is not None:
             self._check_endpoint(self.replay, binds=True)

@@ -30,6 +30,7 @@ from kvstore.config.values import (
 from kvstore.core.errors import InvalidArgument
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.process.node_id import check_node_id
+from kvstore.rpc.failover.addresses import MetadataAddresses
 
 MIN_LEASE_MS: Final = 250
 """Clients stop trusting a lease some time before it ends. A shorter lease would make every load a miss."""
@@ -94,7 +95,8 @@ class NodeSection(Section):
         default=None, description="folder of the unix sockets; the path must be short. Unset: one folder per node id"
     )
     metadata: str | None = Field(
-        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server that the node registers with"
+        default=DEFAULT_METADATA_ADDRESS,
+        description="metadata servers that the node registers with: HOST:PORT, a list, or a DNS name",
     )
     dram_bytes: Memory = Field(
         default=1 << 30, gt=0, description="size of the DRAM arena, in bytes or as a share of the host's memory such as 80%"
@@ -243,6 +245,8 @@ class NodeConfig(NodeSection):
             InvalidArgument: settings that contradict each other.
         """
         self.tls.resolve()
+        if self.metadata is not None:
+            MetadataAddresses.parse(self.metadata)
         mounted = [mount.volume for mount in self.mounts]
         if len(set(mounted)) != len(mounted) or any(name.startswith(f"{self.node_id}/") for name in mounted):
             raise InvalidArgument("node.mounts must name volumes of other nodes, each once", mounts=", ".join(mounted))

@@ -14,6 +14,7 @@ from kvstore.config.values import DurationMs, Size, parse_list
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_address, stays_on_host
+from kvstore.rpc.failover.addresses import MetadataAddresses
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:-]+")
 _Engines = Annotated[tuple[str, ...], BeforeValidator(parse_list)]
@@ -31,7 +32,8 @@ class RouterSection(Section):
         description="choice of the engine: by the metadata server's scheduler, the least loaded engine, or in turn",
     )
     metadata: AddressOrNone = Field(
-        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server; none: no scheduler and no lookups"
+        default=DEFAULT_METADATA_ADDRESS,
+        description="metadata servers: HOST:PORT, a list, or a DNS name; none: no scheduler and no lookups",
     )
     name: str = Field(default="router", description="name of this pool of engines at the scheduler")
     report: bool = Field(default=True, description="report engine load; if several routers share a pool, exactly one reports")
@@ -95,7 +97,7 @@ class RouterConfig(RouterSection):
         if not _NAME.fullmatch(self.name) or len(self.name) > limits.MAX_NAME_BYTES // 2:
             raise InvalidArgument("a router's name may contain only letters, digits and _ . : -", got=self.name)
         if self.metadata is not None:
-            check_address(self.metadata)
+            MetadataAddresses.parse(self.metadata)
         elif self.policy == "scheduler":
             raise InvalidArgument(
                 "policy scheduler requires a metadata server; set router.metadata, or use least_loaded or round_robin"

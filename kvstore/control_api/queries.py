@@ -14,6 +14,7 @@ from kvproto.v1.metadata_pb2 import NodeStatus
 from kvstore.control_api import serializers
 from kvstore.control_api.schemas import retention as retention_models
 from kvstore.control_api.schemas import store as models
+from kvstore.control_api.schemas.cluster import Cluster, MetadataServerEntry
 from kvstore.control_api.schemas.health import ClusterEventEntry, ClusterHealth
 from kvstore.control_api.store_rpc import NodeRpc, StoreRpc
 from kvstore.core.errors import InvalidArgument, NotFound
@@ -56,18 +57,22 @@ class Queries:
     def __init__(self, rpc: StoreRpc) -> None:
         self._rpc = rpc
 
-    async def cluster(self, address: str) -> models.Cluster:
+    async def cluster(self, address: str) -> Cluster:
         """Health, versions and counts.
 
         Args:
-            address: address of the metadata server, for display.
+            address: the setting that names the metadata servers, for display.
         """
         server = await self._rpc.server()
-        return models.Cluster(
+        return Cluster(
             **serializers.health(from_proto(server.findings)).model_dump(),
             admin_version=kvstore.__version__,
             metadata_version=server.version,
             metadata_address=address,
+            metadata_servers=[
+                MetadataServerEntry(address=one.address, state=one.condition, used=one.used)
+                for one in await self._rpc.metadata_servers()
+            ],
             metadata_workers=server.workers,
             metadata_uptime_s=server.uptime_ms / 1000,
             index_epoch=server.index_epoch.hex(),

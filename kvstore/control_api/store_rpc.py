@@ -24,6 +24,9 @@ from kvstore.rpc.auth.interceptor import ON_BEHALF
 from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
+from kvstore.rpc.failover.aio_channel import AioFailoverChannel
+from kvstore.rpc.failover.connect import connect_metadata_aio, states_of
+from kvstore.rpc.failover.servers import MetadataServerState
 
 T = TypeVar("T")
 _Metadata = list[tuple[str, str]]
@@ -34,6 +37,8 @@ NODES_AT_ONCE: Final = 32
 _NOT_REPORTING: Final = "the node does not report to the metadata server"
 DIAGNOSIS_HOLDS_S: Final = 10.0
 """How long a diagnosis of an unreachable metadata server is reused."""
+_IDLE_CHECK_S: Final = 0.5
+"""Time limit of the probe of a metadata server to which no call goes."""
 _TWO_ATTEMPTS: Final = RetryPolicy(attempts=2, first_backoff_s=0.05)
 """The second attempt reaches a server that was restarted. Calls of nodes use it for changes too, because these may be repeated:
 they carry an operation id or the expected old value."""
@@ -52,7 +57,7 @@ class StoreEndpoint:
     """How to reach a store.
 
     Attributes:
-        metadata: address of the metadata server.
+        metadata: address of the metadata server, or of several.
         tls: TLS settings of the channels to metadata server and nodes.
         token: token for metadata server and nodes; None: no token.
         read_token: token for queries to nodes; None: ``token``. The metadata server repeats the address
@@ -81,7 +86,7 @@ class StoreRpc:
     def __init__(self, endpoint: StoreEndpoint, counters: Counters) -> None:
         self._endpoint = endpoint
         self._counters = counters
-        self._channel = connect_aio(endpoint.metadata, tls=endpoint.tls, token=endpoint.token)
+        self._channel = connect_metadata_aio(endpoint.metadata, tls=endpoint.tls, token=endpoint.token, counters=counters)
         target = Target(
             server="the metadata server",
             address=endpoint.metadata,
@@ -115,6 +120,12 @@ class StoreRpc:
         if status is None:
             raise NotFound("no such node", node_id=node_id[:64])
         return status
+
+    async def metadata_servers(self) -> list[MetadataServerState]:
+        """The metadata servers that are configured or named by DNS, with their state."""
+        if isinstance(self._channel, AioFailoverChannel):
+            await asyncio.to_thread(self._channel.servers.check_idle, _IDLE_CHECK_S)
+        return states_of(self._channel, self._endpoint.metadata)
 
     async def server(self) -> pb.DescribeServerResponse:
         """State of the metadata server."""

@@ -68,6 +68,7 @@ class RunningNode:
 
 def metadata_findings(servers: Sequence[RunningMetadata]) -> Iterator[Finding]:
     """Report each configured metadata server: reached, rejecting the token, or silent."""
+    answering = {server.setting for server in servers if server.answer is Answer.GIVEN}
     for server in servers:
         named = f"{server.address} ({server.setting})"
         if server.answer is Answer.GIVEN:
@@ -81,6 +82,9 @@ def metadata_findings(servers: Sequence[RunningMetadata]) -> Iterator[Finding]:
         elif server.answer is Answer.REFUSED:
             what = f"{named} answers, but rejects the call: {server.error}"
             yield Finding("metadata server", Level.WARNING, what, _token_of(server.setting))
+        elif server.required and server.setting in answering:
+            what = f"{named} does not answer: {server.error}; calls go to the other servers of this setting"
+            yield Finding("metadata server", Level.WARNING, what, "kvstore health metadata   # on its host")
         elif server.required:
             what = f"{named} does not answer: {server.error}"
             yield Finding("metadata server", Level.MISSING, what, "kvstore health metadata   # on its host")

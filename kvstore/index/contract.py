@@ -55,11 +55,14 @@ class PrefixHit:
         runs: replicas; they cover ``[0, blocks)`` and may overlap.
         revision: ``PrefixIndex.revision`` of the snapshot that was read. If it differs from the caller's revision, the caller's
             set of visible volume epochs was stale.
+        unknown: number of probed records that are unknown because their shard did not answer. If it is not 0, the hit may be too
+            short.
     """
 
     blocks: int
     runs: tuple[ReplicaRun, ...]
     revision: int = field(default=0, compare=False)
+    unknown: int = field(default=0, compare=False)
 
 
 class IndexedBlock(NamedTuple):
@@ -177,7 +180,7 @@ class PrefixIndex(ABC):
         """
 
     @abstractmethod
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()) -> PrefixHit:
         """Find the longest prefix of a chain that ``visible`` volume epochs hold.
 
         Keys of another namespace are misses. The cost is logarithmic in the number of keys, plus the number of runs.
@@ -186,7 +189,17 @@ class PrefixIndex(ABC):
             namespace: namespace of the chain.
             keys: the chain's keys from its head, 16 bytes each, concatenated.
             visible: volume epochs that can be read now.
+            ends: guesses: numbers of leading blocks after which a run may end. They decide only which records are read first.
+
+        Raises:
+            Unavailable: no probed record is known.
         """
+
+    async def lookup_async(
+        self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()
+    ) -> PrefixHit:
+        """As ``lookup``, on the event loop of the caller. An index that waits for other hosts overrides it."""
+        return self.lookup(namespace, keys, visible, ends)
 
     @abstractmethod
     def describe(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
@@ -294,3 +307,11 @@ class PrefixIndex(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the index and its files."""
+
+    async def close_async(self) -> None:
+        """As ``close``, on the event loop of the caller."""
+        self.close()
+
+    @abstractmethod
+    def request_rebuild(self) -> None:
+        """Drop all contents soon, and begin another index epoch. Nodes then register again and send their inventories."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import struct
 import threading
 import time
@@ -35,7 +36,7 @@ import lmdb
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.checks import check_batch, check_keys, check_namespace
+from kvstore.index.checks import check_batch, check_keys, check_namespace, check_packed_keys, check_ranges, check_volume
 from kvstore.index.contract import (
     Beat,
     IndexedBlock,
@@ -48,8 +49,8 @@ from kvstore.index.contract import (
     VolumeEpoch,
     VolumeEpochInfo,
 )
-from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
-from kvstore.index.lmdb_format import DATABASES, defect, defect_unless_empty
+from kvstore.index.counts import Count, count_nothing, report_ignored
+from kvstore.index.lmdb_files import DAMAGE, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
@@ -58,11 +59,11 @@ from kvstore.index.small_records import (
     check_beats,
     check_notes,
     decode_beat,
-    decode_epoch_info,
     decode_note,
+    decode_volume_epoch,
     encode_beat,
-    encode_epoch_info,
     encode_note,
+    encode_volume_epoch,
     note_key,
     note_key_prefix,
 )
@@ -79,18 +80,13 @@ Txn: TypeAlias = "lmdb.Transaction[bytes]"
 DEFAULT_MAP_BYTES = 64 << 30
 """Address space, not disk space. The file grows with its contents, and the map doubles when it is full."""
 MIN_MAP_BYTES = 1 << 20
+_FORMAT_NAME = b"kvstore-index/"
+_FORMAT = _FORMAT_NAME + b"2"
+_DATABASES = (b"meta", b"blocks", b"lives", b"dead", b"namespaces", b"notes", b"beats")
 _SCAN_PART = 1_024
 """Records per hold of the gate: about a millisecond."""
-_CONFLICTS = "ignored keys that the index holds at another depth (volume_epoch=%d, keys=%d)"
-_FOREIGN = "ignored keys that the index holds for another namespace: no lookup finds them (volume_epoch=%d, keys=%d)"
-_UNNAMED = "ignored keys of new namespaces: the index holds as many namespaces as it may (volume_epoch=%d, keys=%d)"
-_REPLACED = "replaced records of another depth: the published parents are in the index (volume_epoch=%d, keys=%d)"
 _U32 = struct.Struct(">I")  # big-endian, so that LMDB keeps them in numeric order
 _U64 = struct.Struct(">Q")
-
-
-def _count_nothing(_name: str, _amount: int) -> None:
-    pass
 
 
 def _ignore_damage() -> None:
@@ -125,7 +121,7 @@ class LmdbIndex(PrefixIndex):
         self._gate = threading.Lock()
         self._closed: str | None = None
         meta, self._blocks, self._volume_epochs_db, self._dead, self._namespaces, self._notes, self._beats = [
-            self._env.open_db(name, create=False) for name in DATABASES
+            self._env.open_db(name, create=False) for name in _DATABASES
         ]
         self._meta = meta
         self._ordinals: dict[NamespaceId, int] = {}
@@ -145,7 +141,7 @@ class LmdbIndex(PrefixIndex):
         *,
         map_bytes: int = DEFAULT_MAP_BYTES,
         read_only: bool = False,
-        count: Count = _count_nothing,
+        count: Count = count_nothing,
         on_damage: Callable[[], None] = _ignore_damage,
     ) -> Self:
         """Open or create the index in a directory. An untrusted index is dropped and recreated with another ``epoch``.
@@ -167,8 +163,8 @@ class LmdbIndex(PrefixIndex):
         """
         if map_bytes < MIN_MAP_BYTES:
             raise InvalidArgument("map_bytes is too small", map_bytes=map_bytes, minimum=MIN_MAP_BYTES)
-        check = defect if read_only else defect_unless_empty
-        return cls(IndexFiles(path, map_bytes=map_bytes, read_only=read_only, count=count, defect=check), count, on_damage)
+        defect = _defect if read_only else _defect_unless_empty
+        return cls(IndexFiles(path, map_bytes=map_bytes, read_only=read_only, count=count, defect=defect), count, on_damage)
 
     @property
     def epoch(self) -> bytes:
@@ -176,19 +172,15 @@ class LmdbIndex(PrefixIndex):
 
     # ---- volume epochs ----
     def open_volume_epoch(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> VolumeEpoch:
-        for name in (volume_id, node_id):
-            if not name or len(name.encode()) > limits.MAX_NAME_BYTES:
-                raise InvalidArgument("a volume or node id is empty or too long", limit=limits.MAX_NAME_BYTES)
-        if len(boot_id) != KEY_BYTES:
-            raise InvalidArgument(f"a boot id must have {KEY_BYTES} bytes", bytes=len(boot_id))
+        check_volume(volume_id, node_id, boot_id)
 
         def work(txn: Txn) -> VolumeEpoch:
             known = self._open_volume_epochs(txn).by_boot.get((volume_id, boot_id))
             if known is not None:
                 return known
             volume_epoch = self._next(txn, b"next_life")
-            entry = encode_epoch_info(volume_id, node_id, tier, boot_id)
-            txn.put(_U32.pack(volume_epoch), entry, db=self._volume_epochs_db)
+            info = VolumeEpochInfo(VolumeEpoch(volume_epoch), volume_id, node_id, tier, boot_id)
+            txn.put(_U32.pack(volume_epoch), encode_volume_epoch(info), db=self._volume_epochs_db)
             self._announce(txn)
             return VolumeEpoch(volume_epoch)
 
@@ -240,24 +232,12 @@ class LmdbIndex(PrefixIndex):
         if self._listener is not None and (edit.stored or edit.removed):
             lost = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in edit.removed.items()]
             self._listener.published(volume_epoch, edit.stored, lost)
-        for keys, counter, line in (
-            (edit.conflicts, metadata_metrics.INDEX_KEY_CONFLICTS, _CONFLICTS),
-            (edit.foreign, metadata_metrics.INDEX_KEY_FOREIGN, _FOREIGN),
-            (edit.unnamed, metadata_metrics.INDEX_KEY_UNNAMED, _UNNAMED),
-            (edit.replaced, metadata_metrics.INDEX_KEY_REPLACED, _REPLACED),
-        ):
-            if keys:
-                limited.warning(line, volume_epoch, keys)
-                self._count(counter, keys)
+        report_ignored(edit, volume_epoch, self._count)
 
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
-        if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:
-            raise InvalidArgument(
-                f"keys must have {KEY_BYTES} bytes each, and not be too many", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL
-            )
-
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()) -> PrefixHit:
+        check_packed_keys(keys)
         count, head = len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
-        guesses = self._run_ends.of(head)
+        guesses = self._run_ends.of(head, ends)
 
         def work(txn: Txn) -> PrefixHit:
             known = self._open_volume_epochs(txn)
@@ -276,8 +256,7 @@ class LmdbIndex(PrefixIndex):
                     return {}
                 return replicas_of(record, volume_epochs)
 
-            hit = longest_prefix(count, probe, guesses)
-            return PrefixHit(hit.blocks, hit.runs, known.revision_number)
+            return longest_prefix(count, probe, guesses, known.revision_number)
 
         hit = self._read(work)
         self._run_ends.record_lookup(head, count, tuple([run.start + run.count for run in hit.runs]))
@@ -358,8 +337,7 @@ class LmdbIndex(PrefixIndex):
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         last = first + count
-        if count < 1 or not 0 <= first < last <= limits.DIGEST_RANGES:
-            raise InvalidArgument("no such ranges of key space", first=first, count=count, ranges=limits.DIGEST_RANGES)
+        check_ranges(first, count)
         found: list[tuple[bytes, bytes]] = []
         position: bytes | None = (first << 4).to_bytes(2, "big")
         end = (last << 4).to_bytes(2, "big") if last < limits.DIGEST_RANGES else None
@@ -585,7 +563,7 @@ class LmdbIndex(PrefixIndex):
         if known.revision == revision:
             return known
         with txn.cursor(db=self._volume_epochs_db) as cursor:
-            volume_epochs = [decode_epoch_info(VolumeEpoch(_U32.unpack(key)[0]), value) for key, value in cursor]
+            volume_epochs = [decode_volume_epoch(VolumeEpoch(_U32.unpack(key)[0]), value) for key, value in cursor]
         by_boot = {(info.volume_id, info.boot_id): info.volume_epoch for info in volume_epochs}
         self._known = _OpenVolumeEpochs(revision, {info.volume_epoch: info for info in volume_epochs}, by_boot)
         return self._known
@@ -685,3 +663,29 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _defect(env: lmdb.Environment) -> str:
+    """Why the content of the environment is not an index of this format; empty: it is one."""
+    try:
+        meta = env.open_db(b"meta", create=False)
+        with env.begin(db=meta) as txn:
+            found, epoch = txn.get(b"format", b""), txn.get(b"epoch", b"")
+        if found.startswith(_FORMAT_NAME) and found != _FORMAT:
+            return f"its format is {found[:32].decode(errors='replace')}, this version reads {_FORMAT.decode()}"
+        for name in _DATABASES:
+            env.open_db(name, create=False)
+    except lmdb.NotFoundError:
+        return "content is not an index"
+    return "" if found == _FORMAT and len(epoch) == KEY_BYTES else "content is not an index"
+
+
+def _defect_unless_empty(env: lmdb.Environment) -> str:
+    """As :func:`_defect`, after an empty environment was made an index."""
+    if env.stat()["entries"]:
+        return _defect(env)
+    databases = [env.open_db(name) for name in _DATABASES]
+    with env.begin(db=databases[0], write=True) as txn:
+        txn.put(b"epoch", secrets.token_bytes(KEY_BYTES))
+        txn.put(b"format", _FORMAT)
+    return ""

@@ -43,14 +43,11 @@ import lmdb
 import xxhash
 
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, KVStoreError, Unavailable
+from kvstore.index.counts import Count
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
-from kvstore.observe.metrics import Event
 from kvstore.process import lmdb_meta
 
 logger = logging.getLogger(__name__)
-
-Count = Callable[[Event, int], None]
-"""``count(counter name, amount)``."""
 
 FORMAT = 1
 MAX_MAP_BYTES = 1 << 46

@@ -1,9 +1,9 @@
-"""Encodings of volume epochs, notes and heartbeats in the LMDB index, and the checks of their sizes.
+"""Encodings of volume epochs, notes and heartbeats in an index, and the checks of their sizes.
 
-A note is stored under its name, so that all names with a common prefix are neighbours. LMDB limits keys to 511 bytes: a longer
-name is cut, and a digest of the whole name follows. The value repeats the whole name.
+In LMDB, a note is stored under its name, so that all names with a common prefix are neighbours. LMDB limits keys to 511 bytes:
+a longer name is cut, and a digest of the whole name follows. The value repeats the whole name.
 
-A heartbeat is stored under a digest of its node's id.
+In LMDB, a heartbeat is stored under a digest of its node's id.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from kvstore.index.contract import Beat, VolumeEpoch, VolumeEpochInfo
 _DIGEST_BYTES: Final = 32
 _NAME_IN_KEY: Final = 511 - _DIGEST_BYTES
 _BEAT: Final = struct.Struct("<16sQQ")
+_SIZE: Final = struct.Struct("<I")
 _MAX_NUMBER: Final = (1 << 64) - 1
 
 
 # ---- volume epochs ----
-def encode_epoch_info(volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> bytes:
-    """Encode a volume epoch without its number."""
-    fields = (volume_id.encode(), node_id.encode(), bytes([tier]), bytes(boot_id))
-    return b"".join(struct.pack("<I", len(field)) + field for field in fields)
+def encode_volume_epoch(info: VolumeEpochInfo) -> bytes:
+    """Encode a volume epoch, without its number."""
+    fields = (info.volume_id.encode(), info.node_id.encode(), bytes([info.tier]), bytes(info.boot_id))
+    return b"".join(_SIZE.pack(len(field)) + field for field in fields)
 
 
-def decode_epoch_info(volume_epoch: VolumeEpoch, entry: bytes) -> VolumeEpochInfo:
+def decode_volume_epoch(volume_epoch: VolumeEpoch, value: bytes) -> VolumeEpochInfo:
     """Decode a volume epoch."""
     fields: list[bytes] = []
     at = 0
-    while at < len(entry):
-        size: int = struct.unpack_from("<I", entry, at)[0]
-        fields.append(entry[at + 4 : at + 4 + size])
-        at += 4 + size
+    while at < len(value):
+        (size,) = _SIZE.unpack_from(value, at)
+        fields.append(value[at + _SIZE.size : at + _SIZE.size + size])
+        at += _SIZE.size + size
     volume_id, node_id, tier, boot_id = fields
     return VolumeEpochInfo(volume_epoch, VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id))
 

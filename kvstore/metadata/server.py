@@ -15,7 +15,6 @@ from kvstore.core.types import NamespaceId
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.health.host_reports import CertificateWatch
 from kvstore.index.contract import PrefixIndex
-from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.admin_service import SERVICE_NAME as METADATA_ADMIN
 from kvstore.metadata.admin_service import MetadataAdminParts, MetadataAdminServicer
 from kvstore.metadata.cluster.event_journal import EventJournal
@@ -26,6 +25,7 @@ from kvstore.metadata.events.subscription import report_served
 from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.history import read_totals
 from kvstore.metadata.indexing.anti_entropy import IndexDigests
+from kvstore.metadata.indexing.index_opening import open_index
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.maintenance import Maintenance
@@ -83,7 +83,7 @@ class MetadataServer:
         self._namespaces = namespaces
         self.kept_namespaces: Sequence[tuple[NamespaceId, bytes]] = ()
         """Specs for the next server, if a rebuild is requested."""
-        self._index: LmdbIndex | None = None
+        self._index: PrefixIndex | None = None
         self._writes: IndexThread | None = None
         self._reads: IndexThread | None = None
         self._maintenance: Maintenance | None = None
@@ -106,7 +106,7 @@ class MetadataServer:
         """
         config = self._config
         try:
-            index = self._open_index()
+            index = await self._open_index()
             settings = SettingsStore(config.settings_path)
             parts = self._make_parts(index, settings)
             tls = config.tls.resolve()
@@ -130,18 +130,14 @@ class MetadataServer:
         return address
 
     # ---- parts ----
-    def _open_index(self) -> LmdbIndex:
-        index = self._index = LmdbIndex.open(
-            self._config.index_path,
-            map_bytes=self._config.index_size_bytes,
-            count=self.counters.add,
-            on_damage=functools.partial(_set_soon, asyncio.get_running_loop(), self.damaged),
-        )
+    async def _open_index(self) -> PrefixIndex:
+        on_damage = functools.partial(_set_soon, asyncio.get_running_loop(), self.damaged)
+        index = self._index = await open_index(self._config, self.counters, on_damage)
         for namespace, spec in self._namespaces:
-            index.put_namespace(namespace, spec)
+            await asyncio.to_thread(index.put_namespace, namespace, spec)
         return index
 
-    def _make_parts(self, index: LmdbIndex, settings: SettingsStore) -> MetadataParts:
+    def _make_parts(self, index: PrefixIndex, settings: SettingsStore) -> MetadataParts:
         config = self._config
         writes = self._writes = IndexThread("metadata-writes")
         reads = self._reads = IndexThread("metadata-reads")
@@ -309,7 +305,7 @@ class MetadataServer:
             if thread is not None:
                 await thread.close()
         if self._index is not None:
-            self._index.close()
+            await _bounded("the index", self._index.close_async())
         self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._index = (
             self._event_log
         ) = None

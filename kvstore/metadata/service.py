@@ -234,7 +234,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
 
     async def Lookup(self, request: pb.LookupRequest, context: object) -> bytes:  # see add_to_server
         self._namespace_owners.check(request.namespace_id)
-        return self._lookups.answer(request)
+        return await self._lookups.answer(request)
 
     async def PlanLoad(self, request: pb.PlanLoadRequest, context: object) -> pb.LoadPlan:
         return self._parts.planner.plan(request)

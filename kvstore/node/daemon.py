@@ -17,6 +17,7 @@ from typing import cast
 
 import aiofiles
 import aiofiles.os
+import grpc
 
 from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.config.node import NodeConfig
@@ -74,6 +75,7 @@ from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
 from kvstore.rpc.auth.tokens import TokenSource, tokens_file
 from kvstore.rpc.client import call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
+from kvstore.rpc.failover.connect import connect_metadata
 from kvstore.rpc.health_probe import HealthProbe
 from kvstore.rpc.server import METADATA_SERVICE, BoundServer, build_aio_server
 from kvstore.tiers.arena import DramArena
@@ -304,16 +306,22 @@ class NodeDaemon:
         """Return the specs of all namespaces that the metadata server knows."""
         if self.config.metadata is None:
             return []
-        with connect(self.config.metadata, tls=self.config.tls.resolve(), token=self._token) as channel:
+        with self._connect_metadata() as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
             known = call(stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), RPC_TIMEOUT_S).namespaces
         return [one.spec for one in known]
+
+    def _connect_metadata(self) -> grpc.Channel:
+        assert self.config.metadata is not None
+        return connect_metadata(
+            self.config.metadata, caller=self.config.node_id, tls=self.config.tls.resolve(), token=self._token
+        )
 
     def _find_storage_node(self) -> PeerAddress:
         storage_node = self.config.write_back_to
         if self.config.metadata is None or storage_node is None:
             raise Unavailable("a storage node is found through the metadata server: set node.metadata")
-        with connect(self.config.metadata, tls=self.config.tls.resolve(), token=self._token) as channel:
+        with self._connect_metadata() as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
             for status in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S).nodes:
                 if status.node.node_id == storage_node and status.alive:

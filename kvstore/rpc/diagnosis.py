@@ -17,6 +17,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -25,6 +26,7 @@ from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unauthenticated,
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix
 from kvstore.rpc.auth.tokens import TokenSource
+from kvstore.rpc.failover.addresses import entries_of
 
 TIMEOUT_S: Final = 2.0
 """For all connections of one diagnosis together."""
@@ -62,7 +64,7 @@ class Target:
 
     Args:
         server: its role, for people, e.g. ``"the metadata server"``.
-        address: its gRPC address.
+        address: its gRPC address, or those of several metadata servers.
         tls: the TLS files in use; None: plain text.
         token: the token that calls carry; None: none.
         tls_settings: where people set ``tls``, e.g. ``"[client.tls]"`` or ``"TlsConfig"``.
@@ -89,12 +91,30 @@ class Target:
             return self._not_known()
         if not isinstance(error, Unavailable | DeadlineExceeded):
             return error
-        reason = diagnose(self.address, self.tls, self.tls_settings, timeout_s)
+        reason = self._reason(timeout_s)
         if reason is None and isinstance(error, Unavailable):
             return error  # the server itself may have said so
         if reason is None:
             reason = "it accepts connections, but did not answer in time"
         return type(error)(f"cannot reach {self.server} at {self.address}: {reason}")
+
+    def _reason(self, timeout_s: float) -> str | None:
+        """Why no server can be reached. Returns None as soon as one of several is reached."""
+        addresses = entries_of(self.address)
+        if len(addresses) == 1:
+            return diagnose(addresses[0], self.tls, self.tls_settings, timeout_s)
+        threads = ThreadPoolExecutor(len(addresses), "kvstore-diagnosis")
+        try:
+            reasons = {threads.submit(diagnose, one, self.tls, self.tls_settings, timeout_s): one for one in addresses}
+            found = {}
+            for done in as_completed(reasons):
+                reason = done.result()
+                if reason is None:
+                    return None
+                found[reasons[done]] = reason
+        finally:
+            threads.shutdown(wait=False)
+        return "; ".join(f"{one}: {found[one]}" for one in addresses)
 
     def _not_known(self) -> Unauthenticated:
         if self.token is None:

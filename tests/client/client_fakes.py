@@ -350,6 +350,7 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
         self.runs: list[tuple[int, int, FakeNode]] = []
         self.fail: KVStoreError | None = None
         self.calls: list[str] = []
+        self.lookups: list[metadata_pb2.LookupRequest] = []
         self.port = 0
         self.start()
 
@@ -383,6 +384,7 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
 
     def Lookup(self, request: metadata_pb2.LookupRequest, context: grpc.ServicerContext) -> metadata_pb2.LookupResponse:  # noqa: N802
         self._enter("Lookup", context)
+        self.lookups.append(request)
         count = len(request.keys) // 16
         nodes = list({node.node_id: node for _, _, node in self.runs}.values())
         runs = [

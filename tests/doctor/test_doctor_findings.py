@@ -452,6 +452,15 @@ def test_metadata_configured_without_answer_is_missing(server: RunningMetadata, 
     assert_mends_can_be_pasted([finding])
 
 
+def test_metadata_one_of_several_away_is_a_warning() -> None:
+    away = RunningMetadata(address="m:2", setting="client.metadata", required=True, answer=Answer.NONE, error="x")
+    there = RunningMetadata(address="m:1", setting="client.metadata", required=True, nodes=3, nodes_alive=3)
+    found = list(metadata_findings([there, away]))
+    assert [one.level for one in found] == [Level.OK, Level.WARNING]
+    assert "m:2 (client.metadata) does not answer: x; calls go to the other servers" in found[1].what
+    assert_mends_can_be_pasted(found)
+
+
 def test_node_rejecting_token_counts_as_running() -> None:
     node = RunningNode("unix:/x", error="a token is required (client.token_file is not set)", answer=Answer.REFUSED)
     (finding,) = node_findings(node)

@@ -31,6 +31,7 @@ from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import call_aio, connect_aio
+from kvstore.rpc.failover.addresses import MetadataAddresses
 from support.wait import wait_until_async
 
 
@@ -109,8 +110,8 @@ async def test_plan_without_live_nodes_is_unavailable(running: Running, monkeypa
     spec, clock = CacheSpec("m", 16, 1, 1 << 20), MonotonicClock()
     incidents = LimitedLog(logging.getLogger("kvclient"), 1.0, clock.now_s)
     liveness = watch_servers(None, incidents.counters)
-    server = liveness.server(running.address)
-    client = MetadataClient(running.address, spec, None, clock, ClientOptions(), incidents, server)
+    addresses = MetadataAddresses.parse(running.address)
+    client = MetadataClient(addresses, spec, None, clock, ClientOptions(), incidents, liveness)
     try:
         made = await asyncio.to_thread(client.plan_load, "p", None, None, 8, spec, TIMEOUT_S, relays=False)
         with pytest.raises(Unavailable, match="no node can read"):

@@ -367,6 +367,7 @@ HOSTILE = {
     "torn keys": ("Lookup", pb.LookupRequest(namespace_id=NAMESPACE, keys=b"k" * 33)),
     "short namespace": ("Lookup", pb.LookupRequest(namespace_id=b"n", keys=b"k" * 32)),
     "too many keys": ("Lookup", pb.LookupRequest(namespace_id=NAMESPACE, keys=bytes(16 * (limits.MAX_KEYS_PER_CALL + 1)))),
+    "too many guessed ends": ("Lookup", pb.LookupRequest(namespace_id=NAMESPACE, keys=b"k" * 32, ends=range(9))),
     "a message beyond all limits": ("Lookup", pb.LookupRequest(namespace_id=NAMESPACE, keys=bytes(65 << 20))),
     "digests without counts": ("CompareDigests", pb.CompareDigestsRequest(node_id="n", boot_id=b"b" * 16, digests=[1])),
     "ranges beyond key space": (

@@ -10,6 +10,7 @@ from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
 from kvclient.nodes.remote_sessions import RemoteSessionCache
+from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import ClientOptions
 from kvstore.core.clock import Clock
@@ -37,6 +38,7 @@ class ClientContext:
     store_nodes: StoreNodeFinder
     liveness: LivenessMonitor
     accounting: HitAccounting
+    run_ends: RunEndMemory
     part_threads: LazyThreadPool
     """Threads for the parts of planned loads and for prompts that are awaited."""
     pool: PoolNamespace | None = None

@@ -26,7 +26,8 @@ class HookOptions:
     """Options common to all hooks.
 
     Attributes:
-        metadata: address of the metadata server, ``host:port``; empty: none, the hook uses only the local node.
+        metadata: metadata servers: ``host:port``, a list separated by commas, or a DNS name; empty: none, the hook uses only the
+            local node.
         node: address of this host's node (``unix:/path`` or ``host:port``), ``auto``: found through the metadata server;
             ``none``: no node, blocks travel over TCP.
         model: name of the model in the namespace; empty: the engine's name of it. Hosts that share KV must use the same name.

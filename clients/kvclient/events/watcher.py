@@ -30,9 +30,9 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
-from kvstore.rpc.client import connect
 from kvstore.rpc.codec import tier_to_proto
 from kvstore.rpc.errors import FailedCall, from_rpc_error
+from kvstore.rpc.failover.connect import connect_metadata
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class BlockWatcher:
     """Keeps a mirror of a running store up to date in a separate thread. A context manager.
 
     Args:
-        address: of the metadata server.
+        address: of the metadata server, or of several.
         namespaces: only these; empty: all.
         nodes: only volumes of these nodes; empty: all.
         tiers: only volumes of these tiers; empty: all.
@@ -90,7 +90,7 @@ class BlockWatcher:
         self._stopped = threading.Event()
         self._refused: KVStoreError | None = None
         self._stream: Stream | None = None
-        self._channel = connect(address, tls=tls, token=token, own_connection=True)
+        self._channel = connect_metadata(address, tls=tls, token=token, own_connection=True, counters=self.counters)
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._thread = threading.Thread(target=self._run, name="kvstore-events", daemon=True)
         self._thread.start()

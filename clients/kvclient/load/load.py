@@ -66,10 +66,11 @@ def look_up(context: ClientContext, chain: ChainSlice, scope: CancelScope) -> Lo
     if not len(chain) or context.metadata is None:
         return Lookup(chain.keys)
     try:
-        found = context.metadata.lookup(chain, scope.left_s())
+        found = context.metadata.lookup(chain, scope.left_s(), context.run_ends.of(chain))
     except KVStoreError as error:
         context.incidents.report(client_metrics.LOOKUPS_FAILED, "lookup failed", error)
         return Lookup(chain.keys, seconds=scope.elapsed_s(), error=error)
+    context.run_ends.record_lookup(chain, [run.end for run in found.runs])
     counters.add(client_metrics.LOOKUP_BLOCKS, len(chain))
     counters.add(client_metrics.LOOKUP_HIT_BLOCKS, found.hit_blocks)
     counters.observe(client_metrics.LOOKUP_SECONDS, found.seconds)

@@ -9,6 +9,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -25,10 +26,13 @@ from kvstore.core.types import NodeId, Tier, VolumeId
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call, connect
+from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call
 from kvstore.rpc.codec import spec_to_proto, tier_from_proto
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
-from kvstore.transport.liveness import CircuitBreaker, WatchedServer
+from kvstore.rpc.failover.addresses import MetadataAddresses
+from kvstore.rpc.failover.connect import connect_metadata, states_of
+from kvstore.rpc.failover.servers import MetadataServerState
+from kvstore.transport.liveness import CircuitBreaker, LivenessMonitor
 
 _limited = LimitedLog(logging.getLogger("kvclient"))
 
@@ -50,36 +54,36 @@ _MIN_TELLING_TIMEOUT_S = 0.05
 
 
 class MetadataClient:
-    """One metadata server. Thread-safe.
+    """The metadata servers of one store. Thread-safe.
 
     Args:
-        address: its gRPC address.
+        addresses: their gRPC addresses.
         spec: the namespace of lookups.
         tls: for the connection.
         clock: source of time.
         options: bounds.
         incidents: counts failures.
-        server: liveness of the server.
+        liveness: of the servers of this client.
     """
 
     def __init__(
         self,
-        address: str,
+        addresses: MetadataAddresses,
         spec: CacheSpec,
         tls: TlsConfig | None,
         clock: Clock,
         options: ClientOptions,
         incidents: LimitedLog,
-        server: WatchedServer,
+        liveness: LivenessMonitor,
     ) -> None:
-        self.address = address
+        self.address = str(addresses)
         self._incidents = incidents
-        self._server = server
+        self._server = None if addresses.only is None else liveness.server(addresses.only)
         self._spec = spec
         self._clock = clock
         token = options.shown_token()
-        self._channel = connect(address, tls=tls, token=token)
-        self._diagnoser = Diagnoser(Target("the metadata server", address, tls, token, "TlsConfig", "ClientOptions.token"))
+        self._channel = connect_metadata(addresses, tls=tls, token=token, counters=incidents.counters)
+        self._diagnoser = Diagnoser(Target("the metadata server", self.address, tls, token, "TlsConfig", "ClientOptions.token"))
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._breaker = CircuitBreaker(clock, failures=options.breaker_failures, open_s=options.breaker_pause_s)
         self._registered = False
@@ -114,8 +118,13 @@ class MetadataClient:
             raise Internal("the metadata server derives another namespace from this spec; its version differs")
         self._registered = True
 
-    def lookup(self, chain: ChainSlice, timeout_s: float) -> Lookup:
+    def lookup(self, chain: ChainSlice, timeout_s: float, ends: Sequence[int] = ()) -> Lookup:
         """Return the longest hit of a chain, from its head.
+
+        Args:
+            chain: the blocks.
+            timeout_s: bound of the call.
+            ends: guesses where replicas of the chain end (``RunEndMemory``).
 
         Raises:
             KVStoreError: the server does not answer, or answers something impossible.
@@ -123,7 +132,7 @@ class MetadataClient:
         started_s = self._clock.now_s()
         if not self._registered:  # connect() found no server
             self.register(timeout_s)
-        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=chain.packed)
+        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=chain.packed, ends=ends)
         try:
             answer = self._call(self._stub.Lookup, request, timeout_s)
         except NotFound:  # the server lost its index and with it the namespace
@@ -173,6 +182,10 @@ class MetadataClient:
         if node_id not in known:
             raise NotFound("no living node has this id", node_id=node_id)
         return known[node_id]
+
+    def servers(self) -> list[MetadataServerState]:
+        """Return the metadata servers with their state."""
+        return states_of(self._channel, self.address)
 
     # ---- plans ----
     def plan_load(
@@ -240,11 +253,12 @@ class MetadataClient:
     ) -> _Response:
         if timeout_s < _MIN_CALL_S:  # says nothing about the server, so the breaker does not count it
             raise DeadlineExceeded("no time left for a call to the metadata server", seconds=timeout_s)
-        self._server.check()
+        if self._server is not None:
+            self._server.check()
         if not self._breaker.allow():
             raise Unavailable("the metadata server does not answer; calls fail for a moment", address=self.address)
         try:
-            with self._server.waiting(_nothing):
+            with nullcontext() if self._server is None else self._server.waiting(_nothing):
                 answer = call(method, request, timeout_s, retry)
         except DeadlineExceeded:
             if timeout_s >= _MIN_TELLING_TIMEOUT_S:

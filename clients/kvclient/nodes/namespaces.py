@@ -7,8 +7,9 @@ from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.spec import CacheSpec
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
-from kvstore.rpc.client import call, connect
+from kvstore.rpc.client import call
 from kvstore.rpc.codec import spec_from_proto
+from kvstore.rpc.failover.connect import connect_metadata
 
 
 def list_namespaces(
@@ -29,7 +30,7 @@ def list_namespaces(
         KVStoreError: the server does not answer.
     """
     timeout_s = check_seconds("timeout_s", timeout_s)
-    with connect(metadata, tls=tls, token=token) as channel:
+    with connect_metadata(metadata, tls=tls, token=token) as channel:
         stub = metadata_pb2_grpc.MetadataStub(channel)
         answer = call(stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), timeout_s)
     return [spec_from_proto(info.spec) for info in answer.namespaces]

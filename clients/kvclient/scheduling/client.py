@@ -32,7 +32,8 @@ from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.client import AioUnaryMethod, UnaryMethod, call, call_aio, connect, connect_aio
+from kvstore.rpc.client import AioUnaryMethod, UnaryMethod, call, call_aio
+from kvstore.rpc.failover.connect import connect_metadata, connect_metadata_aio
 from kvstore.transport.liveness import CircuitBreaker
 
 _Request = TypeVar("_Request")
@@ -89,7 +90,7 @@ class SchedulerClient:
     """The scheduler of one metadata server. Thread-safe.
 
     Args:
-        metadata: address of the metadata server.
+        metadata: address of the metadata server, or of several.
         tls: for the connection.
         options: circuit breaker and token.
     """
@@ -97,7 +98,7 @@ class SchedulerClient:
     def __init__(self, metadata: str, *, tls: TlsConfig | None = None, options: ClientOptions | None = None) -> None:
         options = options or ClientOptions()
         self._guard = _Guard(metadata, options)
-        self._channel = connect(metadata, tls=tls, token=options.shown_token())
+        self._channel = connect_metadata(metadata, tls=tls, token=options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._cancellations: set[object] = set()
 
@@ -246,7 +247,7 @@ class AsyncSchedulerClient:
     def __init__(self, metadata: str, *, tls: TlsConfig | None = None, options: ClientOptions | None = None) -> None:
         options = options or ClientOptions()
         self._guard = _Guard(metadata, options)
-        self._channel = connect_aio(metadata, tls=tls, token=options.shown_token())
+        self._channel = connect_metadata_aio(metadata, tls=tls, token=options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._cancellations: set[asyncio.Task[None]] = set()
 

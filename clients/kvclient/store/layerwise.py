@@ -142,6 +142,7 @@ class LayerwiseStore:
                 self._clean_up()
             self._result.seconds = self._scope.elapsed_s()
             count_store(self._context, self._result)
+            self._context.run_ends.record_stored(self._chain, self._result.held_blocks)
             return self._result
 
     def _commit_slots(self, grant: StoreGrant, *, wait_visible: bool) -> None:

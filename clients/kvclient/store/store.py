@@ -207,6 +207,8 @@ class Store:
         skip_after_gap(result.outcomes)
         result.seconds = self.scope.elapsed_s()
         count_store(context, result)
+        if not self._heads:
+            context.run_ends.record_stored(self._chain, result.held_blocks)
         if result.error is not None:
             context.store_nodes.forget()
         if self._keep_in_pool and context.pool is not None and not self.scope.ended:  # also blocks that the node rejected

@@ -16,6 +16,7 @@ from kvstore.control_api import serializers
 from kvstore.control_api.history import HistoryQueries
 from kvstore.control_api.queries import Queries, describe, id_from_hex
 from kvstore.control_api.schemas import store as models
+from kvstore.control_api.schemas.cluster import Cluster
 from kvstore.control_api.schemas.health import ClusterEventEntry, ClusterHealth
 from kvstore.control_api.schemas.history import FiguresOfLastHour
 from kvstore.control_api.schemas.store import HEX_ID
@@ -124,7 +125,7 @@ class Reads:
         """Findings, each with a code, the facts, their meaning and an action. Scripts may rely on the codes."""
         return await self._queries.health()
 
-    async def cluster(self) -> models.Cluster:
+    async def cluster(self) -> Cluster:
         """Health, versions and counts. Health is derived from the nodes' heartbeats."""
         return await self._queries.cluster(self._config.metadata)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,6 +54,7 @@ def ping(config: Config, *, addresses: tuple[str, ...], count: int, timeout: flo
     Exits with 0 if every server answered, 1 if one did not, 3 if one refused the token or the role.
     """
     from kvstore.cli.ping.round_trips import PingOutcome
+    from kvstore.rpc.failover.addresses import MetadataAddresses
 
     _, provenance = configuration(click.get_current_context())
     own = token(config.client)
@@ -62,7 +63,8 @@ def ping(config: Config, *, addresses: tuple[str, ...], count: int, timeout: flo
         results = ping_all(list(_named(config, addresses, own)), count, timeout)
     else:
         results = ping_all(list(_usual(config, provenance, own)), count, timeout)
-        results[1:1] = ping_all(list(_nodes(config, results[0], own, reading, timeout)), count, timeout)
+        servers = results[: len(MetadataAddresses.parse(config.client.metadata).entries)]
+        results[len(servers) : len(servers)] = ping_all(list(_nodes(config, servers, own, reading, timeout)), count, timeout)
         results = [one for one in results if one.detail != _LEFT_OUT]
     outcomes = {result.outcome for result in results}
     exit_code = 1 if PingOutcome.FAILED in outcomes else EXIT_REFUSED if PingOutcome.REFUSED in outcomes else 0
@@ -87,8 +89,11 @@ def _named(config: Config, addresses: tuple[str, ...], own: TokenSource | None) 
 def _usual(config: Config, provenance: Provenance, own: TokenSource | None) -> Iterator[PingTarget]:
     """The metadata server, and admin server and router of this host."""
     from kvstore.cli.ping.round_trips import PingTarget, ServerKind
+    from kvstore.rpc.failover.addresses import MetadataAddresses
 
-    yield PingTarget(address=config.client.metadata, kind=ServerKind.METADATA, tls=config.client.tls.resolve(), token=own)
+    tls = config.client.tls.resolve()
+    for address in MetadataAddresses.parse(config.client.metadata).entries:
+        yield PingTarget(address=address, kind=ServerKind.METADATA, tls=tls, token=own)
     for kind, setting, section in ((ServerKind.ADMIN, "admin", config.admin), (ServerKind.ROUTER, "router", config.router)):
         if section.listen == "none" or section.listen.endswith(":0"):
             continue
@@ -98,21 +103,22 @@ def _usual(config: Config, provenance: Provenance, own: TokenSource | None) -> I
 
 
 def _nodes(
-    config: Config, metadata: PingResult, own: TokenSource | None, reading: TokenSource | None, timeout_s: float
+    config: Config, servers: Sequence[PingResult], own: TokenSource | None, reading: TokenSource | None, timeout_s: float
 ) -> Iterator[PingTarget]:
     """Nodes that the metadata server knows. Their addresses are not verified, so they get the token for reading."""
     from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
     from kvstore.cli.ping.round_trips import PingOutcome, PingTarget, ServerKind
-    from kvstore.rpc.client import call, connect
+    from kvstore.rpc.client import call
+    from kvstore.rpc.failover.connect import connect_metadata
 
-    if metadata.outcome is not PingOutcome.ANSWERED:
+    if not any(one.outcome is PingOutcome.ANSWERED for one in servers):
         return
     tls = config.client.tls.resolve()
     try:
-        with connect(config.client.metadata, tls=tls, token=own) as channel:
+        with connect_metadata(config.client.metadata, tls=tls, token=own) as channel:
             known = call(metadata_pb2_grpc.MetadataStub(channel).ListNodes, metadata_pb2.ListNodesRequest(), timeout_s).nodes
     except KVStoreError as error:
-        metadata.failed(str(error))
+        servers[0].failed(str(error))
         return
     for status in known:
         address = status.node.control_address

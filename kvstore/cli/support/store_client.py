@@ -70,7 +70,7 @@ class StoreConnection:
     checks: RunningChecks
 
 
-metadata_option = setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
+metadata_option = setting_option("--metadata", key="client.metadata", metavar="HOST:PORT[,...]", help="Metadata servers.")
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 
 

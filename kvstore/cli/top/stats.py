@@ -10,7 +10,8 @@ from kvstore.cli.support import output
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 if TYPE_CHECKING:
-    from kvstore.control_api.schemas.store import Activity, Cluster, LoadTimes, Node, Unreached, Volume
+    from kvstore.control_api.schemas.cluster import Cluster
+    from kvstore.control_api.schemas.store import Activity, LoadTimes, Node, Unreached, Volume
 
 REACHES: Final = ("dram", "nvme", "peer", "none")
 """Farthest source of a load; ``none``: no hit."""
@@ -161,6 +162,16 @@ def as_data(found: Figures) -> dict[str, object]:
     }
 
 
+def _servers(cluster: Cluster) -> str:
+    """Format the metadata servers: the one in use, and how many there are and are away."""
+    servers = cluster.metadata_servers
+    if len(servers) < 2:
+        return cluster.metadata_address
+    used = ", ".join(one.address for one in servers if one.used) or "none"
+    away = sum(one.state == "away" for one in servers)
+    return f"{used} (of {len(servers)} metadata servers, {away} away)"
+
+
 def summary(found: Figures) -> list[str]:
     """Format the summary of the store as lines."""
     cluster, all_times = found.cluster, found.all_times
@@ -171,7 +182,7 @@ def summary(found: Figures) -> list[str]:
     refused = f" {cluster.nodes_refused} refused" if cluster.nodes_refused else ""
     hit = "-" if found.hit_ratio is None else f"{100 * found.hit_ratio:.1f}%"
     return [
-        f"kvstore {cluster.metadata_address}  {cluster.health}  up {output.duration(cluster.metadata_uptime_s)}"
+        f"kvstore {_servers(cluster)}  {cluster.health}  up {output.duration(cluster.metadata_uptime_s)}"
         f"  nodes {cluster.nodes_alive} alive {cluster.nodes_silent} silent{refused}  plans {cluster.live_plans}"
         f"  policy {cluster.path_policy}",
         f"lookups  {found.lookups_per_s:.1f}/s  hit {hit}",

@@ -7,7 +7,6 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from kvstore.control_api.schemas.base import RequestModel, ResponseModel
-from kvstore.control_api.schemas.health import ClusterHealth
 from kvstore.core import limits
 from kvstore.core.keys import MAX_TOKEN
 
@@ -46,28 +45,7 @@ class Health(ResponseModel):
     status: Literal["ok"] = Field(description="always ok: a server that cannot answer returns an error instead", examples=["ok"])
 
 
-# ---- cluster ----
-class Cluster(ClusterHealth):
-    """Summary of the store."""
-
-    admin_version: str = Field(description="version of the admin server", examples=["0.2.0"])
-    metadata_version: str = Field(description="version of the metadata server", examples=["0.2.0"])
-    metadata_address: str = Field(description="address of the metadata server", examples=["127.0.0.1:7400"])
-    metadata_workers: Count = Field(
-        description="processes of the metadata server; each plans and counts separately", examples=[1]
-    )
-    metadata_uptime_s: Seconds = Field(description="time since it began to serve this index", examples=[86400.0])
-    index_epoch: HexId = Field(description="epoch of the index; a new value means that the index was rebuilt")
-    index_blocks: Count = Field(description="keys in the index", examples=[1000000])
-    index_bytes: Bytes = Field(description="size of the index on disk", examples=[104857600])
-    namespaces: Count = Field(description="registered namespaces", examples=[3])
-    nodes_alive: Count = Field(description="nodes whose heartbeats arrive", examples=[3])
-    nodes_silent: Count = Field(description="known nodes without heartbeats that are not rejected", examples=[1])
-    nodes_refused: Count = Field(description="nodes whose calls are rejected because of their tokens", examples=[0])
-    live_plans: Count = Field(description="planned loads in progress", examples=[12])
-    path_policy: str = Field(description="path policy of requests that name none", examples=["split"])
-
-
+# ---- index ----
 class Index(ResponseModel):
     """The prefix index of the metadata server. The ETag is its epoch."""
 

@@ -28,6 +28,7 @@ from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import run_to_proto, spec_to_proto
+from kvstore.rpc.failover.connect import connect_metadata
 
 log = logging.getLogger(__name__)
 _limited = LimitedLog(log)
@@ -85,7 +86,7 @@ class BlockMigrator:
         self._window_bytes = window_bytes
         self._bytes_per_s = bytes_per_s
         self._pause = pause
-        self._channel = connect(metadata, tls=tls, token=token)
+        self._channel = connect_metadata(metadata, caller=node.node_id, tls=tls, token=token, counters=counters)
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._moved: dict[BlockKey, NodeId] = {}
         """Blocks that another node has reported durable."""

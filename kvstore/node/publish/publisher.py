@@ -39,10 +39,11 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
-from kvstore.rpc.client import RetryPolicy, call, connect
+from kvstore.rpc.client import RetryPolicy, call
 from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.diagnosis import Diagnoser, Target
 from kvstore.rpc.errors import from_rpc_error
+from kvstore.rpc.failover.connect import connect_metadata
 from kvstore.tiers.contract import Volume
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class IndexPublisher:
     """Keeps the index up to date with this node. ``start`` and ``stop`` once each.
 
     Args:
-        address: of the metadata server.
+        address: of the metadata server, or of several.
         node: this node, as it is registered.
         table: its blocks.
         replica_log: changes of its replicas.
@@ -104,7 +105,9 @@ class IndexPublisher:
         self._log = replica_log
         self._counters = counters
         self._anti_entropy_interval_s = anti_entropy_interval_s
-        self._channel = connect(address, tls=tls, token=token, node_id=node.node_id)
+        self._channel = connect_metadata(
+            address, caller=node.node_id, tls=tls, token=token, node_id=node.node_id, counters=counters
+        )
         self._diagnoser = Diagnoser(Target("the metadata server", address, tls, token, "[node.tls]", "node.token_file"))
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._anti_entropy = AntiEntropy(self._stub, node.node_id, table, replica_log, counters)

@@ -18,7 +18,8 @@ from kvstore.core.types import NodeId
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
-from kvstore.rpc.client import call, connect
+from kvstore.rpc.client import call
+from kvstore.rpc.failover.connect import connect_metadata
 
 _RPC_TIMEOUT_S: Final = 2.0
 _REFRESH_INTERVAL_S: Final = 1.0
@@ -29,7 +30,7 @@ class TrustedNodes:
     """The nodes that the metadata server lists. Thread-safe.
 
     Args:
-        metadata: address of the metadata server; None: there is none, and no address is trusted.
+        metadata: addresses of the metadata servers; None: there is none, and no address is trusted.
         tls: as for every channel of the node.
         token: the node's token, for the metadata server.
         now_s: a monotonic clock.
@@ -70,7 +71,7 @@ class TrustedNodes:
         """Return the address in each network of each node."""
         if self._metadata is None:
             return frozenset()
-        with connect(self._metadata, tls=self._tls, token=self._token) as channel:
+        with connect_metadata(self._metadata, tls=self._tls, token=self._token) as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
             nodes = [status.node for status in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), _RPC_TIMEOUT_S).nodes]
         return frozenset(

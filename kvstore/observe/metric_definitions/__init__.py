@@ -49,17 +49,18 @@ EVENTS: Final[Mapping[str, Metric]] = {event: metric for metric in METRICS.value
 assert len(EVENTS) == sum(len(metric.events) for metric in METRICS.values()), "an event is shown by two metrics"
 
 SHOWN_AT_ZERO: Final = {
-    "admin": ("admin_",),
-    "client": ("client_", "transport_peer_"),
+    "admin": ("admin_", "failover_"),
+    "client": ("client_", "failover_", "transport_peer_"),
     "hbm": ("hbm_",),
     "metadata": ("metadata_", "index_", "rpc_", "tenant_"),
     "node": (
-        "anti_", "arena_", "cascaded_", "device_", "drain", "evicted_", "gds_", "heartbeat", "index_ranges_", "inventories_",
-        "lease_expiry_", "leases_", "load_", "located_", "mount_", "node_", "nvme_", "peer_", "prefill_", "decode_", "prompt",
-        "publish_", "quarantined_", "recovery_", "register", "registrations_", "retention_", "roster_", "rpc_", "sessions_",
-        "staged_", "store", "tenant_", "transport_", "unregister_", "volume_check", "volume_stall", "write_back_",
+        "anti_", "arena_", "cascaded_", "device_", "drain", "evicted_", "failover_", "gds_", "heartbeat", "index_ranges_",
+        "inventories_", "lease_expiry_", "leases_", "load_", "located_", "mount_", "node_", "nvme_", "peer_", "prefill_",
+        "decode_", "prompt", "publish_", "quarantined_", "recovery_", "register", "registrations_", "retention_", "roster_",
+        "rpc_", "sessions_", "staged_", "store", "tenant_", "transport_", "unregister_", "volume_check", "volume_stall",
+        "write_back_",
     ),
-    "router": ("router_",),
-    "events": ("events_", "client_events_"),
+    "router": ("router_", "failover_"),
+    "events": ("events_", "client_events_", "failover_"),
 }  # fmt: skip
 """Process -> prefixes of its events. Their totals are exposed from the start, so that a rate covers the first event."""

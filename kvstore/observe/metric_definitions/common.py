@@ -41,3 +41,15 @@ RPC_UNEXPECTED_ERRORS: Final = group.counter(
 TENANT_SHARE_REFUSED: Final = group.counter(
     "tenant_share_refused_total", "calls rejected because the tenant reached its limit on a shared resource"
 )
+
+group = MetricGroup("Failover between metadata servers")
+FAILOVER_SERVERS_LOST: Final = group.counter(
+    "failover_servers_lost_total", "times that a metadata server refused connections, lost them or stopped answering"
+)
+FAILOVER_CHANGES: Final = group.counter("failover_changes_total", "times that calls were sent to another metadata server")
+FAILOVER_CALLS_REPEATED: Final = group.counter(
+    "failover_calls_repeated_total", "calls repeated on another metadata server after one failed"
+)
+FAILOVER_CALLS_REFUSED: Final = group.counter(
+    "failover_calls_refused_total", "calls that failed because no metadata server answers"
+)

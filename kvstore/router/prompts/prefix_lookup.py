@@ -26,8 +26,9 @@ from kvstore.router.engines import Role
 from kvstore.router.placement.balancer import RotationOrder
 from kvstore.router.prompts.prompt_facts import StoreHits
 from kvstore.router.prompts.request_body import RequestBody
-from kvstore.rpc.client import call_aio, connect_aio
+from kvstore.rpc.client import call_aio
 from kvstore.rpc.codec import spec_from_proto
+from kvstore.rpc.failover.connect import connect_metadata_aio
 
 _logger = logging.getLogger(__name__)
 _log = LimitedLog(_logger)
@@ -58,7 +59,7 @@ class StorePrefixLookup:
 
     Args:
         context: the router's state.
-        metadata: address of the metadata server.
+        metadata: address of the metadata server, or of several.
         tls: TLS of the channels to the metadata server.
         token_file: file with the token for the metadata server; None: no token.
     """
@@ -70,7 +71,7 @@ class StorePrefixLookup:
         self._options = ClientOptions(
             client_name="router", require_store=False, lookup_deadline_s=TIMEOUT_S, token_file=token_file
         )
-        self._channel = connect_aio(metadata, tls=tls, token=self._options.shown_token())
+        self._channel = connect_metadata_aio(metadata, tls=tls, token=self._options.shown_token(), counters=context.counters)
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._specs: list[CacheSpec] = []
         self._clients: dict[bytes, AsyncKVClient] = {}

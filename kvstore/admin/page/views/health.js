@@ -35,9 +35,17 @@ function showHealth() {
   show(
     $("where"),
     "metadata server ",
-    h("code", {}, cluster.metadata_address),
+    metadataServers(cluster),
     ` · version ${cluster.metadata_version} · up ${seconds(cluster.metadata_uptime_s)}`,
   );
+}
+
+/** The metadata servers: the address of one, or each with its state. */
+function metadataServers(cluster) {
+  const servers = cluster.metadata_servers;
+  if (servers.length < 2) return h("code", {}, cluster.metadata_address);
+  const stateOf = (one) => (one.state === "usable" ? (one.used ? "in use" : "ready") : one.state.replace("_", " "));
+  return servers.flatMap((one, index) => [index ? ", " : "", h("code", {}, one.address), ` (${stateOf(one)})`]);
 }
 
 function showTiles(cluster) {

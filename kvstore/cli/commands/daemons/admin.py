@@ -15,7 +15,7 @@ from kvstore.core.errors import install_command
 
 @click.command(cls=Command)
 @setting_option("--listen", key="admin.listen", metavar="HOST:PORT", help="Address of the HTTP service.")
-@setting_option("--metadata", key="admin.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
+@setting_option("--metadata", key="admin.metadata", metavar="HOST:PORT[,...]", help="Metadata servers.")
 @setting_option("--tokens", key="admin.tokens_file", metavar="FILE", help="File with lines of ROLE NAME TOKEN.")
 @setting_option("--ready-file", key="admin.ready_file", metavar="FILE", help="File written as JSON once the server answers.")
 @with_provenance

@@ -24,7 +24,7 @@ _WATCH_S: Final = 0.2
 
 
 @click.command(cls=Command)
-@setting_option("--metadata", key="events.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
+@setting_option("--metadata", key="events.metadata", metavar="HOST:PORT[,...]", help="Metadata servers.")
 @setting_option("--zmq", key="events.zmq", metavar="ENDPOINT", help="Publish in vLLM's format at tcp://HOST:PORT or ipc://PATH.")
 @setting_option("--replay", key="events.replay", metavar="ENDPOINT", help="Endpoint for replaying missed batches.")
 @setting_option("--topic", key="events.topic", metavar="TEXT", help="First frame of each message.")

@@ -17,7 +17,7 @@ from kvstore.core.errors import install_command
 @setting_option("--decode", key="router.decode", metavar="[NAME=]URL[@NODE],…", help="Engines that generate output.")
 @setting_option("--listen", key="router.listen", metavar="HOST:PORT", help="Address of the HTTP service.")
 @setting_option("--policy", key="router.policy", metavar="NAME", help="scheduler, least_loaded or round_robin.")
-@setting_option("--metadata", key="router.metadata", metavar="HOST:PORT", help="Address of the metadata server, or none.")
+@setting_option("--metadata", key="router.metadata", metavar="HOST:PORT[,...]", help="Metadata servers, or none.")
 @setting_option("--ready-file", key="router.ready_file", metavar="FILE", help="File written as JSON once the router serves.")
 @with_config
 def router(config: Config) -> None:

@@ -40,7 +40,7 @@ def metadata(config: Config, provenance: Provenance) -> None:
 @click.command(cls=Command)
 @setting_option("--id", key="node.node_id", metavar="NAME", help="Stable name of this node.")
 @setting_option("--roles", key="node.roles", metavar="ROLE,…", help="prefill, decode, storage.")
-@setting_option("--metadata", key="node.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
+@setting_option("--metadata", key="node.metadata", metavar="HOST:PORT[,...]", help="Metadata servers.")
 @setting_option("--dram", key="node.dram", metavar="SIZE", help="Size of the DRAM arena.")
 @setting_option("--nvme", key="node.nvme", metavar="PATH:SIZE,…", help="NVMe volumes; created if missing.")
 @setting_option("--policy", key="node.policy", metavar="NAME", help="Eviction policy.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +34,7 @@ from kvstore.doctor.local_nodes import sockets_in
 from kvstore.doctor.verdict import verdict
 from kvstore.process.host_defaults import NodeDefaults
 from kvstore.process.memory_sizing import USUAL_BLOCK_BYTES
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import stays_on_host
 from kvstore.transport.nixl.agent import LOOPBACK
 
@@ -167,20 +169,40 @@ def metadata_servers(config: Config, provenance: Provenance) -> tuple[list[Runni
         del asked[0]  # the default of the client does not matter on the host of a configured node
     servers, known = [], {}
     for setting, address, section in asked:
-        server, nodes = _ask_metadata(setting, address, section, required=provenance[setting].source != "default")
-        servers.append(server)
-        known.update(nodes)
+        for one, tls in _servers_at(address, section.tls.resolve()):
+            server, nodes = _ask_metadata(setting, one, section, tls, required=provenance[setting].source != "default")
+            servers.append(server)
+            known.update(nodes)
     return servers, [(node_id, address) for node_id, address in known.items() if _is_ours(address)]
 
 
+def _servers_at(setting: str, tls: TlsConfig | None) -> Iterator[tuple[str, TlsConfig | None]]:
+    """Yield the address of each metadata server that a setting names, and the TLS files to reach it. Resolves DNS names."""
+    from kvstore.rpc.failover.addresses import MetadataAddresses
+    from kvstore.rpc.failover.resolver import resolve, system_resolver
+
+    given = MetadataAddresses.parse(setting)
+    for entry in given.entries:
+        found = []
+        if entry in given.names:
+            with suppress(OSError, UnicodeError):  # the call says that the name is not known
+                found = resolve(entry, system_resolver)
+        if len(found) < 2:
+            yield entry, tls
+            continue
+        name = entry.rpartition(":")[0]
+        for address in found:
+            yield address, tls if tls is None or tls.server_name else replace(tls, server_name=name)
+
+
 def _ask_metadata(
-    setting: str, address: str, section: ClientSection | NodeSection, *, required: bool
+    setting: str, address: str, section: ClientSection | NodeSection, tls: TlsConfig | None, *, required: bool
 ) -> tuple[RunningMetadata, dict[str, str]]:
     from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
     from kvstore.rpc.client import call, connect
 
     try:
-        with connect(address, tls=section.tls.resolve(), token=token(section)) as channel:
+        with connect(address, tls=tls, token=token(section)) as channel:
             known = call(metadata_pb2_grpc.MetadataStub(channel).ListNodes, metadata_pb2.ListNodesRequest(), _ANSWER_S).nodes
     except (KVStoreError, OSError) as error:
         answer, why = _answered(error, address, section)

@@ -108,7 +108,8 @@ def _why_unheard(settings: NodeConfig, address: str) -> str | None:
         address: address of its unix socket.
     """
     from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
-    from kvstore.rpc.client import call, connect
+    from kvstore.rpc.client import call
+    from kvstore.rpc.failover.connect import connect_metadata
     from kvstore.rpc.server import METADATA_SERVICE
 
     assert settings.metadata is not None
@@ -129,7 +130,7 @@ def _why_unheard(settings: NodeConfig, address: str) -> str | None:
     # a call that only nodes may make, with an unknown boot
     request = metadata_pb2.CompareDigestsRequest(node_id=settings.node_id, boot_id=bytes(16), volume_id=settings.node_id)
     try:
-        with connect(settings.metadata, tls=settings.tls.resolve(), token=token) as channel:
+        with connect_metadata(settings.metadata, tls=settings.tls.resolve(), token=token) as channel:
             call(metadata_pb2_grpc.MetadataStub(channel).CompareDigests, request, _REASON_S)
     except NotFound:
         pass

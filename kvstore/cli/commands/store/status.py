@@ -28,11 +28,12 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
     The first line is HEALTH_OK, HEALTH_WARN or HEALTH_ERR with the number of findings; a line per finding follows, with its code
     and the facts. Exit code 5: the store answers, and something is wrong or will be soon.
 
-    JSON: health (ok, warning, error), findings (code, severity, subject, facts, title, meaning, action, docs), metadata (its
-    address), blocks and index_bytes of the index, counters of the metadata server by name; namespaces, each with id, model,
-    block_tokens, block_bytes; nodes, each with id, alive, state (active, draining, drained, drain_blocked), stopped, refused
-    (null, or why its calls are refused), heartbeat_age_ms, roles, control_address, data_address, mounts, drain (null: it is not
-    to drain) and volumes, each with id, tier, capacity_bytes, used_bytes, blocks and read_only (null, or the reason).
+    JSON: health (ok, warning, error), findings (code, severity, subject, facts, title, meaning, action, docs), metadata (the
+    setting), metadata_servers, each with address, state (usable, on_trial, away) and used; blocks and index_bytes of the index,
+    counters of the metadata server by name; namespaces, each with id, model, block_tokens, block_bytes; nodes, each with id,
+    alive, state (active, draining, drained, drain_blocked), stopped, refused (null, or why its calls are refused),
+    heartbeat_age_ms, roles, control_address, data_address, mounts, drain (null: it is not to drain) and volumes, each with id,
+    tier, capacity_bytes, used_bytes, blocks and read_only (null, or the reason).
 
     Examples:
       kvstore status
@@ -66,10 +67,12 @@ async def fetch_status(config: Config, store: StoreConnection) -> dict[str, Any]
     from kvstore.health.findings import from_proto
 
     server, nodes, counters = await asyncio.gather(store.rpc.server(), store.rpc.nodes(), store.rpc.counters())
+    servers = await store.rpc.metadata_servers()
     namespaces = [one async for one in store.queries.namespaces()]
     return {
         **serializers.health(from_proto(server.findings)).model_dump(),
         "metadata": config.client.metadata,
+        "metadata_servers": [{"address": one.address, "state": one.condition, "used": one.used} for one in servers],
         "blocks": server.blocks,
         "index_bytes": server.index_bytes,
         "counters": dict(sorted(counters.items())),
@@ -147,6 +150,9 @@ def _print(found: dict[str, Any]) -> None:
     from kvstore.replay.report import show_bytes
 
     output.line(f"metadata server {found['metadata']}: {found['blocks']:,} blocks, index {show_bytes(found['index_bytes'])}")
+    if len(found["metadata_servers"]) > 1:
+        for one in found["metadata_servers"]:
+            output.line(f"  {one['address']}: {one['state'].replace('_', ' ')}{', in use' if one['used'] else ''}")
     for namespace in found["namespaces"]:
         size = show_bytes(namespace["block_bytes"])
         output.line(f"namespace {namespace['id']}")

@@ -1,21 +1,58 @@
-"""Conformance of a ``PrefixIndex`` in its notes and heartbeats: a part of ``suite``."""
+"""The part of the conformance suite about namespaces, notes and heartbeats: small records that the metadata server keeps."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.types import BootId, NodeId
-from kvstore.index.contract import Beat, PrefixIndex
+from kvstore.core.types import BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.index.contract import Beat, PrefixHit, PrefixIndex, VolumeEpoch
+from kvstore.testing.index.model import Chain
 
+NAMESPACE = NamespaceId(b"n" * 16)
+CHAIN = Chain.of(NAMESPACE, range(100))
 BOOT = BootId(b"b" * 16)
 
 
-class SmallRecordSuite:
-    """Behaviour of notes and heartbeats. ``IndexSuite`` has the fixture ``index``."""
+def begin(index: PrefixIndex, volume: str = "v") -> VolumeEpoch:
+    """A new volume epoch."""
+    return index.open_volume_epoch(VolumeId(volume), NodeId("node"), Tier.DRAM, BootId(os.urandom(16)))
 
-    # ---- notes ----
+
+def ask(index: PrefixIndex, chain: Chain, visible: set[VolumeEpoch]) -> PrefixHit:
+    """Looks a chain up."""
+    return index.lookup(chain.namespace, chain.packed, visible)
+
+
+class SmallRecordsSuite:
+    """Behaviour of every index. ``IndexSuite`` has the fixtures."""
+
+    # ---- namespaces, notes, revision ----
+    def test_namespaces_are_listed_in_order_of_arrival(self, index: PrefixIndex) -> None:
+        names = [NamespaceId(bytes([number]) * 16) for number in (7, 3, 9)]
+        for name in names:
+            index.put_namespace(name, b"spec of " + name)
+        revision = index.revision
+        index.put_namespace(names[0], b"spec of " + names[0])
+        assert index.revision == revision
+        assert index.namespaces() == [(name, b"spec of " + name) for name in names]
+        assert index.spec_of(names[1]) == b"spec of " + names[1]
+        assert index.spec_of(NamespaceId(b"none" * 4)) is None
+
+    def test_batch_before_its_namespace_is_accepted(self, index: PrefixIndex) -> None:
+        volume_epoch = begin(index)
+        index.publish(volume_epoch, [CHAIN.run(0, 10)], [])
+        assert index.namespaces() == []
+        assert index.spec_of(NAMESPACE) is None
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 10
+        index.put_namespace(NAMESPACE, b"")
+        assert index.namespaces() == [(NAMESPACE, b"")]
+        assert index.spec_of(NAMESPACE) == b""
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 10
+
     def test_notes_are_stored_and_removed(self, index: PrefixIndex) -> None:
         long = "node/" + "ü" * 600
         index.put_note("a", b"1")
@@ -101,3 +138,29 @@ class SmallRecordSuite:
         with pytest.raises(InvalidArgument):
             index.put_beats(beats)
         assert index.beats() == {}
+
+    def test_revision_changes_only_with_announced_changes(self, index: PrefixIndex) -> None:
+        seen = [index.revision]
+
+        def moved() -> bool:
+            seen.append(index.revision)
+            assert seen[-1] >= seen[-2]
+            return seen[-1] > seen[-2]
+
+        volume_epoch = begin(index)
+        assert moved()
+        index.publish(volume_epoch, [CHAIN.run(0, 10)], [])
+        assert not moved()
+        index.put_note("a", b"1")
+        assert moved()
+        index.put_note("a", b"1")
+        assert not moved()
+        index.put_note("a", b"2", announce=False)
+        assert not moved()
+        assert index.note("a") == b"2"
+        index.put_namespace(NAMESPACE, b"spec")
+        assert moved()
+        index.close_volume_epoch(volume_epoch)
+        assert moved()
+        index.close_volume_epoch(volume_epoch)
+        assert not moved()

@@ -1,0 +1,337 @@
+"""The metadata servers of one channel: which of them is in use, probes of those that are away, DNS.
+
+Runs ``ServerSelection`` for the calls of a channel. Calls do not wait here: probes are asynchronous gRPC calls, and names are
+resolved in a thread. Only a call before the first resolution of a name waits for it, up to its own deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, NamedTuple
+
+import grpc
+
+from kvstore.core.errors import Unavailable
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.failover.addresses import MetadataAddresses
+from kvstore.rpc.failover.resolver import Resolver, resolve, system_resolver
+from kvstore.rpc.failover.selection import CallPlacement, Condition, Failure, Reason, ServerChange, ServerSelection
+from kvstore.rpc.health_probe import HealthProbe
+from kvstore.transport.liveness import LivenessMonitor, WatchedServer
+
+log = logging.getLogger(__name__)
+limited = LimitedLog(log)
+
+PROBE_TIMEOUT_S: Final = 2.0
+RESOLVE_S: Final = 30.0
+"""Names are resolved again after this time."""
+RESOLVE_AGAIN_S: Final = 1.0
+"""After a failed call, names are resolved again, at most once per this time."""
+_LOST: Final = frozenset({Reason.REFUSED, Reason.UNAVAILABLE, Reason.TIMEOUT, Reason.HUNG})
+
+Open = Callable[[str, TlsConfig | None], grpc.Channel]
+"""Opens a channel to one address."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataServerState:
+    """One metadata server, as a caller sees it.
+
+    Attributes:
+        address: its address.
+        condition: its condition.
+        used: whether calls go to it.
+    """
+
+    address: str
+    condition: Condition
+    used: bool
+
+
+class Route(NamedTuple):
+    """The server of the next call.
+
+    Attributes:
+        address: address of the server.
+        spare: whether another server could repeat the call.
+    """
+
+    address: str
+    spare: bool
+
+
+class MetadataServers:
+    """Chooses the metadata server of each call. Thread-safe.
+
+    Args:
+        addresses: the setting.
+        caller: name of this caller; see ``ServerSelection``.
+        tls: as for the channels. The certificate of a server found by DNS must have the name, not the IP address.
+        open_channel: opens a channel for probes.
+        counters: counters of the process.
+        resolver: resolves names.
+    """
+
+    def __init__(
+        self,
+        addresses: MetadataAddresses,
+        caller: str,
+        tls: TlsConfig | None,
+        open_channel: Open,
+        counters: Counters,
+        resolver: Resolver = system_resolver,
+    ) -> None:
+        self.setting = addresses
+        self.counters = counters
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after a change of the server in use, from any thread."""
+        self._tls = tls
+        self._tls_names: dict[str, str] = {}
+        self._open_channel = open_channel
+        self._resolver = resolver
+        self._lock = threading.Lock()
+        self._closed = False
+        self._selection = ServerSelection(
+            [entry for entry in addresses.entries if entry not in addresses.names],
+            caller,
+        )
+        self._routes: dict[CallPlacement, Route] = {}
+        self._used: set[CallPlacement] = set()
+        self._told: set[CallPlacement] = set()
+        self._changed = threading.Condition()
+        self.timed_out: set[str] = set()
+        """Servers whose last call timed out; the next answer must be recorded by ``answered``."""
+        self._probe = HealthProbe(lambda address: open_channel(address, self.tls_of(address)))
+        self._timers: dict[str, threading.Timer] = {}
+        self._probing: set[str] = set()
+        self._monitor = LivenessMonitor(self._probe, counters)
+        self._resolved: dict[str, list[str]] = {}
+        self._resolving = False
+        self._resolved_s = float("-inf")
+        self._resolve_due_s = float("-inf") if addresses.names else float("inf")
+        self._complete = threading.Event()
+        if not addresses.names:
+            self._complete.set()
+
+    # ---- calls ----
+    @property
+    def complete(self) -> bool:
+        """Whether every name was resolved or found unknown at least once."""
+        return self._complete.is_set()
+
+    def wait_complete(self, timeout_s: float | None) -> None:
+        """Wait for the first resolution of the names."""
+        self._resolve_if_due()
+        self._complete.wait(RESOLVE_S if timeout_s is None else timeout_s)
+
+    def pick(self, placement: CallPlacement) -> Route | None:
+        """Return the server for the next call; None: no server answers."""
+        route = self._routes.get(placement)
+        if route is not None and time.monotonic() < self._resolve_due_s:
+            return route
+        self._resolve_if_due()
+        with self._lock:
+            self._used.add(placement)
+            changes = self._choose()
+            route = self._routes.get(placement)
+        self._tell(changes)
+        return route
+
+    def wait_usable(self, placement: CallPlacement, timeout_s: float | None) -> Route | None:
+        """As ``pick``, but wait until a server answers. None: none did in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.pick(placement) is not None, timeout_s)
+        return self.pick(placement)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All known servers."""
+        return self._selection.addresses
+
+    def others(self, placement: CallPlacement, tried: Collection[str]) -> tuple[str, ...]:
+        """Return the servers on which a failed call may be repeated, best first."""
+        with self._lock:
+            return self._selection.others(placement, tried)
+
+    def watched(self, address: str) -> WatchedServer:
+        """Return the liveness of a server, at which calls register their waits."""
+        return self._monitor.server(address)
+
+    def tls_of(self, address: str) -> TlsConfig | None:
+        """Return the TLS files for a server."""
+        name = self._tls_names.get(address)
+        if self._tls is None or name is None or self._tls.server_name is not None:
+            return self._tls
+        return replace(self._tls, server_name=name)
+
+    def failed(self, address: str, failure: Failure) -> None:
+        """Record a failed call."""
+        with self._lock:
+            if failure is Failure.TIMEOUT:
+                self.timed_out.add(address)
+            opened = self._selection.failed(address, failure) and not self._closed
+            changes = self._choose() if opened else []
+            if self.setting.names:
+                self._resolve_due_s = min(self._resolve_due_s, self._resolved_s + RESOLVE_AGAIN_S)
+        if opened:
+            self.counters.add(common_metrics.FAILOVER_SERVERS_LOST)
+            self._tell(changes)
+            self._send_probe(address)
+
+    def answered(self, address: str) -> None:
+        """Record that a server answered a call after calls that timed out."""
+        with self._lock:
+            self.timed_out.discard(address)
+            self._selection.answered(address)
+
+    def no_server(self) -> Unavailable:
+        """Return the error of a call while no server answers."""
+        self.counters.add(common_metrics.FAILOVER_CALLS_REFUSED)
+        if not self._selection.addresses:
+            return Unavailable(f"no metadata server is known: the host name of {self.setting} is not known")
+        return Unavailable(f"no metadata server answers: {', '.join(self._selection.addresses)}")
+
+    # ---- display ----
+    def states(self) -> list[MetadataServerState]:
+        """Return all known servers with their state, by address."""
+        with self._lock:
+            used = {self._selection.current(placement) for placement in self._used}
+            return [
+                MetadataServerState(address, self._selection.condition(address), address in used)
+                for address in sorted(self._selection.addresses)
+            ]
+
+    def check_idle(self, timeout_s: float) -> None:
+        """Probe the servers that no call goes to, so that ``states`` shows those that are away. Blocks up to ``timeout_s``."""
+        idle = [state.address for state in self.states() if not state.used and state.condition is Condition.USABLE]
+        waits = []
+        for address in idle:
+            ended = threading.Event()
+            answers: list[bool] = []
+
+            def record(answered: bool, ended: threading.Event = ended, answers: list[bool] = answers) -> None:
+                answers.append(answered)
+                ended.set()
+
+            self._probe(address, timeout_s, record)
+            waits.append((address, ended, answers))
+        until_s = time.monotonic() + timeout_s
+        for address, ended, answers in waits:
+            ended.wait(max(0.0, until_s - time.monotonic()))
+            if not any(answers):
+                self.failed(address, Failure.REFUSED)
+
+    def close(self) -> None:
+        """Stop all probes."""
+        with self._lock:
+            self._closed = True
+            timers = list(self._timers.values())
+            self._timers.clear()
+        for timer in timers:
+            timer.cancel()
+        self._monitor.close()
+        self._probe.close()
+
+    # ---- changes ----
+    def _choose(self) -> list[tuple[CallPlacement, ServerChange]]:
+        """Choose the servers of all placements in use, under the lock. Returns the changes, for ``_tell``."""
+        changes = []
+        now_s = time.monotonic()
+        self._routes = {}
+        for placement in self._used:
+            address, change = self._selection.choose(placement, now_s)
+            if address is not None:
+                self._routes[placement] = Route(address, bool(self._selection.others(placement, (address,))))
+            if change is not None:
+                changes.append((placement, change))
+        return changes
+
+    def _tell(self, changes: list[tuple[CallPlacement, ServerChange]]) -> None:
+        """Count and log changes, and inform the channel. Not under the lock."""
+        told = False
+        for placement, change in changes:
+            if change.before is None and change.reason is Reason.ANSWERS and placement not in self._told:
+                self._told.add(placement)
+                continue
+            told = True
+            self.counters.add(common_metrics.FAILOVER_CHANGES)
+            log.log(
+                logging.WARNING if change.reason in _LOST else logging.INFO,
+                "metadata server changed: %s -> %s (reason=%s, calls=%s)",
+                change.before or "none",
+                change.after or "none",
+                change.reason,
+                placement,
+            )
+        if told:
+            self.on_change()
+        with self._changed:
+            self._changed.notify_all()
+
+    # ---- probes ----
+    def _send_probe(self, address: str) -> None:
+        with self._lock:
+            self._timers.pop(address, None)
+            if self._closed or address in self._probing:
+                return
+            self._probing.add(address)
+        self._probe(address, PROBE_TIMEOUT_S, partial(self._probe_ended, address))
+
+    def _probe_ended(self, address: str, answered: bool) -> None:
+        with self._lock:
+            self._probing.discard(address)
+            if self._closed:
+                return
+            pause_s = self._selection.probe_ended(address, answered=answered, now_s=time.monotonic())
+            changes = self._choose()
+            if pause_s is not None:
+                timer = self._timers[address] = threading.Timer(pause_s, self._send_probe, (address,))
+                timer.daemon = True
+                timer.start()
+        self._tell(changes)
+
+    # ---- names ----
+    def _resolve_if_due(self) -> None:
+        with self._lock:
+            if self._closed or self._resolving or time.monotonic() < self._resolve_due_s:
+                return
+            self._resolving = True
+            self._resolve_due_s = float("inf")
+        threading.Thread(target=self._resolve, name="kvstore-resolve", daemon=True).start()
+
+    def _resolve(self) -> None:
+        for name in self.setting.entries:
+            if name not in self.setting.names:
+                continue
+            try:
+                found = resolve(name, self._resolver)
+            except (OSError, UnicodeError) as error:
+                limited.warning("host name of metadata servers not resolved: %s (reason=%s)", name, error)
+                continue
+            if found:
+                self._resolved[name] = found
+        with self._lock:
+            self._resolving = False
+            self._resolved_s = time.monotonic()
+            known = all(name in self._resolved for name in self.setting.names)
+            self._resolve_due_s = self._resolved_s + (RESOLVE_S if known else RESOLVE_AGAIN_S)
+            addresses = dict.fromkeys(
+                address
+                for entry in self.setting.entries
+                for address in self._resolved.get(entry, [entry])
+                if address not in self.setting.names
+            )
+            self._tls_names = {address: name.rpartition(":")[0] for name, found in self._resolved.items() for address in found}
+            if set(addresses) != set(self._selection.addresses):
+                self._selection.replace(list(addresses))
+            changes = self._choose()
+        self._tell(changes)
+        self._complete.set()
