@@ -62,7 +62,7 @@ def test_lease_released_ignores_answers_to_earlier_renewals() -> None:
 
 @dataclass
 class Server:
-    """A server of the model. ``rate`` is the speed of its clock, ``offset_s`` where it began."""
+    """A server of the model. ``rate`` is the speed of its clock, ``offset_s`` its first value."""
 
     rate: float
     offset_s: float
@@ -73,7 +73,7 @@ class Server:
     answers: list[tuple[Renewal, bool]] = field(default_factory=list)
     """Answers that the server has not received."""
     held: bool = False
-    """What the changes say."""
+    """Whether the lease is held, according to the changes."""
 
     def now_s(self, true_s: float) -> float:
         return self.offset_s + true_s * self.rate

@@ -50,7 +50,7 @@ def test_share_table_survives_encoding(table: ShareTable) -> None:
 
 @given(st.binary(max_size=50))
 def test_share_table_rejects_other_bytes(note: bytes) -> None:
-    with pytest.raises(ValueError, match="no table"):
+    with pytest.raises(ValueError, match="not a table"):
         ShareTable.decode(note)
 
 

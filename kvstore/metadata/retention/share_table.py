@@ -70,7 +70,7 @@ class ShareTable:
         """The table in a note.
 
         Raises:
-            ValueError: the note is no table.
+            ValueError: the note is not a table.
         """
         try:
             content = zlib.decompress(note)
@@ -94,4 +94,4 @@ class ShareTable:
                 epoch=bytes.fromhex(header["epoch"]),
             )
         except (zlib.error, struct.error, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-            raise ValueError("the note is no table of shares") from error
+            raise ValueError("the note is not a table of shares") from error
